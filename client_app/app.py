@@ -17,6 +17,7 @@ from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
+from posy.data.policy import Policy
 from posy.flower import (
     PING,
     content_of,
@@ -61,7 +62,8 @@ def query(message: Message, context: Context) -> Message:
     if config.get(PING):
         return Message(RecordDict(), reply_to=message)
     if "secure-round" in config:
-        answer = ConfigRecord({"answer": secure_aggregation.answer(message, context)})
+        rules = site_policy(context.node_config) or Policy()
+        answer = ConfigRecord({"answer": secure_aggregation.answer(message, context, rules.min_clients)})
         return Message(RecordDict({"config": answer}), reply_to=message)
     settings, describes = str(config["settings"]), bool(config.get("describe"))
     check_node_config(context.node_config)
@@ -151,22 +153,25 @@ class Call:
     ) -> None:
         self.message = message
         self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
-        settings = str(self._config.pop("settings"))
+        settings_json = str(self._config.pop("settings"))
         self._policy = site_policy(context.node_config)
         if self._policy:
-            admit(self._policy, settings, context, message.metadata.run_id)
-        self.workspace = workspace_of(settings, context, self._policy)
+            admit(self._policy, settings_json, context, message.metadata.run_id)
+        self.workspace = workspace_of(settings_json, context, self._policy)
         if self.workspace.of_sites:
             check_unchanged(self.workspace, context)
         if not trusting:
-            own_places(self._config, context, settings if self._policy else "")
+            own_places(self._config, context, settings_json if self._policy else "")
         folder = self._config.pop("state-directory", None)
         self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self._versions = Versions.take(self._config)
         self._training = message.metadata.message_type == MessageType.TRAIN
         self._masking: secure_aggregation.Masking | None = None
-        if self._training and (self.workspace.settings.run.secure_aggregation or TRUSTED in context.node_config):
-            self._masking = secure_aggregation.Masking(self._config, message, context)
+        settings = self.workspace.settings
+        if settings.run.secure_aggregation or TRUSTED in context.node_config:
+            self._masking = secure_aggregation.Masking(
+                self._config, message, context, training=self._training, per_client=settings.method.per_client
+            )
         self._state = State()
         self.number = int(self._config["client"])
         arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
@@ -224,7 +229,8 @@ class Call:
         if self._policy:
             metrics = limited_scores(self._policy, metrics)
         version = self._store.save(self.number, self._versions, state)
-        return reply_to(self.message, arrays if self._training else [], num_examples, {**metrics, "state": version})
+        sent = arrays if isinstance(arrays, list) else []  # an evaluation without masks returns its loss instead
+        return reply_to(self.message, sent, num_examples, {**metrics, "state": version})
 
     def answer(self) -> Message:
         """Run the client's training or evaluation, and return the reply."""

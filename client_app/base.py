@@ -6,7 +6,7 @@ algorithm. The training loop, evaluation, state and reply are written once, outs
 is a plain function.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from logging import WARNING
@@ -42,9 +42,13 @@ from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray, Layout
 from posy.randomness import model_seed, torch_generator
 from posy.storage import write_arrays
+from posy.strategies.masking import Words
+from posy.strategies.pooled import numbers_of
 from posy.strategies.replies import Update
 
 Config = Mapping[str, Any]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+"""The splits of a client's samples."""
 R = TypeVar("R")
 Steps = Generator[Train | Forward, Any, R]
 
@@ -199,13 +203,23 @@ class PersonalClient(NumPyClient):
         """Return the client's weight in the mean of the round; the strategy uses the same weight."""
         return 1 if self.settings.run.client_weights == "uniform" else len(self.data.y_train)
 
+    def common(self, received: NDArrays, config: Config) -> NDArrays:
+        """Return the arrays that all clients of a round have in common; with secure aggregation they bind the masks.
+
+        By default all arrays of the message. A method that sends clients different arrays overrides this method, and
+        ``common`` of its strategy.
+        """
+        return received
+
     # -- NumPyClient ---------------------------------------------------------------------------------
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
         """Train, and score the local model on the client's test split if the config has ``evaluate-local``."""
         return self.drive(self.fit_steps(parameters, config))
 
-    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+    def evaluate(  # type: ignore[override]  # NumPyClient has no masked scores
+        self, parameters: NDArrays, config: dict[str, Any]
+    ) -> tuple[float | NDArrays, int, dict[str, Any]]:
         """Score the served model, and with ``evaluate-personal`` the local model, on the client's test split."""
         return self.drive(self.evaluate_steps(parameters, config))
 
@@ -325,18 +339,27 @@ class PersonalClient(NumPyClient):
                 metrics |= yield from self._scores("local", local)
             self._save(local, config, "local")
         arrays = [array_of(array) for array in update.arrays]
+        metrics |= {"samples": self.processed}
         if self.settings.train.dp_clip or self.masking:
             reference = self.method.reference(self.architecture, parameters, arrays)
             if self.settings.train.dp_clip:
                 arrays = noised(arrays, reference, self.settings.train)
             if self.masking:
-                limit = self.settings.run.secure_range
+                if update.metrics:
+                    raise ValueError(f"masks do not cover {', '.join(update.metrics)}, which the method sends")
                 reference = [*reference, *parameters[len(reference) :]]  # the reference of statistics is the message
-                arrays = [self.masking.put_on(arrays, reference, self.weight(config), limit)]
-        return arrays, len(self.data.y_train), {**metrics, "samples": self.processed, **self.acknowledgement}
+                numbers = self._numbers(metrics, training=True)
+                arrays = [self._masked(arrays, reference, self.weight(config), parameters, config, numbers)]
+                metrics = {}
+        return arrays, len(self.data.y_train), {**metrics, **self.acknowledgement}
 
-    def evaluate_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
-        """Run :meth:`evaluate` as a generator, which yields requests for training and outputs."""
+    def evaluate_steps(
+        self, parameters: NDArrays, config: Config
+    ) -> Steps[tuple[float | NDArrays, int, dict[str, Any]]]:
+        """Run :meth:`evaluate` as a generator, which yields requests for training and outputs.
+
+        With secure aggregation it returns masked words instead of the loss, and no numbers of this client.
+        """
         self._begin(config)
         metrics: dict[str, Any] = {"num-train": len(self.data.y_train)}
         received, best, point = self._received(parameters), None, "served"
@@ -357,8 +380,33 @@ class PersonalClient(NumPyClient):
                 metrics |= yield from self._scores("local", personal)
             if best is not None:
                 self._save(best, config, point)
-        metrics |= {"samples": self.processed, **self.acknowledgement}
+        metrics |= {"samples": self.processed}
+        if self.masking:
+            if not self.personal_in_every_evaluation:  # the sum would cover the clients that have a local model
+                metrics = {key: value for key, value in metrics.items() if not key.startswith("local")}
+            numbers = self._numbers(metrics, training=False)
+            return [self._masked([], [], 1, parameters, config, numbers)], 0, dict(self.acknowledgement)
+        metrics |= self.acknowledgement
         return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics
+
+    def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
+        """Return the client's scores as whole numbers for the masked sum."""
+        sizes: dict[str, int] = {split: len(self.samples(split).y) for split in SPLITS}
+        return numbers_of(self.settings, metrics, sizes, training=training)
+
+    def _masked(
+        self,
+        arrays: NDArrays,
+        references: NDArrays,
+        weight: int,
+        received: NDArrays,
+        config: Config,
+        numbers: Sequence[int],
+    ) -> Words:
+        """Return an update and scores under masks."""
+        assert self.masking is not None
+        common, limit = self.common(received, config), self.settings.run.secure_range
+        return self.masking.put_on(arrays, references, weight, limit, common, numbers)
 
     def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
         """Return a predictor's scores by key, on each split with samples.

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from flwr.common.typing import NDArrays
 from torch import Tensor
 
 from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps
@@ -69,6 +70,17 @@ class PPFEClient(PersonalClient):
         """Coefficients of the finished stages."""
         return np.asarray(self.state.get("betas", np.zeros(0, np.float32)))
 
+    def common(self, received: NDArrays, config: Config) -> NDArrays:
+        """Return the shared layers of this stage and of all finished stages, which the client has stored.
+
+        Raises :class:`ValueError` if the message contains another model of a stage that the client has closed.
+        """
+        finished = [np.asarray(self.state[f"shared-{number}"]) for number in range(1, len(self.betas) + 1)]
+        for number, shared in enumerate(received[1:], start=int(config["first-finished"])):
+            if number > len(finished) or not np.array_equal(finished[number - 1], shared):
+                raise ValueError(f"the message contains another model of stage {number} than an earlier message")
+        return [received[0], *finished]
+
     def catch_up(self, received: list[Tensor], config: Config) -> Steps[Stage]:
         """Close the finished stages that the message contains, and return the current one.
 
@@ -82,7 +94,7 @@ class PPFEClient(PersonalClient):
             if number == len(self.betas) + 1:
                 yield from self.close_stage(self.stages[number - 1], shared)
         betas = {f"beta-{i}": float(beta) for i, beta in enumerate(self.betas, start=1)}
-        self.acknowledgement = {"stages-closed": len(betas), **betas}
+        self.acknowledgement = {"stages-closed": len(betas), **({} if self.masking else betas)}
         return self.stages[int(config["stage"]) - 1]
 
     def close_stage(self, stage: Stage, shared: Tensor) -> Steps[None]:

@@ -1,33 +1,48 @@
-"""Secure aggregation on a client: it sends its update under masks, and reveals shares of secrets once.
+"""Secure aggregation on a client: it sends its update and its scores under masks, and reveals shares of secrets once.
 
 The server relays all keys and shares and chooses the clients. This module checks everything that protects the client:
 
-- Keys and secrets belong to one round. Each round has new ones.
-- A round begins once. Under the masks of a round the client sends one update, and only repeats it afterwards.
-- For each neighbour the client reveals the share of its self-mask or the share of its private key, never both. It
-  reveals them only if enough neighbours have sent their updates: the threshold that the server named before, which is
-  more than half of them.
+- Keys and secrets belong to one round. Each round has new ones. The evaluation of a round has its own.
+- A round begins once. Under the masks of a round the client sends one reply, and only repeats it afterwards.
+- All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
+  that signs its keys refuses thresholds that are unsafe if the server colludes with other clients.
+- The client signs one list of survivors in a round. It reveals shares only if enough clients of the whole cohort have
+  signed the same list. For each neighbour it reveals the share of its self-mask or the share of its private key, never
+  both.
 - The masks of clients that received different models, settings or weights do not cancel.
 
-Between the messages of a round the secrets are in the node's Flower context, in the SuperNode's memory and in no file.
+Between the messages of a round the secrets are in the memory of the node and in no file. They are in the node's Flower
+context, which Posy's workers keep to themselves (:class:`posy.deploy.sessions.Sessions`).
 """
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, Context, Message
 from flwr.common.typing import NDArrays
 
-from posy.client_app.signatures import UnknownSignerError, signatures_of
-from posy.flower import record_in
+from posy.client_app.signatures import (
+    KEYS_OF,
+    SURVIVORS_OF,
+    RoundSignatures,
+    Signatures,
+    UnknownSignerError,
+    signatures_of,
+)
+from posy.flower import entries_of, record_in
 from posy.strategies.masking import (
+    KEY_BYTES,
+    MAX_CLIENTS,
     SECRET_BYTES,
     Words,
     digest,
     encoded,
+    encoded_numbers,
     new_secret,
     opened,
     own_mask,
@@ -38,15 +53,35 @@ from posy.strategies.masking import (
     split,
 )
 from posy.strategies.replies import changes
-from posy.strategies.secure_aggregation import KEY_TEXTS, KEYS, REFUSAL, SHARES, UNMASK, context_of
+from posy.strategies.secure_aggregation import (
+    EVALUATION,
+    KEY_TEXTS,
+    KEYS,
+    REFUSAL,
+    SHARES,
+    SURVIVORS,
+    UNMASK,
+    View,
+    colluding,
+    common_digest,
+    connected,
+    safe_threshold,
+)
 
-UNSIGNED = (b"", b"")
+SESSIONS = "secure-aggregation-"
+"""Start of the names of the records with sessions in a node's context."""
+MIN_CLIENTS = 2
+"""Smallest number of clients whose sum a client joins, unless the policy of its site demands more."""
+_NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?")
 
 
 class ProtocolError(RuntimeError):
     """A request that would reveal more than the sum, or that needs secrets which the client has deleted."""
 
     shareable = True
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"secure aggregation: {text}")
 
 
 @dataclass
@@ -60,10 +95,16 @@ class Session:
     """Secret of the private key that encrypts shares."""
     own_secret: bytes = b""
     """Secret of the client's self-mask; the neighbours receive its shares too."""
+    sign_secret: bytes = b""
+    """Secret of the key of this round that signs for a client without ``signing-key``."""
+    cohort: list[int] = field(default_factory=list)
+    reach: int = 0
+    cohort_threshold: int = 0
+    threshold: int = 0
+    """The view of the round: :class:`~posy.strategies.secure_aggregation.View`."""
     roster: list[int] = field(default_factory=list)
     public: list[bytes] = field(default_factory=list)
     """The neighbours, and two public keys of each: for masks and for encryption."""
-    threshold: int = 0
     sealed: list[bytes] = field(default_factory=list)
     """The encrypted shares for the other neighbours, as they were sent."""
     own_share: bytes = b""
@@ -72,14 +113,17 @@ class Session:
     shares: list[bytes] = field(default_factory=list)
     """The neighbours that have sent shares, and two shares of each: of its self-mask, and of its private key."""
     masked: bytes = b""
-    """Digest of the masked update that the client has sent."""
+    """Digest of the masked reply that the client has sent."""
     survivors: list[int] = field(default_factory=list)
-    """The neighbours whose self-masks the client has revealed; later requests receive the same answer."""
+    signature: list[bytes] = field(default_factory=list)
+    """The list of survivors that the client has signed, and its signature with the signer."""
+    revealed: bool = False
+    """Whether the client has revealed ``shares``; later requests receive the same answer."""
 
     @classmethod
     def new(cls, name: str) -> Self:
         """Return the session of a new round, with new secrets."""
-        return cls(name, new_secret(), new_secret(), new_secret())
+        return cls(name, new_secret(), new_secret(), new_secret(), new_secret(KEY_BYTES))
 
     @property
     def masks(self) -> X25519PrivateKey:
@@ -91,6 +135,11 @@ class Session:
         """The private key that encrypts shares."""
         return private_key(self.seal_secret)
 
+    @property
+    def view(self) -> View:
+        """The view of the round that the client has accepted."""
+        return View(tuple(self.cohort), self.reach, self.cohort_threshold, self.threshold)
+
     def public_of(self, client: int) -> list[bytes]:
         """Return the public keys of a neighbour."""
         start = 2 * self.roster.index(client)
@@ -98,20 +147,37 @@ class Session:
 
 
 class Secrets:
-    """The sessions of a client, stored in the context of its node."""
+    """The sessions of a client, stored in the context of its node.
 
-    def __init__(self, client: int, context: Context, run: int) -> None:
-        self.client = client
-        self.signatures = signatures_of(context.node_config)
+    Parameters
+    ----------
+    client : int
+        Index of the client.
+    context : Context
+        Flower's context of the node.
+    run : int
+        Flower's number of the run.
+    name : str
+        Name of a round; training and evaluation have separate sessions.
+    """
+
+    def __init__(self, client: int, context: Context, run: int, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise ProtocolError(f"{name!r} is not the name of a round")
+        self.client, self.name = client, name
+        self._site = signatures_of(context.node_config)
         self._records = context.state
-        self._key = f"secure-aggregation-{client}"
+        self._key = f"{SESSIONS}{client}" + (f"-{EVALUATION}" if name.endswith(EVALUATION) else "")
         self._run = run
+        begun = {key.removeprefix(SESSIONS).partition("-")[0] for key in self._records if key.startswith(SESSIONS)}
+        if self._site and (earlier := begun - {str(client)}):
+            raise ProtocolError(f"this site takes part as client {min(earlier)}, and not as client {client}")
 
-    def load(self, name: str) -> Session:
-        """Return the session of a round; :class:`ProtocolError` if it is not the client's latest."""
+    def load(self) -> Session:
+        """Return the session of the round; :class:`ProtocolError` if it is not the client's latest."""
         session = self.latest()
-        if session is None or session.name != name:
-            raise ProtocolError(f"secure aggregation: round {name} was not begun here, or its secrets are deleted")
+        if session is None or session.name != self.name:
+            raise ProtocolError(f"round {self.name} was not begun here, or its secrets are deleted")
         return session
 
     def latest(self) -> Session | None:
@@ -123,82 +189,106 @@ class Secrets:
         """Store a session; it replaces all earlier ones."""
         self._records[self._key] = ConfigRecord(vars(session).copy())
 
+    def signatures(self, session: Session) -> Signatures:
+        """Return the key that signs for this client: the site's, or the round's."""
+        return self._site or RoundSignatures(session.sign_secret)
+
+    @property
+    def context(self) -> bytes:
+        """The text that binds signed keys to a round."""
+        return f"{self._run}/{self.name}".encode()
+
     def context_of(self, session: Session) -> bytes:
-        """Return the text that binds encrypted shares and signed keys to a round."""
-        return f"{self._run}/{session.name}".encode()
+        """Return the text that binds encrypted shares to a round and its view."""
+        return self.context + b" " + session.view.digest()
 
-    def signed(self, session: Session, client: int, keys: Sequence[bytes]) -> bytes:
-        """Return the text that a client signs: the round, its index and its public keys."""
-        return b" ".join((self.context_of(session), str(client).encode(), *keys))
+    def keys_text(self, client: int, keys: Sequence[bytes]) -> bytes:
+        """Return the text that a client signs at first: the round, its index and its public keys."""
+        return KEYS_OF + b" ".join((self.context, str(client).encode(), *keys))
+
+    def survivors_text(self, session: Session, client: int) -> bytes:
+        """Return the text that a client signs before it reveals shares: the round, its view, and the survivors."""
+        listed = ",".join(map(str, session.survivors)).encode()
+        return SURVIVORS_OF + b" ".join((self.context_of(session), str(client).encode(), listed))
 
 
-def answer(message: Message, context: Context) -> list[bytes]:
-    """Return a client's answer in a stage of a round other than its training."""
+def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -> list[bytes]:
+    """Return a client's answer in a stage of a round other than its training or evaluation.
+
+    Parameters
+    ----------
+    message : Message
+        The request.
+    context : Context
+        Flower's context of the node.
+    min_clients : int
+        Smallest number of clients whose sum the client joins (``min_clients`` in the policy of its site).
+    """
     config: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
-    client_secrets = Secrets(int(config["client"]), context, message.metadata.run_id)
     name = str(config["secure-round"])
+    client_secrets = Secrets(int(config["client"]), context, message.metadata.run_id, name)
     stage = config["secure-stage"]
     if stage == KEYS:
-        return _keys(client_secrets, name)
+        return _keys(client_secrets)
     if stage == SHARES:
         texts = config["public-keys"]
         rows = zip(config["roster"], *(texts[column::KEY_TEXTS] for column in range(KEY_TEXTS)), strict=True)
         keys = {int(client): key_texts for client, *key_texts in rows}
-        return _shares(client_secrets, client_secrets.load(name), keys, int(config["threshold"]))
+        return _shares(client_secrets, keys, View.read(config), min_clients)
+    if stage == SURVIVORS:
+        return _signed(client_secrets, [int(client) for client in config["survivors"]], min_clients)
     if stage == UNMASK:
-        return _unmask(client_secrets, client_secrets.load(name), [int(client) for client in config["survivors"]])
-    raise ProtocolError(f"secure aggregation: the stage {stage!r} does not exist")
+        texts = config["signatures"]
+        signatures = zip(map(int, config["signers"]), texts[::2], texts[1::2], strict=True)
+        return _unmask(client_secrets, list(signatures), min_clients)
+    raise ProtocolError(f"the stage {stage!r} does not exist")
 
 
-def _keys(client_secrets: Secrets, name: str) -> list[bytes]:
+def _keys(client_secrets: Secrets) -> list[bytes]:
     """Begin a round, unless it has begun; return two public keys, their signature and the signer's public key."""
-    session = client_secrets.latest()
+    session, name = client_secrets.latest(), client_secrets.name
     if session is None or _order(session.name) < _order(name):
         session = Session.new(name)
         client_secrets.save(session)
     if session.name != name or not session.mask_secret:
-        raise ProtocolError(f"secure aggregation: round {name} is over")
+        raise ProtocolError(f"round {name} is over")
     keys = [public_key(session.masks), public_key(session.seals)]
-    signatures = client_secrets.signatures
-    signed = signatures.sign(client_secrets.signed(session, client_secrets.client, keys)) if signatures else UNSIGNED
-    return [*keys, *signed]
+    return [*keys, *client_secrets.signatures(session).sign(client_secrets.keys_text(client_secrets.client, keys))]
 
 
 def _shares(
-    client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]], threshold: int
+    client_secrets: Secrets, neighbour_keys: dict[int, list[bytes]], view: View, min_clients: int
 ) -> list[bytes]:
     """Return an encrypted share of the secrets for each other neighbour, or a refusal of some neighbours' keys.
 
     A refusal contains no shares. The server may repeat the request without the neighbours in the refusal.
     """
+    session, client = client_secrets.load(), client_secrets.client
+    if not session.mask_secret:
+        raise ProtocolError(f"round {session.name} is over")
     if refused := _refused(client_secrets, session, neighbour_keys):
         return [REFUSAL, *(f"{client} {reason}".encode() for client, reason in refused.items())]
     public = {client: texts[:2] for client, texts in neighbour_keys.items()}
     keys = [key for pair in public.values() for key in pair]
     if session.sealed:
-        if (session.roster, session.public, session.threshold) != (list(public), keys, threshold):
-            raise ProtocolError("secure aggregation: the client has shared its secrets with other keys before")
+        if (session.roster, session.public, session.view) != (list(public), keys, view):
+            raise ProtocolError("the client has shared its secrets with other keys or another cohort before")
         return session.sealed
-    if not session.mask_secret or public.get(client_secrets.client) != [
-        public_key(session.masks),
-        public_key(session.seals),
-    ]:
-        raise ProtocolError("secure aggregation: these are not this client's keys")
+    if public.get(client) != [public_key(session.masks), public_key(session.seals)]:
+        raise ProtocolError("these are not this client's keys")
     if len(set(keys)) != len(keys):
-        raise ProtocolError("secure aggregation: two public keys are the same")
-    if not (2 <= threshold <= len(public) < 2 * threshold):
-        raise ProtocolError(
-            f"secure aggregation: {threshold} of {len(public)} clients is not a safe threshold; it must be above half"
-        )
+        raise ProtocolError("two public keys are the same")
+    _check_view(view, client, public, min_clients, colluders=client_secrets.signatures(session).colluders)
     parts = zip(
         public,
-        split(session.own_secret, threshold, len(public)),
-        split(session.mask_secret, threshold, len(public)),
+        split(session.own_secret, view.threshold, len(public)),
+        split(session.mask_secret, view.threshold, len(public)),
         strict=True,
     )
-    shares = {client: self_share + mask_share for client, self_share, mask_share in parts}
-    session.roster, session.public, session.threshold = list(public), keys, threshold
-    client = client_secrets.client
+    shares = {other: self_share + mask_share for other, self_share, mask_share in parts}
+    session.cohort, session.reach = list(view.cohort), view.reach
+    session.cohort_threshold, session.threshold = view.cohort_threshold, view.threshold
+    session.roster, session.public = list(public), keys
     session.own_share = shares.pop(client)
     context = client_secrets.context_of(session)
     session.sealed = [
@@ -208,122 +298,234 @@ def _shares(
     return session.sealed
 
 
-def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]]) -> dict[int, str]:
-    """Return the neighbours whose keys this site refuses, with the reasons; none if the site has no signing key.
+def _check_view(view: View, client: int, roster: Collection[int], min_clients: int, *, colluders: bool) -> None:
+    """Raise :class:`ProtocolError` unless a round with this view reveals sums over enough clients only."""
+    size, near = len(view.cohort), view.neighbourhood
+    if client not in view.cohort or len(set(view.cohort)) != size or size > MAX_CLIENTS:
+        raise ProtocolError("the cohort lacks this client, or has a client twice, or is too large")
+    _check_size("the cohort", size, min_clients)
+    if view.reach < 0 or near > size or not set(roster) <= set(view.rosters()[client]):
+        raise ProtocolError("the neighbours do not follow from the cohort")
+    for threshold, most, everyone in ((view.threshold, len(roster), near), (view.cohort_threshold, size, size)):
+        if not (2 <= threshold <= most and everyone < 2 * threshold):
+            raise ProtocolError(
+                f"{threshold} of {most} clients is not a safe threshold; it must be above half of {everyone}"
+            )
+        many = colluding(everyone)
+        if colluders and threshold < (safe := safe_threshold(everyone, many)):
+            raise ProtocolError(
+                f"{threshold} of {everyone} clients is not a safe threshold where sites sign their keys: a server that "
+                f"colludes with {many} of them could isolate a client; it must be at least {safe}; set "
+                "secure-threshold = auto"
+            )
+    if colluders and view.tolerated() < min(1, colluding(size)):
+        raise ProtocolError(
+            f"with {near - 1} neighbours, a server that colludes with one client could isolate others; set "
+            "secure-neighbours = 0, or 4 or more"
+        )
 
-    The site refuses keys that no trusted site has signed, and the keys of two clients with one signer.
+
+def _check_size(group: str, count: int, min_clients: int) -> None:
+    if count < min_clients:
+        raise ProtocolError(f"{group} has {count} clients, and this site joins sums of at least {min_clients}")
+
+
+def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]]) -> dict[int, str]:
+    """Return the neighbours whose keys this client refuses, with the reasons.
+
+    A site refuses keys that no trusted site has signed. All clients refuse the keys of two clients with one signer.
     """
-    signatures = client_secrets.signatures
-    if signatures is None:
-        return {}
-    refused, signers = {}, {client_secrets.client: signatures.own}
+    signatures, this_client = client_secrets.signatures(session), client_secrets.client
+    refused, signers = {}, {this_client: signatures.own}
     for client, (*keys, signature, signer) in neighbour_keys.items():
-        if client == client_secrets.client:
+        if client == this_client:
             continue
         try:
-            signatures.check(client_secrets.signed(session, client, keys), signature, signer)
+            signatures.check(client_secrets.keys_text(client, keys), signature, signer)
             signers[client] = signer
         except UnknownSignerError as error:
             refused[client] = str(error)
     counts = Counter(signers.values())
-    double = [client for client, signer in signers.items() if counts[signer] > 1 and client != client_secrets.client]
+    double = [client for client, signer in signers.items() if counts[signer] > 1 and client != this_client]
     return refused | dict.fromkeys(double, "one site has signed the keys of two clients")
 
 
-def _unmask(client_secrets: Secrets, session: Session, survivors: list[int]) -> list[bytes]:
-    """Return the share of the self-mask of each peer that has sent its update, and of the private key of each other."""
-    if session.survivors:
+def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> list[bytes]:
+    """Return the client's signature on the list of survivors, and the signer's public key."""
+    session, client = client_secrets.load(), client_secrets.client
+    if session.signature:
         if session.survivors != survivors:
-            raise ProtocolError("secure aggregation: the client has revealed shares for other clients before")
-        return session.shares
+            raise ProtocolError("the client has signed another list of survivors before")
+        return session.signature
     if not session.masked:
-        raise ProtocolError("secure aggregation: this client has not sent its update")
-    client = client_secrets.client
-    if not {client} <= set(survivors) <= set(session.peers) or len(set(survivors)) < session.threshold:
+        raise ProtocolError("this client has not sent its update")
+    present, view = set(survivors), session.view
+    if survivors != sorted(present) or client not in present or not present <= set(view.cohort):
         raise ProtocolError(
-            f"secure aggregation: {len(survivors)} clients have sent their updates, {session.threshold} of the "
-            "neighbours are needed"
+            "the list of survivors lacks this client, or names others than the cohort, in another order"
+        )
+    _check_size("the list of survivors", len(survivors), min_clients)
+    if len(survivors) < view.cohort_threshold:
+        raise ProtocolError(
+            f"{len(survivors)} clients have sent their updates, {view.cohort_threshold} of the cohort are needed"
+        )
+    rosters = view.rosters()
+    if (few := min(len(present.intersection(rosters[other])) for other in survivors)) < view.threshold:
+        raise ProtocolError(f"{few} clients have sent their updates, {view.threshold} of the neighbours are needed")
+    if not present.intersection(rosters[client]) <= set(session.peers):
+        raise ProtocolError("a neighbour on the list of survivors has sent this client no shares")
+    if not connected(present, rosters):
+        raise ProtocolError("the survivors share no secrets with each other, so that a part of them has its own sum")
+    session.survivors = survivors
+    text = client_secrets.survivors_text(session, client)
+    session.signature = client_secrets.signatures(session).sign(text)
+    client_secrets.save(session)
+    return session.signature
+
+
+def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, bytes]], min_clients: int) -> list[bytes]:
+    """Return the share of the self-mask of each peer on the signed list, and of the private key of each other peer."""
+    session = client_secrets.load()
+    if session.revealed:
+        return session.shares
+    if not session.signature:
+        raise ProtocolError("this client has not signed a list of survivors")
+    signers = set()
+    for client, signature, signer in signatures:
+        if client not in session.survivors:
+            continue
+        try:
+            client_secrets.signatures(session).check(client_secrets.survivors_text(session, client), signature, signer)
+        except UnknownSignerError:
+            continue
+        signers.add(signer)
+    if (count := len(signers)) < (needed := max(session.cohort_threshold, min_clients)):
+        raise ProtocolError(
+            f"{count} of the {len(session.cohort)} clients of the cohort have signed this client's list of survivors, "
+            f"{needed} are needed"
         )
     revealed = [
-        shares[:SECRET_BYTES] if peer in survivors else shares[SECRET_BYTES:]
+        shares[:SECRET_BYTES] if peer in session.survivors else shares[SECRET_BYTES:]
         for peer, shares in zip(session.peers, session.shares, strict=True)
     ]
-    client_secrets.save(Session(session.name, survivors=survivors, shares=revealed))  # deletes all secrets
+    client_secrets.save(  # deletes all secrets
+        Session(session.name, shares=revealed, survivors=session.survivors, signature=session.signature, revealed=True)
+    )
     return revealed
 
 
 class Masking:
-    """The masks of one training: created from its message, and added to the update after the training."""
+    """The masks of one reply: created from its message, and added to the update and the scores.
 
-    def __init__(self, config: dict[str, Any], message: Message, context: Context) -> None:
-        """Remove the entries of secure aggregation from a message's config, and open the shares in them."""
+    Parameters
+    ----------
+    config : dict
+        The config of a message, from which the entries of secure aggregation are removed.
+    message : Message
+        The message.
+    context : Context
+        Flower's context of the node.
+    training : bool
+        Whether the message is for training.
+    per_client : collection of str
+        Entries of the method that differ between clients.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        message: Message,
+        context: Context,
+        *,
+        training: bool = True,
+        per_client: Collection[str] = (),
+    ) -> None:
         if "secure-round" not in config:
-            raise ProtocolError("secure aggregation: the server asks for an update without masks")
-        self._secrets = Secrets(int(config["client"]), context, message.metadata.run_id)
-        session = self._secrets.load(str(config.pop("secure-round")))
+            raise ProtocolError(f"the server asks for {'an update' if training else 'scores'} without masks")
+        self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
+        self._per_client = per_client
+        name = str(config.pop("secure-round"))
+        if name.endswith(EVALUATION) == training:
+            raise ProtocolError(f"round {name} is not for this kind of message")
+        self._secrets = Secrets(int(config["client"]), context, message.metadata.run_id, name)
+        session = self._secrets.load()
+        if _order(name)[1] != int(config["server-round"]):
+            raise ProtocolError(f"round {name} is not round {config['server-round']}")
         sources, shares = [int(client) for client in config.pop("sources")], config.pop("shares")
         self._weights = int(config.pop("weights"))
-        record: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
-        self._settings, self._rate = str(record["settings"]), float(record["lr"])
         self._session = self._joined(session, dict(zip(sources, shares, strict=True)))
 
-    def put_on(self, arrays: NDArrays, references: NDArrays, weight: int, limit: float) -> Words:
-        """Return the masked words ``(d + 1,)`` of an update.
+    def put_on(
+        self,
+        arrays: NDArrays,
+        references: NDArrays,
+        weight: int,
+        limit: float,
+        common: NDArrays,
+        numbers: Sequence[int] = (),
+    ) -> Words:
+        """Return the masked words ``(d + 1 + 4 n,)`` of an update and n scores.
 
         Parameters
         ----------
         arrays : list of numpy.ndarray
-            The update.
+            The update; empty for an evaluation.
         references : list of numpy.ndarray
             The arrays that the client started from, in the same shapes.
         weight : int
             Weight of the client in the mean.
         limit : float
             The setting ``secure-range``.
+        common : list of numpy.ndarray
+            The arrays that all clients of the round have received.
+        numbers : sequence of int
+            The scores: :func:`posy.strategies.pooled.numbers_of`.
 
         Raises
         ------
         ArithmeticError
             If the update contains NaN or infinite numbers, or changes a parameter by more than ``secure-range``.
         ProtocolError
-            If the client has sent another update under these masks: the server could compute their difference.
+            If the client has sent another reply under these masks: the server could compute their difference.
         """
         session, client = self._session, self._secrets.client
         references = references[: len(arrays)]
         if [array.shape for array in arrays] != [reference.shape for reference in references]:
-            raise ProtocolError("secure aggregation: the update and the received arrays have different shapes")
+            raise ProtocolError("the update and the received arrays have different shapes")
         if not 0 < weight <= self._weights:
-            raise ProtocolError(f"secure aggregation: a weight of {weight} in a sum of {self._weights}")
-        words = encoded(changes(arrays, references), weight / self._weights, limit)
-        context = context_of(session.name, self._weights, self._settings, self._rate, references)
+            raise ProtocolError(f"a weight of {weight} in a sum of {self._weights}")
+        update = encoded(changes(arrays, references), weight / self._weights, limit)
+        words = np.concatenate([update, encoded_numbers(numbers)])
+        context = digest(session.view.digest(), common_digest(self._config, self._per_client, common))
         words += own_mask(session.own_secret, context, len(words))
         for peer in session.peers:
             if peer != client:
                 words += pair_mask(session.masks, session.public_of(peer)[0], client, peer, context, len(words))
         masked = digest(words)
-        if self._secrets.load(session.name).masked not in (b"", masked):
-            raise ProtocolError("secure aggregation: the client has sent another update in this round before")
+        if self._secrets.load().masked not in (b"", masked):
+            reply = "update" if arrays else "evaluation"
+            raise ProtocolError(f"the client has sent another {reply} in this round before")
         self._secrets.save(replace(session, masked=masked))
         return words
 
     def _joined(self, session: Session, sent: dict[int, bytes]) -> Session:
         """Return the session with the decrypted shares of the other neighbours."""
         if not session.sealed:
-            raise ProtocolError(f"secure aggregation: round {session.name} is over")
+            raise ProtocolError(f"round {session.name} is over")
         client, context = self._secrets.client, self._secrets.context_of(session)
         if client in sent or not sent.keys() <= set(session.roster) or len(sent) + 1 < session.threshold:
             raise ProtocolError(
-                f"secure aggregation: the message has shares of {len(sent)} other clients; it needs shares of at least "
+                f"the message has shares of {len(sent)} other clients; it needs shares of at least "
                 f"{session.threshold - 1} neighbours, and of neighbours only"
             )
         shares = {client: session.own_share}
         for source, content in sent.items():
             shares[source] = opened(content, session.seals, session.public_of(source)[1], source, client, context)
             if len(shares[source]) != 2 * SECRET_BYTES:
-                raise ProtocolError(f"secure aggregation: client {source} has sent shares of the wrong length")
+                raise ProtocolError(f"client {source} has sent shares of the wrong length")
         return replace(session, peers=sorted(shares), shares=[shares[peer] for peer in sorted(shares)])
 
 
 def _order(name: str) -> tuple[int, ...]:
     """Return the sort key of a round's name: the number of times that the run was resumed, and the round."""
-    return tuple(int(number) for number in name.split("-"))
+    return tuple(int(number) for number in name.split("-")[:2])

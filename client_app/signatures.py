@@ -1,15 +1,25 @@
-"""Signatures of the sites on their keys of a round, so that the server cannot pose as a site.
+"""Signatures of the clients on their keys of a round, and on the list of survivors.
 
 A site sets two keys in its node config. ``signing-key`` is its private key, for example its node's key.
-``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them.
+``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them. The
+server cannot pose as such a site. Another client signs with a key of the round. The protocol is the same, but such
+signatures protect only against a server that follows it.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    ECDSA,
+    SECP256R1,
+    SECP384R1,
+    SECP521R1,
+    EllipticCurvePrivateKey,
+    EllipticCurvePublicKey,
+)
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -21,16 +31,39 @@ from cryptography.hazmat.primitives.serialization import (
 from posy.client_app.node_config import SIGNING, TRUSTED
 from posy.paths import absolute
 from posy.settings import NodeConfigError
+from posy.strategies.secure_aggregation import ROUND_KEY_BYTES
 
-_PURPOSE = b"posy secure aggregation, keys of "
+KEYS_OF, SURVIVORS_OF = b"posy secure aggregation, keys of ", b"posy secure aggregation, survivors of "
+"""The purposes of a signature, before the text that is signed."""
+_CURVES = {1 + (curve.key_size + 7) // 8: curve for curve in (SECP256R1(), SECP384R1(), SECP521R1())}
+"""The curves by the number of bytes of a compressed point."""
 
 
 class UnknownSignerError(ValueError):
     """No trusted site has signed the keys."""
 
 
-class Signatures:
-    """Signs texts for a site, and checks the signatures of other sites."""
+class Signatures(Protocol):
+    """Signs texts for a client, and checks the signatures of other clients."""
+
+    colluders: bool
+    """Whether the client tolerates a server that colludes with other clients."""
+
+    @property
+    def own(self) -> bytes:
+        """The public key that verifies the client's signatures."""
+
+    def sign(self, text: bytes) -> list[bytes]:
+        """Return a signature and the public key that verifies it."""
+
+    def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
+        """Raise :class:`UnknownSignerError` unless ``signer`` has signed a text and is accepted here."""
+
+
+class SiteSignatures:
+    """Signs with the key of a site, and accepts the sites whose keys are trusted here."""
+
+    colluders = True
 
     def __init__(self, key: Path, trusted: Path) -> None:
         try:
@@ -53,26 +86,57 @@ class Signatures:
 
     def sign(self, text: bytes) -> list[bytes]:
         """Return a signature and the public key that verifies it."""
-        return [self._private.sign(_PURPOSE + text, ECDSA(SHA256())), self.own]
+        return [self._private.sign(text, ECDSA(SHA256())), self.own]
 
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
         """Raise :class:`UnknownSignerError` unless a trusted site has signed a text."""
         if signer not in self._trusted:
             raise UnknownSignerError("not signed by a site whose key is trusted here")
         try:
-            self._trusted[signer].verify(signature, _PURPOSE + text, ECDSA(SHA256()))
+            self._trusted[signer].verify(signature, text, ECDSA(SHA256()))
         except InvalidSignature as error:
             raise UnknownSignerError("the signature is wrong") from error
 
 
-def signatures_of(node_config: Mapping[str, Any]) -> Signatures | None:
+class RoundSignatures:
+    """Signs with a key of one round, and accepts every key: the server could make all of them.
+
+    Parameters
+    ----------
+    secret : bytes
+        The secret of the round's key, 32 bytes.
+    """
+
+    colluders = False
+
+    def __init__(self, secret: bytes) -> None:
+        self._private = Ed25519PrivateKey.from_private_bytes(secret)
+        self.own = self._private.public_key().public_bytes_raw()
+
+    def sign(self, text: bytes) -> list[bytes]:
+        """Return a signature and the public key that verifies it."""
+        return [self._private.sign(text), self.own]
+
+    def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
+        """Raise :class:`UnknownSignerError` unless the signer has signed a text; it may be a site or another client."""
+        try:
+            if len(signer) == ROUND_KEY_BYTES:
+                Ed25519PublicKey.from_public_bytes(signer).verify(signature, text)
+            else:
+                key = EllipticCurvePublicKey.from_encoded_point(_CURVES[len(signer)], signer)
+                key.verify(signature, text, ECDSA(SHA256()))
+        except (InvalidSignature, KeyError, ValueError) as error:
+            raise UnknownSignerError("the signature is wrong") from error
+
+
+def signatures_of(node_config: Mapping[str, Any]) -> SiteSignatures | None:
     """Return the signing and trusted keys of a node, or None if its config has neither."""
     key, trusted = (str(node_config.get(name, "")) for name in (SIGNING, TRUSTED))
     if not key and not trusted:
         return None
     if not key or not trusted:
         raise NodeConfigError(f"the node config has only one of {SIGNING} and {TRUSTED}; set both or neither")
-    return Signatures(absolute(key), absolute(trusted))
+    return SiteSignatures(absolute(key), absolute(trusted))
 
 
 def _name(public: EllipticCurvePublicKey) -> bytes:

@@ -218,7 +218,8 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
         if cell not in results:
             failures.setdefault(cell.name, DIVERGED if cell.summary("diverged") else "not finished")
     table = aggregate(results)
-    runs = [Run(c.variant, c.row, c.method, c.seed, summary, c.path) for c, summary in results.items()]
+    every_run = [Run(c.variant, c.row, c.method, c.seed, summary, c.path) for c, summary in results.items()]
+    runs = [run for run in every_run if run.comparable]
     diverged = [(c.variant, c.seed, c.row) for c in plan.cells if c not in results and c.summary("diverged")]
     clients, ranked = over_clients(runs), ranks(scores_by_block(runs, diverged))
     text = markdown(plan, results, table, failures) + compared(clients, ranked)
@@ -662,7 +663,8 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
     text = f"{100 * row[key]:.2f}"
     if not pd.isna(row[f"{key}-seeds-std"]):
         text += f" ± {100 * row[f'{key}-seeds-std']:.2f}"
-    return text + (f" ({100 * row[f'{key}-clients-std']:.2f})" if clients else "")
+    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # with secure aggregation there is none
+    return text + (f" ({100 * row[f'{key}-clients-std']:.2f})" if over_clients else "")
 
 
 def _measured(row: Mapping[str, Any], point: str) -> str:

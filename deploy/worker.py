@@ -26,6 +26,7 @@ from flwr.common.logger import log
 from posy.client_app.policy import policy_of, shared_text
 from posy.deploy.foreign import code_rule
 from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
+from posy.deploy.sessions import Sessions
 from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
 
 WORKER_PATIENCE = 10.0
@@ -55,9 +56,9 @@ def main(address: str, connection: socket.socket) -> None:
     apps = Apps()
     node = connection.makefile("w")
     _report(node, event="ready", process=os.getpid())
-    last = Answered()
+    last, sessions = Answered(), Sessions()
     while True:
-        serve(Task(address, tokens.get()), apps, node, last)
+        serve(Task(address, tokens.get()), apps, node, last, sessions)
 
 
 class Answered:
@@ -83,7 +84,7 @@ def _asked(message: Message) -> object:
     return message.metadata.run_id, message.metadata.message_type, configs
 
 
-def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
+def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessions) -> None:
     """Carry out one task; what the ClientApp raises is its reply."""
     try:
         message, context, run, fab = task.pull()
@@ -100,11 +101,13 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
                     message.metadata.message_type,
                     message.metadata.group_id,
                 )
+                sessions.restore(context)
                 reply = apps.load(run, fab, code_rule(policy_of(context.node_config)))(message, context)
         except Exception as wrong:
             log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
             error = f"{type(wrong).__name__}: {_text_for_server(wrong, context)}"
             reply = error_reply(message, error)
+        sessions.take(context)  # before the reply leaves: a client must not forget which shares it has revealed
         task.push(reply, context)
         _report(node, event="pushed")
         task.finish(None if error else context, error)

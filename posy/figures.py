@@ -81,8 +81,10 @@ class Panel:
 def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:
     """Draw the clients' mean accuracy or loss by round, with bands mean ± std and min to max.
 
-    ``points`` are the evaluations of the served and those of the local models.
+    ``points`` are the evaluations of the served and those of the local models. With secure aggregation there are no
+    bands, and the mean is over all samples.
     """
+    pooled = any("samples" in evaluation.over_clients for evaluations in points for evaluation in evaluations)
     percent = measure == "accuracy"
     rounds = sorted({evaluation.round for evaluations in points for evaluation in evaluations})
     if not rounds:
@@ -93,10 +95,13 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
                 continue
             x = np.array([e.round for e in evaluations], dtype=np.float64)
             mean, std, low, high = (
-                np.array([e.over_clients[key] for e in evaluations]) for key in ("mean", "std", "min", "max")
+                np.array([e.over_clients[key] for e in evaluations], np.float64)
+                for key in ("mean", "std", "min", "max")
             )
             colour = COLOURS[index]
-            if len(x) > 1:
+            if pooled:
+                pass
+            elif len(x) > 1:
                 band = np.maximum(mean - std, low), np.minimum(mean + std, high)
                 axes.fill_between(x, *band, color=colour, alpha=0.18, lw=0)
                 for edge in (low, high):
@@ -115,7 +120,8 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
             axes.xaxis.set_major_locator(_whole_numbers())
         if percent:
             axes.yaxis.set_major_formatter(_PERCENT)
-        _note(axes, "band: mean ± std, dotted: min and max of the clients")
+        note = "mean over all samples; the scores of single clients are not available"
+        _note(axes, note if pooled else "band: mean ± std, dotted: min and max of the clients")
         _legend(axes, 2)
 
 

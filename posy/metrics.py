@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +14,20 @@ class Spread(TypedDict):
     ``std`` is that of the population (divided by M), ``tenth`` the mean of the lowest tenth (of one client at least),
     ``weighted`` the mean weighted by the clients' weights, ``jain`` Jain's index J = (Σ a_i)² / (M Σ a_i²), None where
     every a_i is 0.
+
+    With secure aggregation no value of a single client is available. ``mean`` is then the mean over all samples, whose
+    number is ``samples``, and ``std`` to ``jain`` are None.
     """
 
     mean: float
-    std: float
-    min: float
-    max: float
-    tenth: float
-    weighted: float
+    std: float | None
+    min: float | None
+    max: float | None
+    tenth: float | None
+    weighted: float | None
     jain: float | None
     clients: int
+    samples: NotRequired[int]
 
 
 def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
@@ -104,7 +108,7 @@ def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any
     """Return the mean of each measure over the evaluations of the last rounds; None where there are none.
 
     ``evaluations`` is their number, ``deviation`` the standard deviation over them of the clients' ``mean`` and of
-    their ``weighted`` mean. Jain's index is None where one of them is.
+    their ``weighted`` mean. A measure is None where one of its values is.
 
     Parameters
     ----------
@@ -120,5 +124,7 @@ def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any
     for measure in last[0]:
         values = [each[measure] for each in last]
         found[measure] = None if None in values else float(np.mean(values))
-    found["deviation"] = {m: float(np.std([each[m] for each in last])) for m in ("mean", "weighted")}
+    found["deviation"] = {
+        m: float(np.std([each[m] for each in last])) for m in ("mean", "weighted") if found[m] is not None
+    }
     return found

@@ -215,6 +215,11 @@ class Run(NamedTuple):
         """The evaluation point that its method is scored by."""
         return point_of({"method": self.method, **self.summary})
 
+    @property
+    def comparable(self) -> bool:
+        """Whether the accuracies of single clients are available; with secure aggregation they are not."""
+        return "client-scores" not in self.summary
+
     def accuracies(self, point: str) -> dict[int, float]:
         """Return the clients' accuracies in the last round."""
         return client_accuracies(self.path, point, self.summary["rounds"])

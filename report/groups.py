@@ -103,7 +103,8 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
         for group in same_data
         for run in group.runs
     ]
-    runs = [entry for run, entry in ended if run.summary["status"] == "completed" and run.clients]
+    completed = [entry for run, entry in ended if run.summary["status"] == "completed" and run.clients]
+    runs = [entry for entry in completed if entry.comparable]
     diverged = [(entry.variant, entry.seed, entry.row) for run, entry in ended if run.summary["status"] == "diverged"]
     rows: list[dict[str, Any]] = over_clients(runs).to_dict("records") if runs else []
     ranked = ranks(scores_by_block(runs, diverged)) if runs else None

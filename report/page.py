@@ -15,7 +15,7 @@ from posy.report.charts import SMALL, Series
 from posy.report.groups import Group, by_data, compared, differences, grouped
 from posy.report.recorded import Recorded
 from posy.report.style import STYLE
-from posy.server_app.progress import coverage, duration, members_of, size
+from posy.server_app.progress import ABSENT, coverage, duration, members_of, size
 from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
 
@@ -134,10 +134,14 @@ def _accuracy(groups: Sequence[Group]) -> str:
                     at = f"round {figures['round']}" if "round" in figures else f"{figures['evaluations']} evaluations"
                     names_by_time.setdefault(at, []).append(words)
                     jain = "" if figures["jain"] is None else f"{figures['jain']:.4f}"
+                    pooled = "samples" in figures
                     covered = (
                         coverage(round(figures["clients"]), members_of(run.summary)) if "clients" in figures else ""
                     )
-                    cells = [*(_percent(figures[of]) for of in ("mean", "std", *SPREAD)), jain, covered]
+                    spread = (
+                        [ABSENT] * (1 + len(SPREAD)) if pooled else [_percent(figures[of]) for of in ("std", *SPREAD)]
+                    )
+                    cells = [_percent(figures["mean"]), *spread, ABSENT if pooled else jain, covered]
                     if len(names_by_time[at]) == 1:
                         rows.append([_key(group.series), run.path.name, point, *cells, at])
             for row in rows[len(rows) - len(names_by_time) :]:
@@ -148,6 +152,11 @@ def _accuracy(groups: Sequence[Group]) -> str:
         "the server's message, <em>local</em> the model after its training. The upper bound is the best round on test "
         "data; do not report it.</p>"
     )
+    if any(run.summary.get("client-scores") for _, run in _each(groups)):
+        note += (
+            f"<p class='soft'>{ABSENT}: with secure aggregation the server knows only sums, and the mean is over all "
+            "test samples.</p>"
+        )
     return note + _table(columns, rows, numbers=columns[3:-1]) if rows else ""
 
 
@@ -158,6 +167,8 @@ def _comparison(groups: Sequence[Group]) -> str:
         rows, sentence = compared(groups)
     except ImportError as error:
         return f"<p>The tests need further packages ({escape(str(error))}): pip install 'posy[compare]'</p>"
+    if not rows and any(run.summary.get("client-scores") for _, run in _each(groups)):
+        return "<p>Not available: with secure aggregation the server does not know the scores of single clients.</p>"
     by_name = {group.series.name: group for group in groups}
     lines = []
     for row in rows:

@@ -22,6 +22,8 @@ MAX_LINES = 200
 """Approximate number of lines that a run of any length writes to a log."""
 MAX_NAMED = 10
 """Most missing clients that the table at the end names."""
+ABSENT = "n/a"
+"""Cell of a number of single clients, which the server of a run with secure aggregation does not know."""
 MAX_ROWS = 50
 """Most sites that the table of the task lists."""
 PACE_ROUNDS = 20
@@ -193,6 +195,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
         "clients": _clients(summary),
+        "scores of clients": summary.get("client-scores", ""),
         "seed": str(summary["seed"]),
         "time": duration(summary["seconds"]),
         "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",
@@ -257,9 +260,11 @@ def _clients(summary: Mapping[str, Any]) -> str:
 
 def _cells(row: Mapping[str, Any], members: int) -> list[str]:
     """Return the cells of an accuracy over the clients, of whom a round can evaluate ``members``."""
+    covered = coverage(row["clients"], members)
+    if "samples" in row:
+        return [str(row["round"]), _percent(row["mean"]), *[ABSENT] * 4, covered]
     jain = "" if row["jain"] is None else f"{row['jain']:.4f}"
     shares = (_percent(row[key]) for key in ("min", "max", "weighted"))
-    covered = coverage(row["clients"], members)
     return [str(row["round"]), f"{100 * row['mean']:.2f} ± {_percent(row['std'])}", *shares, jain, covered]
 
 

@@ -29,6 +29,7 @@ from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
 from posy.server_app.results import (
     CLIENT_COLUMNS,
+    MEASURES,
     POINTS,
     TRAINING,
     VALIDATION,
@@ -45,6 +46,7 @@ from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.pooled import spreads
 from posy.strategies.replies import RoundRecord
 from posy.strategies.settings import Settings
 
@@ -52,6 +54,8 @@ DRAW_SECONDS = 30.0
 """Shortest time between two drawings of the accuracy over the rounds."""
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
 """Reasons of dropped replies for numbers out of range."""
+NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
+"""The entry ``client-scores`` of a summary."""
 HELD_BYTES = 1 << 30
 """Largest server state in bytes that is copied after a round, for a checkpoint if the next round is interrupted."""
 
@@ -91,6 +95,7 @@ class Recorder:
         absent = {
             *(() if settings.data.validation_fraction else VALIDATION),
             *(() if run.evaluate_training else TRAINING),
+            *((*MEASURES, *VALIDATION, *TRAINING, "n_test", "chosen") if run.secure_aggregation else ()),
         }
         self.directory.columns = tuple(column for column in CLIENT_COLUMNS if column not in absent)
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
@@ -172,8 +177,10 @@ class Recorder:
             raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
         record = self.strategy.record
         losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
+        if summed := spreads(record.sums).get("train_loss"):
+            losses = [summed["mean"]]
         diverged = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
-        diverged -= {client for client, row in record.clients.items() if "train_loss" in row}
+        diverged -= record.trained
         # Guessing costs ln C, and ln M more if the method also classifies clients.
         guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
@@ -321,6 +328,7 @@ class Recorder:
                 **peak_memory(self.workspace.device),
                 **self.totals.summary(settings.run.average_rounds),
                 "system-accuracy": self._system_accuracy,
+                **({"client-scores": NOT_AVAILABLE} if settings.run.secure_aggregation else {}),
                 **self._newcomers(),
                 **self.strategy.extra_summary(),
                 **self.federation.summary(),

@@ -26,6 +26,7 @@ from posy.flower import versions
 from posy.metrics import Evaluation, Spread, best, chosen, over_rounds, spread
 from posy.settings import SettingsError, key_of
 from posy.storage import is_folder_name, lock, plain, replace, sync
+from posy.strategies.pooled import spreads
 from posy.strategies.replies import RoundRecord
 from posy.yaml12 import dump
 
@@ -100,7 +101,7 @@ class Totals:
         return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round and return the spread of each of :data:`MEASURES` over the clients.
+        """Add a round and return the spread of each of :data:`MEASURES` over the clients, or their masked sums.
 
         A measure that no client reports is None. A measure of :data:`VALIDATION` or :data:`TRAINING` that no client
         reports has no entry. ``evaluated`` says whether an evaluation was due in the round.
@@ -108,6 +109,7 @@ class Totals:
         rows = dict(sorted(record.clients.items()))  # the order of the replies may not change the sums
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
         over_clients |= {m: values for m in (*VALIDATION, *TRAINING) if (values := spread_of(rows.values(), m))}
+        over_clients |= spreads(record.sums)
         for name, points in (
             ("accuracy", self.accuracy),
             ("loss", self.loss),

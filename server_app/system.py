@@ -37,7 +37,9 @@ def system_accuracy(
         return None
     paths = {c: directory.models / f"client-{c}.safetensors" for c in strategy.members}
     reason = ""
-    if workspace.of_sites:
+    if settings.run.secure_aggregation:
+        reason = "with secure-aggregation the clients keep their models and test samples"
+    elif workspace.of_sites:
         reason = "the sites keep their test samples"
     elif not settings.run.save_models:
         reason = "it needs save-models = true"

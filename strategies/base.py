@@ -28,6 +28,7 @@ from posy.models.parameters import FloatArray, Layout, Part
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
 from posy.sharing import Once
+from posy.strategies.pooled import TRAIN, count_of, tallies
 from posy.strategies.replies import (
     UNREADABLE,
     BadReplyError,
@@ -43,7 +44,14 @@ from posy.strategies.replies import (
     samples_of,
     scores_of,
 )
-from posy.strategies.secure_aggregation import Answer, SecureRound, check_masked, masked_shape
+from posy.strategies.secure_aggregation import (
+    EVALUATION,
+    Answer,
+    SecureRound,
+    common_digest,
+    masked_shape,
+    read_masked,
+)
 from posy.strategies.settings import Settings
 from posy.strategies.states import ClientStates, LostStateError, version_after
 from posy.words import are, one_line
@@ -113,6 +121,8 @@ class PersonalisedStrategy(Strategy):
         self._saved = -math.inf
         self._settings_json = settings.to_json()
         self._sent: list[Message] = []
+        self._phase: list[Message] = []
+        """The messages for training or evaluation in this phase."""
         self._clock = time.perf_counter()
         self.initialise()
 
@@ -125,6 +135,10 @@ class PersonalisedStrategy(Strategy):
     def serve(self, client: int) -> NDArrays:
         """Return the arrays for a client; nothing may write to them afterwards."""
         return [self.model]
+
+    def common(self) -> NDArrays:
+        """Return the arrays that all clients of a round have in common; with secure aggregation they bind the masks."""
+        return self.serve(self.members[0])
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Return the shapes of the arrays in a client's update; by default the shapes in :meth:`serve`."""
@@ -270,10 +284,9 @@ class PersonalisedStrategy(Strategy):
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.clients))
         flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": self.evaluates(server_round)} for c in clients}
         if self.settings.run.secure_aggregation:
-            self.secure = self._secure_round(server_round, clients, grid)
-            flags = {client: flags[client] | entries for client, entries in self.secure.opened().items()}
-            for client, entries in flags.items():
-                self._count_bytes(client, down=sum(map(len, entries["shares"])))
+            weights = {client: self.weight(client) for client in clients}
+            self.secure = self._secure_round(f"{self.states.attempt}-{server_round}", weights, grid)
+            flags = self._opened(self.secure, flags)
         return self._messages(MessageType.TRAIN, server_round, config, flags)
 
     def aggregate_train(
@@ -286,7 +299,8 @@ class PersonalisedStrategy(Strategy):
         """
         self._lap("train")
         versions: dict[int, str] = {}
-        updates = self._collect(replies, self._read_update, versions)
+        read = self._read_masked_update if self.secure else self._read_update
+        updates = self._collect(replies, read, versions)
         updates.sort(key=lambda update: update.client)
         accepted = updates
         why = self.secure.refusal if self.secure else ""
@@ -314,13 +328,19 @@ class PersonalisedStrategy(Strategy):
         self._sent = []
         if not self.evaluates(server_round):
             return []
-        trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
+        trained = self.record.trained
         present = [client for client in self.members if client in self.clients]
-        flags = {client: {"evaluate-personal": client not in trained} for client in present}
+        flags: dict[int, dict[str, Any]] = {client: {"evaluate-personal": client not in trained} for client in present}
+        if self.settings.run.secure_aggregation:
+            name = f"{self.states.attempt}-{server_round}-{EVALUATION}"
+            self.secure = self._secure_round(name, dict.fromkeys(present, 1), grid)
+            flags = self._opened(self.secure, flags)
         return self._messages(MessageType.EVALUATE, server_round, config, flags)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Record each client's scores."""
+        if self.settings.run.secure_aggregation:
+            return self._sum_evaluations(replies) if self.evaluates(server_round) else None
         results = self._collect(replies, self._read_evaluation)
         self.record.evaluated = sum(self.record.clients[client]["n_test"] > 0 for client in results)
         self.record.asked = len(self._sent) - len(results) + self.record.evaluated
@@ -455,6 +475,7 @@ class PersonalisedStrategy(Strategy):
                     config_entries["site"] = name
             content = content_of(arrays=arrays, config=with_entries(common, config_entries))
             self._sent.append(self._message(content, client, kind))
+        self._phase = self._sent
         return self._sent
 
     def _message(self, content: RecordDict, client: int, kind: str) -> Message:
@@ -524,12 +545,9 @@ class PersonalisedStrategy(Strategy):
 
     def _read_update(self, client: int, content: RecordDict) -> Update:
         shapes = self.expected_shapes(client)
-        update = read_update(content, [masked_shape(shapes)] if self.secure else shapes)
+        update = read_update(content, shapes)
         update.client, update.weight = client, self.weight(client)
-        if self.secure:
-            check_masked(update, self.clients[client].num_train)
-        else:
-            self.check(update.arrays)
+        self.check(update.arrays)
         if limit := self.settings.run.max_update_norm:  # a larger update is dropped: clipping would hide it
             moved = changes(update.arrays, self.reference(client, update.arrays))
             if not (norm := norm_of([self._parameters_of(array) for array in moved])) <= limit:
@@ -563,9 +581,8 @@ class PersonalisedStrategy(Strategy):
 
     # -- secure aggregation ----------------------------------------------------------------------------
 
-    def _secure_round(self, server_round: int, clients: list[int], grid: Grid) -> SecureRound:
-        """Return the server's side of secure aggregation in a round with some clients."""
-        name = f"{self.states.attempt}-{server_round}"
+    def _secure_round(self, name: str, weights: Mapping[int, int], grid: Grid) -> SecureRound:
+        """Return the server's side of a round of secure aggregation over some clients with their weights."""
 
         def ask(
             stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
@@ -589,20 +606,90 @@ class PersonalisedStrategy(Strategy):
             self._log_dropped({dropped} - set(self.record.dropped))
             self.record.dropped.append(dropped)
 
-        weights = {client: self.weight(client) for client in clients}
         return SecureRound(name, self.settings.run, weights, ask, drop)
+
+    def _opened(self, secure: SecureRound, flags: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return the config entries of the clients that take part in a round of secure aggregation."""
+        joined = {client: flags[client] | entries for client, entries in secure.opened().items()}
+        for client, entries in joined.items():
+            self._count_bytes(client, down=sum(map(len, entries["shares"])))
+        return joined
+
+    def _read_masked_update(self, client: int, content: RecordDict) -> Update:
+        """Return a masked update; the row of its client receives no scores."""
+        count = self.clients[client].num_train
+        [size] = masked_shape(self.expected_shapes(client), count_of(self.settings, training=True))
+        words, metrics = read_masked(content, size, count)
+        self.check_metrics(metrics)
+        self._count_bytes(client, up=words.nbytes)
+        self.record.row(client)["n_train"] = count
+        return Update([words], math.nan, metrics, client, count, self.weight(client))
+
+    def _common_digest(self) -> bytes:
+        """Return the digest of all that the clients of this phase have received in common."""
+        config: Mapping[str, Any] = record_in(self._phase[0].content, "config", ConfigRecord)
+        return common_digest(config, self.method.per_client, self.common())
 
     def _summed(self, secure: SecureRound, updates: list[Update]) -> tuple[list[Update], str]:
         """Return the mean of masked updates as a single update, or no update and the reason."""
-        client = updates[0].client  # all clients are served the same arrays
+        client = updates[0].client  # all clients are expected to return the same shapes
         shapes = self.expected_shapes(client)
         unknown = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
         sent = self.serve(client)
         references = self.method.reference(self.architecture, sent, unknown)[: len(shapes)]
         references += sent[len(references) : len(shapes)]  # statistics are compared with the statistics in the message
-        rate = self.learning_rate(self.record.number)
-        mean = secure.summed(updates, self._settings_json, rate, references)
-        return ([], secure.refusal) if mean is None else ([mean], "")
+        masked = {update.client: update.arrays[0] for update in updates}
+        opened = secure.unmasked(masked, self._common_digest(), count_of(self.settings, training=True))
+        if opened is None:
+            return [], secure.refusal
+        mean, numbers = opened
+        ends = np.cumsum([reference.size for reference in references])[:-1]
+        arrays = [
+            (reference + change.reshape(reference.shape)).astype(np.float32)
+            for reference, change in zip(references, np.split(mean, ends), strict=True)
+        ]
+        self._add_sums(numbers, training=True)
+        self.record.summed = tuple(masked)
+        loss = self.record.sums[TRAIN].spread("loss")
+        examples = sum(update.num_examples for update in updates)
+        mean_loss = loss["mean"] if loss else math.nan
+        return [Update(arrays, mean_loss, num_examples=examples, weight=secure.weight(masked))], ""
+
+    def _sum_evaluations(self, replies: Iterable[Message]) -> MetricRecord | None:
+        """Record the sums of the clients' scores, if they can be unmasked."""
+        assert self.secure is not None
+        size = count_of(self.settings, training=False)
+
+        def read(client: int, content: RecordDict) -> tuple[int, npt.NDArray[np.uint32]]:
+            words, metrics = read_masked(content, masked_shape([], size)[0])
+            self.check_metrics(metrics)
+            self.acknowledged(client, metrics)
+            self._count_bytes(client, up=words.nbytes)
+            self.record.row(client)["n_train"] = self.clients[client].num_train
+            return client, words
+
+        masked = dict(sorted(self._collect(replies, read)))
+        tested = {client for client in self.members if client in self.clients and self.clients[client].num_test}
+        self.record.asked = len(tested)
+        opened = None
+        if masked and not self.secure.refusal:
+            opened = self.secure.unmasked(masked, self._common_digest(), size)
+        if opened is None:
+            why = self.secure.refusal or "no client has sent its scores"
+            log(WARNING, "aggregate_evaluate: %s; this evaluation has no scores", why)
+        else:
+            self._add_sums(opened[1], training=False)
+            self.record.evaluated = len(tested & masked.keys())
+        self._lap("evaluate")
+        served = self.record.sums["served"].spread("accuracy") if opened else None
+        return MetricRecord({"served-accuracy": served["mean"]}) if served else None
+
+    def _add_sums(self, numbers: list[int], *, training: bool) -> None:
+        """Record the sums of the scores; scores after the training take precedence over those of the evaluation."""
+        summed, samples = tallies(self.settings, numbers, training=training)
+        before = {key: tally for key, tally in self.record.sums.items() if tally.samples}
+        self.record.sums = summed | before
+        self.record.samples += samples
 
     def _count_bytes(self, client: int, up: int = 0, down: int = 0) -> None:
         row = self.record.row(client)

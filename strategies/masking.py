@@ -24,6 +24,10 @@ Words = npt.NDArray[np.uint32]
 """Numbers modulo 2^32."""
 SECRET_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
 """Bytes of a secret that is shared out, of a key, and of what a sealed text holds besides."""
+LIMBS, LIMB_BITS = 4, 16
+"""A whole number below 2^64 travels as four words of 16 bits, so that the sums of 65,536 clients do not overflow."""
+MAX_CLIENTS = 2 ** (32 - LIMB_BITS)
+"""Largest number of clients of a round."""
 ONE = 2**30
 """What the largest number stands for, ``secure-range``: the sum of all clients lies in ±2^30, half of the modulus."""
 
@@ -67,16 +71,37 @@ def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[
     return total[:-1].view(np.int32).astype(np.float64) * (limit / ONE / sum(shares))
 
 
+def encoded_numbers(numbers: Sequence[int]) -> Words:
+    """Return the words ``(4 n,)`` of n whole numbers, whose sums over clients are exact.
+
+    Raises
+    ------
+    ArithmeticError
+        If a number is negative, or 2^64 or more.
+    """
+    if not all(0 <= number < 1 << (LIMBS * LIMB_BITS) for number in numbers):
+        raise ArithmeticError("a score is too large for its words; the model has diverged")
+    limbs = [number >> (LIMB_BITS * limb) & (2**LIMB_BITS - 1) for number in numbers for limb in range(LIMBS)]
+    return np.array(limbs, np.uint32)
+
+
+def decoded_numbers(total: Words) -> list[int]:
+    """Return the sums of whole numbers from the sum of the words that :func:`encoded_numbers` returns."""
+    rows = total.reshape(-1, LIMBS).tolist()
+    return [sum(word << (LIMB_BITS * limb) for limb, word in enumerate(row)) for row in rows]
+
+
 def error_bound(shares: Sequence[float], limit: float) -> float:
     """Return the most that rounding moves a parameter of the weighted mean of some clients."""
     return len(shares) / 2 * limit / ONE / sum(shares)
 
 
-def digest(*parts: str | npt.NDArray[np.generic]) -> bytes:
+def digest(*parts: str | bytes | npt.NDArray[np.generic]) -> bytes:
     """Return a digest of texts and arrays."""
     whole = hashlib.sha256()
     for part in parts:
-        content = part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
+        encoded_part = part.encode() if isinstance(part, str) else part
+        content = encoded_part if isinstance(encoded_part, bytes) else np.ascontiguousarray(encoded_part).tobytes()
         whole.update(len(content).to_bytes(8, "little") + content)
     return whole.digest()
 
@@ -111,9 +136,9 @@ def pair_mask(private: X25519PrivateKey, public: bytes, own: int, other: int, co
 # -- keys -------------------------------------------------------------------------------------------------
 
 
-def new_secret() -> bytes:
-    """Return a secret from the operating system's randomness."""
-    return secrets.token_bytes(SECRET_BYTES)
+def new_secret(size: int = SECRET_BYTES) -> bytes:
+    """Return a secret of some bytes from the operating system's randomness."""
+    return secrets.token_bytes(size)
 
 
 def private_key(secret: bytes) -> X25519PrivateKey:

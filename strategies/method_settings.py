@@ -47,6 +47,9 @@ class MethodSettings:
     sums: ClassVar[Refused | None]
     """Why the method does not support secure aggregation; :data:`ALLOWED` if it does. It then serves the same arrays
     to all clients of a round, and its server needs only the weighted mean of their arrays."""
+    per_client: ClassVar[frozenset[str]] = frozenset()
+    """Entries of ``train_config`` that differ between the clients of a round. With secure aggregation all other entries
+    must be the same, or the masks do not cancel."""
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 

@@ -42,6 +42,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of PPFE."""
 
     follows_number_of_rounds = True
+    per_client = frozenset(("first-finished",))
 
     stages: int = setting(
         4,
@@ -294,18 +295,22 @@ class PPFE(PersonalisedStrategy):
         """Expect the shared layers of this stage."""
         return [self.model.shape]
 
+    def common(self) -> NDArrays:
+        """Return the shared layers of this stage and of all finished stages."""
+        return [self.model, *self.finished]
+
     def check_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Refuse a number of closed stages that is impossible, and a reply that lacks a coefficient."""
         closed = int(metrics["stages-closed"])
         if not 0 <= closed <= len(self.finished):
             raise BadReplyError(f"{closed} stages closed of {len(self.finished)}")
-        for number in range(1, closed + 1):
+        for number in () if self.settings.run.secure_aggregation else range(1, closed + 1):
             float(metrics[f"beta-{number}"])
 
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
         """Record which finished stages a client has closed, and their coefficients."""
         self.informed[client] = closed = int(metrics["stages-closed"])
-        for number in range(1, closed + 1):
+        for number in () if self.settings.run.secure_aggregation else range(1, closed + 1):
             self.betas[client, number - 1] = metrics[f"beta-{number}"]
 
     def lost(self, client: int) -> None:
@@ -338,7 +343,9 @@ class PPFE(PersonalisedStrategy):
         return super().weight(client) if self.stage.number == 1 else 1
 
     def draw(self, folder: Path) -> None:
-        """Draw the coefficients of the clients' stages."""
+        """Draw the coefficients of the clients' stages; with secure aggregation the clients keep them."""
+        if self.settings.run.secure_aggregation:
+            return
         names = [f"stage {stage.number}" for stage in self.stages]
         panel = figures.Panel(self.betas, ylabel="client", label="beta", xticks=names)
         figures.heatmaps([panel], folder / "coefficients.png", title="Coefficients of the stages")

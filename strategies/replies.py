@@ -88,11 +88,20 @@ class RoundRecord:
     asked: int = 0
     evaluated: int = 0
     """Number of clients with test samples that received an evaluation message, and number of them that evaluated."""
+    summed: tuple[int, ...] = ()
+    """Clients whose masked updates are in the sum of the round."""
+    sums: dict[str, Any] = field(default_factory=dict)
+    """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.pooled.Tally`), by key."""
     bytes_up: int = 0
     bytes_down: int = 0
     samples: int = 0
     """Samples that clients have trained on; each pass over a sample counts."""
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> set[int]:
+        """Clients whose training was accepted."""
+        return {client for client, row in self.clients.items() if "train_loss" in row} | set(self.summed)
 
     def row(self, client: int) -> dict[str, Any]:
         """Return the client's row, which the first call creates."""

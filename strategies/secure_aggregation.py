@@ -1,26 +1,34 @@
 """Secure aggregation on the server: SecAgg+ (Bell et al., 2020), in which the server learns only the sum of updates.
 
-A round has four stages:
+A round has five stages:
 
 1. Each client sends its public keys.
 2. Each client sends encrypted shares of two secrets to its neighbours.
-3. Each client trains, and sends its update under masks.
-4. Each client reveals one share for each neighbour: of its self-mask if the neighbour has sent its update, else of its
-   private key. The server computes the masks in the sum from these shares and subtracts them.
+3. Each client trains, and sends its update and its scores under masks.
+4. Each client signs the list of all clients whose updates have arrived, the survivors (ConsistencyCheck of Bonawitz et
+   al., 2017, Figure 4).
+5. Each client checks that enough clients of the whole cohort have signed the same list. It then reveals one share for
+   each neighbour: of its self-mask if the neighbour is on the list, else of its private key. The server computes the
+   masks in the sum from these shares and subtracts them.
 
-The client's side, which does not trust the server, is :mod:`posy.client_app.secure_aggregation`.
+The evaluation of a round has the same stages, with other keys, over the scores alone. The client's side, which does not
+trust the server, is :mod:`posy.client_app.secure_aggregation`.
 """
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.common.typing import NDArrays
 
+from posy.flower import record_in
 from posy.strategies.masking import (
     KEY_BYTES,
+    LIMBS,
     NONCE_BYTES,
     SECRET_BYTES,
     TAG_BYTES,
@@ -29,23 +37,32 @@ from posy.strategies.masking import (
     check_public,
     combined,
     decoded,
+    decoded_numbers,
     digest,
     own_mask,
     pair_mask,
     private_key,
     public_key,
 )
-from posy.strategies.replies import BadReplyError, Update
+from posy.strategies.replies import BadReplyError, check_size
 from posy.strategies.settings import RunSettings
 
-KEYS, SHARES, UNMASK = "keys", "shares", "unmask"
-"""The stages of a round other than the training."""
+KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
+"""The stages of a round other than the training or evaluation."""
+EVALUATION = "evaluation"
+"""End of the name of a round for scores."""
+PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-personal", "sources", "shares"))
+"""Entries of a message's config that differ between the clients of a round; all others must be the same."""
 REFUSAL = b"refused"
 """First text of the answer of a client that refuses some neighbours' keys; one text for each neighbour follows."""
 MAX_REFUSAL = 300
 """Most bytes of the text for a refused neighbour: its index, a space and the reason."""
 KEY_TEXTS, MAX_SIGNATURE = 4, 1000
 """Number of texts of a client's keys (two keys, a signature, the signer), and most bytes of each of the last two."""
+ROUND_KEY_BYTES = 32
+"""Bytes of a signer that is a key of one round; the public key of a site is longer."""
+DEFAULT_FRACTION = 0.6
+"""The setting ``secure-threshold`` where it is ``auto``."""
 Answer = list[bytes]
 Ask = Callable[[str, Mapping[int, Mapping[str, Any]], Callable[[int, Answer], None]], dict[int, Answer]]
 """Sends the requests of a stage, by client, and returns the answers that pass a check, by client."""
@@ -56,22 +73,113 @@ class TooFewError(MaskingError):
 
 
 def threshold_of(size: int, fraction: float) -> int:
-    """Return the number of clients among ``size`` neighbours, the client included, that must finish: above half."""
+    """Return the number of clients among ``size`` clients that must finish the round: above half."""
     return max(2, size // 2 + 1, math.ceil(fraction * size - 1e-9))
 
 
-def neighbourhoods(clients: Sequence[int], neighbours: int) -> dict[int, list[int]]:
-    """Return the sorted neighbours of each client, itself included.
+def colluding(size: int) -> int:
+    """Return the largest number of clients below a third of ``size`` clients: c = ⌈n/3⌉ - 1."""
+    return max(0, -(-size // 3) - 1)
 
-    With ``neighbours`` = 0, or with few clients, all clients are neighbours. Otherwise the clients form a ring in
-    random order (Bell et al.), with the same number of neighbours on either side. An odd number is rounded up.
+
+def safe_threshold(size: int, colluders: int) -> int:
+    """Return the smallest threshold t at which at most one list of survivors has t signatures: 2t > n + c.
+
+    An honest client signs one list in a round. A client that colludes with the server signs every list.
+
+    Parameters
+    ----------
+    size : int
+        Number n of clients.
+    colluders : int
+        Number c of clients that collude with the server.
     """
-    ring, reach = list(clients), -(-neighbours // 2)
-    if not neighbours or 2 * reach + 1 >= len(ring):
-        return {client: sorted(ring) for client in ring}
-    secrets.SystemRandom().shuffle(ring)
-    near = range(-reach, reach + 1)
-    return {client: sorted(ring[(index + step) % len(ring)] for step in near) for index, client in enumerate(ring)}
+    return max(2, (size + colluders) // 2 + 1)
+
+
+class View(NamedTuple):
+    """The clients of a round and their thresholds, which must be the same for all clients of the round.
+
+    The clients form a ring. The neighbours of a client are the ``reach`` clients on either side of it. With
+    ``reach`` = 0 all clients are neighbours.
+    """
+
+    cohort: tuple[int, ...]
+    """The clients in the order of the ring."""
+    reach: int
+    cohort_threshold: int
+    """Number of clients of the cohort that must sign the list of survivors."""
+    threshold: int
+    """Number of shares that reveal a secret."""
+
+    @classmethod
+    def new(cls, clients: Sequence[int], neighbours: int, fraction: float | str, *, signed: bool) -> Self:
+        """Return a view with a ring in random order.
+
+        Parameters
+        ----------
+        clients : sequence of int
+            The clients.
+        neighbours : int
+            The setting ``secure-neighbours``; an odd number is rounded up.
+        fraction : float or str
+            The setting ``secure-threshold``.
+        signed : bool
+            Whether sites sign their keys: they tolerate a server that colludes with a third of the clients.
+        """
+        ring, reach = list(clients), -(-neighbours // 2)
+        secrets.SystemRandom().shuffle(ring)
+        reach = 0 if 2 * reach + 1 >= len(ring) else reach
+        thresholds = []
+        for size in (len(ring), 2 * reach + 1 if reach else len(ring)):
+            least = threshold_of(size, DEFAULT_FRACTION if isinstance(fraction, str) else fraction)
+            if signed and isinstance(fraction, str):
+                least = max(least, safe_threshold(size, colluding(size)))
+            thresholds.append(least)
+        return cls(tuple(ring), reach, *thresholds)
+
+    @property
+    def neighbourhood(self) -> int:
+        """Number of neighbours of each client, itself included."""
+        return 2 * self.reach + 1 if self.reach else len(self.cohort)
+
+    def rosters(self) -> dict[int, list[int]]:
+        """Return the sorted neighbours of each client, itself included."""
+        ring, near = self.cohort, range(-self.reach, self.reach + 1)
+        if not self.reach:
+            return {client: sorted(ring) for client in ring}
+        return {client: sorted(ring[(i + step) % len(ring)] for step in near) for i, client in enumerate(ring)}
+
+    def tolerated(self) -> int:
+        """Return the number of clients that may collude with a malicious server without harm to the others; or -1.
+
+        If all clients are neighbours, it is the largest c with 2t > n + c. In a ring, colluding clients and clients
+        that have dropped out may also separate an honest part of the ring from the rest. A part has two ends. At each
+        end, t - 1 - r of the r next clients at least have not dropped out, so that 2 (t - 1 - r) of them must collude.
+        """
+        bounds = [2 * self.cohort_threshold - len(self.cohort) - 1, self.threshold - 1]
+        if self.reach:
+            bounds.append(max(0, 2 * (self.threshold - 1 - self.reach) - 1))
+        return max(-1, min(bounds))
+
+    def digest(self) -> bytes:
+        """Return a digest of the view, to which keys, shares, masks and signatures are bound."""
+        return digest("view", *map(str, (self.reach, self.cohort_threshold, self.threshold, *self.cohort)))
+
+    def entries(self) -> dict[str, Any]:
+        """Return the config entries from which a client reads the view."""
+        return {
+            "cohort": list(self.cohort),
+            "reach": self.reach,
+            "cohort-threshold": self.cohort_threshold,
+            "threshold": self.threshold,
+        }
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """Return the view of a request."""
+        numbers = (int(config[key]) for key in ("reach", "cohort-threshold", "threshold"))
+        return cls(tuple(int(client) for client in config["cohort"]), *numbers)
 
 
 def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
@@ -97,7 +205,7 @@ class SecureRound:
     run : RunSettings
         The settings.
     weights : Mapping of int to int
-        Weight of each client of the cohort, by index.
+        Weight of each client of the cohort, by index; for scores 1.
     ask : callable
         Sends the messages of a stage, and returns the answers.
     drop : callable
@@ -113,12 +221,12 @@ class SecureRound:
         self._run, self._weights, self._ask, self._drop = run, weights, ask, drop
         self._public: dict[int, Answer] = {}
         self._rosters: dict[int, list[int]] = {}
+        self._view = View((), 0, 0, 0)
         self._sharing: set[int] = set()
-        self._context = b""
         self.total = 0
 
     def opened(self) -> dict[int, dict[str, Any]]:
-        """Run the stages of keys and shares; return the config entries of each client's training message.
+        """Run the stages of keys and shares; return the config entries of each client's message.
 
         The result is empty if too few clients remain.
         """
@@ -132,15 +240,14 @@ class SecureRound:
         self._public = self._ask(KEYS, {client: {} for client in self._weights}, _check_keys)
         if len(self._public) < 2:
             raise TooFewError(f"{len(self._public)} of {len(self._weights)} clients have sent their keys, 2 are needed")
-        self._rosters = neighbourhoods(sorted(self._public), self._run.secure_neighbours)
+        run, signed = self._run, any(len(texts[-1]) > ROUND_KEY_BYTES for texts in self._public.values())
+        self._view = View.new(sorted(self._public), run.secure_neighbours, run.secure_threshold, signed=signed)
+        self._rosters = self._view.rosters()
         sealed = self._sealed()
         self._sharing = set(sealed)
-        while isolated := {c for c in self._sharing if len(self._near(c, self._sharing)) < self._threshold(c)}:
+        while isolated := {c for c in self._sharing if len(self._near(c, self._sharing)) < self._view.threshold}:
             self._sharing -= isolated
-        if not self._sharing:
-            few = "%s of %s clients have shared their secrets, secure-threshold = %g needs %s"
-            needed = min(map(self._threshold, self._rosters))
-            raise TooFewError(few % (len(sealed), len(self._weights), self._run.secure_threshold, needed))
+        self._check_cohort(len(self._sharing), "shared their secrets")
         sent = {c: dict(zip(self._others(c, set(self._rosters)), shares, strict=True)) for c, shares in sealed.items()}
         self.total = sum(self._weights[client] for client in self._sharing)
         entries = {}
@@ -166,7 +273,7 @@ class SecureRound:
 
         sealed: dict[int, Answer] = {}
         asking = set(self._rosters)
-        while asking := {client for client in asking if len(self._rosters[client]) > 1}:
+        while asking := {client for client in asking if len(self._rosters[client]) >= self._view.threshold}:
             refused.clear()
             answers = self._ask(SHARES, {client: self._keys_for(client) for client in sorted(asking)}, check)
             sealed |= {client: answer for client, answer in answers.items() if client not in refused}
@@ -184,48 +291,51 @@ class SecureRound:
         return sealed
 
     def _keys_for(self, client: int) -> dict[str, Any]:
-        """Return the request for a client's shares: its neighbours, their keys and the threshold."""
+        """Return the request for a client's shares: the view of the round, its neighbours and their keys."""
         roster = self._rosters[client]
         keys = [key for other in roster for key in self._public[other]]
-        return {"roster": roster, "public-keys": keys, "threshold": self._threshold(client)}
+        return {**self._view.entries(), "roster": roster, "public-keys": keys}
 
-    def summed(self, updates: Sequence[Update], settings: str, rate: float, references: NDArrays) -> Update | None:
-        """Return the weighted mean of masked updates as a single update, or None if the round fails.
+    def unmasked(
+        self, masked: Mapping[int, Words], common: bytes, numbers: int
+    ) -> tuple[npt.NDArray[np.float64], list[int]] | None:
+        """Return the weighted mean change of the parameters ``(d,)``, and the sums of the scores; None if this fails.
 
         Parameters
         ----------
-        updates : sequence of Update
-            Masked updates of the clients.
-        settings, rate : str, float
-            The settings and learning rate in the messages to all clients.
-        references : list of numpy.ndarray
-            The arrays from which all clients started.
+        masked : Mapping
+            Masked words of the clients.
+        common : bytes
+            Digest of all that the clients have received in common: :func:`common_digest`.
+        numbers : int
+            Number of whole numbers after the parameters.
         """
         try:
-            self._context = context_of(self.name, self.total, settings, rate, references)
-            masked = {update.client: update.arrays[0] for update in updates}
-            mean = decoded(self._unmasked(masked), [self._share(c) for c in masked], self._run.secure_range)
+            total = self._unmasked(masked, digest(self._view.digest(), common))
+            end = len(total) - LIMBS * numbers
+            shares = [self._weights[client] / self.total for client in masked]
+            return decoded(total[:end], shares, self._run.secure_range), decoded_numbers(total[end:])
         except MaskingError as error:
             self.refusal = f"{error}, so the sum of this round cannot be unmasked"
             return None
-        ends = np.cumsum([reference.size for reference in references])[:-1]
-        arrays = [
-            (reference + change.reshape(reference.shape)).astype(np.float32)
-            for reference, change in zip(references, np.split(mean, ends), strict=True)
-        ]
-        loss = float(np.mean([float(update.loss) for update in updates]))
-        weight = sum(self._weights[client] for client in masked)
-        return Update(arrays, loss, num_examples=sum(update.num_examples for update in updates), weight=weight)
 
-    def _unmasked(self, masked: Mapping[int, Words]) -> Words:
-        """Return the sum of masked updates without the masks."""
+    def weight(self, clients: Collection[int]) -> int:
+        """Return the sum of the weights of some clients."""
+        return sum(self._weights[client] for client in clients)
+
+    def _unmasked(self, masked: Mapping[int, Words], context: bytes) -> Words:
         survivors = set(masked)
         for client in self._sharing:
             if client in survivors or self._near(client, survivors):
                 self._check_threshold(client, survivors, "sent their updates")
         if not connected(survivors, self._rosters):
             raise TooFewError("the remaining clients share no secrets with each other")
-        requests = {client: {"survivors": self._near(client, survivors)} for client in sorted(survivors)}
+        self._check_cohort(len(survivors), "sent their updates")
+        signed = self._ask(SURVIVORS, {c: {"survivors": sorted(survivors)} for c in sorted(survivors)}, _check_signed)
+        self._check_cohort(len(signed), "signed the list of survivors")
+        signers = sorted(signed)
+        texts = [text for client in signers for text in signed[client]]
+        requests = {client: {"signers": signers, "signatures": texts} for client in signers}
 
         def check(client: int, answer: Answer) -> None:
             _check(answer, len(self._near(client, self._sharing)), SECRET_BYTES)
@@ -241,36 +351,37 @@ class SecureRound:
             if not near:
                 continue
             self._check_threshold(client, set(answers), "sent their shares")
-            secret = combined(shares[client], self._threshold(client))
+            secret = combined(shares[client], self._view.threshold)
             if client in survivors:
-                total -= own_mask(secret, self._context, len(total))
+                total -= own_mask(secret, context, len(total))
                 continue
             private = private_key(secret)
             if public_key(private) != self._public[client][0]:
                 raise MaskingError(f"the shares of client {client}'s private key are wrong")
             for other in near:  # subtract the masks that they have added for this client
                 key = self._public[other][0]
-                total += pair_mask(private, key, client, other, self._context, len(total))
+                total += pair_mask(private, key, client, other, context, len(total))
         return total
 
     def _check_threshold(self, client: int, present: set[int], done: str) -> None:
         """Raise :class:`TooFewError` if too few neighbours of a client are present."""
-        roster, needed = self._rosters[client], self._threshold(client)
-        if (count := len(self._near(client, present))) < needed:
-            few = "%s of %s clients have %s, secure-threshold = %g needs %s"
-            raise TooFewError(few % (count, len(roster), done, self._run.secure_threshold, needed))
+        if (count := len(self._near(client, present))) < self._view.threshold:
+            self._raise_too_few(count, len(self._rosters[client]), done, self._view.threshold)
+
+    def _check_cohort(self, count: int, done: str) -> None:
+        """Raise :class:`TooFewError` if too few clients of the whole cohort are present."""
+        if count < self._view.cohort_threshold:
+            self._raise_too_few(count, len(self._weights), done, self._view.cohort_threshold)
+
+    def _raise_too_few(self, count: int, size: int, done: str, needed: int) -> None:
+        fraction = self._run.secure_threshold
+        raise TooFewError(f"{count} of {size} clients have {done}, secure-threshold = {fraction} needs {needed}")
 
     def _near(self, client: int, among: set[int]) -> list[int]:
         return [other for other in self._rosters[client] if other in among]
 
     def _others(self, client: int, among: set[int]) -> list[int]:
         return [other for other in self._near(client, among) if other != client]
-
-    def _threshold(self, client: int) -> int:
-        return threshold_of(len(self._rosters[client]), self._run.secure_threshold)
-
-    def _share(self, client: int) -> float:
-        return self._weights[client] / self.total
 
 
 def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[int, Sequence[int]]) -> dict[int, str]:
@@ -295,26 +406,51 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
     return excluded
 
 
-def masked_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int]:
-    """Return the shape of a masked update: one word for each parameter, and one word for the weight."""
-    return (sum(map(math.prod, shapes)) + 1,)
+def masked_shape(shapes: Sequence[tuple[int, ...]], numbers: int) -> tuple[int]:
+    """Return the shape of a masked update: words of the parameters, a word of the weight, and words of the scores."""
+    return (sum(map(math.prod, shapes)) + 1 + LIMBS * numbers,)
 
 
-def check_masked(update: Update, num_train: int) -> None:
-    """Raise :class:`BadReplyError` for a masked update of the wrong type or with another number of samples."""
-    if update.arrays[0].dtype != np.uint32:
-        raise BadReplyError(f"masked numbers of type {update.arrays[0].dtype} instead of uint32")
-    if update.num_examples != num_train:
-        raise BadReplyError(f"num-examples = {update.num_examples}, but the client has joined with {num_train}")
+def read_masked(content: RecordDict, size: int, num_train: int | None = None) -> tuple[Words, Mapping[str, Any]]:
+    """Return the masked words in a reply, and its metrics.
+
+    Raises :class:`BadReplyError` for another number or type of words, or, after a training, another number of samples
+    than ``num_train``. A malformed reply raises any of :data:`~posy.strategies.replies.UNREADABLE`.
+    """
+    record = record_in(content, "arrays", ArrayRecord)
+    metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
+    check_size(record, [(size,)])
+    words = next(iter(record.values())).numpy()
+    if words.shape != (size,):
+        raise BadReplyError(f"arrays of shapes {[words.shape]} instead of {[(size,)]}")
+    if words.dtype != np.uint32:
+        raise BadReplyError(f"masked numbers of type {words.dtype} instead of uint32")
+    if num_train is not None and metrics["num-examples"] != num_train:
+        raise BadReplyError(f"num-examples = {metrics['num-examples']}, but the client has joined with {num_train}")
+    return words, metrics
 
 
-def context_of(name: str, weights: int, settings: str, rate: float, references: NDArrays) -> bytes:
-    """Return the context of all masks of a round; masks of different contexts do not cancel.
+def common_digest(config: Mapping[str, Any], per_client: Collection[str], arrays: NDArrays) -> bytes:
+    """Return a digest of all that the clients of a round receive in common; masks of different digests do not cancel.
 
     If the server sent one client another model, learning rate or sum of weights, it could otherwise recognise this
-    client's update in the sum.
+    client's update in the sum. An entry that Posy does not know is part of the digest.
+
+    Parameters
+    ----------
+    config : mapping
+        The config of a message to a client. The entries in :data:`PER_CLIENT` and ``per_client`` are not common.
+    per_client : collection of str
+        Entries of the method that differ between clients.
+    arrays : list of numpy.ndarray
+        The arrays that all clients have in common.
     """
-    return digest(name, str(weights), settings, repr(rate), *references)
+    excluded = PER_CLIENT.union(per_client)
+    entries = [f"{key} = {type(config[key]).__name__} {config[key]!r}" for key in sorted(config) if key not in excluded]
+    parts: list[Any] = [str(len(entries)), *entries]
+    for array in arrays:
+        parts += [f"{array.dtype.str} {array.shape}", array]
+    return digest(*parts)
 
 
 def _check(answer: Any, count: int, size: int) -> None:
@@ -343,6 +479,15 @@ def _check_keys(client: int, answer: Answer) -> None:
     _check(answer[:2], 2, KEY_BYTES)
     for key in answer[:2]:
         check_public(key)
-    signature = answer[2:]
-    if [type(text) for text in signature] != [bytes] * (KEY_TEXTS - 2) or max(map(len, signature)) > MAX_SIGNATURE:
-        raise BadReplyError("keys with a malformed signature")
+    _check_signature(answer[2:], KEY_TEXTS - 2)
+
+
+def _check_signed(client: int, answer: Answer) -> None:
+    _check_signature(answer, 2)
+
+
+def _check_signature(texts: Any, count: int) -> None:
+    if not isinstance(texts, list) or [type(text) for text in texts] != [bytes] * count:
+        raise BadReplyError("a malformed signature")
+    if max(map(len, texts)) > MAX_SIGNATURE:
+        raise BadReplyError("a malformed signature")

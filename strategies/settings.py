@@ -226,13 +226,16 @@ class RunSettings:
     )
     secure_aggregation: bool = setting(
         False,
-        "the server learns only the sum of the clients' updates (SecAgg+); only for methods that need only the sum",
+        "the server learns only sums of the clients' updates and scores (SecAgg+); only for methods that need only the "
+        "sum",
         synonyms=("secagg", "secaggplus", "secagg+"),
     )
-    secure_threshold: float = setting(
-        0.6,
-        "secure aggregation: fraction of a client and its neighbours that must finish the round",
+    secure_threshold: float | str = setting(
+        AUTO,
+        "secure aggregation: fraction of the clients, and of each client's neighbours, that must finish the round; "
+        "`auto`: 0.6, or more if the sites sign their keys",
         needs="secure-aggregation = true",
+        number_or=AUTO,
         above=0.5,
         maximum=1,
     )
@@ -340,6 +343,11 @@ class RunSettings:
             raise SettingsError(
                 f"holdout-clients = {self.holdout_clients:g} does not go with secure-aggregation = true: a newcomer "
                 "trains alone, and the sum would reveal its update; set one of them to its default"
+            )
+        if self.system_accuracy == "on" and self.secure_aggregation:
+            raise SettingsError(
+                "system-accuracy = 'on' does not go with secure-aggregation = true: it needs the models and test "
+                "samples of single clients; set system-accuracy = 'off'"
             )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")

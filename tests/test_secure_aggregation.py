@@ -4,7 +4,7 @@ import math
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from posy.client_app import secure_aggregation as client_side
 from posy.client_app.app import Call
 from posy.client_app.privacy import check_privacy
 from posy.client_app.secure_aggregation import Masking, ProtocolError, Secrets, answer
+from posy.client_app.signatures import RoundSignatures
 from posy.commands.deploy.certificates import make_certificates
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
@@ -45,7 +46,16 @@ from posy.strategies.masking import (
 from posy.strategies.method_settings import ALLOWED
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import read_settings
-from posy.strategies.secure_aggregation import REFUSAL, connected, excluded_by, neighbourhoods, threshold_of
+from posy.strategies.secure_aggregation import (
+    PER_CLIENT,
+    REFUSAL,
+    View,
+    colluding,
+    connected,
+    excluded_by,
+    safe_threshold,
+    threshold_of,
+)
 
 SUMMED = [method for method in METHODS if settings_class(method).sums is ALLOWED]
 CLIENTS = 5
@@ -148,18 +158,61 @@ def test_sealed_shares_are_for_one_client_of_one_round_only() -> None:
         sealed(b"share", sender, bytes(32), 0, 1, b"1")
 
 
+def view_of(size: int, neighbours: int = 0, fraction: float | str = "auto", *, signed: bool = False) -> View:
+    return View.new(range(size), neighbours, fraction, signed=signed)
+
+
 def test_neighbours_and_threshold() -> None:
-    assert neighbourhoods([4, 1, 2], 0) == {client: [1, 2, 4] for client in (4, 1, 2)}
-    assert neighbourhoods(range(5), 4) == neighbourhoods(range(5), 0)
-    ring = neighbourhoods(range(9), 3)  # rounded up
-    assert all(len(roster) == 5 and client in roster for client, roster in ring.items())
+    assert View.new([4, 1, 2], 0, 0.6, signed=False).rosters() == {client: [1, 2, 4] for client in (4, 1, 2)}
+    assert view_of(5, 4).rosters() == view_of(5).rosters()
+    view = view_of(9, 3)  # rounded up
+    ring = view.rosters()
+    assert view.neighbourhood == 5 and all(len(roster) == 5 and client in roster for client, roster in ring.items())
     assert all(client in ring[other] for client, roster in ring.items() for other in roster)
-    assert len({str(neighbourhoods(range(30), 4)) for _ in range(5)}) == 5
+    assert len({view_of(30, 4).cohort for _ in range(5)}) == 5
+    assert View.read(view.entries()) == view and view.digest() != view._replace(reach=1).digest()
     line = {0: [0, 1], 1: [0, 1, 2], 2: [1, 2, 3], 3: [2, 3]}
     assert connected({0, 1, 2, 3}, line) and connected({1, 2}, line) and not connected({0, 1, 3}, line)
     assert [threshold_of(size, 0.6) for size in (2, 3, 4, 5, 10)] == [2, 2, 3, 3, 6]
     assert [threshold_of(size, 0.5000001) for size in (2, 3, 4, 5, 10)] == [2, 2, 3, 3, 6]
     assert threshold_of(5, 1.0) == 5
+
+
+def test_no_two_lists_of_survivors_reach_a_safe_threshold() -> None:
+    """Of n clients, c sign both lists; the n - c honest clients sign one list each. By hand for small n."""
+    assert [colluding(n) for n in (2, 3, 4, 6, 7, 50)] == [0, 0, 1, 1, 2, 16]
+    assert [safe_threshold(n, colluding(n)) for n in (2, 3, 4, 5, 6, 12, 50)] == [2, 2, 3, 4, 4, 8, 34]
+    for n in range(2, 40):
+        for c in range(n):
+            t = safe_threshold(n, c)
+            honest = n - c
+            both = [split for split in range(honest + 1) if c + split >= t and c + honest - split >= t]
+            assert not both or t == 2  # 2 is the least threshold of all
+            if t > 2:
+                assert [split for split in range(honest + 1) if c + split >= t - 1 and c + honest - split >= t - 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "neighbours", "tolerated"), [(3, 0, 0), (5, 0, 2), (12, 4, 1), (50, 20, 5), (9, 2, 0)]
+)
+def test_the_number_of_clients_that_may_collude(size: int, neighbours: int, tolerated: int) -> None:
+    """The defaults of signed keys; five clients need four signatures, and 2 * 4 > 5 + 2."""
+    assert view_of(size, neighbours, signed=True).tolerated() == tolerated
+
+
+@pytest.mark.parametrize("reach", [2, 3])
+def test_honest_survivors_of_a_ring_stay_connected_with_the_tolerated_number(reach: int) -> None:
+    """All choices of clients that drop out and collude, in a ring of 2 reach + 4 clients."""
+    view = view_of(2 * reach + 4, 2 * reach, signed=True)
+    rosters, clients = view.rosters(), set(view.cohort)
+    assert view.reach == reach
+    for drop in range(len(clients) - view.cohort_threshold + 1):
+        for gone in combinations(sorted(clients), drop):
+            survivors = clients - set(gone)
+            if min(len(survivors & set(rosters[client])) for client in survivors) < view.threshold:
+                continue
+            for colluders in combinations(sorted(survivors), view.tolerated()):
+                assert connected(survivors - set(colluders), rosters)
 
 
 def test_flowers_masks_are_none() -> None:
@@ -212,7 +265,7 @@ class StageGrid(InProcessGrid):
     ) -> None:
         super().__init__(clients)
         self.lost, self.unheard, self.twice, self.change = lost, unheard, twice, change
-        self.masked: dict[tuple[int, int], np.ndarray] = {}
+        self.masked: dict[tuple[Any, ...], np.ndarray] = {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
         keyed = [(key_of(message), message) for message in messages]
@@ -224,8 +277,10 @@ class StageGrid(InProcessGrid):
         replies = list(super().send_and_receive([message for _, message in sent], timeout=timeout))
         delivered = []
         for (key, _), reply in zip(sent, replies, strict=True):
-            if key[0] == "train" and not reply.has_error():
-                self.masked[key[1], key[2]] = reply.content.array_records["arrays"]["0"].numpy().copy()
+            if key[0] in ("train", "evaluate") and not reply.has_error() and reply.content["arrays"]:
+                self.masked[key if key[0] == "evaluate" else key[1:]] = (
+                    reply.content.array_records["arrays"]["0"].numpy().copy()
+                )
             if key not in self.unheard:
                 delivered.append(reply)
         return delivered
@@ -234,7 +289,8 @@ class StageGrid(InProcessGrid):
 def key_of(message: Message) -> Key:
     config: Mapping[str, Any] = message.content.config_records["config"]
     if "secure-stage" in config:
-        return config["secure-stage"], int(config["secure-round"].split("-")[1]), config["client"]
+        _, number, *evaluation = config["secure-round"].split("-")
+        return " ".join((*evaluation, config["secure-stage"])), int(number), config["client"]
     return message.metadata.message_type, config.get("server-round", 0), config.get("client", -1)
 
 
@@ -259,14 +315,33 @@ def test_models_are_those_of_the_plain_run(make_config: Any, federate: Federate,
     config = make_config(method, data=five, model="mlp", num_server_rounds=4, ppfe_stages=2, ppfe_stage_rounds="2,2")
     plain, secure = federate(config), run(federate, config)
     assert [record.dropped for record in secure.records] == [[]] * 4
-    assert_close(secure.strategy.server_state(), plain.strategy.server_state(), 2e-6)
+    states = [{k: v for k, v in done.strategy.server_state().items() if k != "betas"} for done in (secure, plain)]
+    assert_close(states[0], states[1], 2e-6)
     for client in range(CLIENTS):
         assert_close(secure.kept(client), plain.kept(client), 1e-5)
-    assert secure.column("served_accuracy") == plain.column("served_accuracy")
     words = secure.grid.masked[4, 0]
     assert words.dtype == np.uint32
     shapes = secure.strategy.expected_shapes(0)  # SCAFFOLD sends a control variate too, pFedFDA means and covariance
-    assert words.shape == (sum(map(math.prod, shapes)) + 1,)
+    assert words.shape == (sum(map(math.prod, shapes)) + 1 + 4 * (2 * 4 + 1),)
+    assert_scores_are_sums(plain, secure)
+
+
+def assert_scores_are_sums(plain: Any, secure: Any) -> None:
+    """The sums are those over the rows of the plain run, and a row of the secure run has no score."""
+    for with_rows, with_sums in zip(plain.records, secure.records, strict=True):
+        rows = with_rows.clients.values()
+        for point in ("served", "local"):
+            scored = [row for row in rows if f"{point}_accuracy" in row and row["n_test"]]
+            tally = with_sums.sums[point]
+            assert tally.clients == len(scored) and tally.samples == sum(row["n_test"] for row in scored)
+            assert tally.correct == round(sum(row["n_test"] * row[f"{point}_accuracy"] for row in scored))
+            loss = sum(row["n_test"] * row[f"{point}_loss"] for row in scored)
+            assert tally.loss / 2**20 == pytest.approx(loss, rel=1e-4, abs=1e-4)
+        trained = sum(row["n_train"] * row["train_loss"] for row in rows)
+        assert with_sums.sums["train"].loss / 2**20 == pytest.approx(trained, rel=1e-4)
+        assert with_sums.samples == with_rows.samples
+        for row in with_sums.clients.values():
+            assert row.keys() <= {"bytes_up", "bytes_down", "n_train", "site"}
 
 
 def test_one_round_is_within_the_stated_error(make_config: Any, federate: Federate, five: Any) -> None:
@@ -288,6 +363,7 @@ def test_the_same_run_twice_is_the_same_models_under_other_masks(
     assert_close(first.strategy.server_state(), again.strategy.server_state(), 0)
     assert first.grid.masked.keys() == again.grid.masked.keys()
     assert all((words != again.grid.masked[key]).mean() > 0.9 for key, words in first.grid.masked.items())
+    assert {key[0] for key in first.grid.masked if len(key) == 3} == {"evaluate"}
 
 
 def test_secrets_pass_from_process_to_process_in_the_context(make_config: Any, federate: Federate, five: Any) -> None:
@@ -314,6 +390,8 @@ def test_messages_that_come_twice_are_answered_alike(make_config: Any, federate:
         ((), ("shares",), {0, 2, 3, 4}),
         (("train",), (), {0, 2, 3, 4}),
         ((), ("train",), {0, 2, 3, 4}),
+        (("survivors",), (), {0, 1, 2, 3, 4}),
+        ((), ("survivors",), {0, 1, 2, 3, 4}),
         (("unmask",), (), {0, 1, 2, 3, 4}),
         ((), ("unmask",), {0, 1, 2, 3, 4}),
     ],
@@ -338,7 +416,7 @@ def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
 
 
 @pytest.mark.parametrize("neighbours", [0, 2])
-@pytest.mark.parametrize("stage", ["keys", "shares", "train", "unmask"])
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "survivors", "unmask"])
 def test_below_the_threshold_the_state_stays_as_it_is(
     make_config: Any, federate: Federate, five: Any, warnings: Any, stage: str, neighbours: int
 ) -> None:
@@ -429,12 +507,13 @@ class ClientGroup:
         self.sealed: list[list[bytes]] = []
 
     def message(self, client: int, **fields: Any) -> Message:
-        config = ConfigRecord({"client": client, "secure-round": "0-1", "settings": "{}", "lr": 0.1} | fields)
-        return Message(RecordDict({"config": config}), client + 1, MessageType.QUERY)
+        config = {"client": client, "secure-round": "0-1", "server-round": 1, "settings": "{}", "lr": 0.1} | fields
+        return Message(RecordDict({"config": ConfigRecord(config)}), client + 1, MessageType.QUERY)
 
-    def ask(self, client: int, stage: str, **fields: Any) -> list[bytes]:
+    def ask(self, client: int, stage: str, min_clients: int = 2, **fields: Any) -> list[bytes]:
         config = {key.replace("_", "-"): value for key, value in fields.items()}
-        return answer(self.message(client, **{"secure-stage": stage}, **config), self.contexts[client])
+        message = self.message(client, **{"secure-stage": stage}, **config)
+        return answer(message, self.contexts[client], min_clients)
 
     def keys(self, **fields: Any) -> "ClientGroup":
         self.public = [self.ask(client, "keys", **fields) for client in self.roster]
@@ -442,7 +521,8 @@ class ClientGroup:
 
     def shares(self, client: int, **fields: Any) -> list[bytes]:
         keys = [text for texts in self.public for text in texts]
-        usual = {"roster": self.roster, "public_keys": keys, "threshold": self.threshold}
+        usual = {"roster": self.roster, "public_keys": keys, "threshold": self.threshold, "cohort": self.roster}
+        usual |= {"reach": 0, "cohort_threshold": self.threshold}
         return self.ask(client, "shares", **(usual | fields))
 
     def shared(self) -> "ClientGroup":
@@ -452,44 +532,63 @@ class ClientGroup:
     def mask(self, client: int, value: float = 0.5, reference: float = 0.0, **fields: Any) -> np.ndarray:
         sources = [other for other in self.roster if other != client]
         shares = [self.sealed[other][client - (client > other)] for other in sources]
-        config = {"client": client, "secure-round": "0-1", "weights": 8, "sources": sources, "shares": shares} | fields
-        masked = Masking(config, self.message(client), self.contexts[client])
+        entries = {"weights": 8, "sources": sources, "shares": shares} | fields
+        message = self.message(client, **entries)
+        masked = Masking(dict(message.content.config_records["config"]), message, self.contexts[client])
         arrays = [np.full(6, value, np.float32)], [np.full(6, reference, np.float32)]
-        return masked.put_on(*arrays, 2, 16.0)
+        return masked.put_on(*arrays, 2, 16.0, arrays[1])
 
     def handed_in(self) -> "ClientGroup":
         for client in self.shared().roster:
             self.mask(client)
         return self
 
+    def signed(self, client: int, survivors: list[int], **fields: Any) -> list[bytes]:
+        return self.ask(client, "survivors", survivors=survivors, **fields)
+
+    def unmask(self, client: int, signed: Mapping[int, list[bytes]], **fields: Any) -> list[bytes]:
+        texts = [text for signature in signed.values() for text in signature]
+        return self.ask(client, "unmask", signers=list(signed), signatures=texts, **fields)
+
     def secrets_of(self, client: int) -> Any:
-        return Secrets(client, self.contexts[client], 0).latest()
+        return Secrets(client, self.contexts[client], 0, "0-1").latest()
 
 
-def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
+def test_shares_are_revealed_for_one_secret_of_each_client_and_once() -> None:
     group = ClientGroup().handed_in()
-    unmasked = group.ask(0, "unmask", survivors=[0, 1, 2])
-    assert group.ask(0, "unmask", survivors=[0, 1, 2]) == unmasked
-    for other in ([0, 1, 3], [0, 1, 2, 3], [0, 2, 1]):
-        with pytest.raises(ProtocolError, match="revealed shares for other clients before"):
-            group.ask(0, "unmask", survivors=other)
-    for survivors in ([0, 2, 3], [0, 1], [0, 1, 1], [0, 1, 2, 9], []):
-        with pytest.raises(ProtocolError, match="have sent their updates"):
-            group.ask(1, "unmask", survivors=survivors)
-    shares = {
-        0: unmasked,
-        1: group.ask(1, "unmask", survivors=[0, 1, 2]),
-        2: group.ask(2, "unmask", survivors=[0, 1, 2]),
-    }
+    with pytest.raises(ProtocolError, match="has not signed a list of survivors"):
+        group.unmask(0, {})
+    for survivors, why in (
+        ([1, 2, 3], "lacks this client"),
+        ([0, 2, 1], "in another order"),
+        ([0, 1, 1], "in another order"),
+        ([0, 1, 2, 9], "names others than the cohort"),
+        ([], "lacks this client"),
+        ([0, 1], "2 clients have sent their updates, 3 of the cohort are needed"),
+    ):
+        with pytest.raises(ProtocolError, match=why):
+            group.signed(0, survivors)
+    signed = {client: group.signed(client, [0, 1, 2]) for client in (0, 1, 2)}
+    assert group.signed(0, [0, 1, 2]) == signed[0]
+    for other in ([0, 1, 3], [0, 1, 2, 3]):
+        with pytest.raises(ProtocolError, match="has signed another list of survivors before"):
+            group.signed(0, other)
+    few = "2 of the 4 clients of the cohort have signed this client's list of survivors, 3 are needed"
+    with pytest.raises(ProtocolError, match=few):
+        group.unmask(0, {0: signed[0], 1: signed[1]})
+    with pytest.raises(ProtocolError, match=few):  # one signer twice
+        group.unmask(0, {0: signed[0], 1: signed[1], 2: signed[1]})
+    unmasked = group.unmask(0, signed)
+    assert group.unmask(0, signed) == unmasked
+    with pytest.raises(ProtocolError, match="has signed another list of survivors before"):
+        group.signed(0, [0, 1, 3])
+    shares = {0: unmasked, 1: group.unmask(1, signed), 2: group.unmask(2, signed)}
     for client in (0, 1, 2):  # clients that have answered keep none of their secrets
         secrets = group.secrets_of(client)
-        assert (
-            not secrets.own_secret
-            and not secrets.mask_secret
-            and not secrets.seal_secret
-            and not secrets.sealed
-            and not secrets.own_share
+        assert not any(
+            (secrets.own_secret, secrets.mask_secret, secrets.seal_secret, secrets.sign_secret, secrets.own_share)
         )
+        assert not secrets.sealed
     absent = group.secrets_of(3)
     assert combined({holder: unmasked[3] for holder, unmasked in shares.items()}, 3) == absent.mask_secret
     assert absent.own_secret not in [
@@ -497,22 +596,24 @@ def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
     ]
 
 
-def test_nothing_is_told_before_the_update_was_handed_in_or_of_another_round() -> None:
+def test_nothing_is_revealed_before_the_update_or_in_another_round() -> None:
     group = ClientGroup().shared()
     with pytest.raises(ProtocolError, match="has not sent its update"):
-        group.ask(0, "unmask", survivors=[0, 1, 2, 3])
+        group.signed(0, [0, 1, 2, 3])
     group.mask(0)
     with pytest.raises(ProtocolError, match=r"round 0-2 was not begun here"):
-        group.ask(0, "unmask", survivors=[0, 1, 2, 3], secure_round="0-2")
+        group.signed(0, [0, 1, 2, 3], secure_round="0-2")
     first = group.public[0]
-    assert group.ask(0, "keys") == first
+    assert group.ask(0, "keys")[:2] == first[:2]
     assert group.ask(0, "keys", secure_round="0-10") != first
     for stale in ("0-1", "0-9"):
         with pytest.raises(ProtocolError, match=f"round {stale} is over"):
             group.ask(0, "keys", secure_round=stale)
     with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are deleted"):
-        group.ask(0, "unmask", survivors=[0, 1, 2, 3])
-    assert group.ask(0, "keys", secure_round="1-2") != first
+        group.signed(0, [0, 1, 2, 3])
+    assert group.ask(0, "keys", secure_round="1-2")[:2] != first[:2]
+    with pytest.raises(ProtocolError, match="is not the name of a round"):
+        group.ask(0, "keys", secure_round="1-2-again")
 
 
 def test_one_update_is_masked_and_no_second_one() -> None:
@@ -527,7 +628,7 @@ def test_one_update_is_masked_and_no_second_one() -> None:
         group.mask(0, weights=9)
     for client in (1, 2, 3):
         group.mask(client)
-    group.ask(0, "unmask", survivors=[0, 1, 2, 3])
+    group.unmask(0, {client: group.signed(client, [0, 1, 2, 3]) for client in group.roster})
     with pytest.raises(ProtocolError, match="round 0-1 is over"):
         group.mask(0)
 
@@ -545,19 +646,31 @@ def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
     group = ClientGroup().keys()
     keys = [text for texts in group.public for text in texts]
     for threshold in (1, 2, 5):
-        with pytest.raises(ProtocolError, match=f"{threshold} of 4 clients is not a safe threshold"):
-            group.shares(0, threshold=threshold)
+        for key in ("threshold", "cohort_threshold"):
+            with pytest.raises(ProtocolError, match=f"{threshold} of 4 clients is not a safe threshold"):
+                group.shares(0, **{key: threshold})
+    for fields in ({"cohort": [1, 2, 3]}, {"cohort": [0, 1, 2, 3, 3]}):
+        with pytest.raises(ProtocolError, match="the cohort lacks this client, or has a client twice"):
+            group.shares(0, **fields)
+    for fields in ({"cohort": [0, 1, 2]}, {"reach": 2}, {"reach": -1}, {"cohort": [0, 1, 2, 3, 4], "reach": 1}):
+        with pytest.raises(ProtocolError, match="the neighbours do not follow from the cohort"):
+            group.shares(0, **fields)
     with pytest.raises(ProtocolError, match="not this client's keys"):
         group.shares(0, public_keys=[keys[4], *keys[1:]])
     with pytest.raises(ProtocolError, match="not this client's keys"):
         group.shares(0, roster=[1, 2, 3], public_keys=keys[4:], threshold=2)
+    assert group.shares(0, public_keys=[*keys[:8], *keys[4:8], *keys[12:]]) == [REFUSAL, b"2 the signature is wrong"]
+    text = Secrets(0, group.contexts[0], 0, "0-1").keys_text(2, keys[4:6])
+    copied = [*keys[4:6], *RoundSignatures(new_secret(32)).sign(text)]
     with pytest.raises(ProtocolError, match="two public keys are the same"):
-        group.shares(0, public_keys=[*keys[:8], *keys[4:8], *keys[12:]])
+        group.shares(0, public_keys=[*keys[:8], *copied, *keys[12:]])
     shares = group.shares(0)
     assert group.shares(0) == shares
-    stranger = public_key(private_key(new_secret()))
-    with pytest.raises(ProtocolError, match="with other keys before"):
-        group.shares(0, public_keys=[*keys[:-4], stranger, *keys[-3:]])
+    stranger = ClientGroup().keys().public[3]
+    with pytest.raises(ProtocolError, match="with other keys or another cohort before"):
+        group.shares(0, public_keys=[*keys[:-4], *stranger])
+    with pytest.raises(ProtocolError, match="with other keys or another cohort before"):
+        group.shares(0, cohort_threshold=4)
 
 
 @pytest.fixture
@@ -620,7 +733,6 @@ def signed(
     return make
 
 
-@pytest.mark.parametrize("neighbours", [0, 2])
 @pytest.mark.parametrize("config", ["unsigned", "untrusted"])
 def test_one_site_without_a_trusted_signature_is_refused_alone(
     make_config: Any,
@@ -628,7 +740,6 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
     five: Any,
     sites: list[dict[str, Any]],
     tmp_path: Path,
-    neighbours: int,
     config: str,
 ) -> None:
     """The sum covers the four sites that trust each other."""
@@ -638,8 +749,7 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
         sites[4] |= {"trusted-keys": str(tmp_path / "all")}
     configs = [*sites[:4], sites[4] if config == "untrusted" else {}]
     settings = make_config("fedavg", data=five, num_server_rounds=2)
-    masked = settings | {"secure-aggregation": True, "secure-neighbours": neighbours}
-    done = federate(masked, grid=signed(configs))
+    done = federate(settings | {"secure-aggregation": True}, grid=signed(configs))
     for number in (1, 2):
         [(client, reason)] = reasons(done, number).items()
         assert client == 4 and "clients refuse its keys: not signed by a site whose key is trusted here" in reason
@@ -650,15 +760,44 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
 
 
 def test_two_sites_of_one_key_are_refused_by_the_others(
-    make_config: Any, federate: Federate, five: Any, sites: list[dict[str, Any]]
+    make_config: Any, federate: Federate, five: Any, sites: list[dict[str, Any]], warnings: Any
 ) -> None:
     configs = [*sites[:4], sites[3]]
-    done = federate(make_config("fedavg", data=five) | {"secure-aggregation": True}, grid=signed(configs))
+    config = make_config("fedavg", data=five, num_server_rounds=1) | {"secure-aggregation": True}
+    done = federate(config, grid=signed(configs))
     dropped = reasons(done, 1)
     assert set(dropped) == {3, 4} and all(
         "one site has signed the keys of two clients" in why for why in dropped.values()
     )
-    assert not np.array_equal(done.strategy.model, done.strategy.initial())
+    assert "0 of 5 clients have shared their secrets, secure-threshold = auto needs 4; the round fails" in warnings.text
+    np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"secure-threshold": 0.6}, "3 of 5 clients is not a safe threshold where sites sign their keys: a server that "
+         "colludes with 1 of them could isolate a client; it must be at least 4; set secure-threshold = auto"),
+        ({"secure-neighbours": 2}, "with 2 neighbours, a server that colludes with one client could isolate others; "
+         "set secure-neighbours = 0, or 4 or more"),
+    ],
+)  # fmt: skip
+def test_sites_refuse_thresholds_that_are_unsafe_with_a_malicious_server(
+    make_config: Any, federate: Federate, five: Any, sites: list[dict[str, Any]], changes: dict[str, Any], why: str
+) -> None:
+    """Clients without signing keys accept both: they trust the server to follow the protocol."""
+    shutil.copy(Path(sites[4]["signing-key"]).with_suffix(".pub"), sites[4]["trusted-keys"])
+    config = make_config("fedavg", data=five, num_server_rounds=1) | {"secure-aggregation": True}
+    assert reasons(federate(config, grid=signed(sites)), 1) == {}
+    done = federate(config | changes, grid=signed(sites))
+    assert set(reasons(done, 1)) == set(range(CLIENTS)) and all(why in reason for reason in reasons(done, 1).values())
+    assert reasons(federate(config | changes), 1) == {}
+
+
+def test_a_site_takes_part_as_one_client(sites: list[dict[str, Any]]) -> None:
+    group = ClientGroup(configs=sites).keys()
+    with pytest.raises(ProtocolError, match="this site takes part as client 0, and not as client 1"):
+        answer(group.message(1, **{"secure-stage": "keys"}), group.contexts[0])
 
 
 def test_one_client_that_refuses_others_is_left_out_itself(make_config: Any, federate: Federate, five: Any) -> None:
@@ -698,8 +837,9 @@ def test_a_site_that_knows_the_others_hands_in_nothing_plain(make_config: Any, f
         return in_process
 
     done = federate(make_config("fedavg", data=five, num_server_rounds=1), grid=grid)
-    assert set(reasons(done, 1)) == {1}
-    assert "asks for an update without masks" in reasons(done, 1)[1]
+    assert {client for client, _ in done.records[0].dropped} == {1}
+    (_, training), (_, evaluation) = done.records[0].dropped
+    assert "asks for an update without masks" in training and "asks for scores without masks" in evaluation
 
 
 def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
@@ -714,30 +854,63 @@ def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
         group.mask(0, weights=1)
 
 
-@pytest.mark.parametrize("field", ["lr", "model", "weights"])
-def test_what_one_client_is_told_otherwise_keeps_its_update_hidden(
-    make_config: Any, federate: Federate, five: Any, warnings: Any, field: str
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+@pytest.mark.parametrize("method", SUMMED)
+def test_masks_do_not_cancel_if_one_client_receives_something_else(
+    make_config: Any, federate: Federate, five: Any, warnings: Any, method: str, phase: str
 ) -> None:
-    """Otherwise a server could make all other clients send zero updates, and the sum would be one update."""
+    """One array, or one entry, differs for client 2; the server could otherwise recognise its update in the sum.
 
-    def change(key: Key, message: Message) -> None:
-        if key == ("train", 1, 2):
-            config = message.content.config_records["config"]
-            if field == "model":
-                record = message.content.array_records["arrays"]
-                record["0"] = Array(record["0"].numpy() + np.float32(1e-3))
+    In stage 2 of PPFE the message has two arrays; the client refuses another model of a finished stage.
+    """
+    stages = {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1", "evaluate_every": 2} if method == "ppfe" else {}
+    rounds = 2 if method == "ppfe" else 1
+    config = make_config(method, data=five, model="mlp", num_server_rounds=rounds, local_steps=1, **stages)
+    seen: list[str] = []
+
+    def change_of(part: int | str) -> Callable[[Key, Message], None]:
+        def change(key: Key, message: Message) -> None:
+            if key != (phase, rounds, 2):
+                return
+            entries = message.content.config_records["config"]
+            arrays = message.content.array_records["arrays"]
+            seen[:] = [*entries, *(f"array {name}" for name in arrays)]
+            if isinstance(part, int):
+                arrays[str(part)] = Array(arrays[str(part)].numpy() + np.float32(1e-3))
+            elif part == "settings":
+                entries[part] = f"{entries[part]} "
+            elif part == "an-unknown-entry":
+                entries[part] = 1
             else:
-                config[field] = config[field] * 2
+                entries[part] = entries[part] + 1 if isinstance(entries[part], int | float) else f"{entries[part]}1"
 
-    done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), change=change)
-    np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
-    assert "the masks do not cancel" in warnings.text
+        return change
+
+    honest = run(federate, config, change=lambda key, message: change_of("lr")((*key[:2], -1), message))
+    assert honest.records[-1].dropped == [] and honest.records[-1].sums["served"].samples
+    arrays = range(2 if method == "ppfe" else len(honest.strategy.serve(0)))
+    entries = ["settings", "lr", "weights", "state-to", "an-unknown-entry"]
+    entries += ["stage-ends", "rounds-done"] if method == "ppfe" else []
+    for part in (*arrays, *entries):
+        warnings.clear()
+        before = run(federate, config, change=change_of(part))
+        last = before.records[-1]
+        refused = {client for client, reason in last.dropped if "another model of stage" in reason}
+        assert "the masks do not cancel" in warnings.text or refused == {2}, part
+        if phase == "train":
+            assert refused or "train" not in last.sums, part
+        else:
+            assert refused or "served" not in last.sums, part
+    unknown = {"run", "save-models-to", "state-directory", "server-round", "secure-round", "evaluate-local"}
+    unknown |= {"stage", "an-unknown-entry"}
+    common = set(seen) - PER_CLIENT - set(settings_class(method).per_client) - {f"array {i}" for i in range(9)}
+    assert common <= {*entries, *unknown}  # a new entry belongs into this test
 
 
 # -- answers that the server refuses -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["keys", "shares", "train", "unmask"])
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "survivors", "unmask"])
 @pytest.mark.parametrize("wrong", ["text", "short", "zero", "many"])
 def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
     make_config: Any, federate: Federate, five: Any, monkeypatch: pytest.MonkeyPatch, stage: str, wrong: str
@@ -767,7 +940,7 @@ def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
     assert changed and np.isfinite(done.strategy.model).all() and np.abs(done.strategy.model).max() < 10
     if (stage, wrong) == ("shares", "zero"):
         assert all("cannot be read" in reason for reason in reasons(done, 1).values())  # the others refuse them
-    elif (stage, wrong) != ("unmask", "zero"):
+    elif (stage, wrong) not in (("unmask", "zero"), ("survivors", "zero"), ("survivors", "short")):
         assert set(reasons(done, 1)) == {1}
     assert reasons(done, 2) == {}
 

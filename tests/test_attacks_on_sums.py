@@ -1,0 +1,431 @@
+"""A server that cheats in secure aggregation: each attack succeeded before the protections, and is refused now.
+
+The attacks change messages of a server that otherwise follows the protocol, and collect the replies. They use only
+entries of messages that are in every version, so that they also run on the code before the protections.
+"""
+
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.common.serde import context_from_proto, context_to_proto
+
+from posy.client_app import secure_aggregation
+from posy.client_app.app import app as client_app
+from posy.client_app.secure_aggregation import Masking
+from posy.commands.deploy.certificates import make_certificates
+from posy.deploy import worker
+from posy.server_app.in_process import InProcessGrid
+from posy.strategies.masking import MaskingError, combined, private_key, public_key
+from posy.strategies.secure_aggregation import KEY_TEXTS
+
+Federate = Callable[..., Any]
+Change = Callable[[Message, Mapping[str, Any]], None]
+SIZE = 12
+
+
+class Server(InProcessGrid):
+    """A server that changes messages before they leave, and stores all messages and replies."""
+
+    def __init__(self, clients: int, change: Change = lambda message, config: None, configs: Any = ()) -> None:
+        super().__init__(clients)
+        self.change = change
+        self.seen: list[tuple[Message, Message]] = []
+        for number, config in enumerate(configs, start=1):
+            self._contexts[number].node_config.update(config)
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        sent = list(messages)
+        for message in sent:
+            self.change(message, message.content.config_records["config"])
+        replies = list(super().send_and_receive(sent, timeout=timeout))
+        self.seen += zip(sent, replies, strict=True)
+        return replies
+
+    def ask(self, client: int, kind: str, content: RecordDict) -> Message:
+        """Send one client a message of the server's own making."""
+        [reply] = self.send_and_receive([Message(content, client + 1, kind)])
+        return reply
+
+    def in_stage(self, stage: str) -> list[tuple[Mapping[str, Any], Message]]:
+        """Return the configs and replies of a stage of training."""
+        found = []
+        for message, reply in self.seen:
+            config: Mapping[str, Any] = message.content.config_records["config"]
+            if config.get("secure-stage") == stage and "evaluation" not in str(config["secure-round"]):
+                found.append((config, reply))
+        return found
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> list[dict[str, Any]]:
+    """Return node configs of twelve sites that trust each other's keys."""
+    names = [f"site-{i}" for i in range(SIZE)]
+    make_certificates(tmp_path, [], names, 1)
+    return [{"signing-key": str(tmp_path / f"{name}.key"), "trusted-keys": str(tmp_path)} for name in names]
+
+
+def parts(clients: int) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]]:
+    """Return data of equal clients: six training and six test samples each."""
+    rng = np.random.default_rng(2)
+    y = np.arange(12 * clients) % 3
+    x = (rng.normal(0, 2, (3, 6))[y] + rng.normal(0, 1, (len(y), 6))).astype(np.float32)
+    starts = range(0, len(y), 12)
+    return x, y, [list(range(s, s + 6)) for s in starts], [list(range(s + 6, s + 12)) for s in starts]
+
+
+# -- H1: evaluation scores ---------------------------------------------------------------------------------
+
+
+def test_h1_no_reply_has_a_score_of_one_client(make_config: Any, federate: Federate) -> None:
+    """Replies contained the accuracies, losses, numbers of test samples and the training loss of each client."""
+    servers: list[Server] = []
+
+    def grid(clients: int) -> Server:
+        servers.append(Server(clients))
+        return servers[0]
+
+    config = make_config("fedrep", data=parts(5), model="mlp", num_server_rounds=2, validation_fraction=0.2)
+    federate(config | {"secure-aggregation": True, "evaluate-training": True}, grid=grid)
+    numbers = {
+        key
+        for message, reply in servers[0].seen
+        if message.metadata.message_type in (MessageType.TRAIN, MessageType.EVALUATE)
+        for record in reply.content.metric_records.values()
+        for key in record
+    }
+    assert numbers == {"num-examples"}
+    evaluations = [r for m, r in servers[0].seen if m.metadata.message_type == MessageType.EVALUATE]
+    assert {reply.content.metric_records["metrics"]["num-examples"] for reply in evaluations} == {0}
+
+
+def test_h1_a_constant_model_does_not_give_the_class_counts_of_a_client(make_config: Any, federate: Federate) -> None:
+    """The accuracy of a model that always predicts class 1 is the share of class 1 among the client's test samples."""
+    kept: list[Server] = []
+
+    def constant(message: Message, config: Mapping[str, Any]) -> None:
+        if message.metadata.message_type == MessageType.EVALUATE:
+            templates.append(message.content)
+
+    def grid(clients: int) -> Server:
+        kept.append(Server(clients, constant))
+        return kept[0]
+
+    templates: list[RecordDict] = []
+    config = make_config("fedavg", data=parts(5), model="linear", num_server_rounds=1)
+    federate(config | {"secure-aggregation": True}, grid=grid)
+    content = templates[0]
+    model = np.zeros_like(content.array_records["arrays"]["0"].numpy())
+    model[-2] = 9.0  # the bias of class 1
+    content["arrays"] = ArrayRecord({"0": Array(model)})
+    refusals = []
+    for names in (("secure-round",), ()):
+        config_record = ConfigRecord({k: v for k, v in content.config_records["config"].items() if k not in names})
+        request = RecordDict({"arrays": content["arrays"], "config": config_record})
+        reply = kept[0].ask(0, MessageType.EVALUATE, request)
+        assert reply.has_error(), reply.content.metric_records["metrics"]
+        refusals.append(str(reply.error.reason))
+    assert "secure aggregation: the server asks for scores without masks" in refusals[0]
+    assert "secure aggregation: round 0-1-evaluation is over" in refusals[1]
+
+
+def test_h1_a_second_model_in_a_round_is_refused(make_config: Any, federate: Federate) -> None:
+    """The server evaluates another model under the same masks, before the client has revealed its shares."""
+    refusals: list[str] = []
+
+    def grid(clients: int) -> Server:
+        server = Server(clients)
+
+        def again(message: Message, config: Mapping[str, Any]) -> None:
+            if config.get("secure-stage") == "survivors" and "evaluation" in config["secure-round"] and not refusals:
+                refusals.append("")
+                first = next(m for m, _ in server.seen if m.metadata.message_type == MessageType.EVALUATE)
+                arrays = ArrayRecord({"0": Array(first.content.array_records["arrays"]["0"].numpy() + 1)})
+                request = RecordDict({"arrays": arrays, "config": first.content["config"]})
+                reply = server.ask(int(first.content.config_records["config"]["client"]), MessageType.EVALUATE, request)
+                refusals[0] = str(reply.error.reason)
+
+        server.change = again
+        return server
+
+    config = make_config("fedavg", data=parts(5), num_server_rounds=1)
+    done = federate(config | {"secure-aggregation": True}, grid=grid)
+    assert "the client has sent another evaluation in this round before" in refusals[0]
+    assert done.records[0].sums["served"].samples == 30
+
+
+# -- H2: one client is isolated -----------------------------------------------------------------------------
+
+
+def revealed_secrets(server: Server) -> tuple[set[int], set[int]]:
+    """Return the clients of which the server can compute the self-mask, and those of which it has the private key."""
+    rosters, public, thresholds = {}, {}, {}
+    for config, _ in server.in_stage("shares"):
+        client = int(config["client"])
+        rosters[client], thresholds[client] = list(config["roster"]), int(config["threshold"])
+        place = rosters[client].index(client)
+        public[client] = config["public-keys"][KEY_TEXTS * place]
+    shares: dict[int, dict[int, bytes]] = {client: {} for client in rosters}
+    for config, reply in server.in_stage("unmask"):
+        if not reply.has_error():
+            sender = int(config["client"])
+            answer: Any = reply.content.config_records["config"]["answer"]
+            for client, share in zip(rosters[sender], answer, strict=True):
+                shares[client][sender] = share
+    masks, keys = set(), set()
+    for client, held in shares.items():
+        for excluded in product((True, False), repeat=len(held)):  # the server knows whom it told what
+            chosen = {rosters[client].index(s): held[s] for s, use in zip(held, excluded, strict=True) if use}
+            if len(chosen) != thresholds[client]:
+                continue
+            try:
+                secret = combined(chosen, thresholds[client])
+            except (MaskingError, ValueError):
+                continue
+            if public_key(private_key(secret)) == public[client]:
+                keys.add(client)
+        if len(held) >= thresholds[client] and client not in keys:
+            masks.add(client)
+    return masks, keys
+
+
+def isolating(exclusions: Callable[[int, Sequence[int]], Sequence[int]]) -> Change:
+    """Return a change that takes some clients out of the list of survivors that each client receives."""
+
+    def change(message: Message, config: Mapping[str, Any]) -> None:
+        if "survivors" in config and "evaluation" not in str(config["secure-round"]):
+            listed = [int(client) for client in config["survivors"]]
+            without = exclusions(int(config["client"]), listed)
+            config["survivors"] = [client for client in listed if client not in without]  # type: ignore[index]
+
+    return change
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_h2_a_server_cannot_isolate_a_client_in_a_ring(
+    make_config: Any, federate: Federate, sites: list[dict[str, Any]], signed: bool
+) -> None:
+    """Twelve clients, four neighbours, threshold 0.6: lists that differ gave the keys of all neighbours of client 0."""
+    ring: dict[int, int] = {}
+    servers: list[Server] = []
+
+    def learn_ring() -> None:
+        """Find each client's place in the ring, from the rosters, with client 0 at place 0."""
+        rosters = {int(c["client"]): set(map(int, c["roster"])) for c, _ in servers[0].in_stage("shares")}
+        ring[0] = 0
+        # The next client shares three other members of its neighbourhood with the client before it.
+        before, place = 0, 0
+        while len(ring) < len(rosters):
+            near = [c for c in rosters[before] if c not in ring and len(rosters[c] & rosters[before]) == 4]
+            before, place = near[0], place + 1
+            ring[before] = place
+
+    def exclusions(client: int, listed: Sequence[int]) -> list[int]:
+        if not ring:
+            learn_ring()
+        places = {1: (2, -1), -1: (1, -2), 2: (1,), -2: (-1,), 3: (1, 2), -3: (-1, -2), 4: (2,), -4: (-2,)}
+        place = ring[client] if ring[client] <= SIZE // 2 else ring[client] - SIZE
+        clients = {p if p <= SIZE // 2 else p - SIZE: c for c, p in ring.items()}
+        return [clients[other] for other in places.get(place, ())]
+
+    def grid(clients: int) -> Server:
+        servers.append(Server(clients, isolating(exclusions), sites if signed else ()))
+        return servers[0]
+
+    config = make_config("fedavg", data=parts(SIZE), model="linear", num_server_rounds=1, local_steps=1)
+    settings = {"secure-aggregation": True, "secure-neighbours": 4, "secure-threshold": 0.6}
+    done = federate(config | settings, grid=grid)
+    masks, keys = revealed_secrets(servers[0])
+    rosters = {int(c["client"]): set(map(int, c["roster"])) for c, _ in servers[0].in_stage("shares")}
+    assert not (0 in masks and rosters[0] - {0} <= keys), "the update of client 0 can be isolated"
+    reasons = {reason for _, reason in done.records[0].dropped}
+    if signed:
+        assert any(
+            "3 of 5 clients is not a safe threshold where sites sign their keys: a server that colludes with 1 of them "
+            "could isolate a client; it must be at least 4; set secure-threshold = auto" in reason
+            for reason in reasons
+        )
+    else:
+        assert any(
+            "of the 12 clients of the cohort have signed this client's list of survivors, 8 are needed" in reason
+            for reason in reasons
+        )
+    assert not keys and not masks
+
+
+def test_h2_a_server_cannot_have_a_sum_over_two_of_five_clients(make_config: Any, federate: Federate) -> None:
+    """All clients are neighbours, with threshold 3: the server learnt the sum over clients 0 and 1."""
+    excluded = {0: (2, 3), 1: (2, 4), 2: (3, 4), 3: (2, 4), 4: (2, 3)}
+    servers: list[Server] = []
+
+    def grid(clients: int) -> Server:
+        servers.append(Server(clients, isolating(lambda client, listed: excluded[client])))
+        return servers[0]
+
+    config = make_config("fedavg", data=parts(5), model="linear", num_server_rounds=1, local_steps=1)
+    done = federate(config | {"secure-aggregation": True}, grid=grid)
+    masks, keys = revealed_secrets(servers[0])
+    assert not ({0, 1} <= masks and {2, 3, 4} <= keys), "the sum over clients 0 and 1 can be computed"
+    reasons = {reason for _, reason in done.records[0].dropped}
+    assert any(
+        "1 of the 5 clients of the cohort have signed this client's list of survivors, 3 are needed" in reason
+        for reason in reasons
+    )
+    assert not keys and not masks
+
+
+def test_a_round_below_the_smallest_cohort_of_a_site_is_refused() -> None:
+    """A site may refuse sums over few clients, in the cohort and in the list of survivors."""
+    nodes = [Node(client) for client in range(4)]
+    shared_round(nodes, min_clients=4)
+    reply = nodes[0].ask("survivors", {"survivors": [0, 1, 2]}, min_clients=4)
+    assert "the list of survivors has 3 clients, and this site joins sums of at least 4" in reply
+    few = [Node(client) for client in range(4)]
+    with pytest.raises(AssertionError, match="the cohort has 4 clients, and this site joins sums of at least 5"):
+        shared_round(few, min_clients=5)
+
+
+# -- H3: one client receives another control variate --------------------------------------------------------
+
+
+def test_h3_scaffold_masks_do_not_cancel_with_another_control_variate(
+    make_config: Any, federate: Federate, warnings: pytest.LogCaptureFixture
+) -> None:
+    """The masks did not depend on the control variate. An extreme one for client 2 dominated the sum."""
+
+    def change(message: Message, config: Mapping[str, Any]) -> None:
+        if message.metadata.message_type == MessageType.TRAIN and config["client"] == 2:
+            arrays = message.content.array_records["arrays"]
+            arrays["1"] = Array(arrays["1"].numpy() + np.float32(0.5))
+
+    config = make_config("scaffold", data=parts(5), model="linear", num_server_rounds=1)
+    done = federate(config | {"secure-aggregation": True}, grid=lambda clients: Server(clients, change))
+    np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
+    assert "the masks do not cancel" in warnings.text
+
+
+@pytest.mark.parametrize("entry", ["server-round", "state-to"])
+def test_h3_masks_do_not_cancel_with_another_entry(
+    make_config: Any, federate: Federate, warnings: pytest.LogCaptureFixture, entry: str
+) -> None:
+    """The masks did not depend on the number of the round, from which a client derives its batches and rates."""
+
+    def change(message: Message, config: Mapping[str, Any]) -> None:
+        if message.metadata.message_type == MessageType.TRAIN and config["client"] == 2:
+            config[entry] = 5 if entry == "server-round" else "0-1-5"  # type: ignore[index]
+
+    config = make_config("fedavg", data=parts(5), model="linear", num_server_rounds=1)
+    config |= {"secure-aggregation": True, "secure-threshold": 1.0}
+    done = federate(config, grid=lambda clients: Server(clients, change))
+    np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
+    reasons = {reason for _, reason in done.records[0].dropped}
+    refused = any("round 0-1 is not round 5" in reason for reason in reasons)
+    assert refused if entry == "server-round" else "the masks do not cancel" in warnings.text
+
+
+# -- Low: shares were marked as revealed after they were sent -------------------------------------------------
+
+
+class Node:
+    """A node with its worker: the node stores the context only if the worker hands it in."""
+
+    def __init__(self, client: int) -> None:
+        InProcessGrid(1)  # gives this process the identity that messages need
+        self.client = client
+        self.stored = context_to_proto(
+            Context(run_id=0, node_id=client + 1, node_config={}, state=RecordDict(), run_config={})
+        )
+        self.loses_contexts = False
+        self.reply: Any = None
+        self._min_clients = 2
+        self.restart_worker()
+
+    def restart_worker(self) -> None:
+        """Replace the worker by a new one, as after a crash."""
+        self._last = worker.Answered()
+        self._sessions = [worker.Sessions()] if hasattr(worker, "Sessions") else []
+
+    def ask(self, stage: str, entries: Mapping[str, Any], min_clients: int = 2) -> Any:
+        """Return the node's answer in a stage, or the text of its error."""
+        kind = MessageType.TRAIN if stage == "train" else MessageType.QUERY
+        config = {"client": self.client, "secure-round": "0-1", "server-round": 1, "settings": "{}", "lr": 0.1}
+        config |= entries if stage == "train" else {"secure-stage": stage, **entries}
+        self._message, self._min_clients = Message(RecordDict({"config": ConfigRecord(config)}), 1, kind), min_clients
+        worker.serve(self, self, io.StringIO(), self._last, *self._sessions)  # type: ignore[arg-type]
+        if self.reply.has_error():
+            return str(self.reply.error.reason)
+        return self.reply.content.config_records["config"]["answer"]
+
+    # The task of the worker.
+    def pull(self) -> Any:
+        return self._message, context_from_proto(self.stored), None, None
+
+    def push(self, reply: Message, context: Context) -> None:
+        self.reply = reply
+
+    def finish(self, context: Context | None, error: str = "") -> None:
+        if self.loses_contexts:
+            raise RuntimeError("the connection to the node is lost")
+        if context is not None:
+            self.stored = context_to_proto(context)
+
+    def close(self) -> None:
+        pass
+
+    # The code of the run.
+    def load(self, run: Any, fab: Any) -> Callable[[Message, Context], Message]:
+        return self.work
+
+    def work(self, message: Message, context: Context) -> Message:
+        config: dict[str, Any] = dict(message.content.config_records["config"])
+        if message.metadata.message_type == MessageType.QUERY:
+            if self._min_clients == 2:
+                return client_app(message, context)
+            texts = secure_aggregation.answer(message, context, self._min_clients)
+            return Message(RecordDict({"config": ConfigRecord({"answer": texts})}), reply_to=message)
+        update, start = [np.full(6, 0.5, np.float32)], [np.zeros(6, np.float32)]
+        common = [start] if "common" in inspect.signature(Masking.put_on).parameters else []
+        Masking(config, message, context).put_on(update, start, 2, 16.0, *common)
+        return Message(RecordDict({"config": ConfigRecord({"answer": [b"masked"]})}), reply_to=message)
+
+
+def shared_round(nodes: Sequence[Node], min_clients: int = 2) -> None:
+    """Run the stages of a round until all clients have sent their updates."""
+    clients = list(range(len(nodes)))
+    public = [text for node in nodes for text in node.ask("keys", {})]
+    view = {"cohort": clients, "reach": 0, "cohort-threshold": 3, "threshold": 3}
+    sealed = [node.ask("shares", {"roster": clients, "public-keys": public, **view}, min_clients) for node in nodes]
+    for node, answer in zip(nodes, sealed, strict=True):
+        assert isinstance(answer, list), answer
+        sources = [other for other in clients if other != node.client]
+        shares = [sealed[other][node.client - (node.client > other)] for other in sources]
+        assert node.ask("train", {"weights": 8, "sources": sources, "shares": shares}) == [b"masked"]
+
+
+def test_low_a_node_that_loses_a_context_does_not_reveal_other_shares() -> None:
+    """The worker sent the shares of one list, and the node lost the context. The worker then sent those of another."""
+    stage = getattr(secure_aggregation, "SURVIVORS", "unmask")
+    nodes = [Node(client) for client in range(4)]
+    shared_round(nodes)
+    nodes[0].loses_contexts = True
+    first = nodes[0].ask(stage, {"survivors": [0, 1, 2]})
+    assert isinstance(first, list)
+    nodes[0].loses_contexts = False
+    assert "the client has signed another list of survivors before" in nodes[0].ask(stage, {"survivors": [0, 1, 3]})
+    assert nodes[0].ask(stage, {"survivors": [0, 1, 2]}) == first
+
+
+def test_low_a_new_worker_refuses_the_rest_of_the_round() -> None:
+    """The secrets end with the worker, and are not in the context that the node stores."""
+    nodes = [Node(client) for client in range(4)]
+    shared_round(nodes)
+    assert not [name for name in context_from_proto(nodes[0].stored).state if "secure" in name]
+    nodes[0].restart_worker()
+    refusal = nodes[0].ask("survivors", {"survivors": [0, 1, 2, 3]})
+    assert "secure aggregation: round 0-1 was not begun here, or its secrets are deleted" in refusal

@@ -1,0 +1,182 @@
+"""Scores under secure aggregation: the record of a run shows sums, and no number of a single client."""
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posy import figures
+from posy.commands.cli import main
+from posy.metrics import Evaluation, best, over_rounds
+from posy.report.page import page
+from posy.server_app.app import run
+from posy.server_app.progress import results_table
+from posy.server_app.trackers.tracker import numbers
+from posy.settings import SettingsError
+from posy.strategies.masking import decoded_numbers, encoded_numbers
+from posy.strategies.pooled import Tally, layout, numbers_of, spreads, tallies
+from posy.strategies.registry import read_settings
+
+SECURE = {"secure-aggregation": True}
+SCORED = {"validation-fraction": 0.2, "evaluate-training": True}
+
+
+def test_whole_numbers_of_many_clients_are_summed_exactly() -> None:
+    """Four words of 16 bits carry a number below 2^64; the sum of 65,536 largest numbers does not overflow."""
+    assert encoded_numbers([2**16 + 3, 0]).tolist() == [3, 1, 0, 0, 0, 0, 0, 0]
+    rng = np.random.default_rng(3)
+    columns = [[int(n) for n in rng.integers(0, 2**63, 3)] for _ in range(50)]
+    total = np.add.reduce([encoded_numbers(column) for column in columns], dtype=np.uint32)
+    assert decoded_numbers(total) == [sum(column) for column in zip(*columns, strict=True)]
+    most = encoded_numbers([2**64 - 1]).astype(np.uint64) * 65_536
+    assert most.max() < 2**32 and decoded_numbers(most) == [65_536 * (2**64 - 1)]
+    assert decoded_numbers(encoded_numbers([])) == []
+    for wrong in (-1, 2**64):
+        with pytest.raises(ArithmeticError, match="the model has diverged"):
+            encoded_numbers([wrong])
+
+
+def test_numbers_by_hand() -> None:
+    """Two clients, one of which has no test samples and no local model."""
+    settings = read_settings({"method": "fedavg", **SECURE, "validation-fraction": 0.2})
+    assert layout(settings, training=True) == ("train", "local", "local-validation")
+    assert layout(settings, training=False) == ("served", "local", "served-validation", "local-validation")
+    first = numbers_of(
+        settings,
+        {"train-loss": 0.5, "samples": 30, "local-accuracy": 0.75, "local-loss": 0.25},
+        {"train": 10, "test": 4, "validation": 0},
+        training=True,
+    )
+    unit = 2**20
+    assert first == [1, 10, 0, 5 * unit, 1, 4, 3, unit, 0, 0, 0, 0, 30]
+    second = numbers_of(
+        settings, {"train-loss": 2.0, "samples": 6}, {"train": 2, "test": 0, "validation": 0}, training=True
+    )
+    sums, samples = tallies(settings, [a + b for a, b in zip(first, second, strict=True)], training=True)
+    assert sums == {
+        "train": Tally(2, 12, 0, 9 * unit), "local": Tally(1, 4, 3, unit), "local-validation": Tally()
+    } and samples == 36  # fmt: skip
+    columns = spreads(sums)
+    assert columns.keys() == {"train_loss", "local_accuracy", "local_loss"}
+    assert columns["train_loss"]["mean"] == 0.75
+    assert columns["local_accuracy"] == {
+        "mean": 0.75, "std": None, "min": None, "max": None, "tenth": None, "weighted": None, "jain": None,
+        "clients": 1, "samples": 4,
+    }  # fmt: skip
+    for loss in (math.inf, math.nan, 1e300):
+        with pytest.raises((ArithmeticError, ValueError)):
+            encoded_numbers(
+                numbers_of(settings, {"train-loss": loss}, {"train": 1, "test": 0, "validation": 0}, training=True)
+            )
+
+
+def test_best_and_mean_rounds_use_the_sums() -> None:
+    rounds = []
+    for number, correct in ((1, 10), (2, 30), (3, 20)):
+        values = Tally(5, 40, correct, 0).spread("accuracy")
+        assert values is not None
+        rounds.append(Evaluation(number, values))
+    chosen = best(rounds)
+    assert chosen is not None and chosen.round == 2
+    mean = over_rounds(rounds, 2)
+    assert mean is not None and mean["mean"] == 0.625 and mean["std"] is None and mean["weighted"] is None
+    assert mean["deviation"] == {"mean": 0.125}
+
+
+@pytest.fixture
+def secure_run(make_config: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
+    """Return a function that runs FedRep with secure aggregation, and returns the directory of the run."""
+
+    def make(**settings: Any) -> Path:
+        config = make_config("fedrep", model="mlp", **settings) | SECURE | SCORED | {"average-rounds": 2}
+        return run(None, config).directory.path
+
+    return make
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_record_has_sums_and_marks_the_rest_as_not_available(
+    secure_run: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[list[Evaluation]]] = []
+    draw = figures.over_rounds
+    monkeypatch.setattr(figures, "over_rounds", lambda points, *a, **k: (drawn.append(points), draw(points, *a, **k)))
+    path = secure_run()
+    printed = capsys.readouterr().out
+    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+    with (path / "clients.csv").open(encoding="utf-8", newline="") as file:
+        header, *clients = csv.reader(file)
+    # Tiny data: four clients, of which three have test samples, 9 + 6 + 4.
+    served = rows[-1]["served_accuracy"]
+    assert served["samples"] == 19 and served["clients"] == 3 and served["std"] is None and served["jain"] is None
+    assert (19 * served["mean"]) == pytest.approx(round(19 * served["mean"]))
+    for column in ("train_loss", "served_loss", "local_accuracy", "served_validation_accuracy", "served_training_loss"):
+        assert rows[-1][column]["mean"] >= 0 and rows[-1][column]["min"] is None
+    assert summary["served"]["last"]["mean"] == served["mean"]
+    validation = [row["served_validation_accuracy"]["mean"] for row in rows]
+    assert summary["served"]["best"]["round"] == 1 + validation.index(max(validation))
+    assert summary["served"]["average"]["mean"] == pytest.approx(
+        np.mean([row["served_accuracy"]["mean"] for row in rows[-2:]])
+    )
+    assert summary["client-scores"].startswith("not available: with secure-aggregation")
+    assert summary["samples"] > 0 and "NaN" not in json.dumps(summary)
+    assert header == ["round", "partition", "n_train", "bytes_up", "bytes_down", "site"]
+    assert len(clients) == 12 and all(row[2] for row in clients)
+    # The screen, the figures, the tracker, the report and its comparison.
+    table = results_table(summary, path)
+    assert f"{100 * served['mean']:.2f} %" in table and "n/a" in table and "nan" not in table.lower()
+    assert "scores of clients  not available" in table and table in printed
+    assert (path / "figures/accuracy.png").stat().st_size and not (path / "figures/clients.png").exists()
+    assert drawn and all("samples" in e.over_clients for points in drawn for point in points for e in point)
+    tracked = numbers(rows[-1])
+    assert tracked["served_accuracy/mean"] == served["mean"] and "served_accuracy/std" not in tracked
+    text = page([path])
+    assert "the mean is over all test samples" in text and "<td>n/a</td>" in text.replace(' class="n"', "")
+    assert "nan" not in text.lower().replace("tenant", "")
+
+
+def test_a_table_shows_means_without_clients(tmp_path: Path, make_config: Callable[..., dict[str, Any]]) -> None:
+    """A row with secure aggregation has no standard deviation over the clients, and is not compared with others."""
+    config = make_config("fedavg", model="linear", num_server_rounds=1)
+    config = {key: value for key, value in config.items() if key not in ("run-name", "output-dir", "method")}
+    rows: list[dict[str, Any]] = [
+        {"name": "plain", "settings": {"method": "fedavg"}},
+        {"name": "masked", "settings": {"method": "fedavg", **SECURE}},
+    ]
+    table = {"output": str(tmp_path / "table"), "settings": config, "seeds": [1], "runs": rows}
+    (tmp_path / "table.yaml").write_text(json.dumps(table), encoding="utf-8")
+    assert main(["table", str(tmp_path / "table.yaml"), "-j", "1"]) == 0
+    text = next((tmp_path / "table").glob("*.md")).read_text(encoding="utf-8")
+    masked = next(line for line in text.splitlines() if line.startswith("| masked |"))
+    assert "nan" not in text.lower() and "(" not in masked.split("|")[3]
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_system_accuracy_needs_single_clients(
+    make_config: Callable[..., dict[str, Any]], warnings: pytest.LogCaptureFixture, mode: str
+) -> None:
+    config = make_config("feddrm", model="mlp", num_server_rounds=1, system_accuracy=mode) | SECURE
+    if mode == "on":
+        with pytest.raises(SettingsError, match=r"system-accuracy = 'on' .*does not go with secure-aggregation = true"):
+            read_settings(config)
+        return
+    summary = run(None, config).summary
+    assert summary["system-accuracy"] is None
+    assert "with secure-aggregation the clients keep their models and test samples" in warnings.text
+
+
+def test_a_cohort_that_is_not_all_clients_has_local_scores_of_the_cohort(
+    make_config: Callable[..., dict[str, Any]], federate: Callable[..., Any]
+) -> None:
+    """Otherwise the local score of the only client outside the cohort would be a sum of one."""
+    config = make_config("fedrep", model="mlp", num_server_rounds=3, fraction_train=0.75, save_models=False)
+    done = federate(config | SECURE)
+    for record in done.records:
+        tested = [client for client in record.cohort if done.strategy.clients[client].num_test]
+        assert record.sums["local"].clients == len(tested) and record.sums["served"].clients == 3
