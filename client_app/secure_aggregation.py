@@ -265,6 +265,11 @@ class Masking:
         self._settings, self._rate = str(record["settings"]), float(record["lr"])
         self._session = self._joined(session, dict(zip(sources, shares, strict=True)))
 
+    @property
+    def threshold(self) -> int:
+        """Number of neighbours, the client included, below which it reveals no shares."""
+        return self._session.threshold
+
     def put_on(self, arrays: NDArrays, references: NDArrays, weight: int, limit: float) -> Words:
         """Return the masked words ``(d + 1,)`` of an update.
 

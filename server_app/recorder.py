@@ -25,6 +25,7 @@ from posy.extensions import word_of
 from posy.forked import own_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
+from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
 from posy.server_app.results import (
@@ -100,6 +101,8 @@ class Recorder:
             strategy.models_folder = self.directory.models
         self._tracking = Tracking(run.track)
         self.totals = Totals()
+        self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
+        strategy.before_training = self.privacy.note
         self.rounds = 0
         # After the last finished round; the server's state is None during the end of a round, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
@@ -223,6 +226,7 @@ class Recorder:
                 "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
                 **({} if system is None else {"system_accuracy": system}),
                 **{name.replace("-", "_"): count for name, count in counts.items()},
+                **self.privacy.round_row(),
                 **record.quantities,
             }
         )
@@ -321,6 +325,7 @@ class Recorder:
                 **peak_memory(self.workspace.device),
                 **self.totals.summary(settings.run.average_rounds),
                 "system-accuracy": self._system_accuracy,
+                **self.privacy.summary(),
                 **self._newcomers(),
                 **self.strategy.extra_summary(),
                 **self.federation.summary(),
