@@ -31,10 +31,10 @@ class UnprotectedError(RuntimeError):
 
 def check_privacy(settings: Settings) -> None:
     """Raise :class:`SettingsError` if the method does not support the noise or the masks of the settings."""
-    if settings.run.secure_aggregation:
-        _check_sums(settings)
     if settings.train.dp != OFF:
         _check_noise(settings)
+    if settings.run.secure_aggregation:
+        _check_sums(settings)
 
 
 def _check_noise(settings: Settings) -> None:

@@ -20,7 +20,7 @@ PROTECTED = {
     "central": "the participation of each client, from all but the server",
     "sample": "each sample, from the server and all others",
 }
-"""What the noise of each mode hides, and from whom."""
+"""Information that the noise of each mode hides, and the parties from whom."""
 
 
 class PrivacyLedger:

@@ -277,7 +277,7 @@ def read_ledger(text: str) -> list[tuple[Event, Mapping[str, Any]]]:
 
 
 def fits(past: Sequence[Event], planned: Sequence[Event], epsilon: float, delta: float, unit: Unit = "sample") -> bool:
-    """Return whether a budget (ε, δ) covers the past events of a site together with those of a planned run.
+    """Return whether a budget (ε, δ) covers the past events of a site and the events of a planned run.
 
     Parameters
     ----------

@@ -65,18 +65,18 @@ class SecureGenerator:
     def _gaussian(self, count: int) -> Steps:
         interval = self._intervals(count)
         magnitude, negative = np.empty(count, np.int64), np.empty(count, np.bool_)
-        open_places = np.arange(count)
-        while len(open_places):
-            words, left = self.words(len(open_places)), interval[open_places]
+        pending = np.arange(count)
+        while len(pending):
+            words, bounds = self.words(len(pending)), interval[pending]
             cell = (words & np.uint64(CELLS - 1)).astype(np.int64)
             # The density of the cell over the density at the left end of its interval, which is the largest.
             inside = (cell + 0.5) / CELLS
-            density = np.exp(inside * (inside + 2 * left) / (-2 * INTERVALS**2))
+            density = np.exp(inside * (inside + 2 * bounds) / (-2 * INTERVALS**2))
             accepted = (words >> np.uint64(17)).astype(np.float64) < density * 2**47
-            places = open_places[accepted]
-            magnitude[places] = left[accepted] * CELLS + cell[accepted]
-            negative[places] = (words[accepted] & np.uint64(CELLS)) != 0
-            open_places = open_places[~accepted]
+            indices = pending[accepted]
+            magnitude[indices] = bounds[accepted] * CELLS + cell[accepted]
+            negative[indices] = (words[accepted] & np.uint64(CELLS)) != 0
+            pending = pending[~accepted]
         return np.where(negative, -magnitude - 1, magnitude)
 
     def _intervals(self, count: int) -> Steps:
@@ -86,9 +86,9 @@ class SecureGenerator:
         words = self.words(count)
         at_most = np.searchsorted(high, words, side="right")
         interval = len(high) - at_most
-        for place in np.flatnonzero(high[np.maximum(at_most, 1) - 1] == words):  # once in 10¹⁶ numbers
-            number = (int(words[place]) << 64) | int(self.words(1)[0])
-            interval[place] = sum(tail > number for tail in tails)
+        for index in np.flatnonzero(high[np.maximum(at_most, 1) - 1] == words):  # once in 10¹⁶ numbers
+            number = (int(words[index]) << 64) | int(self.words(1)[0])
+            interval[index] = sum(tail > number for tail in tails)
         return interval.astype(np.int64)
 
 

@@ -64,7 +64,7 @@ def steps(
     samples, count = job.samples, len(job.samples.y)
     deviation = sampling.noise_multiplier * sampling.clip * (1 + SLACK)
     last = round(1 / sampling.probability)
-    loss, seen = torch.zeros((), device=samples.y.device), 0
+    loss, counted = torch.zeros((), device=samples.y.device), 0
     for number in range(sampling.steps):
         index = torch.from_numpy(generator.chosen(count, sampling.probability)).to(samples.y.device)
         sums, losses = clipped_sum(job, per_sample, index, parameters, sampling.clip)
@@ -74,8 +74,8 @@ def steps(
         pieces = torch.split(mean, [parameter.numel() for parameter in parameters])
         step([piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)])
         if number >= sampling.steps - last:
-            loss, seen = loss + losses.sum(), seen + len(losses)
-    return loss / max(seen, 1)
+            loss, counted = loss + losses.sum(), counted + len(losses)
+    return loss / max(counted, 1)
 
 
 def gradients_of_samples(job: Job, network: Network) -> Callable[..., tuple[list[Tensor], Tensor]]:
