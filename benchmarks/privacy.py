@@ -4,8 +4,8 @@ Each run has 100 clients and a budget (ε, δ) for the whole run. The script app
 lines and skips the runs that the file contains, so you can resume an interrupted measurement and add runs. The figure
 has a panel for each data set and a line for each mode. The dashed line is FedAvg without noise.
 
-The settings of each mode were chosen once, on seeds that the measurement does not use. ``dp-scores=exact`` publishes
-the accuracy, which the budget does not cover: the data are public.
+The settings of each mode are not tuned. ``dp-scores=exact`` publishes the accuracy, which the budget does not cover:
+the data are public.
 """
 
 import json

@@ -366,10 +366,13 @@ class PersonalClient(NumPyClient):
                 f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
                 f"refuse dp = {self.settings.train.dp!r}"
             )
-        clip = float(config.get("dp-clip", 0.0)) or self.settings.train.dp_clip
+        train = self.settings.train
+        adaptive = train.dp == CENTRAL and train.dp_clip_quantile > 0
+        # With local noise a norm of the server's choice would break the guarantee.
+        clip = float(config["dp-clip"]) if adaptive else train.dp_clip
         threshold = self.masking.threshold if self.masking else 0
         arrays, norm = noised(arrays, reference, self.settings, clip=clip, threshold=threshold)
-        if self.settings.train.dp_clip_quantile:
+        if adaptive:
             metrics[BELOW] = float(norm <= clip)
         return arrays, metrics
 

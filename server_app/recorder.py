@@ -148,7 +148,7 @@ class Recorder:
         self._write_summary(status)  # in case what follows fails or is interrupted
         if self.settings.run.save_models:
             write_arrays(self.directory.models / ARRAYS, self._server_state or self.strategy.server_state())
-        if status == "completed":
+        if status == "completed" and not self.settings.train.withholds_scores:
             self._system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
         self._write_summary(status)
@@ -249,7 +249,8 @@ class Recorder:
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
-        if not (self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)):
+        due = self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)
+        if not due or self.settings.train.withholds_scores:
             return None
         accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if accuracy is not None:

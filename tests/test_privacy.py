@@ -335,6 +335,13 @@ def test_the_norm_adapts_over_the_rounds(make_config: MakeConfig, federate: Fede
     assert "dp_clip" not in federate(make_config("fedavg")).strategy.server_state()
 
 
+def test_the_server_cannot_choose_the_norm_of_local_noise(make_client: MakeClient) -> None:
+    client = make_client("fedavg", dp="local", dp_clip=1e-3, dp_epsilon=1e6, num_server_rounds=1)
+    received = [client.initial().numpy().copy()]
+    arrays, _, metrics = client.fit(received, {"server-round": 1, "client": 0, "dp-clip": 1e9})
+    assert np.linalg.norm(arrays[0] - received[0]) < 1.1e-3 and BELOW not in metrics
+
+
 def test_a_client_sends_one_bit_for_adaptive_clipping(make_client: MakeClient) -> None:
     client = make_client("fedavg", dp_clip=1e-9, dp_clip_quantile=0.5, **CENTRAL)
     received = [client.initial().numpy().copy()]
