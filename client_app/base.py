@@ -22,7 +22,7 @@ from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 from torch import Tensor
 
-from posy.client_app.privacy import noised
+from posy.client_app.privacy import UnprotectedError, noised
 from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import State
 from posy.client_app.training.batches import DropoutNumbers, Samples, Share
@@ -44,7 +44,9 @@ from posy.randomness import model_seed, torch_generator
 from posy.storage import write_arrays
 from posy.strategies.masking import Words
 from posy.strategies.pooled import numbers_of
+from posy.strategies.privacy import BELOW, sampling_of
 from posy.strategies.replies import Update
+from posy.strategies.settings import CENTRAL, LOCAL, OFF, SAMPLE
 
 Config = Mapping[str, Any]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -149,6 +151,7 @@ class PersonalClient(NumPyClient):
         self.lr = 0.0
         self.processed = 0
         """Samples that models were trained on in this call; K models count each sample K times."""
+        self._samples_private = False  # whether trainings are DP-SGD: the replies depend on them
         self._moments: dict[str, Moments] | None = None  # of the round's trainings, with optimizer-state = kept
         self.acknowledgement: dict[str, float] = {}
         """Metrics of every reply, to training and to evaluation."""
@@ -327,23 +330,34 @@ class PersonalClient(NumPyClient):
         """Run :meth:`fit` as a generator, which yields requests for training and outputs."""
         self._begin(config)
         self._moments = {} if self.settings.train.optimizer_state == "kept" else None
-        update, local = yield from self.local_round(self._received(parameters), config)
+        self._samples_private = self.settings.train.dp == SAMPLE
+        train = self.settings.train
+        update: Update
+        local: Predictor | None
+        try:
+            update, local = yield from self.local_round(self._received(parameters), config)
+        except TrainingDivergedError:
+            if not train.withholds_scores:
+                raise
+            update, local = Update(list(parameters), np.nan), None  # an error would reveal the divergence
         loss = float(update.loss)
-        if not np.isfinite(loss):
-            advice = advice_on_divergence(self.settings.train)
+        if not np.isfinite(loss) and not train.withholds_scores:
+            advice = advice_on_divergence(train)
             raise TrainingDivergedError(f"training diverged: the training loss is {loss}; {advice}")
         self._keep_moments()
-        metrics: dict[str, Any] = {**update.metrics, "train-loss": loss, "num-test": len(self.data.y_test)}
+        metrics: dict[str, Any] = {**update.metrics, "num-test": len(self.data.y_test)}
+        if not train.withholds_scores:
+            metrics["train-loss"] = loss
         if local is not None:
             if config.get("evaluate-local"):
                 metrics |= yield from self._scores("local", local)
             self._save(local, config, "local")
         arrays = [array_of(array) for array in update.arrays]
         metrics |= {"samples": self.processed}
-        if self.settings.train.dp_clip or self.masking:
+        if train.dp != OFF or self.masking:
             reference = self.method.reference(self.architecture, parameters, arrays)
-            if self.settings.train.dp_clip:
-                arrays = noised(arrays, reference, self.settings.train)
+            if train.dp in (LOCAL, CENTRAL):
+                arrays, metrics = self._protected(arrays, reference, metrics, update.metrics, config)
             if self.masking:
                 if update.metrics:
                     raise ValueError(f"masks do not cover {', '.join(update.metrics)}, which the method sends")
@@ -352,6 +366,33 @@ class PersonalClient(NumPyClient):
                 arrays = [self._masked(arrays, reference, self.weight(config), parameters, config, numbers)]
                 metrics = {}
         return arrays, len(self.data.y_train), {**metrics, **self.acknowledgement}
+
+    def _protected(
+        self,
+        arrays: NDArrays,
+        reference: NDArrays,
+        metrics: dict[str, Any],
+        further: Mapping[str, float],
+        config: Config,
+    ) -> tuple[NDArrays, dict[str, Any]]:
+        """Return the arrays and metrics of a reply with local or central differential privacy.
+
+        Raises :class:`UnprotectedError` if the method sends ``further`` numbers, which have no noise.
+        """
+        if further or self.acknowledgement:
+            raise UnprotectedError(
+                f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
+                f"refuse dp = {self.settings.train.dp!r}"
+            )
+        train = self.settings.train
+        adaptive = train.dp == CENTRAL and train.dp_clip_quantile > 0
+        # With local noise a norm of the server's choice would break the guarantee.
+        clip = float(config["dp-clip"]) if adaptive else train.dp_clip
+        threshold = self.masking.threshold if self.masking else 0
+        arrays, norm = noised(arrays, reference, self.settings, clip=clip, threshold=threshold)
+        if adaptive:
+            metrics[BELOW] = float(norm <= clip)
+        return arrays, metrics
 
     def evaluate_steps(
         self, parameters: NDArrays, config: Config
@@ -365,7 +406,8 @@ class PersonalClient(NumPyClient):
         received, best, point = self._received(parameters), None, "served"
         if received:
             best = served = yield from _result(self.served_model(received, config))
-            metrics["chosen"] = served.chosen
+            if not self.settings.train.withholds_scores:
+                metrics["chosen"] = served.chosen
             metrics |= yield from self._scores("served", served)
             if self.method.point == "served":
                 self._save(served, config, "served", "served")
@@ -411,9 +453,11 @@ class PersonalClient(NumPyClient):
     def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
         """Return a predictor's scores by key, on each split with samples.
 
-        The training split is scored only with ``evaluate-training``.
+        The training split is scored only with ``evaluate-training``. A run with noise has no scores by default.
         """
         measured: dict[str, float] = {}
+        if self.settings.train.withholds_scores:
+            return measured
         advice = advice_on_divergence(self.settings.train)
         splits: dict[str, Split] = {point: "test"}
         if self.settings.data.validation_fraction:
@@ -454,6 +498,7 @@ class PersonalClient(NumPyClient):
         self.round = int(config["server-round"])
         self.lr = float(config.get("lr", self.settings.train.lr))
         self._moments = None
+        self._samples_private = False
 
     def network(self, work: Train | Forward) -> Network:
         """Return the resident network of a request."""
@@ -498,7 +543,9 @@ class PersonalClient(NumPyClient):
         if work.measures:
             return Job(work, samples, batches, rate)
         moments = self.moments(work, model)
-        return Job(work, samples, batches, rate, augment, dropout, self.class_weight, moments=moments)
+        sampling = sampling_of(self.settings, len(samples.y)) if self._samples_private else None
+        weight = self.class_weight
+        return Job(work, samples, batches, rate, augment, dropout, weight, moments=moments, sampling=sampling)
 
     def moments(self, work: Train, model: int = 0) -> Moments | None:
         """Return the optimiser's state that a training continues from; None for a fresh optimiser."""

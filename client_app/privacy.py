@@ -1,81 +1,150 @@
-"""Local differential privacy: what a client does to its reply.
+"""Differential privacy on a client: checks of a run's settings, and the noise of a reply.
 
-It works as Flower's ``LocalDpMod`` does, but inside the client: the mod wants replies with the very arrays that
-were received (FedFew and PPFE send others), divides by zero where nothing has changed, and draws from NumPy's
-global generator, which processes forked from a warm one would share.
+The mechanisms are in :mod:`posy.strategies.privacy`, the noise in :mod:`posy.strategies.noise`, the accountant in
+:mod:`posy.strategies.accounting`, and DP-SGD in :mod:`posy.client_app.training.private`.
 """
 
 import math
-from logging import WARNING
 
 import numpy as np
-from flwr.common.logger import log
 from flwr.common.typing import NDArrays
+from torch import nn
 
 from posy.models.architecture import Architecture
 from posy.settings import SettingsError
-from posy.strategies.replies import changes, norm_of
-from posy.strategies.settings import Settings, TrainSettings
+from posy.strategies.accounting import accountant_library
+from posy.strategies.masking import ONE
+from posy.strategies.privacy import clipped, reply_deviation, with_noise
+from posy.strategies.secure_aggregation import fraction_of, threshold_of
+from posy.strategies.settings import CENTRAL, LOCAL, OFF, SAMPLE, Settings
 
 DEVIATIONS = 8
-"""Standard deviations that the noise is never beyond: once in 10^15 numbers."""
+"""Standard deviations that the noise exceeds once in 10¹⁵ numbers."""
+SMOOTH = 8
+"""Least standard deviation of a client's noise in words of the masked sum. The rounding of each client's noise then
+changes the distribution of the sum by less than 10⁻²⁰⁰ (Kairouz et al., 2021, Theorem 1)."""
+
+
+class UnprotectedError(RuntimeError):
+    """A reply contains arrays or numbers that the noise does not cover."""
 
 
 def check_privacy(settings: Settings) -> None:
-    """Raise :class:`SettingsError` if the method or the model cannot bear the noise or the sums of the settings."""
-    train = settings.train
+    """Raise :class:`SettingsError` if the method does not support the noise or the masks of the settings."""
+    if settings.train.dp != OFF:
+        _check_noise(settings)
     if settings.run.secure_aggregation:
         _check_sums(settings)
+
+
+def _check_noise(settings: Settings) -> None:
+    run, train, data = settings.run, settings.train, settings.data
+    mode = f"dp = {train.dp!r}"
+    if refused := settings.method.refused_privacy(train.dp):
+        raise SettingsError(f"{mode} with method = {run.method!r}: {refused.why}; choose another method or mode")
     if not train.dp_clip:
-        return
-    if settings.method.noise:
+        raise SettingsError(f"{mode} with dp-clip = 0: the noise needs a norm; set dp-clip above 0")
+    if data.share_class_counts:
         raise SettingsError(
-            f"dp-clip = {train.dp_clip:g} with method = {settings.run.method!r}: {settings.method.noise.why}; "
-            "it must be 0 for this method"
+            f"{mode} with share-class-counts = true: the numbers of samples of each class have no noise; set it to "
+            "false"
         )
-    if train.dp_epsilon > 1:
-        proven = "dp-epsilon = %g: the noise of the Gaussian mechanism is proven for epsilon up to 1 only"
-        log(WARNING, proven, train.dp_epsilon)
+    if train.dp == CENTRAL:
+        _check_central(settings)
+    if train.dp == SAMPLE:
+        accountant_library()
+        if train.class_weights != "none":
+            raise SettingsError(
+                f"{mode} with class-weights = {train.class_weights!r}: a weight depends on all samples of the class, "
+                "so the clipped gradients of two samples are not independent; set it to 'none'"
+            )
+        if train.precision == "bfloat16":
+            raise SettingsError(
+                f"{mode} with precision = 'bfloat16': sums of clipped gradients exceed their bound by its rounding; "
+                "set it to 'float32'"
+            )
+
+
+def _check_central(settings: Settings) -> None:
+    run = settings.run
+    if run.client_weights != "uniform":
+        raise SettingsError(
+            f"dp = 'central' with client-weights = {run.client_weights!r}: the weight of a client in the sum would "
+            "depend on its data; set client-weights = 'uniform'"
+        )
+    if run.max_update_norm:
+        raise SettingsError(
+            f"dp = 'central' with max-update-norm = {run.max_update_norm:g}: to drop an update by its norm reveals the "
+            "norm, and dp-clip bounds each update; set it to 0"
+        )
+    if run.secure_aggregation and run.secure_neighbours:
+        raise SettingsError(
+            f"dp = 'central' with secure-neighbours = {run.secure_neighbours}: a client cannot verify how many clients "
+            "outside its neighbourhood add their shares of the noise; set it to 0"
+        )
 
 
 def check_network(settings: Settings, network: Architecture) -> None:
-    """Raise :class:`SettingsError` for a network that cannot bear the noise of the settings."""
-    if settings.train.dp_clip and not all(entry.trainable for entry in network.layout.entries):
+    """Raise :class:`SettingsError` for a network that does not support the noise of the settings."""
+    if settings.train.dp == OFF:
+        return
+    advice = "GroupNorm, as in resnet18-gn, has no such statistics"
+    if not all(entry.trainable for entry in network.layout.entries):
         raise SettingsError(
-            f"dp-clip = {settings.train.dp_clip:g} with model = {network.model!r}: noise makes BatchNorm's running "
-            "variances negative; GroupNorm, as in resnet18-gn, has none"
+            f"dp = {settings.train.dp!r} with model = {network.model!r}: noise makes BatchNorm's running variances "
+            f"negative; {advice}"
+        )
+    norms = nn.modules.batchnorm._BatchNorm
+    if settings.train.dp == SAMPLE and any(isinstance(module, norms) for module in network.build().modules()):
+        raise SettingsError(
+            f"dp = 'sample' with model = {network.model!r}: BatchNorm mixes the samples of a batch, so a gradient does "
+            f"not belong to one sample; {advice}"
         )
 
 
-def noised(arrays: NDArrays, references: NDArrays, settings: TrainSettings) -> NDArrays:
-    """Clip the change Δ that a reply makes to C = ``dp_clip``, and add noise to it.
+def noised(
+    arrays: NDArrays, references: NDArrays, settings: Settings, *, clip: float = 0.0, threshold: int = 0
+) -> tuple[NDArrays, float]:
+    """Return a reply's arrays with a clipped change and, if the client adds it, noise, and the norm of the change.
 
-    The references are what the first arrays of the reply are changes of, of the same shapes. Returned are
-    reference + min(1, C / ‖Δ‖) Δ + noise, float32, with ‖Δ‖ over all of the first arrays; then the rest as it was.
+    The arrays become reference + min(1, C / ‖Δ‖) Δ + noise, with ‖Δ‖ over all arrays. They are float32, or float64 if
+    masks follow.
+
+    Parameters
+    ----------
+    arrays : list of numpy.ndarray
+        The arrays of the reply.
+    references : list of numpy.ndarray
+        The arrays from which the change is measured, in the same shapes.
+    settings : Settings
+        The settings of the run.
+    clip : float
+        The clipping norm of the round; 0: the setting ``dp-clip``.
+    threshold : int
+        Smallest number of clients whose masked sum the server can unmask; 0 without masks.
+
+    Raises
+    ------
+    UnprotectedError
+        If an array has no reference.
     """
-    generator = np.random.default_rng()  # without the seed: the server knows it, and could subtract the noise
-    changed = changes(arrays, references)
-    norm, deviation = norm_of(changed), noise_deviation(settings)
-    factor = min(1.0, settings.dp_clip / norm) if norm else 1.0
-    noisy = [
-        reference + factor * change + generator.normal(0.0, deviation, change.shape)
-        for reference, change in zip(references, changed, strict=False)
-    ]
-    return [*(array.astype(np.float32) for array in noisy), *arrays[len(noisy) :]]
-
-
-def noise_deviation(settings: TrainSettings) -> float:
-    """Return the standard deviation of the noise, sensitivity · √(2 ln(1.25/δ)) / ε.
-
-    Whatever two data sets a client may have, its clipped changes lie at most twice the clipping norm apart:
-    that is the sensitivity unless the settings give another.
-    """
-    sensitivity = settings.dp_sensitivity or 2 * settings.dp_clip
-    return sensitivity * math.sqrt(2 * math.log(1.25 / settings.dp_delta)) / settings.dp_epsilon
+    if len(references) < len(arrays):
+        raise UnprotectedError(
+            f"method = {settings.run.method!r}: {len(arrays) - len(references)} arrays of the reply have no reference, "
+            f"so noise cannot cover them; the method must refuse dp = {settings.train.dp!r}"
+        )
+    changed, norm = clipped(arrays, references, clip or settings.train.dp_clip)
+    if changed and (deviation := reply_deviation(settings, threshold)):
+        changed = with_noise(changed, deviation)
+    kind = np.float64 if threshold else np.float32  # masks need the exact sum of update and noise
+    with np.errstate(over="ignore"):
+        pairs = zip(references, changed, strict=False)
+        noisy = [(reference + change).astype(kind) for reference, change in pairs]
+    return noisy, norm
 
 
 def _check_sums(settings: Settings) -> None:
-    """Raise :class:`SettingsError` if a run cannot do with the weighted sum of its clients' updates."""
+    """Raise :class:`SettingsError` if a run does not work with the weighted sum of its clients' updates."""
     run, train = settings.run, settings.train
     on = "secure-aggregation = true"
     if settings.method.sums:
@@ -85,10 +154,21 @@ def _check_sums(settings: Settings) -> None:
             f"{on} with max-update-norm = {run.max_update_norm:g}: the server sees no single update whose norm it "
             "could measure; it must be 0 (a client itself refuses what changes a parameter by more than secure-range)"
         )
-    if math.ceil(run.fraction_train * settings.data.num_clients - 1e-9) < 2:
+    cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
+    if cohort < 2:
         raise SettingsError(f"{on}: two clients or more must train in a round, the sum of one is its own update")
-    if train.dp_clip and (least := train.dp_clip + DEVIATIONS * noise_deviation(train)) > run.secure_range:
+    if train.dp not in (LOCAL, CENTRAL) or not train.dp_clip:
+        return
+    deviation = reply_deviation(settings, threshold_of(cohort, fraction_of(run.secure_threshold)))
+    if (least := train.dp_clip + DEVIATIONS * deviation) > run.secure_range:
         raise SettingsError(
-            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: the noise may go beyond it; it "
-            f"must be >= {least:.4g}"
+            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: the noise may exceed it; it must "
+            f"be >= {least:.4g}"
+        )
+    word = run.secure_range * cohort / ONE
+    if train.dp == CENTRAL and deviation < SMOOTH * word:
+        raise SettingsError(
+            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: a client's noise of "
+            f"{deviation:.3g} is too small for words of {word:.3g}; set secure-range to at most "
+            f"{deviation * ONE / (SMOOTH * cohort):.3g}"
         )

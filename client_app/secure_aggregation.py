@@ -455,6 +455,11 @@ class Masking:
         self._weights = int(config.pop("weights"))
         self._session = self._joined(session, dict(zip(sources, shares, strict=True)))
 
+    @property
+    def threshold(self) -> int:
+        """Number of neighbours, the client included, below which it reveals no shares."""
+        return self._session.threshold
+
     def put_on(
         self,
         arrays: NDArrays,

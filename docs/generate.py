@@ -24,6 +24,7 @@ from posy.data.policy import Policy
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
 from posy.settings import MOST, settings_of
+from posy.strategies.accounting import MODES
 from posy.strategies.card import MethodCard, Program
 from posy.strategies.method_settings import MethodSettings
 from posy.strategies.methods import METHODS, settings_class
@@ -233,14 +234,15 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
         parts.append(
             f"{direction}:\n\n{table(['array', 'shape', 'meaning'], rows)}" if arrays else f"{direction} no array."
         )
-    supported = {"local differential privacy (`dp-clip`)": cls.noise, "`secure-aggregation`": cls.sums}
+    supported = {f"`dp={mode}`": cls.refused_privacy(mode) for mode in MODES} | {"`secure-aggregation`": cls.sums}
     if card.sent or card.returned:
         parts.append(
             "d is the number of parameters, M of clients, C of classes. [privacy.md](../privacy.md) lists the "
             "numbers in every reply."
         )
     if names := [name for name, refusal in supported.items() if refusal is None]:
-        parts.append(f"The messages support {' and '.join(names)}.")
+        listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        parts.append(f"The messages support {listed}.")
     return "\n\n".join(parts)
 
 
@@ -275,7 +277,8 @@ def own_settings(method: str, cls: type[MethodSettings]) -> str:
 def refused(cls: type[MethodSettings]) -> str:
     """Return the shared settings that a method refuses, each with the reason."""
     reasons = dict(cls().refusals())
-    for key, verdict in (("dp-clip", cls.noise), ("secure-aggregation", cls.sums)):
+    refused_features = {f"dp={mode}": cls.refused_privacy(mode) for mode in MODES} | {"secure-aggregation": cls.sums}
+    for key, verdict in refused_features.items():
         if verdict is not None:
             reasons.setdefault(key, verdict.why)
     if not reasons:

@@ -25,7 +25,7 @@ TENTH = 11
 """Fewest clients whose lowest tenth has more than one client."""
 MOST_ROWS = 40
 """Rows of a heat map."""
-RECORDED = (*MEASURES, "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies")
+RECORDED = (*MEASURES, "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
 """Numbers that every run records of a round; all others are quantities of the method."""
 DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
 """Pictures of a run that the page draws itself."""
@@ -53,6 +53,7 @@ def page(paths: Iterable[Path]) -> str:
         "Comparison": _comparison(groups),
         "Clients": _clients(groups),
         "Quantities of the methods": _quantities(groups),
+        "Privacy": _privacy(groups),
         "Dropped replies": _dropped(groups),
         "Costs": _costs(groups),
     }
@@ -320,6 +321,17 @@ def _dropped(groups: Sequence[Group]) -> str:
     if not rows:
         return "<p>None: every reply was used, and no client was missing.</p>"
     return _table(["", "folder", "who", "rounds", "what"], rows, texts=("what",))
+
+
+def _privacy(groups: Sequence[Group]) -> str:
+    rows = []
+    for group, run in _each(groups):
+        if privacy := run.summary.get("privacy"):
+            numbers = (f"{privacy[key]:.4g}" for key in ("epsilon", "delta", "planned-epsilon", "clip"))
+            uncovered = ", ".join(privacy["not-covered"])
+            rows.append([_key(group.series), run.path.name, privacy["mode"], *numbers, privacy["protects"], uncovered])
+    columns = ["", "folder", "mode", "ε", "δ", "planned ε", "clipping norm", "hides", "does not cover"]
+    return _table(columns, rows, numbers=columns[3:7], texts=columns[7:]) if rows else ""
 
 
 def _costs(groups: Sequence[Group]) -> str:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from posy.listing import WIDTH, as_lines, laid_out, shortened
+from posy.server_app.privacy import guarantee
 
 MAX_LINES = 200
 """Approximate number of lines that a run of any length writes to a log."""
@@ -196,6 +197,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "system accuracy": _percent(summary["system-accuracy"]),
         "clients": _clients(summary),
         "scores of clients": summary.get("client-scores", ""),
+        "privacy": guarantee(summary["privacy"]) if "privacy" in summary else "",
         "seed": str(summary["seed"]),
         "time": duration(summary["seconds"]),
         "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",

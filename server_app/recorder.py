@@ -25,6 +25,7 @@ from posy.extensions import word_of
 from posy.forked import own_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
+from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
 from posy.server_app.results import (
@@ -105,6 +106,8 @@ class Recorder:
             strategy.models_folder = self.directory.models
         self._tracking = Tracking(run.track)
         self.totals = Totals()
+        self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
+        strategy.before_training = self.privacy.note
         self.rounds = 0
         # After the last finished round; the server's state is None during the end of a round, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
@@ -150,7 +153,7 @@ class Recorder:
         self._write_summary(status)  # in case what follows fails or is interrupted
         if self.settings.run.save_models:
             write_arrays(self.directory.models / ARRAYS, self._server_state or self.strategy.server_state())
-        if status == "completed":
+        if status == "completed" and not self.settings.train.withholds_scores:
             self._system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
         self._write_summary(status)
@@ -230,6 +233,7 @@ class Recorder:
                 "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
                 **({} if system is None else {"system_accuracy": system}),
                 **{name.replace("-", "_"): count for name, count in counts.items()},
+                **self.privacy.round_row(),
                 **record.quantities,
             }
         )
@@ -252,7 +256,8 @@ class Recorder:
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
-        if not (self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)):
+        due = self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)
+        if not due or self.settings.train.withholds_scores:
             return None
         accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if accuracy is not None:
@@ -329,6 +334,7 @@ class Recorder:
                 **self.totals.summary(settings.run.average_rounds),
                 "system-accuracy": self._system_accuracy,
                 **({"client-scores": NOT_AVAILABLE} if settings.run.secure_aggregation else {}),
+                **self.privacy.summary(),
                 **self._newcomers(),
                 **self.strategy.extra_summary(),
                 **self.federation.summary(),

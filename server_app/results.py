@@ -120,6 +120,7 @@ class Totals:
                     evaluations.append(Evaluation(record.number, values, len(record.missing)))
         if trained := over_clients["train_loss"]:
             self.trained, self.worst_loss = True, max(self.worst_loss, trained["mean"])
+        self.trained |= bool(record.trained)
         if evaluated:
             self.missing = record.missing
         self.asked += record.asked

@@ -11,7 +11,7 @@ from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
 from posy.strategies.registry import current_keys, declared_for, with_experiment
-from posy.strategies.settings import RunSettings, Settings
+from posy.strategies.settings import OFF, RunSettings, Settings
 from posy.yaml12 import read_yaml
 
 CONFIG, PROGRESS = "config.yaml", "progress.json"
@@ -82,9 +82,9 @@ class StoredRun:
         ran = {key: setting.before for key, setting in declared.items()} | dict(self.settings)
         changed = {k: value for k, value in wanted.items() if not declared[k].once and value != ran[k]}
         fixed = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
-        fixed |= settings.method.follows_number_of_rounds
+        fixed |= settings.method.follows_number_of_rounds or settings.train.dp != OFF
         depends_on_it = (
-            " (num-server-rounds may not, because the method, the schedule or full-last-round depends on it)"
+            " (num-server-rounds may not, because the method, the schedule, full-last-round or the noise depends on it)"
         )
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"

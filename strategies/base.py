@@ -25,10 +25,20 @@ from posy.extensions import word_of
 from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, record_in, record_of, with_entries
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Layout, Part
-from posy.randomness import model_seed, numpy_generator
+from posy.randomness import model_seed
 from posy.settings import SettingsError
 from posy.sharing import Once
+from posy.strategies.cohorts import cohort_of, members_of, newcomers_of, takes_all
 from posy.strategies.pooled import TRAIN, count_of, tallies
+from posy.strategies.privacy import (
+    BELOW,
+    adapted_clip,
+    clipped,
+    noise_multiplier,
+    noisy_fraction,
+    noisy_sum,
+    split_noise,
+)
 from posy.strategies.replies import (
     UNREADABLE,
     BadReplyError,
@@ -52,7 +62,7 @@ from posy.strategies.secure_aggregation import (
     masked_shape,
     read_masked,
 )
-from posy.strategies.settings import Settings
+from posy.strategies.settings import CENTRAL, Settings
 from posy.strategies.states import ClientStates, LostStateError, version_after
 from posy.words import are, one_line
 
@@ -101,9 +111,13 @@ class PersonalisedStrategy(Strategy):
         """Names of clients in the data, such as the groups of a natural partition; others have their node's name."""
         self.refresh: Callable[[], list[int]] | None = None
         """Updates :attr:`clients` before a round."""
-        self.newcomers = self._held_out()
+        self.before_training: Callable[[int, list[int]], None] = lambda server_round, clients: None
+        """Receives the round and the clients before the server asks them to train, for the privacy ledger."""
+        self.dp_clip = np.array([settings.train.dp_clip])
+        """The norm to which clients clip their updates in the next round; adaptive clipping changes it."""
+        self.newcomers = newcomers_of(settings)
         """The clients that join only after the last round."""
-        self.members = sorted(set(range(self.num_clients)) - set(self.newcomers))
+        self.members = list(members_of(settings))
         """The other clients, from which the cohorts are drawn."""
         self.newcomer_rows: dict[int, dict[str, Any]] = {}
         """Scores of the newcomers, by client."""
@@ -171,16 +185,11 @@ class PersonalisedStrategy(Strategy):
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the sorted clients that train in a round, drawn from the seed and the round."""
-        if self.settings.run.fraction_train >= 1 or self.takes_all(server_round):
-            return list(self.members)
-        size = max(1, math.ceil(self.settings.run.fraction_train * len(self.members) - 1e-9))
-        generator = numpy_generator(self.settings.run.seed, "cohort", server_round)
-        return sorted(generator.choice(self.members, size, replace=False).tolist())
+        return list(self.members) if self.takes_all(server_round) else cohort_of(self.settings, server_round)
 
     def takes_all(self, server_round: int) -> bool:
         """Return whether all clients train in a round, regardless of ``fraction-train``."""
-        run = self.settings.run
-        return run.full_last_round and server_round == run.num_server_rounds
+        return takes_all(self.settings.run, server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
         """Return further config entries of a message to a client."""
@@ -194,7 +203,7 @@ class PersonalisedStrategy(Strategy):
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the server's state by name."""
-        return {name: getattr(self, name) for name in self.state}
+        return {name: getattr(self, name) for name in self._state_names}
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Load the state that :meth:`server_state` of a strategy with the same settings returned.
@@ -205,13 +214,18 @@ class PersonalisedStrategy(Strategy):
             If an array is missing, or has another type or shape than this strategy's array. The strategy then keeps its
             state.
         """
-        for name in self.state:
+        for name in self._state_names:
             array, fresh = arrays[name], getattr(self, name)
             rows = int(fresh.shape[:1] == (0,))  # an array without rows may grow rows
             if array.dtype != fresh.dtype or array.ndim != fresh.ndim or array.shape[rows:] != fresh.shape[rows:]:
                 raise ValueError(f"{name}: {array.dtype} {array.shape} instead of {fresh.dtype} {fresh.shape}")
-        for name in self.state:
+        for name in self._state_names:
             setattr(self, name, np.require(arrays[name], requirements=("C", "W")))
+
+    @property
+    def _state_names(self) -> tuple[str, ...]:
+        """Names of the arrays of the server's state; with adaptive clipping also the clipping norm."""
+        return (*self.state, "dp_clip") if self.settings.train.dp_clip_quantile else self.state
 
     def draw(self, folder: Path) -> None:
         """Draw the method's pictures into a folder."""
@@ -287,6 +301,10 @@ class PersonalisedStrategy(Strategy):
             weights = {client: self.weight(client) for client in clients}
             self.secure = self._secure_round(f"{self.states.attempt}-{server_round}", weights, grid)
             flags = self._opened(self.secure, flags)
+        if self.settings.train.dp_clip_quantile:
+            for entries in flags.values():
+                entries["dp-clip"] = float(self.dp_clip[0])
+        self.before_training(server_round, list(flags))
         return self._messages(MessageType.TRAIN, server_round, config, flags)
 
     def aggregate_train(
@@ -315,9 +333,14 @@ class PersonalisedStrategy(Strategy):
                     del row[column]
             return None, None
         self.states.versions |= versions
+        self.record.trained = {update.client for update in accepted}
+        if self.settings.train.dp == CENTRAL and updates[0].arrays:
+            updates = [self._with_noise(server_round, updates)]
         for update in accepted:
             self.acknowledged(update.client, update.metrics)
         self.record.quantities = self.aggregate(server_round, updates)
+        if self.settings.train.dp_clip_quantile:
+            self.record.quantities = {**self.record.quantities, "dp_clip": float(self.dp_clip[0])}
         self._lap("aggregate")
         return None, MetricRecord({"train-loss": float(np.mean([float(update.loss) for update in updates]))})
 
@@ -350,20 +373,6 @@ class PersonalisedStrategy(Strategy):
 
     # -- newcomers: clients that never trained -----------------------------------------------------------
 
-    def _held_out(self) -> tuple[int, ...]:
-        """Return the newcomers, drawn from the seed."""
-        run = self.settings.run
-        if not run.holdout_clients:
-            return ()
-        count = min(max(1, round(run.holdout_clients * self.num_clients)), self.num_clients - 1)
-        if not count:
-            raise SettingsError(
-                f"holdout-clients = {run.holdout_clients:g} with num-clients = 1: no client would train; set "
-                "holdout-clients = 0, or use more clients"
-            )
-        drawn = numpy_generator(run.seed, "holdout").choice(self.num_clients, count, replace=False)
-        return tuple(sorted(drawn.tolist()))
-
     def _try_newcomers(
         self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
     ) -> None:
@@ -383,6 +392,8 @@ class PersonalisedStrategy(Strategy):
             (MessageType.EVALUATE, evaluate_config, "evaluate-personal"),
             (MessageType.TRAIN, train_config, "evaluate-local"),
         ):
+            if kind == MessageType.TRAIN:
+                self.before_training(server_round, present)
             messages = self._messages(kind, server_round, config, {client: {flag: True} for client in present})
             self._collect(grid.send_and_receive(messages, timeout=timeout), read)
         self.record = last
@@ -545,7 +556,7 @@ class PersonalisedStrategy(Strategy):
 
     def _read_update(self, client: int, content: RecordDict) -> Update:
         shapes = self.expected_shapes(client)
-        update = read_update(content, shapes)
+        update = read_update(content, shapes, with_loss=not self.settings.train.withholds_scores)
         update.client, update.weight = client, self.weight(client)
         self.check(update.arrays)
         if limit := self.settings.run.max_update_norm:  # a larger update is dropped: clipping would hide it
@@ -555,13 +566,17 @@ class PersonalisedStrategy(Strategy):
                 raise BadReplyError(f"the norm of the update exceeds max-update-norm = {limit:g}")
         scores, samples = scores_of(update.metrics), samples_of(update.metrics)
         self.check_metrics(update.metrics)
+        if self.settings.train.dp_clip_quantile and update.metrics.get(BELOW) not in (0.0, 1.0):
+            raise BadReplyError(f"{BELOW} = {update.metrics.get(BELOW)}")
         # All checks have passed. A dropped reply writes nothing into the client's row.
         size = sum(array.nbytes for array in update.arrays)
         self.record.bytes_up += size
         row = self.record.row(client)
         row["bytes_up"] += size
         tested = int(update.metrics["num-test"])
-        row |= {"n_train": update.num_examples, "n_test": tested, "train_loss": update.loss, **scores}
+        row |= {"n_train": update.num_examples, "n_test": tested, **scores}
+        if not self.settings.train.withholds_scores:
+            row["train_loss"] = float(update.loss)
         self.record.samples += samples
         return update
 
@@ -578,6 +593,43 @@ class PersonalisedStrategy(Strategy):
             if array.shape[-1:] == mask.shape:
                 return array if mask.all() else array[..., mask]
         return array
+
+    # -- central differential privacy ------------------------------------------------------------------
+
+    def _with_noise(self, server_round: int, updates: list[Update]) -> Update:
+        """Return the mean of the clipped updates with noise on their sum, as a single update.
+
+        The sum is divided by the size of the drawn cohort, which does not depend on the clients' data or replies. With
+        secure aggregation ``updates`` is one mean, which already contains the noise of the clients.
+        """
+        cohort, clip = len(self.cohort(server_round)), float(self.dp_clip[0])
+        references = self.reference(
+            updates[0].client if not self.secure else min(self.record.trained), updates[0].arrays
+        )
+        if len(references) < len(updates[0].arrays):
+            raise SettingsError(
+                f"dp = 'central' with method = {self.settings.run.method!r}: its clients send arrays without a "
+                "reference; the method must refuse this mode"
+            )
+        if self.secure:
+            count = len(self.record.trained)
+            total = [count * change for change in changes(updates[0].arrays, references)]
+        else:
+            multiplier = noise_multiplier(self.settings)
+            if quantile := self.settings.train.dp_clip_quantile:
+                multiplier, of_count = split_noise(multiplier, cohort)
+                below = noisy_fraction([float(update.metrics[BELOW]) for update in updates], cohort, of_count)
+                self.dp_clip = np.array([adapted_clip(clip, below, quantile)])
+            # A client could send an update with a larger norm than it should.
+            each = [clipped(update.arrays, references, clip)[0] for update in updates]
+            total = noisy_sum(each, multiplier * clip)
+        arrays = [
+            (reference + change / cohort).astype(np.float32)
+            for reference, change in zip(references, total, strict=False)
+        ]
+        loss = float(np.mean([float(update.loss) for update in updates]))
+        count = sum(update.num_examples for update in updates)
+        return Update(arrays, loss, client=updates[0].client, num_examples=count, weight=1)
 
     # -- secure aggregation ----------------------------------------------------------------------------
 
@@ -649,7 +701,6 @@ class PersonalisedStrategy(Strategy):
             for reference, change in zip(references, np.split(mean, ends), strict=True)
         ]
         self._add_sums(numbers, training=True)
-        self.record.summed = tuple(masked)
         loss = self.record.sums[TRAIN].spread("loss")
         examples = sum(update.num_examples for update in updates)
         mean_loss = loss["mean"] if loss else math.nan

@@ -45,7 +45,7 @@ class FedALASettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
             "A client stops after 50 passes. The authors' README warns that a small threshold may never be reached.",
             "A pass takes full mini-batches of the sampled share, in a random order that all passes of a round repeat.",
             "The evaluation learns the weights again and does not store them.",
-            "`max-update-norm` and `dp-clip` measure from the global model. Training starts from the mixture, and only "
+            "`max-update-norm` and `dp` measure from the global model. Training starts from the mixture, and only "
             "the client knows its weights.",
         ),
         program=Program(

@@ -13,7 +13,7 @@ from flwr.common.typing import NDArrays
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, sample_counts, stacked, weighted_mean
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class FedASSettings(
-    MethodSettings, noise=ALLOWED, sums=Refused("it weighs bodies by the Fisher information of single clients")
+    MethodSettings,
+    noise=Refused("the trace of the Fisher information, which its clients send, has no noise"),
+    sums=Refused("it weighs bodies by the Fisher information of single clients"),
 ):
     """Settings of FedAS."""
 

@@ -38,7 +38,7 @@ CARD = MethodCard(
 )
 
 
-class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED):
     """Settings of FedAvg with fine-tuning."""
 
     epochs: int = setting(

@@ -20,7 +20,7 @@ from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import Update, sample_counts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SMALLEST = 1e-30
 
 class FedFewSettings(
     MethodSettings,
-    noise=ALLOWED,
+    noise=Refused("the K training losses, by which its server weighs the updates, have no noise"),
     sums=Refused("it weighs each client's updates by its losses of this round, so the server needs single replies"),
     point="served",
 ):

@@ -18,7 +18,7 @@ from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.prototypes import check_counts, mean_prototypes
 from posy.strategies.replies import Update, stacked
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class FedProtoSettings(
     MethodSettings,
-    noise=ALLOWED,
+    noise=Refused("the numbers of samples of each class, which its clients send, have no noise"),
     sums=Refused("it weighs each client's prototypes by the client's samples of the class"),
     point="served",
 ):

@@ -24,6 +24,7 @@ class Refused(NamedTuple):
 ALLOWED = None
 """The verdict that a method supports a feature."""
 UNDECIDED = Refused("it does not say that the weighted mean of its clients' arrays is all that its server needs")
+UNSAMPLED = Refused("it does not say that the gradients of single samples are all that its clients' arrays depend on")
 
 
 def training_clients(settings: "Settings") -> int:
@@ -39,17 +40,22 @@ class MethodSettings:
 
     A subclass must state whether the method supports the noise of differential privacy, for example
     ``class FedPerSettings(MethodSettings, noise=ALLOWED)``. With ``sums=ALLOWED`` it states that its server needs only
-    the weighted mean of the clients' arrays. Server and clients both call the methods below.
+    the weighted mean of the clients' arrays, and with ``dp_sgd=ALLOWED`` that DP-SGD protects all that they send.
+    Server and clients both call the methods below.
     """
 
     noise: ClassVar[Refused | None]
-    """Why the method does not support the noise of local differential privacy; :data:`ALLOWED` if it does."""
+    """Why the method does not support noise on a client's update (``dp = local``); :data:`ALLOWED` if it does. All
+    arrays of a reply then have a reference, so that no array is sent without noise."""
     sums: ClassVar[Refused | None]
     """Why the method does not support secure aggregation; :data:`ALLOWED` if it does. It then serves the same arrays
     to all clients of a round, and its server needs only the weighted mean of their arrays."""
     per_client: ClassVar[frozenset[str]] = frozenset()
     """Entries of ``train_config`` that differ between the clients of a round. With secure aggregation all other entries
     must be the same, or the masks do not cancel."""
+    dp_sgd: ClassVar[Refused | None]
+    """Why the method does not support DP-SGD (``dp = sample``); :data:`ALLOWED` if it does. A client's arrays then
+    depend on its data only through one local training whose objective is a mean over samples."""
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
@@ -59,11 +65,26 @@ class MethodSettings:
     """The facts of the method's documentation page; None for a custom method without a page."""
 
     def __init_subclass__(
-        cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED, point: Literal["served", "local"] = "local"
+        cls,
+        *,
+        noise: Refused | None,
+        sums: Refused | None = UNDECIDED,
+        dp_sgd: Refused | None = UNSAMPLED,
+        point: Literal["served", "local"] = "local",
     ) -> None:
         """Make the subclass a frozen dataclass."""
-        cls.noise, cls.sums, cls.point = noise, sums, point
+        cls.noise, cls.sums, cls.dp_sgd, cls.point = noise, sums, dp_sgd, point
         dataclass(frozen=True)(cls)
+
+    @classmethod
+    def refused_privacy(cls, mode: str) -> Refused | None:
+        """Return why the method does not support a mode of the setting ``dp``; :data:`ALLOWED` if it does.
+
+        ``central`` needs what local noise and secure aggregation need: an update that noise does not spoil, and a
+        server that works with the mean of all updates.
+        """
+        verdicts = {"off": ALLOWED, "local": cls.noise, "central": cls.noise or cls.sums, "sample": cls.dp_sgd}
+        return verdicts[mode]
 
     @property
     def follows_number_of_rounds(self) -> bool:
@@ -98,7 +119,7 @@ class MethodSettings:
         """Return the references of the first arrays of a reply; its further arrays are not models.
 
         The update is the difference between these arrays and their references. ``max-update-norm`` limits its norm, and
-        ``dp-clip`` clips it and adds noise.
+        ``dp`` clips it and adds noise.
 
         Parameters
         ----------

@@ -14,6 +14,7 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import Update, mean_of
+from posy.strategies.settings import CENTRAL
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
@@ -119,12 +120,18 @@ class PFedMe(PersonalisedStrategy):
     """Step from the model to the clients' mean, or beyond it (Algorithm 1)."""
 
     def initialise(self) -> None:
-        """Set up the model; raise :class:`SettingsError` where masks forbid a sample of the clients that train."""
+        """Set up the model; raise :class:`SettingsError` if masks or central noise forbid a sample of the clients."""
         run = self.settings.run
         if run.secure_aggregation and self.trains_all:
             raise SettingsError(
                 f"pfedme-clients = 'all' with secure-aggregation = true and fraction-train = {run.fraction_train:g}: "
                 "the server cannot choose whose masked models it adds up; set pfedme-clients = 'cohort' or "
+                "fraction-train = 1"
+            )
+        if self.settings.train.dp == CENTRAL and self.trains_all:
+            raise SettingsError(
+                f"pfedme-clients = 'all' with dp = 'central' and fraction-train = {run.fraction_train:g}: clients "
+                "outside the sample send no update, so noise cannot cover them alike; set pfedme-clients = 'cohort' or "
                 "fraction-train = 1"
             )
         super().initialise()

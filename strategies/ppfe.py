@@ -30,7 +30,7 @@ from posy.models.parameters import FloatArray, Layout, Part
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
 from posy.strategies.settings import Settings
 
@@ -38,7 +38,12 @@ PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
 
 
-class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class PPFESettings(
+    MethodSettings,
+    noise=Refused("the coefficients of its stages, which its clients send, have no noise"),
+    sums=ALLOWED,
+    point="served",
+):
     """Settings of PPFE."""
 
     follows_number_of_rounds = True

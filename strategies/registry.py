@@ -41,6 +41,8 @@ RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ifca-mean": ("client-weights", {"weighted": "samples", "uniform": "uniform"}),
 }
 """Settings of earlier versions: the current key, and the current value for each earlier value."""
+REMOVED = ("dp-sensitivity",)
+"""Settings of earlier versions without a current key, which stored runs contain."""
 
 STORED = "the stored run"
 """Source of the settings of a resumed run or a stored model, for error messages."""
@@ -459,13 +461,13 @@ def read_experiment(path: Path) -> dict[str, Any]:
 
 
 def current_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a stored run with the keys of this version; see :data:`RENAMED`."""
+    """Return the settings of a stored run with the keys of this version; see :data:`RENAMED` and :data:`REMOVED`."""
     current = dict(stored)
     for old_key, (key, values) in RENAMED.items():
         if old_key in current and key not in current:
             current[key] = values[current[old_key]]
         current.pop(old_key, None)
-    return current
+    return {key: value for key, value in current.items() if key not in REMOVED}
 
 
 def _is_record(content: Mapping[str, Any]) -> bool:

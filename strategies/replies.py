@@ -86,10 +86,10 @@ class RoundRecord:
     away: tuple[int, ...] = ()
     """Clients that had no node at the start of the round."""
     asked: int = 0
+    trained: set[int] = field(default_factory=set)
+    """Clients whose training was accepted in a round that did not fail."""
     evaluated: int = 0
     """Number of clients with test samples that received an evaluation message, and number of them that evaluated."""
-    summed: tuple[int, ...] = ()
-    """Clients whose masked updates are in the sum of the round."""
     sums: dict[str, Any] = field(default_factory=dict)
     """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.pooled.Tally`), by key."""
     bytes_up: int = 0
@@ -97,11 +97,6 @@ class RoundRecord:
     samples: int = 0
     """Samples that clients have trained on; each pass over a sample counts."""
     seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def trained(self) -> set[int]:
-        """Clients whose training was accepted."""
-        return {client for client, row in self.clients.items() if "train_loss" in row} | set(self.summed)
 
     def row(self, client: int) -> dict[str, Any]:
         """Return the client's row, which the first call creates."""
@@ -198,8 +193,17 @@ def check_count(key: str, count: Any, least: int) -> None:
         raise BadReplyError(f"{key} = {count}")
 
 
-def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
+def read_update(content: RecordDict, shapes: list[tuple[int, ...]], *, with_loss: bool = True) -> Update:
     """Return the update in a reply to a training message, with the client's index unset.
+
+    Parameters
+    ----------
+    content : RecordDict
+        The reply.
+    shapes : list of tuple of int
+        The expected shapes of its arrays.
+    with_loss : bool
+        Whether the reply contains the training loss; otherwise the update's loss is NaN.
 
     Raises
     ------
@@ -211,7 +215,7 @@ def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
     metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
     check_size(record, shapes)
     arrays = [array.numpy() for array in record.values()]
-    count, loss = metrics["num-examples"], metrics["train-loss"]
+    count, loss = metrics["num-examples"], metrics["train-loss"] if with_loss else math.nan
     check_count("num-examples", count, 1)
     check_count("num-test", metrics["num-test"], 0)
     if [a.shape for a in arrays] != shapes:
@@ -221,7 +225,7 @@ def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
     # The server computes in float32, for which a finite float64 may be too large.
     with np.errstate(over="ignore"):
         finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays)
-    if not math.isfinite(loss) or not finite:
+    if (with_loss and not math.isfinite(loss)) or not finite:
         raise BadReplyError("NaN or Inf in the reply")
     return Update(arrays, float(loss), metrics, num_examples=int(count))
 

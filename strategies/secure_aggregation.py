@@ -77,6 +77,11 @@ def threshold_of(size: int, fraction: float) -> int:
     return max(2, size // 2 + 1, math.ceil(fraction * size - 1e-9))
 
 
+def fraction_of(threshold: float | str) -> float:
+    """Return the fraction in the setting ``secure-threshold``; ``auto`` is the fraction without signed keys."""
+    return DEFAULT_FRACTION if isinstance(threshold, str) else threshold
+
+
 def colluding(size: int) -> int:
     """Return the largest number of clients below a third of ``size`` clients: c = ⌈n/3⌉ - 1."""
     return max(0, -(-size // 3) - 1)
@@ -132,7 +137,7 @@ class View(NamedTuple):
         reach = 0 if 2 * reach + 1 >= len(ring) else reach
         thresholds = []
         for size in (len(ring), 2 * reach + 1 if reach else len(ring)):
-            least = threshold_of(size, DEFAULT_FRACTION if isinstance(fraction, str) else fraction)
+            least = threshold_of(size, fraction_of(fraction))
             if signed and isinstance(fraction, str):
                 least = max(least, safe_threshold(size, colluding(size)))
             thresholds.append(least)

@@ -13,6 +13,10 @@ from posy.settings import Scalar, Search, SettingsError, as_config, setting, set
 
 AUTO, OFF = "auto", "off"
 """Words instead of a number: Posy chooses the number, or the feature is off."""
+LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
+"""Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
+WITHHELD = "withheld"
+"""The value of ``dp-scores`` with which clients send no scores."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +151,56 @@ class TrainSettings:
         "parameters and messages stay float32",
         choices=("float32", "tf32", "bfloat16"),
     )
+    dp: str = setting(
+        OFF,
+        "differential privacy; `local`: each client clips its update and adds noise, which hides the client's data; "
+        "`central`: the clients clip, and the server adds noise to the sum (with secure-aggregation the clients do), "
+        "which hides each client from all but the server; `sample`: DP-SGD, which hides each sample",
+        choices=(OFF, LOCAL, CENTRAL, SAMPLE),
+        synonyms=("differential-privacy", "privacy"),
+    )
     dp_clip: float = setting(
-        0.0, "local differential privacy: L2 norm to which a client's update is clipped; 0: off", minimum=0
+        0.0,
+        "L2 norm to which a client's update, or with dp = sample the gradient of a sample, is clipped; it must be "
+        "above 0",
+        needs="dp != off",
+        minimum=0,
     )
-    dp_epsilon: float = setting(1.0, "epsilon of one reply's Gaussian noise", needs="dp-clip > 0", above=0)
-    dp_delta: float = setting(1e-5, "delta of one reply's Gaussian noise", needs="dp-clip > 0", above=0, maximum=0.5)
-    dp_sensitivity: float = setting(
-        0.0, "L2 sensitivity for the noise; 0: twice dp-clip", needs="dp-clip > 0", minimum=0
+    dp_epsilon: float = setting(
+        1.0,
+        "epsilon of the whole run, for the client that trains in most rounds",
+        needs="dp != off",
+        above=0,
+        maximum=1e6,
     )
+    dp_delta: float = setting(
+        1e-5,
+        "delta of the whole run; choose it below 1 / the number of clients, or with dp = sample of samples",
+        needs="dp != off",
+        above=0,
+        maximum=0.5,
+    )
+    dp_clip_quantile: float = setting(
+        0.0,
+        "fraction of the updates that adaptive clipping leaves as they are; dp-clip is then the first norm; 0: the "
+        "norm is fixed",
+        source="Andrew et al., 2021: 0.5",
+        needs="dp = central and secure-aggregation = false",
+        minimum=0,
+        maximum=0.99,
+    )
+    dp_scores: str = setting(
+        WITHHELD,
+        "training loss and scores of a client in a run with noise; `exact`: the client sends them, and the epsilon of "
+        "the run does not cover them",
+        choices=(WITHHELD, "exact"),
+        needs="dp != off",
+    )
+
+    @property
+    def withholds_scores(self) -> bool:
+        """Whether clients send neither their training loss nor scores."""
+        return self.dp != OFF and self.dp_scores == WITHHELD
 
     def __post_init__(self) -> None:
         """Check the settings that depend on each other."""

@@ -26,9 +26,12 @@ COMMAND_LINE = "the command line"
 
 # A setting, a value, settings under which it has no effect, and settings under which it has an effect.
 WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] = [
-    ("dp-epsilon", 0.5, {}, {"dp-clip": 1.0}),
-    ("dp-delta", 1e-6, {}, {"dp-clip": 1.0}),
-    ("dp-sensitivity", 1.0, {}, {"dp-clip": 1.0}),
+    ("dp-clip", 1.0, {}, {"dp": "local"}),
+    ("dp-epsilon", 0.5, {}, {"dp": "central"}),
+    ("dp-delta", 1e-6, {}, {"dp": "sample"}),
+    ("dp-clip-quantile", 0.5, {"dp": "local"}, {"dp": "central"}),
+    ("dp-clip-quantile", 0.5, {"dp": "central", "secure-aggregation": True}, {"dp": "central"}),
+    ("dp-scores", "exact", {}, {"dp": "local"}),
     ("lr-decay", 0.5, {}, {"lr-schedule": "exponential"}),
     ("lr-decay", 0.5, {"lr-schedule": "cosine"}, {"lr-schedule": "step"}),
     ("lr-step", 3, {"lr-schedule": "exponential"}, {"lr-schedule": "step"}),
@@ -97,7 +100,7 @@ def test_the_message_names_what_is_unmet() -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({"dp-epsilon": 0.5}, COMMAND_LINE)
     assert str(raised.value) == (
-        "dp-epsilon = 0.5 on the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the "
+        "dp-epsilon = 0.5 on the command line has no effect: it needs dp != off, but dp = 'off'; change the "
         "condition, or remove dp-epsilon"
     )
 
@@ -348,8 +351,8 @@ def test_a_file_with_a_setting_without_an_effect_is_refused(tmp_path: Path) -> N
     with pytest.raises(SettingsError) as raised:
         read_settings({"experiment": file}, COMMAND_LINE)
     assert f"dp-epsilon = 0.5 in {file} has no effect" in str(raised.value)
-    settings = read_settings({"experiment": file, "dp-clip": 1.0}, COMMAND_LINE)
-    assert (settings.train.dp_clip, settings.train.dp_epsilon) == (1.0, 0.5)
+    settings = read_settings({"experiment": file, "dp": "local"}, COMMAND_LINE)
+    assert (settings.train.dp, settings.train.dp_epsilon) == ("local", 0.5)
 
 
 def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) -> None:
@@ -376,8 +379,15 @@ def test_the_record_of_an_earlier_run_is_read(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(dump({"settings": ran, "versions": {}}), encoding="utf-8")
     assert read_settings({"experiment": str(file)}).train.dp_epsilon == 1.0
-    assert read_settings({"experiment": str(file), "dp-clip": 1.0}).train.dp_epsilon == 0.5
+    assert read_settings({"experiment": str(file), "dp": "local"}).train.dp_epsilon == 0.5
     assert read_settings({}, "the run config", ran).train.dp_epsilon == 0.5  # for a resumed run, or a stored model
+
+
+def test_a_stored_run_may_hold_a_setting_that_is_gone() -> None:
+    ran = read_settings({"method": "fedavg"}).as_config() | {"dp-sensitivity": 0.0}
+    assert "dp-sensitivity" not in normalised(ran)
+    with pytest.raises(SettingsError, match=r"dp-sensitivity on the command line is not a setting"):
+        read_settings({"dp": "local", "dp-clip": 1.0, "dp-sensitivity": 1e-9}, COMMAND_LINE)
 
 
 def test_messages_to_clients_hold_all_keys() -> None:
@@ -431,10 +441,10 @@ def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any
     with pytest.raises(SettingsError) as raised:
         plan_of(table(**parts), FILE, {})
     assert str(raised.value) == (
-        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the condition, "
+        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp != off, but dp = 'off'; change the condition, "
         "or remove dp-epsilon"
     )
-    assert plan_of(table(**parts), FILE, {"dp-clip": 1.0}).cells[0].config["dp-epsilon"] == 0.5
+    assert plan_of(table(**parts), FILE, {"dp": "local"}).cells[0].config["dp-epsilon"] == 0.5
 
 
 def test_the_command_line_may_make_settings_of_a_table_useless() -> None:

@@ -326,7 +326,7 @@ def test_a_run_with_fixed_tensors_is_resumed_to_the_bit() -> None:
 
 
 def test_noise_and_norms_leave_fixed_tensors_alone() -> None:
-    settings = {**SMALL, "model": "nets:fixed", "dp_clip": 0.001, "dp_epsilon": 1.0, "dp_delta": 1e-5}
+    settings = {**SMALL, "model": "nets:fixed", "dp": "local", "dp_clip": 0.001, "dp_epsilon": 1.0, "dp_delta": 1e-5}
     record = posy.run(method="fedavg", run_name="noise", **settings)
     for name, array in network("fixed").held.items():
         assert set(bits(record, name)) == {array.tobytes()}

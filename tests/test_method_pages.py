@@ -200,8 +200,10 @@ def test_parts_of_a_page(generate: dict[str, Any]) -> None:
     assert "| model | `(d,)` | the model w |" in messages
     assert "a client returns no array" in messages and "support `secure-aggregation`." in messages
     assert "A client stores nothing between rounds." in generate["state"](card)
+    undecided = "it does not say that the gradients of single samples are all that its clients' arrays depend on"
+    privacy = ["| `dp=local` | noise hides it |", "| `dp=central` | noise hides it |", f"| `dp=sample` | {undecided} |"]
     refusals = generate["refused"](ExampleSettings).splitlines()
-    assert refusals[2:] == ["| `momentum` | its steps are plain |", "| `dp-clip` | noise hides it |"]
+    assert refusals[2:] == ["| `momentum` | its steps are plain |", *privacy]
     assert generate["warns"](ExampleSettings) == ""
     assert generate["warns"](settings_class("fedfew")).startswith("Before round 1 Posy warns if all K models start")
     check = generate["checked_with"]("example", card)

@@ -492,7 +492,7 @@ def test_a_run_without_results_to_rely_on_says_so(
     ("settings", "rounds", "cause"),
     [
         (
-            {"dp_clip": 1.0, "dp_epsilon": 1e-30},
+            {"dp": "local", "dp_clip": 1.0, "dp_epsilon": 1e-30, "dp_delta": 1e-40, "dp_scores": "exact"},
             (2, 3),
             "the noise of dp-clip = 1 and dp-epsilon = 1e-30 may be the cause; a larger dp-epsilon, a smaller dp-clip "
             "or a smaller lr than 0.05 may help",

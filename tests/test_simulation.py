@@ -182,7 +182,7 @@ def superlink(folder: Path) -> Iterator[None]:
     ("setting", "message"),
     [
         ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
-        ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp-clip > 0"),
+        ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp != off"),
         ("num-clients=5000", "num-clients = 5000 in the run config: digits has 1797 samples"),
     ],
 )

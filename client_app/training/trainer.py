@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posy.client_app.training import private
 from posy.client_app.training.batches import Batch, Samples, Schedule, Share, full_batches, plan_passes
 from posy.client_app.training.graphs import Graphs
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, by_tensor, rows_of
@@ -27,7 +28,8 @@ from posy.client_app.training.work import (
     advice_on_divergence,
 )
 from posy.sharing import is_shared
-from posy.strategies.settings import TrainSettings
+from posy.strategies.privacy import Sampling
+from posy.strategies.settings import SAMPLE, TrainSettings
 
 EVALUATION_BATCH = 512
 TF32_CAPABILITY = (8, 0)
@@ -90,6 +92,8 @@ class Trainer:
         """
         if models < 2 or network.has_buffers or self.settings.stack == "loop":
             return False
+        if self.settings.dp == SAMPLE and (work is None or not work.measures):  # batches of DP-SGD vary in size
+            return False
         if self.settings.stack == "vmap" or self.device.type == "cuda":
             return True
         closed = network.linear_layers if work is None else network.is_closed(work)
@@ -137,13 +141,9 @@ class Trainer:
             If :attr:`interrupted` is set during the training.
         """
         for job in jobs:
-            if job.samples.y.shape[0] < network.smallest_batch:
-                raise ValueError(
-                    f"no mini-batch to train on: the client has {job.samples.y.shape[0]} samples, and BatchNorm needs "
-                    "two in a batch; give each client more samples"
-                )
-            if network.dropout_width and job.dropout is None and not job.work.measures:
-                raise ValueError("the network has dropout, but the job has no random numbers for it (Job.dropout)")
+            _check_job(job, network)
+        if jobs[0].sampling is not None:
+            return [self._train_privately(job, job.sampling, network) for job in jobs if job.sampling is not None]
         if jobs[0].models:
             return self._train_separately(jobs, network)
         single = jobs[0].work.start.dim() == 1
@@ -201,6 +201,26 @@ class Trainer:
             parameters = torch.stack([result.parameters for result in trained])
             joined.append(Trained(parameters, torch.stack([result.loss for result in trained])))
         return joined
+
+    def _train_privately(self, job: Job, sampling: Sampling, network: Network) -> Trained:
+        """Run one client's DP-SGD; see :mod:`posy.client_app.training.private`.
+
+        Numbers that are not finite are no error here, because the error would reveal them.
+        """
+        private.check_job(job)
+        models = LoopedModels(network, job.work)
+        optimiser = Optimiser(self.settings, models, [job])
+
+        def step(gradients: list[Tensor]) -> None:
+            optimiser.step(gradients)
+            if self.interrupted.is_set():
+                raise TrainingInterruptedError("local training was interrupted")
+
+        loss = private.steps(job, sampling, network, models.parameters, step)
+        if job.moments is not None:
+            ((means, squares),) = optimiser.moments(models, single=True)
+            job.moments.follow(sampling.steps, means, squares)
+        return Trained(models.flat[0, 0].clone(), loss)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.precision != "bfloat16":
@@ -320,3 +340,14 @@ class Trainer:
 def _tuple(output: Any) -> tuple[Tensor, ...]:
     """Return the outputs of a network as a tuple."""
     return output if isinstance(output, tuple) else (output,)
+
+
+def _check_job(job: Job, network: Network) -> None:
+    """Raise ``ValueError`` if a client has no batch to train on, or no random numbers for a network with dropout."""
+    if job.samples.y.shape[0] < network.smallest_batch:
+        raise ValueError(
+            f"no mini-batch to train on: the client has {job.samples.y.shape[0]} samples, and BatchNorm needs "
+            "two in a batch; give each client more samples"
+        )
+    if network.dropout_width and job.dropout is None and not job.work.measures:
+        raise ValueError("the network has dropout, but the job has no random numbers for it (Job.dropout)")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Samples
-from posy.strategies.settings import TrainSettings
+from posy.strategies.privacy import Sampling
+from posy.strategies.settings import OFF, TrainSettings
 
 Split = Literal["train", "test", "validation"]
 V = TypeVar("V", Tensor, Tensor | None)
@@ -35,7 +36,7 @@ def advice_on_divergence(train: TrainSettings, lr: float = 0.0) -> str:
         The learning rate of the round; 0: the setting ``lr``.
     """
     rate = f"a smaller lr than {lr or train.lr:g}"
-    if not train.dp_clip:
+    if train.dp == OFF:
         return f"{rate} may help"
     noise = f"dp-clip = {train.dp_clip:g} and dp-epsilon = {train.dp_epsilon:g}"
     return f"the noise of {noise} may be the cause; a larger dp-epsilon, a smaller dp-clip or {rate} may help"
@@ -256,3 +257,4 @@ class Job(NamedTuple):
     class_weight: Tensor | None = None  # (n,), the class weight of each sample
     models: tuple["Job", ...] = ()
     moments: Moments | None = None  # None: a fresh optimiser, whose state is not stored
+    sampling: Sampling | None = None  # the steps of DP-SGD; None: plain SGD

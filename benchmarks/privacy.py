@@ -1,0 +1,150 @@
+"""Measure the accuracy of FedAvg under differential privacy, for several ε and each mode.
+
+Each run has 100 clients and a budget (ε, δ) for the whole run. The script appends each finished run to a file of JSON
+lines and skips the runs that the file contains, so you can resume an interrupted measurement and add runs. The figure
+has a panel for each data set and a line for each mode. The dashed line is FedAvg without noise.
+
+The settings of each mode are not tuned. ``dp-scores=exact`` publishes the accuracy, which the budget does not cover:
+the data are public.
+"""
+
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+import posy
+from benchmarks.measure import machine
+from posy import figures
+
+PLAIN = "off"
+SHARED: dict[str, dict[str, Any]] = {
+    "digits": {"dataset": "digits", "model": "linear", "batch_size": 10, "num_server_rounds": 30},
+    "cifar10": {"dataset": "cifar10", "model": "cnn-3fc", "batch_size": 50, "num_server_rounds": 60},
+}
+"""Settings of all runs on a data set."""
+MODES: dict[str, dict[str, dict[str, Any]]] = {
+    "digits": {
+        PLAIN: {"local_epochs": 5, "lr": 0.05},
+        "central": {"local_epochs": 5, "lr": 0.05, "dp_clip": 0.5, "client_weights": "uniform"},
+        "local": {"local_epochs": 5, "lr": 0.05, "dp_clip": 0.5, "num_server_rounds": 5},
+        "sample": {"local_epochs": 2, "lr": 0.5, "dp_clip": 1.0},
+    },
+    "cifar10": {
+        PLAIN: {"local_epochs": 2, "lr": 0.05},
+        "central": {"local_epochs": 2, "lr": 0.05, "dp_clip": 0.5, "client_weights": "uniform"},
+        "local": {"local_epochs": 2, "lr": 0.05, "dp_clip": 0.5, "num_server_rounds": 5},
+        "sample": {"local_epochs": 1, "lr": 0.2, "dp_clip": 1.0},
+    },
+}
+"""Settings of each mode on a data set."""
+EPSILONS = (1.0, 2.0, 4.0, 8.0)
+TITLES = {"digits": "digits", "cifar10": "CIFAR-10 (JPEG)"}
+
+Key = tuple[str, str, float, int]
+"""Data set, mode, ε (0 without noise) and seed."""
+
+
+def settings_of(key: Key, clients: int, delta: float, rounds: int) -> dict[str, Any]:
+    """Return the settings of a run; ``rounds`` = 0 keeps the rounds of the tables above."""
+    dataset, mode, epsilon, seed = key
+    settings: dict[str, Any] = {
+        **{"method": "fedavg", "num_clients": clients, "partition": "iid", "seed": seed},
+        **SHARED[dataset],
+        **MODES[dataset][mode],
+    }
+    if mode != PLAIN:
+        settings |= {"dp": mode, "dp_epsilon": epsilon, "dp_delta": delta, "dp_scores": "exact"}
+    if rounds:
+        settings["num_server_rounds"] = rounds
+    return settings
+
+
+def measured(settings: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
+    """Run one federation, and return the accuracy of the served model in the last round and the spent ε."""
+    with tempfile.TemporaryDirectory() as output, redirect_stdout(sys.stderr):
+        record = posy.run(
+            data_dir=str(data_dir), output_dir=output, save_models=False, checkpoint_every=0,
+            evaluate_every=settings["num_server_rounds"], **settings,
+        )  # fmt: skip
+        summary = record.summary
+    accuracy = round(summary["served"]["last"]["weighted"], 4)
+    spent = summary["privacy"]["epsilon"] if "privacy" in summary else None
+    return {"accuracy": accuracy, "spent": spent, "seconds": round(summary["seconds"], 1)}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the finished runs of a file; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def missing(keys: Iterable[Key], rows: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> list[Key]:
+    """Return the runs that the rows do not contain under the same conditions."""
+    finished = {
+        (row["dataset"], row["mode"], row["epsilon"], row["seed"]) for row in rows if conditions.items() <= row.items()
+    }
+    return [key for key in keys if key not in finished]
+
+
+def panels_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """Return the panels of the figure: mean and spread over the seeds by mode and ε, and the accuracy without noise."""
+    accuracies: dict[tuple[str, str, float], list[float]] = defaultdict(list)
+    for row in rows:
+        accuracies[row["dataset"], row["mode"], row["epsilon"]].append(row["accuracy"])
+    panels: dict[str, dict[str, list[tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(list))
+    dashed: dict[str, dict[str, float]] = defaultdict(dict)
+    for (dataset, mode, epsilon), values in sorted(accuracies.items()):
+        if mode == PLAIN:
+            dashed[TITLES[dataset]]["no noise"] = float(np.mean(values))
+        else:
+            panels[TITLES[dataset]][mode].append((epsilon, float(np.mean(values)), float(np.std(values))))
+    return {name: dict(lines) for name, lines in panels.items()}, dict(dashed)
+
+
+def main(
+    output: Path,
+    datasets: list[str] = typer.Option(list(SHARED)),  # noqa: B008 - typer's form
+    modes: list[str] = typer.Option([PLAIN, "central", "local", "sample"]),  # noqa: B008
+    epsilons: list[float] = typer.Option(list(EPSILONS)),  # noqa: B008
+    seeds: list[int] = typer.Option([0, 1, 2]),  # noqa: B008
+    clients: int = 100,
+    delta: float = 1e-5,
+    rounds: int = typer.Option(0, help="communication rounds; 0: the rounds in the script"),
+    data_dir: Path = Path("datasets"),
+    picture: Path | None = typer.Option(None, help="for example docs/privacy-accuracy.png"),  # noqa: B008
+) -> None:
+    """Measure the missing runs, append them to OUTPUT (JSON lines), and draw all runs of the file."""
+    keys: list[Key] = [
+        (dataset, mode, epsilon, seed)
+        for seed in seeds
+        for dataset in datasets
+        for mode in modes
+        for epsilon in ([0.0] if mode == PLAIN else epsilons)
+    ]
+    for key in keys:
+        settings = settings_of(key, clients, delta, rounds)
+        conditions = {"settings": settings, "clients": clients, "delta": delta}
+        if not missing([key], read_rows(output), conditions):
+            continue
+        row = dict(zip(("dataset", "mode", "epsilon", "seed"), key, strict=True))
+        row |= {**conditions, **measured(settings, data_dir), "machine": machine()}
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{key}: accuracy {row['accuracy']}, {row['seconds']} s", flush=True)
+    if picture is not None:
+        panels, dashed = panels_of(read_rows(output))
+        figures.small_multiples(
+            panels, picture, title=f"{clients} clients, δ = {delta:g}", xlabel="ε of the whole run", ylabel="accuracy",
+            percent=True, columns=2, log=True, dashed=dashed,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    typer.run(main)

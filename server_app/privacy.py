@@ -1,0 +1,116 @@
+"""The privacy ledger of a run: which clients trained under which noise, and the (ε, δ) that they have spent."""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from posy.data.settings import SITES
+from posy.settings import RunError
+from posy.strategies.accounting import BudgetError, Event, Unit, ledger_line, read_ledger, spent
+from posy.strategies.cohorts import most_trainings
+from posy.strategies.privacy import event_of, noise_multiplier
+from posy.strategies.settings import OFF, SAMPLE, Settings
+
+LEDGER = "privacy.jsonl"
+"""File in the directory of a run. It is never truncated: a resumed run repeats rounds, and each repetition counts."""
+PROTECTED = {
+    "local": "the data of each client, from the server and all others",
+    "central": "the participation of each client, from all but the server",
+    "sample": "each sample, from the server and all others",
+}
+"""Information that the noise of each mode hides, and the parties from whom."""
+
+
+class PrivacyLedger:
+    """The events of a run's clients.
+
+    Parameters
+    ----------
+    settings : Settings
+        The settings of the run.
+    directory : Path
+        The directory of the run, whose ledger a resumed run continues.
+    num_train : callable
+        Returns the number of training samples of a client.
+    """
+
+    def __init__(self, settings: Settings, directory: Path, num_train: Callable[[int], int]) -> None:
+        self.settings = settings
+        self.path = directory / LEDGER
+        self._num_train = num_train
+        self._unit: Unit = "sample" if settings.train.dp == SAMPLE else "client"
+        self._events: dict[int, Counter[Event]] = defaultdict(Counter)
+        if settings.train.dp != OFF and self.path.is_file():
+            try:
+                for event, facts in read_ledger(self.path.read_text(encoding="utf-8")):
+                    self._add(event, facts["clients"])
+            except (BudgetError, OSError, KeyError, TypeError) as error:
+                raise RunError(
+                    f"{self.path}: the privacy ledger of this run is damaged ({error}), so the epsilon of the run is "
+                    "unknown; start a new run"
+                ) from error
+
+    def note(self, server_round: int, clients: Sequence[int]) -> None:
+        """Record that some clients are about to train; the lines are on the disk before the server sends a message."""
+        if self.settings.train.dp == OFF or not clients:
+            return
+        by_event: dict[Event, list[int]] = defaultdict(list)
+        for client in clients:
+            by_event[event_of(self.settings, self._num_train(client))].append(client)
+        lines = [ledger_line(event, round=server_round, clients=group) for event, group in by_event.items()]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+        for event, group in by_event.items():
+            self._add(event, group)
+
+    def _add(self, event: Event, clients: Sequence[int]) -> None:
+        single = Event(event.mode, event.noise_multiplier, 1, event.sampling)
+        for client in clients:
+            self._events[int(client)][single] += event.count
+
+    def epsilon(self) -> float:
+        """Return the largest ε that a client has spent so far, for ``dp-delta``."""
+        sequences = {tuple(sorted(events.items(), key=repr)) for events in self._events.values()}
+        totals = [[Event(e.mode, e.noise_multiplier, n, e.sampling) for e, n in events] for events in sequences]
+        return max((spent(events, self.settings.train.dp_delta, self._unit) for events in totals), default=0.0)
+
+    def round_row(self) -> dict[str, Any]:
+        """Return the entries of a round in ``rounds.jsonl``; none without noise."""
+        if self.settings.train.dp == OFF:
+            return {}
+        return {"dp_epsilon": self.epsilon(), "dp_delta": self.settings.train.dp_delta}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entry of ``summary.json``: the guarantee, and the numbers that it does not cover."""
+        train = self.settings.train
+        if train.dp == OFF:
+            return {}
+        uncovered = ["numbers of training and test samples"]
+        if self.settings.data.dataset == SITES:
+            uncovered.append("statistics of the data that sites send when they join")
+        if not train.withholds_scores:
+            uncovered.append("training losses and scores")
+        entry: dict[str, Any] = {
+            "mode": train.dp,
+            "protects": PROTECTED[train.dp],
+            "epsilon": self.epsilon(),
+            "delta": train.dp_delta,
+            "planned-epsilon": train.dp_epsilon,
+            "planned-trainings": most_trainings(self.settings),
+            "clip": train.dp_clip,
+            "not-covered": uncovered,
+        }
+        if train.dp != SAMPLE:
+            entry["noise-multiplier"] = noise_multiplier(self.settings)
+        return {"privacy": entry}
+
+
+def guarantee(privacy: dict[str, Any]) -> str:
+    """Return the guarantee of a summary in words, with the numbers that it does not cover."""
+    spent_so_far = f"ε = {privacy['epsilon']:.4g}, δ = {privacy['delta']:.3g}"
+    uncovered = ", ".join(privacy["not-covered"])
+    return f"{spent_so_far}: dp = {privacy['mode']} hides {privacy['protects']}; not covered: {uncovered}"

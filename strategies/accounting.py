@@ -1,0 +1,293 @@
+"""The privacy accountant: (ε, δ) of Gaussian mechanisms, their composition, and a ledger of past uses.
+
+An :class:`Event` is one use of a mechanism, for example the noise of one reply. Uses without subsampling compose
+exactly: the mechanisms with noise multipliers z_1, …, z_T together are one Gaussian mechanism with the noise multiplier
+(Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Its (ε, δ) is that of Balle & Wang (2018, Theorem 8). Events with
+Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra `privacy` installs.
+
+A ledger is a text file in JSON lines with one event in each line, see :func:`ledger_line`. All functions are pure.
+"""
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import log_ndtr
+
+from posy.settings import SettingsError
+
+Unit = Literal["client", "sample"]
+"""What two neighbouring data sets differ by: all data of a client, or one sample."""
+MODES = ("local", "central", "sample")
+"""Modes of differential privacy, as in the setting ``dp``."""
+CANCELLATION = 1e-6
+"""Relative difference of two probabilities below which 50 digits are needed to subtract them."""
+ORDERS = (*np.arange(1.25, 5, 0.25), *range(5, 65), 80, 96, 128, 192, 256, 512, 1024)
+"""Orders of the Rényi divergences. A coarser grid is safe: each order gives a valid ε, and the least one counts."""
+TOLERANCE = 1e-9
+"""Relative error of ε that a comparison with a budget ignores."""
+
+
+class BudgetError(ValueError):
+    """A line of a ledger that is not an event."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One or several equal uses of a mechanism.
+
+    Parameters
+    ----------
+    mode : str
+        ``local``: the noise of a client's reply hides any change of the client's data. ``central``: the noise of a sum
+        hides whether the client is in it. ``sample``: the noise of a gradient step hides whether a sample is in it.
+    noise_multiplier : float
+        Standard deviation of the noise over the sensitivity.
+    count : int
+        Number of uses.
+    sampling : float
+        Probability with which each sample takes part in a use; 1 without subsampling.
+    """
+
+    mode: str
+    noise_multiplier: float
+    count: int = 1
+    sampling: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the values, which may come from a file."""
+        numbers = self.noise_multiplier > 0 and self.count >= 0 and 0 < self.sampling <= 1
+        if self.mode not in MODES or not numbers or math.isnan(self.noise_multiplier):
+            raise BudgetError(f"{self} is not an event: mode, noise multiplier, count or sampling is out of range")
+
+
+# -- one Gaussian mechanism ----------------------------------------------------------------------------------
+
+
+def log_delta(noise_multiplier: float, epsilon: float) -> float:
+    """Return ln δ of the Gaussian mechanism for ε (Balle & Wang, 2018, Theorem 8).
+
+    δ = Φ(1/(2z) − εz) − e^ε Φ(−1/(2z) − εz) for the noise multiplier z = σ/Δ.
+    """
+    upper = 0.5 / noise_multiplier - epsilon * noise_multiplier
+    lower = -0.5 / noise_multiplier - epsilon * noise_multiplier
+    first, second = float(log_ndtr(upper)), epsilon + float(log_ndtr(lower))
+    if second < first + math.log1p(-CANCELLATION):
+        return first + math.log1p(-math.exp(second - first))
+    return _log_delta_exact(noise_multiplier, epsilon)
+
+
+def _log_delta_exact(noise_multiplier: float, epsilon: float) -> float:
+    """Return :func:`log_delta` from numbers of 50 digits or more."""
+    import mpmath  # noqa: PLC0415 - rarely needed; a dependency of PyTorch
+
+    digits = 50 + 2 * int(abs(math.log10(noise_multiplier)) + abs(math.log10(epsilon or 1)))
+    with mpmath.workdps(digits):
+        z, e = mpmath.mpf(noise_multiplier), mpmath.mpf(epsilon)
+        tails = [mpmath.erfc((e * z + sign / (2 * z)) / mpmath.sqrt(2)) / 2 for sign in (-1, 1)]
+        difference = tails[0] - mpmath.exp(e) * tails[1]
+        return float(mpmath.log(difference)) if difference > 0 else -math.inf
+
+
+@lru_cache(maxsize=4096)
+def noise_multiplier_for(epsilon: float, delta: float) -> float:
+    """Return the smallest noise multiplier of the Gaussian mechanism for (ε, δ) (Balle & Wang, 2018, Algorithm 1).
+
+    The standard deviation of the noise is this number times the L2 sensitivity. It is exact for every ε, and the
+    condition on δ holds at the returned number.
+    """
+    return _least(lambda z: log_delta(z, epsilon) - math.log(delta))
+
+
+@lru_cache(maxsize=4096)
+def epsilon_of(noise_multiplier: float, delta: float) -> float:
+    """Return the smallest ε ≥ 0 of the Gaussian mechanism for δ."""
+    if noise_multiplier == math.inf or log_delta(noise_multiplier, 0.0) <= math.log(delta):
+        return 0.0
+    return _least(lambda epsilon: log_delta(noise_multiplier, epsilon) - math.log(delta))
+
+
+def _least(excess: Callable[[float], float]) -> float:
+    """Return the smallest number above 0 at which a decreasing function is at most 0, to 13 digits, rounded up."""
+    low = high = 1.0
+    while excess(low) <= 0:
+        low, high = low / 4, low
+    while excess(high) > 0:
+        low, high = high, high * 4
+    while high > low * (1 + 1e-13):
+        middle = math.sqrt(low) * math.sqrt(high)
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
+
+
+def composed(events: Iterable[Event]) -> float:
+    """Return the noise multiplier of the one Gaussian mechanism that equals some events without subsampling."""
+    precision = math.fsum(event.count / event.noise_multiplier**2 for event in events)
+    return precision**-0.5 if precision > 0 else math.inf
+
+
+# -- composition of events ------------------------------------------------------------------------------------
+
+
+def as_unit(event: Event, unit: Unit) -> Event | None:
+    """Return an event as a mechanism for another unit of privacy; None if it gives no guarantee for the unit.
+
+    A client's reply with local noise hides any change of its data, so also the change of one sample. A central event
+    hides whether a client takes part, at distance C. The change of one sample may turn the client's update round, at
+    distance 2C, so the noise multiplier is half as large. Noise for single samples does not hide a client.
+    """
+    if unit == "client":
+        return None if event.mode == "sample" else event
+    return replace(event, noise_multiplier=event.noise_multiplier / 2) if event.mode == "central" else event
+
+
+def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float:
+    """Return the ε that some events have spent together, for δ; infinity if one of them gives no guarantee.
+
+    Parameters
+    ----------
+    events : iterable of Event
+        All uses of the data of one client.
+    delta : float
+        δ of the whole sequence.
+    unit : {"client", "sample"}
+        What two neighbouring data sets differ by.
+    """
+    counts: Counter[Event] = Counter()
+    for event in events:
+        converted = as_unit(event, unit)
+        if converted is None and event.count:
+            return math.inf
+        if converted is not None and converted.count:
+            counts[replace(converted, mode="local", count=1)] += converted.count
+    return _spent(tuple(replace(event, count=count) for event, count in sorted(counts.items(), key=repr)), delta)
+
+
+@lru_cache(maxsize=4096)
+def _spent(events: tuple[Event, ...], delta: float) -> float:
+    if all(event.sampling == 1 for event in events):
+        return epsilon_of(composed(events), delta)
+    total = sum(event.count * _renyi_divergences(event.noise_multiplier, event.sampling) for event in events)
+    epsilon, _ = accountant_library().rdp.compute_epsilon(ORDERS, total, delta)
+    return float(epsilon)
+
+
+@lru_cache(maxsize=1024)
+def _renyi_divergences(noise_multiplier: float, sampling: float) -> npt.NDArray[np.float64]:
+    """Return the Rényi divergences of one use at :data:`ORDERS`; infinity where the library finds no number."""
+    library = accountant_library()
+    gaussian = library.GaussianDpEvent(noise_multiplier)
+    mechanism = gaussian if sampling == 1 else library.PoissonSampledDpEvent(sampling, gaussian)
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the library warns about each order without a number, although the rest suffices
+    try:
+        return library.rdp.RdpAccountant(ORDERS).compose(mechanism).rdp
+    finally:
+        logger.setLevel(level)
+
+
+def accountant_library() -> Any:
+    """Return the library dp-accounting, or raise :class:`SettingsError` if it is not installed."""
+    try:
+        import dp_accounting  # noqa: PLC0415 - an extra
+        import dp_accounting.rdp  # noqa: PLC0415
+    except ImportError as error:
+        raise SettingsError(
+            f"dp = 'sample' needs the package dp-accounting for its privacy accountant ({error}); install it with "
+            "pip install 'posy[privacy]', on the server and on each node"
+        ) from error
+    return dp_accounting
+
+
+@lru_cache(maxsize=4096)
+def sampled_noise_multiplier(epsilon: float, delta: float, sampling: float, count: int) -> float:
+    """Return the smallest noise multiplier with which ``count`` uses with Poisson subsampling have (ε, δ).
+
+    The result exceeds the exact number by at most one part in a thousand.
+    """
+    if sampling == 1:
+        return math.sqrt(count) * noise_multiplier_for(epsilon, delta)
+
+    def excess(z: float) -> float:
+        return spent([Event("sample", z, count, sampling)], delta) - epsilon
+
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    low = high / 2
+    while excess(low) <= 0:
+        low, high = low / 2, low
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
+
+
+# -- the ledger of a site -------------------------------------------------------------------------------------
+
+
+def ledger_line(event: Event, **facts: Any) -> str:
+    """Return an event as a line of a ledger, with further facts such as the run and the round."""
+    entry = {
+        "mode": event.mode,
+        "noise-multiplier": event.noise_multiplier,
+        "count": event.count,
+        "sampling": event.sampling,
+    }
+    return json.dumps({**facts, **entry}, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def read_ledger(text: str) -> list[tuple[Event, Mapping[str, Any]]]:
+    """Return the events of a ledger with their further facts.
+
+    An interrupted write may leave a last line without its end. The caller writes a line before it releases anything, so
+    the last line then describes no release, and it is ignored.
+
+    Raises
+    ------
+    BudgetError
+        If another line is not an event. A budget cannot be computed from a damaged ledger.
+    """
+    events: list[tuple[Event, Mapping[str, Any]]] = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            entry = json.loads(line)
+            event = Event(
+                entry.pop("mode"),
+                float(entry.pop("noise-multiplier")),
+                int(entry.pop("count")),
+                float(entry.pop("sampling")),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BudgetError(f"line {number} of the ledger is not an event ({error!r})") from error
+        events.append((event, entry))
+    return events
+
+
+def fits(past: Sequence[Event], planned: Sequence[Event], epsilon: float, delta: float, unit: Unit = "sample") -> bool:
+    """Return whether a budget (ε, δ) covers the past events of a site and the events of a planned run.
+
+    Parameters
+    ----------
+    past : sequence of Event
+        The events in the ledger of the site.
+    planned : sequence of Event
+        The events of the planned run; see ``planned_events`` in :mod:`posy.strategies.privacy`.
+    epsilon, delta : float
+        The budget of all runs together.
+    unit : {"client", "sample"}
+        What two neighbouring data sets differ by.
+    """
+    return spent([*past, *planned], delta, unit) <= epsilon * (1 + TOLERANCE)

@@ -1,0 +1,56 @@
+"""The clients of a run's rounds, drawn from its settings alone, so that server and clients agree on them."""
+
+import math
+from collections import Counter
+from functools import lru_cache
+
+from posy.randomness import numpy_generator
+from posy.settings import SettingsError
+from posy.strategies.settings import RunSettings, Settings
+
+
+@lru_cache(maxsize=64)
+def newcomers_of(settings: Settings) -> tuple[int, ...]:
+    """Return the sorted clients that join only after the last round, drawn from the seed."""
+    run, clients = settings.run, settings.data.num_clients
+    if not run.holdout_clients:
+        return ()
+    count = min(max(1, round(run.holdout_clients * clients)), clients - 1)
+    if not count:
+        raise SettingsError(
+            f"holdout-clients = {run.holdout_clients:g} with num-clients = 1: no client would train; set "
+            "holdout-clients = 0, or use more clients"
+        )
+    drawn = numpy_generator(run.seed, "holdout").choice(clients, count, replace=False)
+    return tuple(sorted(drawn.tolist()))
+
+
+@lru_cache(maxsize=64)
+def members_of(settings: Settings) -> tuple[int, ...]:
+    """Return the sorted clients from which the cohorts are drawn."""
+    return tuple(sorted(set(range(settings.data.num_clients)) - set(newcomers_of(settings))))
+
+
+def takes_all(run: RunSettings, server_round: int) -> bool:
+    """Return whether all clients train in a round, regardless of ``fraction-train``."""
+    return run.full_last_round and server_round == run.num_server_rounds
+
+
+def cohort_of(settings: Settings, server_round: int) -> list[int]:
+    """Return the sorted clients that train in a round, drawn from the seed and the round."""
+    run, members = settings.run, members_of(settings)
+    if run.fraction_train >= 1 or takes_all(run, server_round):
+        return list(members)
+    size = max(1, math.ceil(run.fraction_train * len(members) - 1e-9))
+    generator = numpy_generator(run.seed, "cohort", server_round)
+    return sorted(generator.choice(members, size, replace=False).tolist())
+
+
+@lru_cache(maxsize=64)
+def most_trainings(settings: Settings) -> int:
+    """Return the largest number of rounds in which one client trains."""
+    rounds = settings.run.num_server_rounds
+    if settings.run.fraction_train >= 1:
+        return rounds
+    counts = Counter(client for number in range(1, rounds + 1) for client in cohort_of(settings, number))
+    return max(counts.values())
