@@ -234,6 +234,9 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
         )
     if names := [name for name, refusal in supported.items() if refusal is None]:
         parts.append(f"The messages support {' and '.join(names)}.")
+    if cls.robust is None:
+        page = "../runs.md#clients-that-send-wrong-models"
+        parts.append(f"A [robust rule]({page}) (`robust`) can replace the server's mean.")
     return "\n\n".join(parts)
 
 
@@ -268,7 +271,7 @@ def own_settings(method: str, cls: type[MethodSettings]) -> str:
 def refused(cls: type[MethodSettings]) -> str:
     """Return the shared settings that a method refuses, each with the reason."""
     reasons = dict(cls().refusals())
-    for key, verdict in (("dp-clip", cls.noise), ("secure-aggregation", cls.sums)):
+    for key, verdict in (("dp-clip", cls.noise), ("secure-aggregation", cls.sums), ("robust", cls.robust)):
         if verdict is not None:
             reasons.setdefault(key, verdict.why)
     if not reasons:

@@ -45,7 +45,7 @@ from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.replies import RoundRecord
+from posy.strategies.replies import LIMITED, RoundRecord
 from posy.strategies.settings import Settings
 
 DRAW_SECONDS = 30.0
@@ -221,6 +221,7 @@ class Recorder:
                 "seconds": record.seconds,
                 "missing": record.missing,
                 "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
+                **{name: clients for name in LIMITED if (clients := getattr(record, name))},
                 **({} if system is None else {"system_accuracy": system}),
                 **{name.replace("-", "_"): count for name, count in counts.items()},
                 **record.quantities,

@@ -24,6 +24,7 @@ class Refused(NamedTuple):
 ALLOWED = None
 """The verdict that a method supports a feature."""
 UNDECIDED = Refused("it does not say that the weighted mean of its clients' arrays is all that its server needs")
+NO_MEAN = Refused("it does not declare that its server step is a weighted mean of models")
 
 
 def training_clients(settings: "Settings") -> int:
@@ -39,7 +40,8 @@ class MethodSettings:
 
     A subclass must state whether the method supports the noise of differential privacy, for example
     ``class FedPerSettings(MethodSettings, noise=ALLOWED)``. With ``sums=ALLOWED`` it states that its server needs only
-    the weighted mean of the clients' arrays. Server and clients both call the methods below.
+    the weighted mean of the clients' arrays. With ``robust=ALLOWED`` it states that its server combines whole models by
+    :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the methods below.
     """
 
     noise: ClassVar[Refused | None]
@@ -47,6 +49,9 @@ class MethodSettings:
     sums: ClassVar[Refused | None]
     """Why the method does not support secure aggregation; :data:`ALLOWED` if it does. It then serves the same arrays
     to all clients of a round, and its server needs only the weighted mean of their arrays."""
+    robust: ClassVar[Refused | None]
+    """Why another rule cannot replace the server's mean (setting ``robust``); :data:`ALLOWED` if it can. All clients
+    then start from one model, and the server uses their models in the rule only."""
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
@@ -54,10 +59,15 @@ class MethodSettings:
     """The facts of the method's documentation page; None for a custom method without a page."""
 
     def __init_subclass__(
-        cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED, point: Literal["served", "local"] = "local"
+        cls,
+        *,
+        noise: Refused | None,
+        sums: Refused | None = UNDECIDED,
+        robust: Refused | None = NO_MEAN,
+        point: Literal["served", "local"] = "local",
     ) -> None:
         """Make the subclass a frozen dataclass."""
-        cls.noise, cls.sums, cls.point = noise, sums, point
+        cls.noise, cls.sums, cls.robust, cls.point = noise, sums, robust, point
         dataclass(frozen=True)(cls)
 
     @property
@@ -92,8 +102,8 @@ class MethodSettings:
     def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":
         """Return the references of the first arrays of a reply; its further arrays are not models.
 
-        The update is the difference between these arrays and their references. ``max-update-norm`` limits its norm, and
-        ``dp-clip`` clips it and adds noise.
+        The update is the difference between these arrays and their references. ``max-update-norm`` and
+        ``max-norm-ratio`` limit its norm, and ``dp-clip`` clips it and adds noise.
 
         Parameters
         ----------

@@ -31,14 +31,14 @@ from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import ALLOWED, MethodSettings
-from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
+from posy.strategies.replies import BadReplyError, Update
 from posy.strategies.settings import Settings
 
 PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
 
 
-class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of PPFE."""
 
     follows_number_of_rounds = True
@@ -316,7 +316,7 @@ class PPFE(PersonalisedStrategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average; at the end of a stage keep its shared layers and begin the next one."""
         first = self.stage.number == 1
-        self.model = mean_of(updates) if first else weighted_mean(stacked(updates), np.ones(len(updates)))
+        self.model = self.mean(updates, None if first else np.ones(len(updates)))
         self.rounds_done += 1
         quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}
         if self._is_end(server_round):

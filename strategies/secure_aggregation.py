@@ -300,12 +300,10 @@ def masked_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int]:
     return (sum(map(math.prod, shapes)) + 1,)
 
 
-def check_masked(update: Update, num_train: int) -> None:
-    """Raise :class:`BadReplyError` for a masked update of the wrong type or with another number of samples."""
+def check_masked(update: Update) -> None:
+    """Raise :class:`BadReplyError` for a masked update of the wrong type."""
     if update.arrays[0].dtype != np.uint32:
         raise BadReplyError(f"masked numbers of type {update.arrays[0].dtype} instead of uint32")
-    if update.num_examples != num_train:
-        raise BadReplyError(f"num-examples = {update.num_examples}, but the client has joined with {num_train}")
 
 
 def context_of(name: str, weights: int, settings: str, rate: float, references: NDArrays) -> bytes:
