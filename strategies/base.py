@@ -405,7 +405,7 @@ class PersonalisedStrategy(Strategy):
         updates : list of Update
             Updates of clients that started from the same model.
         weights : array_like, (M,), optional
-            The clients' weights; by default those of the setting ``client-weights``.
+            The clients' weights; by default the weights of the setting ``client-weights``.
         """
         models, w = stacked(updates), np.asarray(num_examples(updates) if weights is None else weights)
         if self.rule is None:
@@ -472,11 +472,11 @@ class PersonalisedStrategy(Strategy):
         limited : numpy.ndarray, bool, (M,)
             Which of these clients are limited.
         """
-        known: list[int] = getattr(self.record, kind)
-        fresh = [client for client in np.asarray(clients)[limited].tolist() if client not in known]
+        recorded: list[int] = getattr(self.record, kind)
+        fresh = [client for client in np.asarray(clients)[limited].tolist() if client not in recorded]
         if not fresh:
             return
-        known += fresh
+        recorded += fresh
         names = {client: info.name for client, info in self.clients.items() if info.name}
         log(INFO, "round %s: %s %s", self.record.number, are(fresh, names, self.num_clients), kind.replace("_", "-"))
 
@@ -499,8 +499,7 @@ class PersonalisedStrategy(Strategy):
     def _clip(self, updates: list[Update], ratio: float) -> None:
         """Scale down the updates with a norm above ``ratio`` times the median norm.
 
-        BatchNorm's running statistics have a norm and a median of their own, so that a client cannot hide a change in
-        them.
+        BatchNorm's running statistics have a separate norm and median, so that a client cannot hide a change in them.
         """
         references = [self.reference(update.client, update.arrays) for update in updates]
         norms = np.zeros((2, len(updates)))  # of the parameters and of the statistics

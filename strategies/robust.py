@@ -201,8 +201,8 @@ def krum_scores(squares: Float64, attackers: int) -> Float64:
     count = len(squares)
     if count < 2 * attackers + 3:
         raise ValueError(f"Krum with f = {attackers} needs {2 * attackers + 3} vectors, got {count}")
-    others = squares[~np.eye(count, dtype=bool)].reshape(count, count - 1)
-    closest = np.sort(others, axis=1)[:, : count - attackers - 2]
+    to_others = squares[~np.eye(count, dtype=bool)].reshape(count, count - 1)
+    closest = np.sort(to_others, axis=1)[:, : count - attackers - 2]
     return np.asarray(closest.sum(axis=1))
 
 

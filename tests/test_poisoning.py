@@ -1,4 +1,4 @@
-"""Clients that send wrong counts, large updates or wrong models: what the server drops, clips, lowers and records."""
+"""Clients that send wrong counts, large updates or wrong models: the checks and limits of the server, and its record."""
 
 import json
 import math
@@ -28,6 +28,7 @@ MakeStrategy = Callable[..., Any]
 Config = dict[str, Any]
 GOOD, BAD = (0, 2, 3), 1
 CLAIM = 999_999_999
+NORMALISED = f"{Path(__file__).parent / 'networks.py'}:normalised"
 ROBUST = [method for method in METHODS if settings_class(method).robust is None]
 
 
@@ -40,9 +41,9 @@ class PoisoningGrid(InProcessGrid):
 
     def _answers(self, messages: Any, end: float) -> list[Message]:
         replies = super()._answers(messages, end)
-        asked = {message.metadata.message_id: message for message in messages}
+        messages_by_id = {message.metadata.message_id: message for message in messages}
         for reply in replies:
-            message = asked[reply.metadata.reply_to_message_id]
+            message = messages_by_id[reply.metadata.reply_to_message_id]
             if message.metadata.message_type != MessageType.TRAIN or reply.has_error():
                 continue
             if message.content.config_records["config"]["client"] in self.attackers:
@@ -122,11 +123,11 @@ def test_every_method_drops_evaluations_with_other_numbers_of_samples(method: st
         assert client == BAD and re.fullmatch(rf"{key.replace('_', '-')} = {value}, but .* joined with \d+", reason)
 
 
-@pytest.mark.parametrize(("validation", "own"), [(0.0, 0.2), (0.0, 0.0), (0.2, 0.2)])
+@pytest.mark.parametrize(("validation", "aside"), [(0.0, 0.2), (0.0, 0.0), (0.2, 0.2)])
 def test_fedfomos_clients_name_the_samples_that_they_train_on(
-    validation: float, own: float, make_strategy: MakeStrategy
+    validation: float, aside: float, make_strategy: MakeStrategy
 ) -> None:
-    settings = {"validation_fraction": validation} if validation else {"fedfomo_validation": own}
+    settings = {"validation_fraction": validation} if validation else {"fedfomo_validation": aside}
     strategy, grid = make_strategy("fedfomo", **settings), InProcessGrid(4)
     _, replies = send(strategy, grid=grid)
     take(strategy, replies)
@@ -263,9 +264,9 @@ def test_a_large_update_is_scaled_to_a_multiple_of_the_median(make_strategy: Mak
 
 
 def test_running_statistics_have_a_bound_of_their_own(make_strategy: MakeStrategy) -> None:
-    x = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (40, 4, 4, 1), dtype=np.uint8)
     parts = [list(range(i, i + 8)) for i in (0, 10, 20, 30)], [[8], [18], [28], [38]]
-    strategy = make_strategy("fedavg", data=(x, np.arange(40) % 2, *parts), model="resnet18-bn", max_norm_ratio=2.0)
+    strategy = make_strategy("fedavg", data=(x, np.arange(40) % 2, *parts), model=NORMALISED, max_norm_ratio=2.0)
     is_parameter = strategy._is_parameter(strategy.model)
     assert 0 < (~is_parameter).sum() < strategy.size
     start = strategy.model.copy()
@@ -416,9 +417,9 @@ def test_a_round_with_too_few_replies_for_krum_changes_nothing(
 
 def test_statistics_of_chosen_models_are_medians(make_strategy: MakeStrategy) -> None:
     """Krum's distances do not include BatchNorm's statistics, so its choice may not bring them in."""
-    x = np.random.default_rng(0).integers(0, 256, (50, 8, 8, 1), dtype=np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (50, 4, 4, 1), dtype=np.uint8)
     parts = [list(range(i, i + 8)) for i in range(0, 50, 10)], [[i + 8] for i in range(0, 50, 10)]
-    strategy = make_strategy("fedavg", data=(x, np.arange(50) % 2, *parts), model="resnet18-bn", robust="krum")
+    strategy = make_strategy("fedavg", data=(x, np.arange(50) % 2, *parts), model=NORMALISED, robust="krum")
     statistics = ~strategy._is_parameter(strategy.model)
     updates = [update_of(c, strategy.model + np.float32(step)) for c, step in enumerate((0, 0.15, 0.2, 0.25, 0.4))]
     updates[2].arrays[0][statistics] = 1e9  # the model in the middle, which Krum chooses
@@ -429,7 +430,7 @@ def test_statistics_of_chosen_models_are_medians(make_strategy: MakeStrategy) ->
     assert strategy.record.discarded == [0, 1, 3, 4]
 
 
-# -- what a run records ----------------------------------------------------------------------------------
+# -- the record of a run ----------------------------------------------------------------------------------
 
 
 def test_summary_screen_and_report_name_the_limited_clients(
