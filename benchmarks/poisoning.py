@@ -130,7 +130,7 @@ def accuracy(settings: dict[str, Any], attack: str, defence: str) -> dict[str, A
         recorder = run(PoisoningGrid(change), config | {"evaluate-every": config["num-server-rounds"]})
     rows = {c: row for c, row in recorder.totals.clients.items() if c not in ATTACKERS and "served_accuracy" in row}
     summary = recorder.summary
-    limited = {key: summary[key] for key in ("clipped", "discarded", "down-weighted") if key in summary}
+    limited: dict[str, Any] = {key: summary[key] for key in ("clipped", "discarded", "down-weighted") if key in summary}
     return {"accuracy": float(np.mean([row["served_accuracy"] for row in rows.values()])), **limited}
 
 

@@ -1,4 +1,4 @@
-"""Clients that send wrong counts, large updates or wrong models: the checks and limits of the server, and its record."""
+"""Clients that send wrong counts, large updates or wrong models: checks and limits of the server, and its record."""
 
 import json
 import math
