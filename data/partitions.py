@@ -360,13 +360,17 @@ def _from_file(
     return pairs
 
 
+def count_aside(count: int, fraction: float) -> int:
+    """Return how many of a client's samples :func:`split` sets aside."""
+    return min(max(round(count * fraction), 1), count - 1) if count > 1 else 0
+
+
 def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator) -> Indices:
     """Set a fraction of each client's samples aside, at random; a client with two or more has both kinds."""
     pairs = []
     for part in parts:
         shuffled = rng.permutation(part)
-        aside = round(len(part) * fraction)
-        aside = min(max(aside, 1), len(part) - 1) if len(part) > 1 else 0
+        aside = count_aside(len(part), fraction)
         pairs.append((shuffled[aside:], shuffled[:aside]))
     return tuple(pairs)
 

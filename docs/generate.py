@@ -26,7 +26,7 @@ from posy.models.catalogue import MODELS
 from posy.settings import MOST, settings_of
 from posy.strategies.accounting import MODES
 from posy.strategies.card import MethodCard, Program
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import defaults, groups
 from posy.yaml12 import read_yaml
@@ -243,6 +243,9 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
     if names := [name for name, refusal in supported.items() if refusal is None]:
         listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         parts.append(f"The messages support {listed}.")
+    if cls.robust is None:
+        page = "../runs.md#clients-that-send-wrong-models"
+        parts.append(f"A [robust rule]({page}) (`robust`) can replace the server's mean.")
     return "\n\n".join(parts)
 
 
@@ -277,7 +280,8 @@ def own_settings(method: str, cls: type[MethodSettings]) -> str:
 def refused(cls: type[MethodSettings]) -> str:
     """Return the shared settings that a method refuses, each with the reason."""
     reasons = dict(cls().refusals())
-    refused_features = {f"dp={mode}": cls.refused_privacy(mode) for mode in MODES} | {"secure-aggregation": cls.sums}
+    refused_features: dict[str, Refused | None] = {f"dp={mode}": cls.refused_privacy(mode) for mode in MODES}
+    refused_features |= {"secure-aggregation": cls.sums, "robust": cls.robust}
     for key, verdict in refused_features.items():
         if verdict is not None:
             reasons.setdefault(key, verdict.why)

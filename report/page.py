@@ -15,7 +15,7 @@ from posy.report.charts import SMALL, Series
 from posy.report.groups import Group, by_data, compared, differences, grouped
 from posy.report.recorded import Recorded
 from posy.report.style import STYLE
-from posy.server_app.progress import ABSENT, coverage, duration, members_of, size
+from posy.server_app.progress import ABSENT, LIMITED_WORDS, coverage, duration, members_of, size
 from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
 
@@ -54,7 +54,7 @@ def page(paths: Iterable[Path]) -> str:
         "Clients": _clients(groups),
         "Quantities of the methods": _quantities(groups),
         "Privacy": _privacy(groups),
-        "Dropped replies": _dropped(groups),
+        "Dropped and limited replies": _dropped(groups),
         "Costs": _costs(groups),
     }
     written = {title: content for title, content in sections.items() if content}
@@ -307,6 +307,9 @@ def _dropped(groups: Sequence[Group]) -> str:
         for row in run.rounds:
             for entry in row.get("dropped", []):
                 reasons.setdefault((run.client_name(entry["client"]), entry["reason"]), []).append(row["round"])
+            for key, words in LIMITED_WORDS.items():
+                for client in row.get(key.replace("-", "_"), []):
+                    reasons.setdefault((run.client_name(client), words), []).append(row["round"])
             for client in row.get("missing", []):
                 why = "not evaluated: no node, or its reply was dropped"
                 reasons.setdefault((run.client_name(client), why), []).append(row["round"])

@@ -11,6 +11,7 @@ from typing import Any
 from posy.server_app.resume import CONFIG, read_summary
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
@@ -120,7 +121,7 @@ def point_of(summary: Mapping[str, Any]) -> str:
     return str(recorded or settings_class(method).point)
 
 
-LISTS = ("missing", "dropped")
+LISTS = ("missing", "dropped", *LIMITED)
 """Lists of a round that are not quantities of the method."""
 
 

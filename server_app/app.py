@@ -1,5 +1,6 @@
 """The ServerApp: read the settings, find the clients, run the method's strategy, write the record."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from logging import INFO, WARNING
@@ -183,6 +184,13 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
         raise SettingsError(
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
             f"so it must be 1 to {size}"
+        )
+    rule, run = strategy.rule, settings.run
+    size = min(size, math.ceil(run.fraction_train * len(strategy.members) - 1e-9))
+    if rule and rule.least > size:
+        raise SettingsError(
+            f"max-attackers = {run.max_attackers} with robust = {run.robust!r}: a round needs {rule.least} replies, "
+            f"and {size} clients train in it; lower max-attackers, or choose another rule"
         )
     return strategy
 

@@ -202,10 +202,32 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "time": duration(summary["seconds"]),
         "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",
         "dropped replies": ", ".join(f"{count} x {reason}" for reason, count in summary["dropped"].items()),
+        **{words: _limited(summary, key) for key, words in LIMITED_WORDS.items() if key in summary},
         "results": str(path),
     }
     title = f"{summary['method']} on {summary['dataset']}: {summary['status']} after {rounds}"
     return "\n".join([title, *as_lines(laid_out("", ("accuracy", *figures), rows, right=figures)), *_aligned(notes)])
+
+
+LIMITED_WORDS = {
+    "clipped": "updates scaled down",
+    "discarded": "updates discarded",
+    "down-weighted": "weights lowered",
+}
+"""Keys of the summary for clients whose influence the server has limited, in words."""
+
+
+def _limited(summary: Mapping[str, Any], key: str) -> str:
+    """Return the clients that the server has limited, the most frequent first, as in ``site-b in 12 rounds``."""
+    entries = sorted(summary.get(key, ()), key=lambda entry: (-entry["rounds"], entry["client"]))
+    sites = summary.get("sites") or []
+    texts = []
+    for entry in entries[:MAX_NAMED]:
+        client, rounds = entry["client"], entry["rounds"]
+        name = (sites[client] if client < len(sites) else None) or f"client {client}"
+        texts.append(f"{name} in {rounds} round{'' if rounds == 1 else 's'}")
+    more = [f"{len(entries) - MAX_NAMED} more"] if len(entries) > MAX_NAMED else []
+    return ", ".join([*texts, *more])
 
 
 def members_of(summary: Mapping[str, Any]) -> int:

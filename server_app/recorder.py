@@ -48,7 +48,7 @@ from posy.signals import undivided
 from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.pooled import spreads
-from posy.strategies.replies import RoundRecord
+from posy.strategies.replies import LIMITED, RoundRecord
 from posy.strategies.settings import Settings
 
 DRAW_SECONDS = 30.0
@@ -231,6 +231,7 @@ class Recorder:
                 "seconds": record.seconds,
                 "missing": record.missing,
                 "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
+                **{name: clients for name in LIMITED if (clients := getattr(record, name))},
                 **({} if system is None else {"system_accuracy": system}),
                 **{name.replace("-", "_"): count for name, count in counts.items()},
                 **self.privacy.round_row(),

@@ -27,7 +27,7 @@ from posy.metrics import Evaluation, Spread, best, chosen, over_rounds, spread
 from posy.settings import SettingsError, key_of
 from posy.storage import is_folder_name, lock, plain, replace, sync
 from posy.strategies.pooled import spreads
-from posy.strategies.replies import RoundRecord
+from posy.strategies.replies import LIMITED, RoundRecord
 from posy.yaml12 import dump
 
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
@@ -68,6 +68,11 @@ class Totals:
     """Number of dropped replies for each reason."""
     delivery: Counter[str] = field(default_factory=Counter)
     """Numbers of resent messages and of late replies."""
+    clipped: Counter[int] = field(default_factory=Counter)
+    discarded: Counter[int] = field(default_factory=Counter)
+    down_weighted: Counter[int] = field(default_factory=Counter)
+    """Number of rounds, by client, in which the server scaled down its update, gave its update no weight, and lowered
+    its weight."""
     missing: list[int] = field(default_factory=list)
     """Clients that were missing in the last evaluation."""
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
@@ -86,9 +91,12 @@ class Totals:
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Read the totals from the keys that :meth:`as_json` returns; ``stored`` may contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
-        # Checkpoints of earlier versions have no system accuracy of single rounds.
-        totals = cls(**{name: stored[key] for name, key in keys.items() if name != "system" or key in stored})
+        # Checkpoints of earlier versions have no system accuracy of single rounds, and no limited clients.
+        newer = ("system", *LIMITED)
+        totals = cls(**{name: stored[key] for name, key in keys.items() if name not in newer or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
+        for name in LIMITED:
+            setattr(totals, name, Counter({int(client): n for client, n in getattr(totals, name).items()}))
         totals.accuracy, totals.loss, totals.validation = (
             [[Evaluation(*evaluation) for evaluation in evaluations] for evaluations in points]
             for points in (totals.accuracy, totals.loss, totals.validation)
@@ -129,6 +137,8 @@ class Totals:
         self.bytes_down += record.bytes_down
         self.samples += record.samples
         self.dropped.update(reason for _, reason in record.dropped)
+        for name in LIMITED:
+            getattr(self, name).update(getattr(record, name))
         self.last_round = list(rows)
         self.clients = dict(sorted({**self.clients, **rows}.items()))
         return over_clients
@@ -157,7 +167,8 @@ class Totals:
                 system = {"evaluations": len(last), "mean": mean, "deviation": deviation}
                 accuracy["system-accuracy-average"] = system
         sums = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down, "samples": self.samples}
-        return {**sums, **accuracy, "dropped": self.dropped, **self.delivery, "missing": self.missing}
+        limited = {key_of(name): _by_client(counts) for name in LIMITED if (counts := getattr(self, name))}
+        return {**sums, **accuracy, "dropped": self.dropped, **limited, **self.delivery, "missing": self.missing}
 
 
 class RunDirectory:
@@ -293,6 +304,11 @@ def spread_of(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
     """Return the spread of a column over the clients that have it, weighted by their training samples."""
     having = [row for row in rows if column in row]
     return spread([row[column] for row in having], [row["n_train"] for row in having])
+
+
+def _by_client(rounds: Mapping[int, int]) -> list[dict[str, int]]:
+    """Return clients with their numbers of rounds, in the order of the clients."""
+    return [{"client": client, "rounds": number} for client, number in sorted(rounds.items())]
 
 
 def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:

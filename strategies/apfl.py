@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class APFLSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class APFLSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
     """Settings of APFL."""
 
     alpha: float = setting(

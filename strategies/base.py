@@ -21,6 +21,7 @@ from flwr.common.typing import NDArrays
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from posy.data.settings import SITES
 from posy.extensions import word_of
 from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, record_in, record_of, with_entries
 from posy.models.architecture import Architecture
@@ -28,6 +29,7 @@ from posy.models.parameters import FloatArray, Layout, Part
 from posy.randomness import model_seed
 from posy.settings import SettingsError
 from posy.sharing import Once
+from posy.strategies.bounds import NORM_RATIO, clipping_factors, share_factors, site_share
 from posy.strategies.cohorts import cohort_of, members_of, newcomers_of, takes_all
 from posy.strategies.pooled import TRAIN, count_of, tallies
 from posy.strategies.privacy import (
@@ -47,13 +49,19 @@ from posy.strategies.replies import (
     Update,
     changes,
     check_count,
+    check_enrolled,
     client_of,
-    mean_of,
     norm_of,
+    num_examples,
     read_update,
+    sample_counts,
     samples_of,
     scores_of,
+    stacked,
+    unlimited_weights,
+    weighted_mean,
 )
+from posy.strategies.robust import Rule, median, trimmed_mean
 from posy.strategies.secure_aggregation import (
     EVALUATION,
     Answer,
@@ -62,7 +70,7 @@ from posy.strategies.secure_aggregation import (
     masked_shape,
     read_masked,
 )
-from posy.strategies.settings import CENTRAL, Settings
+from posy.strategies.settings import AUTO, CENTRAL, Settings
 from posy.strategies.states import ClientStates, LostStateError, version_after
 from posy.words import are, one_line
 
@@ -90,11 +98,15 @@ class PersonalisedStrategy(Strategy):
 
     :meth:`initialise` fixes their shapes. Only an array without rows may grow rows.
     """
+    sums_samples: ClassVar[bool] = False
+    """Whether :meth:`aggregate` sums over samples, regardless of ``client-weights``."""
 
     def __init__(self, settings: Settings, plain: Architecture) -> None:
         self.settings = settings
         self.method: Any = settings.method
         self.num_clients = settings.data.num_clients
+        self.rule = Rule.of(settings.run)
+        """The rule instead of the weighted mean; None: the weighted mean."""
         self.architecture: Architecture = self.method.network(plain, self.num_clients)
         self.shared = self.architecture.divided(self.method.personal(self.architecture))[0]
         """The part of the network's parameters that clients send and the server aggregates."""
@@ -161,6 +173,13 @@ class PersonalisedStrategy(Strategy):
     def check(self, arrays: NDArrays) -> None:
         """Raise :class:`BadReplyError` for arrays of the right shapes with values that the method cannot use."""
 
+    def check_samples(self, client: int, arrays: NDArrays) -> None:
+        """Raise :class:`BadReplyError` for arrays with other numbers of samples than the client has joined with."""
+
+    def enrolled(self, client: int) -> int:
+        """Return the number of training samples that a client's replies must name."""
+        return self.clients[client].num_train
+
     def check_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Raise :class:`BadReplyError` for metrics that the method cannot use, after training or evaluation."""
 
@@ -176,8 +195,12 @@ class PersonalisedStrategy(Strategy):
 
         ``updates`` is never empty. It is sorted by client, so that sums do not depend on the order of arrival.
         """
-        self.model = mean_of(updates)
+        self.model = self.mean(updates)
         return {}
+
+    def mean_weights(self, updates: list[Update]) -> npt.NDArray[np.float64]:
+        """Return the clients' weights in the server's mean ``(M,)``, before ``max-client-weight`` limits them."""
+        return unlimited_weights(updates)
 
     def weight(self, client: int) -> int:
         """Return the weight of a client in the server's means; with secure aggregation the client applies it."""
@@ -322,8 +345,8 @@ class PersonalisedStrategy(Strategy):
         updates.sort(key=lambda update: update.client)
         accepted = updates
         why = self.secure.refusal if self.secure else ""
-        if not why and len(updates) < (least := self.settings.run.min_train_replies):
-            why = f"{len(updates)} accepted replies, min-train-replies is {least}"
+        if not why and len(updates) < self.least_replies:
+            why = self.too_few(len(updates))
         if not why and self.secure:
             updates, why = self._summed(self.secure, updates)
         if why:
@@ -338,6 +361,8 @@ class PersonalisedStrategy(Strategy):
             updates = [self._with_noise(server_round, updates)]
         for update in accepted:
             self.acknowledged(update.client, update.metrics)
+        if not self.secure and self.settings.train.dp != CENTRAL:
+            self._limit(updates)
         self.record.quantities = self.aggregate(server_round, updates)
         if self.settings.train.dp_clip_quantile:
             self.record.quantities = {**self.record.quantities, "dp_clip": float(self.dp_clip[0])}
@@ -397,6 +422,132 @@ class PersonalisedStrategy(Strategy):
             messages = self._messages(kind, server_round, config, {client: {flag: True} for client in present})
             self._collect(grid.send_and_receive(messages, timeout=timeout), read)
         self.record = last
+
+    # -- limits on the influence of single clients -------------------------------------------------------
+
+    def mean(self, updates: list[Update], weights: npt.ArrayLike | None = None) -> FloatArray:
+        """Return the combination of the updates' first arrays by the rule of the setting ``robust``.
+
+        Distances between models do not include BatchNorm's running statistics. These are combined by the trimmed mean
+        with ``trimmed-mean``, and by the median with the other rules.
+
+        Parameters
+        ----------
+        updates : list of Update
+            Updates of clients that started from the same model.
+        weights : array_like, (M,), optional
+            The clients' weights; by default the weights of the setting ``client-weights``.
+        """
+        models, w = stacked(updates), np.asarray(num_examples(updates) if weights is None else weights)
+        if self.rule is None:
+            return weighted_mean(models, w)
+        start = self.serve(updates[0].client)[0]
+        is_parameter = self._is_parameter(start)
+        combined = self.rule.combine(models[:, is_parameter], start[is_parameter], w)
+        model = np.empty_like(models[0])
+        model[is_parameter] = combined.model
+        statistics = models[:, ~is_parameter]
+        trims = self.rule.name == "trimmed-mean"
+        model[~is_parameter] = trimmed_mean(statistics, self.rule.trim).model if trims else median(statistics)
+        if combined.shares is not None:
+            plain = np.full(len(w), 1 / len(w)) if trims else w / w.sum()
+            clients = [update.client for update in updates]
+            self.note_limited("discarded", clients, combined.shares == 0)
+            self.note_limited("down_weighted", clients, (combined.shares > 0) & (combined.shares < plain / 2))
+        return model
+
+    @property
+    def least_replies(self) -> int:
+        """The smallest number of updates with which a round succeeds."""
+        return max(self.settings.run.min_train_replies, self.rule.least if self.rule else 1)
+
+    def too_few(self, replies: int) -> str:
+        """Return why a round with too few accepted replies fails."""
+        run = self.settings.run
+        if self.rule and replies < self.rule.least:
+            return (
+                f"{replies} accepted replies, robust = {run.robust} with max-attackers = {run.max_attackers} needs "
+                f"{self.rule.least}"
+            )
+        return f"{replies} accepted replies, min-train-replies is {run.min_train_replies}"
+
+    @property
+    def norm_ratio(self) -> float:
+        """The largest norm of an update as a multiple of the round's median norm; 0: no limit."""
+        run = self.settings.run
+        if run.secure_aggregation or "max-norm-ratio" in self.method.refusals():
+            return 0.0
+        if run.max_norm_ratio == AUTO:
+            return NORM_RATIO if self.settings.data.dataset == SITES else 0.0
+        return float(run.max_norm_ratio)
+
+    def largest_share(self, clients: int) -> float:
+        """Return the largest share in a mean of one of some clients; 1: no limit."""
+        run = self.settings.run
+        unweighted = self.rule is not None and not self.rule.weighs
+        if run.secure_aggregation or unweighted or "max-client-weight" in self.method.refusals():
+            return 1.0
+        if run.max_client_weight == AUTO:
+            return site_share(clients) if self.settings.data.dataset == SITES else 1.0
+        return float(run.max_client_weight)
+
+    def note_limited(self, kind: str, clients: list[int], limited: npt.NDArray[np.bool_]) -> None:
+        """Record and log the clients whose updates are ``clipped``, ``discarded`` or ``down_weighted``.
+
+        Parameters
+        ----------
+        kind : str
+            The name of a list of :class:`RoundRecord`.
+        clients : list of int
+            Some clients, sorted.
+        limited : numpy.ndarray, bool, (M,)
+            Which of these clients are limited.
+        """
+        recorded: list[int] = getattr(self.record, kind)
+        fresh = [client for client in np.asarray(clients)[limited].tolist() if client not in recorded]
+        if not fresh:
+            return
+        recorded += fresh
+        names = {client: info.name for client, info in self.clients.items() if info.name}
+        log(INFO, "round %s: %s %s", self.record.number, are(fresh, names, self.num_clients), kind.replace("_", "-"))
+
+    def _limit(self, updates: list[Update]) -> None:
+        """Clip the updates of a round, and limit the clients' weights."""
+        sent = [update for update in updates if update.arrays]
+        if len(sent) < 2:
+            return
+        if ratio := self.norm_ratio:
+            self._clip(sent, ratio)
+        largest = self.largest_share(len(sent))
+        if largest < 1:
+            of_weights = share_factors(self.mean_weights(sent), largest)
+            of_samples = share_factors(sample_counts(sent), largest) if self.sums_samples else np.ones(len(sent))
+            for update, weight_factor, samples_factor in zip(sent, of_weights, of_samples, strict=True):
+                update.weight_factor, update.samples_factor = float(weight_factor), float(samples_factor)
+            limited: npt.NDArray[np.bool_] = np.less(np.minimum(of_weights, of_samples), 1)
+            self.note_limited("down_weighted", [update.client for update in sent], limited)
+
+    def _clip(self, updates: list[Update], ratio: float) -> None:
+        """Scale down the updates with a norm above ``ratio`` times the median norm.
+
+        BatchNorm's running statistics have a separate norm and median, so that a client cannot hide a change in them.
+        """
+        references = [self.reference(update.client, update.arrays) for update in updates]
+        norms = np.zeros((2, len(updates)))  # of the parameters and of the statistics
+        for number, (update, reference) in enumerate(zip(updates, references, strict=True)):
+            moved = changes(update.arrays, reference)
+            masks = [self._is_parameter(array) for array in moved]
+            for row, of in enumerate((masks, [~mask for mask in masks])):
+                norms[row, number] = norm_of([array[..., mask] for array, mask in zip(moved, of, strict=True)])
+        factors = np.stack([clipping_factors(row, ratio) for row in norms])
+        clipped: npt.NDArray[np.bool_] = np.less(factors.min(axis=0), 1)
+        for number in np.flatnonzero(clipped).tolist():
+            update, reference = updates[number], references[number]
+            moved = changes(update.arrays, reference)
+            scaled = [np.where(self._is_parameter(array), *factors[:, number]) * array for array in moved]
+            limited = [(before + change).astype(np.float32) for before, change in zip(reference, scaled, strict=False)]
+            update.arrays = [*limited, *update.arrays[len(limited) :]]
+        self.note_limited("clipped", [update.client for update in updates], clipped)
 
     # -- helpers for methods ---------------------------------------------------------------------------
 
@@ -558,7 +709,10 @@ class PersonalisedStrategy(Strategy):
         shapes = self.expected_shapes(client)
         update = read_update(content, shapes, with_loss=not self.settings.train.withholds_scores)
         update.client, update.weight = client, self.weight(client)
+        check_enrolled("num-examples", update.num_examples, self.enrolled(client))
+        check_enrolled("num-test", update.metrics["num-test"], self.clients[client].num_test)
         self.check(update.arrays)
+        self.check_samples(client, update.arrays)
         if limit := self.settings.run.max_update_norm:  # a larger update is dropped: clipping would hide it
             moved = changes(update.arrays, self.reference(client, update.arrays))
             if not (norm := norm_of([self._parameters_of(array) for array in moved])) <= limit:
@@ -586,13 +740,21 @@ class PersonalisedStrategy(Strategy):
 
     def _parameters_of(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a model, or its shared part, without BatchNorm's running statistics; other arrays unchanged."""
+        mask = self._is_parameter(array)
+        return array if mask.all() else array[..., mask]
+
+    def _is_parameter(self, array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Return which entries of an array's last axis are no running statistics of BatchNorm.
+
+        All entries of an array other than a model or its shared part are parameters.
+        """
         layout, shared = self.exchanged()
         parameters = layout.trainable
         is_parameter = parameters.put(np.zeros(layout.size, np.bool_), np.ones(parameters.size, np.bool_))
         for mask in (is_parameter, shared.take(is_parameter)):
             if array.shape[-1:] == mask.shape:
-                return array if mask.all() else array[..., mask]
-        return array
+                return mask
+        return np.ones(array.shape[-1:], np.bool_)
 
     # -- central differential privacy ------------------------------------------------------------------
 
@@ -754,6 +916,8 @@ class PersonalisedStrategy(Strategy):
         count, tested = metrics["num-train"], metrics["num-examples"]
         check_count("num-train", count, 1)
         check_count("num-examples", tested, 0)
+        check_enrolled("num-train", count, self.enrolled(client))
+        check_enrolled("num-examples", tested, self.clients[client].num_test)
         scores, samples = scores_of(metrics), samples_of(metrics)
         chosen = record_in(content, "config", ConfigRecord).get("chosen", "")
         self.check_metrics(metrics)

@@ -36,6 +36,7 @@ class CFLSettings(
     MethodSettings,
     noise=Refused("it splits clusters by the cosine similarity of single updates, which noise brings to zero"),
     sums=Refused("it splits clusters by the cosine similarity of single updates"),
+    robust=Refused("it splits clusters by the mean and the angles of single updates, which an attacker can steer"),
     point="served",
 ):
     """Settings of CFL."""

@@ -29,6 +29,7 @@ class ConFREESettings(
     FedRepSettings,
     noise=Refused("it projects updates that conflict by their angles, which noise makes right angles"),
     sums=Refused("it compares the clients' updates with each other"),
+    robust=Refused("its server mixes updates by their angles"),
     point="served",
 ):
     """Settings of ConFREE."""
@@ -99,7 +100,8 @@ class ConFREESettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of a mean: the poster's mixture gives all clients the same weight."""
-        return {"client-weights": "its mixture of the updates gives all clients the same weight"}
+        same = "its mixture of the updates gives all clients the same weight"
+        return {"client-weights": same, "max-client-weight": same}
 
 
 class ConFREE(PersonalisedStrategy):

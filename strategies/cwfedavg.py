@@ -29,6 +29,7 @@ class CwFedAvgSettings(
     MethodSettings,
     noise=Refused("class distributions are read off the norms of the output weights, which noise makes all alike"),
     sums=Refused("it reads each client's class distribution off its own output weights"),
+    robust=Refused("its server averages class by class, with weights that it reads off the clients' models"),
     point="served",
 ):
     """Settings of cwFedAvg."""

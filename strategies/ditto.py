@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class DittoSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class DittoSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
     """Settings of Ditto."""
 
     strength: float = setting(

@@ -27,6 +27,7 @@ class FedACSSettings(
     MethodSettings,
     noise=Refused("it decides who collaborates by the cosine similarity of single models, which noise brings to zero"),
     sums=Refused("it decides who collaborates by the cosine similarity of single models"),
+    robust=Refused("its server mixes a model for each client by cosine similarity"),
 ):
     """Settings of FedACS."""
 
@@ -89,7 +90,8 @@ class FedACSSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the attention determines them."""
-        return {"client-weights": "attention weighs the clients' models"}
+        attention = "attention weighs the clients' models"
+        return {"client-weights": attention, "max-client-weight": attention}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if every client is served its own model only."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedALASettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class FedALASettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedALA."""
 
     card = MethodCard(

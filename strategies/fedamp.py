@@ -28,6 +28,7 @@ class FedAMPSettings(
     MethodSettings,
     noise=Refused("it decides who collaborates by the distance of single models, which noise makes all alike"),
     sums=Refused("it decides who collaborates by the distance of single models"),
+    robust=Refused("its server mixes a model for each client by distance"),
 ):
     """Settings of FedAMP."""
 
@@ -102,7 +103,8 @@ class FedAMPSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the attention determines them."""
-        return {"client-weights": "attention weighs the clients' models"}
+        attention = "attention weighs the clients' models"
+        return {"client-weights": attention, "max-client-weight": attention}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say from which distance on models do not attend to each other."""

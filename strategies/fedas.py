@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
 from posy.settings import Search, setting
@@ -24,6 +25,7 @@ class FedASSettings(
     MethodSettings,
     noise=Refused("the trace of the Fisher information, which its clients send, has no noise"),
     sums=Refused("it weighs bodies by the Fisher information of single clients"),
+    robust=Refused("its server weighs bodies by the Fisher information that the clients report"),
 ):
     """Settings of FedAS."""
 
@@ -104,9 +106,13 @@ class FedAS(PersonalisedStrategy):
         if arrays[1] < 0:
             raise BadReplyError(f"trace of the Fisher information {float(arrays[1])}")
 
+    def mean_weights(self, updates: list[Update]) -> npt.NDArray[np.float64]:
+        """Return n_i F_i ``(M,)``, or n_i if every trace is 0."""
+        weights = sample_counts(updates) * stacked(updates, 1)
+        return weights if weights.any() else sample_counts(updates)
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the bodies; if every trace is 0, weigh them by their samples."""
-        weights = sample_counts(updates) * stacked(updates, 1)
-        weights = weights if weights.any() else sample_counts(updates)
+        weights = self.mean_weights(updates) * [update.weight_factor for update in updates]
         self.model = weighted_mean(stacked(updates), weights)
         return {"largest_weight": float(np.max(weights) / np.sum(weights))}

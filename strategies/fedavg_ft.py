@@ -38,7 +38,7 @@ CARD = MethodCard(
 )
 
 
-class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED):
+class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED):
     """Settings of FedAvg with fine-tuning."""
 
     epochs: int = setting(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedBABUSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED):
+class FedBABUSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED):
     """Settings of FedBABU's fine-tuning."""
 
     card = MethodCard(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedBNSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, point="served"):
+class FedBNSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
     """FedBN has no settings."""
 
     card = MethodCard(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedCPSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class FedCPSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedCP."""
 
     card = MethodCard(

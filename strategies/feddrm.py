@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedDRM."""
 
     class_weight: float = setting(

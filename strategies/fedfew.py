@@ -37,6 +37,7 @@ class FedFewSettings(
     MethodSettings,
     noise=Refused("the K training losses, by which its server weighs the updates, have no noise"),
     sums=Refused("it weighs each client's updates by its losses of this round, so the server needs single replies"),
+    robust=Refused("its server weighs updates by the losses that the clients report"),
     point="served",
 ):
     """Settings of FedFew."""
@@ -214,11 +215,18 @@ class FedFew(PersonalisedStrategy):
         """Expect the updates Δ_i ``(K, d)`` and the losses L_i ``(K,)``."""
         return [self.models.shape, (len(self.models),)]
 
+    def mean_weights(self, updates: list[Update]) -> Float64:
+        """Return equal weights: :meth:`aggregate` limits the outer weights itself, which may be 0 for other clients."""
+        return np.ones(len(updates))
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Weigh the updates and move the K models."""
         losses = np.stack([update.arrays[1] for update in updates]).astype(np.float64)
         n = sample_counts(updates)
         weights = stch_weights(weighted_losses(losses, n) if self.method.weigh_losses else losses, self.method.mu)
+        if (largest := self.largest_share(len(updates))) < 1:
+            self.note_limited("down_weighted", [update.client for update in updates], weights.outer > largest)
+            weights = weights._replace(outer=np.minimum(weights.outer, largest))
         deltas = [update.arrays[0] for update in updates]
         full = self.method.full_steps
         models = server_step(self.models, deltas, weights, self.method.server_lr, full)

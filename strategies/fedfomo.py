@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
+from posy.data.partitions import count_aside
 from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
@@ -32,6 +33,7 @@ class FedFomoSettings(
     MethodSettings,
     noise=Refused("its clients weigh each other's single models, and the weights they send cannot be noised"),
     sums=Refused("its clients are sent each other's models"),
+    robust=Refused("its server passes single models on to other clients"),
     point="served",
 ):
     """Settings of FedFomo."""
@@ -60,7 +62,8 @@ class FedFomoSettings(
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",
             "stateless": "1 for each client that has lost its own state since its last update (M,)",
-            "starts": "with `max-update-norm`: the model that each client's last training started from (M, d)",
+            "starts": "with `max-update-norm` or `max-norm-ratio`: the model that each client's last training started "
+            "from (M, d)",
             "affinity": "the affinity matrix P (M, M)",
             "sent": "the clients whose models each client receives next (M, k), -1 in unused entries",
         },
@@ -125,7 +128,8 @@ class FedFomoSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the validation losses determine them."""
-        return {"client-weights": "each client weighs the others' models by their losses"}
+        losses = "each client weighs the others' models by their losses"
+        return {"client-weights": losses, "max-client-weight": losses}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say which samples weigh the models, and warn if the run is close to local training."""
@@ -161,7 +165,7 @@ class FedFomo(LatestModels):
     def initialise(self) -> None:
         """Start without models; P is the identity."""
         super().initialise()
-        rows = self.num_clients if self.settings.run.max_update_norm else 0
+        rows = self.num_clients if self.settings.run.max_update_norm or self.norm_ratio else 0
         self.starts: FloatArray = np.tile(self.initial(), (rows, 1))
         self.affinity = np.eye(self.num_clients)
         width = min(self.method.models, self.num_clients - 1)
@@ -174,6 +178,12 @@ class FedFomo(LatestModels):
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Expect the client's model ``(d,)``, and the weights ``(1 + k,)`` of its candidates."""
         return [(self.size,), (1 + len(self._sent_to(client)),)]
+
+    def enrolled(self, client: int) -> int:
+        """Return the number of samples that a client trains on, without those on which it compares models."""
+        count = super().enrolled(client)
+        aside = 0.0 if self.settings.data.validation_fraction else self.method.validation
+        return count - count_aside(count, aside) if aside else count
 
     def reference(self, client: int, arrays: NDArrays) -> NDArrays:
         """Return the model that the client's training started from: the mix of its candidates (Eq. 4)."""

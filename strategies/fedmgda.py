@@ -29,6 +29,7 @@ class FedMGDASettings(
     MethodSettings,
     noise=Refused("it weighs the clients by the angles between their updates, which noise makes right angles"),
     sums=Refused("it weighs the clients by the angles between their updates"),
+    robust=Refused("its server mixes updates by their angles"),
     point="served",
 ):
     """Settings of FedMGDA+."""

@@ -30,6 +30,7 @@ class FedMTLSettings(
     MethodSettings,
     noise=Refused("it relates the clients by their single models, which noise makes all alike"),
     sums=Refused("its server keeps every client's model, and sends each what belongs to its own"),
+    robust=Refused("its server keeps every client's model and relates them"),
 ):
     """Settings of FedMTL."""
 
@@ -89,7 +90,8 @@ class FedMTLSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the relations determine them."""
-        return {"client-weights": "relations between the clients weigh their models"}
+        relations = "relations between the clients weigh their models"
+        return {"client-weights": relations, "max-client-weight": relations}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn that clients without ties train alone."""

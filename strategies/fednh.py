@@ -15,14 +15,22 @@ from posy.models.parameters import FloatArray
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
-from posy.strategies.replies import Update, mean_of, sample_counts, stacked, weighted_mean
+from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.replies import BadReplyError, Update, mean_of, sample_counts, stacked, weighted_mean
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
+ROUNDING = 0.01
+"""Largest error of the sum of the classes' shares, for features in bfloat16."""
 
-class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+
+class FedNHSettings(
+    MethodSettings,
+    noise=ALLOWED,
+    sums=ALLOWED,
+    robust=Refused("its server also averages class directions, which the rule would not cover"),
+):
     """Settings of FedNH."""
 
     rho: float = setting(
@@ -101,6 +109,8 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
 class FedNH(PersonalisedStrategy):
     """Average the bodies; draw the prototypes to the clients' mean directions (Algorithm 1)."""
 
+    sums_samples = True
+
     def initialise(self) -> None:
         """Set up the model; raise :class:`SettingsError` where one sum cannot hold two kinds of means."""
         run = self.settings.run
@@ -115,6 +125,17 @@ class FedNH(PersonalisedStrategy):
         """Return the served body with the reply's mean directions, which are outside ``max-update-norm``."""
         head = self.architecture.layout.part(("head",))
         return [head.put(self.model.copy(), head.take(arrays[0]))]
+
+    def check(self, arrays: NDArrays) -> None:
+        """Refuse mean directions whose lengths, the shares of the classes, sum to more than 1.
+
+        The noise of ``dp-clip`` changes the lengths, which are then not checked.
+        """
+        head = self.architecture.layout.part(("head",))
+        rows = head.take(np.asarray(arrays[0], np.float64)).reshape(self.architecture.task.num_classes, -1)
+        total = float(np.linalg.norm(rows, axis=1).sum())
+        if not self.settings.train.dp_clip and total > 1 + ROUNDING:
+            raise BadReplyError(f"shares of the classes that sum to {total:.6g} instead of 1")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the bodies, and draw each prototype to the mean direction over the samples of its class."""

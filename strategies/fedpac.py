@@ -20,7 +20,7 @@ from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.prototypes import check_counts, mean_prototypes
+from posy.strategies.prototypes import check_class_counts, check_counts, class_counts, mean_prototypes
 from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked, weighted_mean
 from posy.strategies.simplex import minimise_on_simplex
 
@@ -32,6 +32,7 @@ class FedPACSettings(
     MethodSettings,
     noise=Refused("it decides whose heads are combined by class means, which noise makes all alike"),
     sums=Refused("it decides whose heads are combined by the class means of single clients"),
+    robust=Refused("its server also averages class means and combines heads, which the rule would not cover"),
 ):
     """Settings of FedPAC."""
 
@@ -134,6 +135,7 @@ class FedPAC(PersonalisedStrategy):
     """
 
     state = ("model", "prototypes", "known", "heads", "seen")
+    sums_samples = True
 
     def initialise(self) -> None:
         """Start from the initial body and head, without class means."""
@@ -159,10 +161,15 @@ class FedPAC(PersonalisedStrategy):
         if arrays[4] < 0:
             raise BadReplyError(f"variance {float(arrays[4])}")
 
+    def check_samples(self, client: int, arrays: NDArrays) -> None:
+        """Refuse another number of samples than the client has joined with."""
+        check_class_counts(arrays[3], self.enrolled(client))
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average bodies and class means, and combine the heads of the round."""
         self.model = mean_of(updates)
-        heads, means, counts, variances, products = (stacked(updates, position) for position in range(1, 6))
+        heads, means, variances, products = (stacked(updates, position) for position in (1, 2, 4, 5))
+        counts = class_counts(updates, 3)
         self.prototypes = mean_prototypes(means, counts, self.prototypes)
         self.known = np.maximum(self.known, counts.any(axis=0)).astype(np.float32)
         weights = combination(products, variances)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedPerSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, point="served"):
+class FedPerSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedPer."""
 
     card = MethodCard(

@@ -19,7 +19,7 @@ from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.prototypes import check_counts, mean_prototypes
+from posy.strategies.prototypes import check_class_counts, check_counts, class_counts, mean_prototypes
 from posy.strategies.replies import Update, stacked
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class FedProtoSettings(
     MethodSettings,
     noise=Refused("the numbers of samples of each class, which its clients send, have no noise"),
     sums=Refused("it weighs each client's prototypes by the client's samples of the class"),
+    robust=Refused("its server averages class prototypes, and receives no model"),
     point="served",
 ):
     """Settings of FedProto."""
@@ -112,6 +113,7 @@ class FedProto(PersonalisedStrategy):
     """Store the prototypes ``(C, D)``, and which of the classes have one ``(C,)`` (Algorithm 1)."""
 
     state = ("prototypes", "known")
+    sums_samples = True
 
     def initialise(self) -> None:
         """Start without prototypes."""
@@ -129,9 +131,13 @@ class FedProto(PersonalisedStrategy):
         """Refuse impossible sample counts."""
         check_counts(arrays[1])
 
+    def check_samples(self, client: int, arrays: NDArrays) -> None:
+        """Refuse another number of samples than the client has joined with."""
+        check_class_counts(arrays[1], self.enrolled(client))
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the prototypes of each class over the clients that have it."""
-        counts = stacked(updates, 1)
+        counts = class_counts(updates, 1)
         self.prototypes = mean_prototypes(stacked(updates), counts, self.prototypes)
         self.known = np.maximum(self.known, counts.any(axis=0)).astype(np.float32)
         return {"known_classes": int(self.known.sum())}

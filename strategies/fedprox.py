@@ -20,7 +20,7 @@ PAPER = Paper(
 EQUATION = "h_k(w; w^t) = F_k(w) + μ/2 ||w − w^t||² (Eq. 2): w ← w − η (∇F_k(w) + μ (w − w^t))"
 
 
-class FedProxSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, point="served"):
+class FedProxSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedProx."""
 
     mu: float = setting(

@@ -7,7 +7,7 @@ from posy.strategies.fedprox import EQUATION, PAPER, FedProxSettings
 from posy.strategies.method_settings import ALLOWED
 
 
-class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED):
+class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED):
     """Settings of FedProx and of the fine-tuning, which has no proximal term."""
 
     card = replace(

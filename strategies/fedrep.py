@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedRep."""
 
     card = MethodCard(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedSAMFTSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED):
+class FedSAMFTSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
     """Settings of FedSAM and of the fine-tuning, which takes the gradient at the parameters."""
 
     rho: float = setting(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedUVSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class FedUVSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedUV."""
 
     variance: float = setting(

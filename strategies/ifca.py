@@ -22,6 +22,7 @@ class IFCASettings(
     MethodSettings,
     noise=Refused("each client names its cluster, and a name cannot be noised"),
     sums=Refused("its server averages each cluster by itself, so it must see which model is whose"),
+    robust=Refused("it averages each cluster by itself, and an attacker can choose a cluster with few clients"),
     point="served",
 ):
     """Settings of IFCA."""

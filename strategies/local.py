@@ -15,7 +15,10 @@ from posy.strategies.replies import Update
 
 
 class LocalSettings(
-    MethodSettings, noise=Refused("its clients send no model"), sums=Refused("its clients send no model")
+    MethodSettings,
+    noise=Refused("its clients send no model"),
+    sums=Refused("its clients send no model"),
+    robust=Refused("its clients send no model"),
 ):
     """Local training has no settings."""
 
@@ -41,6 +44,8 @@ class LocalSettings(
         return {
             "client-weights": "the server averages nothing",
             "max-update-norm": "clients send no update",
+            "max-norm-ratio": "clients send no update",
+            "max-client-weight": "the server averages nothing",
         }
 
 

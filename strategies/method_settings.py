@@ -25,6 +25,7 @@ ALLOWED = None
 """The verdict that a method supports a feature."""
 UNDECIDED = Refused("it does not say that the weighted mean of its clients' arrays is all that its server needs")
 UNSAMPLED = Refused("it does not say that the gradients of single samples are all that its clients' arrays depend on")
+NO_MEAN = Refused("it does not declare that its server step is a weighted mean of models")
 
 
 def training_clients(settings: "Settings") -> int:
@@ -40,8 +41,9 @@ class MethodSettings:
 
     A subclass must state whether the method supports the noise of differential privacy, for example
     ``class FedPerSettings(MethodSettings, noise=ALLOWED)``. With ``sums=ALLOWED`` it states that its server needs only
-    the weighted mean of the clients' arrays, and with ``dp_sgd=ALLOWED`` that DP-SGD protects all that they send.
-    Server and clients both call the methods below.
+    the weighted mean of the clients' arrays, and with ``dp_sgd=ALLOWED`` that DP-SGD protects all that they send. With
+    ``robust=ALLOWED`` it states that its server combines whole models by
+    :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the methods below.
     """
 
     noise: ClassVar[Refused | None]
@@ -56,6 +58,9 @@ class MethodSettings:
     dp_sgd: ClassVar[Refused | None]
     """Why the method does not support DP-SGD (``dp = sample``); :data:`ALLOWED` if it does. A client's arrays then
     depend on its data only through one local training whose objective is a mean over samples."""
+    robust: ClassVar[Refused | None]
+    """Why another rule cannot replace the server's mean (setting ``robust``); :data:`ALLOWED` if it can. All clients
+    then start from one model, and the server uses their models in the rule only."""
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
@@ -70,10 +75,11 @@ class MethodSettings:
         noise: Refused | None,
         sums: Refused | None = UNDECIDED,
         dp_sgd: Refused | None = UNSAMPLED,
+        robust: Refused | None = NO_MEAN,
         point: Literal["served", "local"] = "local",
     ) -> None:
         """Make the subclass a frozen dataclass."""
-        cls.noise, cls.sums, cls.dp_sgd, cls.point = noise, sums, dp_sgd, point
+        cls.noise, cls.sums, cls.dp_sgd, cls.robust, cls.point = noise, sums, dp_sgd, robust, point
         dataclass(frozen=True)(cls)
 
     @classmethod
@@ -118,8 +124,8 @@ class MethodSettings:
     def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":
         """Return the references of the first arrays of a reply; its further arrays are not models.
 
-        The update is the difference between these arrays and their references. ``max-update-norm`` limits its norm, and
-        ``dp`` clips it and adds noise.
+        The update is the difference between these arrays and their references. ``max-update-norm`` and
+        ``max-norm-ratio`` limit its norm, and ``dp`` clips it and adds noise.
 
         Parameters
         ----------

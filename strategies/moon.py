@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class MOONSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+class MOONSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of MOON."""
 
     mu: float = setting(

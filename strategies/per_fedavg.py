@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class PerFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class PerFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
     """Settings of Per-FedAvg."""
 
     alpha: float = setting(

@@ -24,7 +24,11 @@ AUTO = "auto"
 
 
 class PFedFDASettings(
-    MethodSettings, noise=Refused("noise makes the covariance unusable"), sums=ALLOWED, point="served"
+    MethodSettings,
+    noise=Refused("noise makes the covariance unusable"),
+    sums=ALLOWED,
+    point="served",
+    robust=Refused("its server also averages means and covariances, which the rule would not cover"),
 ):
     """Settings of pFedFDA."""
 

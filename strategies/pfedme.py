@@ -13,7 +13,7 @@ from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
-from posy.strategies.replies import Update, mean_of
+from posy.strategies.replies import Update
 from posy.strategies.settings import CENTRAL
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class PFedMeSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class PFedMeSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
     """Settings of pFedMe."""
 
     strength: float = setting(
@@ -161,11 +161,10 @@ class PFedMe(PersonalisedStrategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change the model; BatchNorm's running statistics, which may not be negative, are the clients' mean."""
         sent = [update for update in updates if update.arrays]
-        if len(sent) < (least := self.settings.run.min_train_replies):
-            text = "round %s: %s sampled clients replied, min-train-replies is %s: the model stays as it is"
-            log(WARNING, text, server_round, len(sent), least)
+        if len(sent) < self.least_replies:
+            log(WARNING, "round %s: %s; the model stays as it is", server_round, self.too_few(len(sent)))
             return {}
-        mean, parameters = mean_of(sent), self.architecture.layout.trainable
+        mean, parameters = self.mean(sent), self.architecture.layout.trainable
         moved = relaxed(parameters.take(self.model), parameters.take(mean), self.method.beta)
         self.model = parameters.put(mean, moved)
         return {}

@@ -31,7 +31,7 @@ from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
+from posy.strategies.replies import BadReplyError, Update
 from posy.strategies.settings import Settings
 
 PAPER_ROUNDS = (30, 50, 40, 40)
@@ -42,6 +42,7 @@ class PPFESettings(
     MethodSettings,
     noise=Refused("the coefficients of its stages, which its clients send, have no noise"),
     sums=ALLOWED,
+    robust=ALLOWED,
     point="served",
 ):
     """Settings of PPFE."""
@@ -326,7 +327,7 @@ class PPFE(PersonalisedStrategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average; at the end of a stage keep its shared layers and begin the next one."""
         first = self.stage.number == 1
-        self.model = mean_of(updates) if first else weighted_mean(stacked(updates), np.ones(len(updates)))
+        self.model = self.mean(updates, None if first else np.ones(len(updates)))
         self.rounds_done += 1
         quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}
         if self._is_end(server_round):

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
-from posy.strategies.replies import BadReplyError
+from posy.strategies.replies import BadReplyError, Update, stacked
 
 
 def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: FloatArray) -> FloatArray:
@@ -23,6 +23,21 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
     total = n.sum(axis=0)[:, None]
     sums = np.einsum("mc,mcd->cd", n, prototypes.astype(np.float64))
     return np.where(total > 0, sums / np.maximum(total, 1), before).astype(np.float32)
+
+
+def class_counts(updates: list[Update], position: int) -> npt.NDArray[np.float64]:
+    """Return the clients' samples by class ``(M, C)``, each client's within the limit of ``max-client-weight``."""
+    return stacked(updates, position) * np.array([[update.samples_factor] for update in updates])
+
+
+def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
+    """Raise :class:`BadReplyError` if the samples by class ``(C,)`` are not as many as the client has joined with.
+
+    The counts travel in float32, which rounds numbers above 2^24.
+    """
+    total = float(np.asarray(counts, np.float64).sum())
+    if abs(total - enrolled) > 1e-6 * enrolled:
+        raise BadReplyError(f"{total:.0f} samples by class, but the client has joined with {enrolled}")
 
 
 def check_counts(counts: npt.ArrayLike) -> None:

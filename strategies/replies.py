@@ -58,6 +58,9 @@ class Update:
     """Index of the client and its number of training samples n_i; the server sets both."""
     weight: int | None = None
     """Weight of the client in the server's means, set by the server; None: ``num_examples``."""
+    weight_factor: float = 1.0
+    samples_factor: float = 1.0
+    """Parts of the weight, and of the samples in sums over samples, that ``max-client-weight`` leaves."""
 
 
 @dataclass
@@ -74,6 +77,10 @@ class ClientInfo:
     skipped: int = 0
 
 
+LIMITED = ("clipped", "discarded", "down_weighted")
+"""Lists of a round's record: clients whose influence the server has limited."""
+
+
 @dataclass
 class RoundRecord:
     """The record of one round, for the files of a run."""
@@ -85,6 +92,11 @@ class RoundRecord:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     away: tuple[int, ...] = ()
     """Clients that had no node at the start of the round."""
+    clipped: list[int] = field(default_factory=list)
+    """Clients whose updates the server scaled down."""
+    discarded: list[int] = field(default_factory=list)
+    down_weighted: list[int] = field(default_factory=list)
+    """Clients whose accepted updates had no weight, and clients whose weight the server lowered."""
     asked: int = 0
     trained: set[int] = field(default_factory=set)
     """Clients whose training was accepted in a round that did not fail."""
@@ -167,13 +179,24 @@ def stacked(updates: list[Update], position: int = 0) -> FloatArray:
 
 
 def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the clients' weights in means ``(M,)``: training samples n_i, or 1 with ``client-weights=uniform``."""
+    """Return the clients' weights in means ``(M,)``: training samples n_i, or 1 with ``client-weights=uniform``.
+
+    No weight exceeds ``max-client-weight``.
+    """
+    return unlimited_weights(updates) * [update.weight_factor for update in updates]
+
+
+def unlimited_weights(updates: list[Update]) -> npt.NDArray[np.float64]:
+    """Return the clients' weights ``(M,)`` before ``max-client-weight`` limits them."""
     return np.array([u.num_examples if u.weight is None else u.weight for u in updates], np.float64)
 
 
 def sample_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the numbers of training samples n_i ``(M,)``, regardless of ``client-weights``."""
-    return np.array([update.num_examples for update in updates], np.float64)
+    """Return the numbers of training samples n_i ``(M,)``, regardless of ``client-weights``.
+
+    If the strategy sums over samples, no number exceeds ``max-client-weight``.
+    """
+    return np.array([update.num_examples * update.samples_factor for update in updates], np.float64)
 
 
 def changes(reply: NDArrays, reference: NDArrays) -> list[npt.NDArray[np.float64]]:
@@ -191,6 +214,12 @@ def check_count(key: str, count: Any, least: int) -> None:
     """Raise :class:`BadReplyError` for an impossible number of samples."""
     if not least <= count < MAX_EXAMPLES or count != int(count):
         raise BadReplyError(f"{key} = {count}")
+
+
+def check_enrolled(key: str, count: Any, enrolled: int) -> None:
+    """Raise :class:`BadReplyError` if a number of samples differs from the number with which the client joined."""
+    if count != enrolled:
+        raise BadReplyError(f"{key} = {count:.0f}, but the client has joined with {enrolled}")
 
 
 def read_update(content: RecordDict, shapes: list[tuple[int, ...]], *, with_loss: bool = True) -> Update:

@@ -33,6 +33,7 @@ class SCAFFOLDSettings(
     MethodSettings,
     noise=Refused("its server adds up the changes of all control variates, and would add up the noise of all rounds"),
     sums=ALLOWED,
+    robust=Refused("its server also averages control variates, which the rule would not cover"),
     point="served",
 ):
     """Settings of SCAFFOLD."""
@@ -85,8 +86,11 @@ class SCAFFOLDSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse optimisers other than SGD with a fresh momentum."""
+        """Refuse optimisers other than SGD with a fresh momentum, and limits that would change a client's variate."""
+        exact = "c is the mean of the clients' variates only if the server adds their changes with constant weights"
         return {
+            "max-norm-ratio": f"{exact}; max-update-norm drops large updates",
+            "max-client-weight": f"{exact}; client-weights = uniform gives all clients the same weight",
             "optimizer": "its control variates are distances divided by the rate and the steps, as SGD makes them",
             "optimizer-state": "a stored momentum holds gradients of earlier rounds, which would enter the variates",
         }

@@ -260,6 +260,7 @@ class RunSettings:
         "samples",
         "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
         "over samples (class prototypes, FedFew's n_i / N of the losses) always use the numbers of samples",
+        needs="robust = mean | multi-krum | geometric-median or method = feddrm",
         choices=("samples", "uniform"),
         source="McMahan et al., 2017, Algorithm 1: n_i / n",
         synonyms=("client-weighting", "weighted-average"),
@@ -269,6 +270,53 @@ class RunSettings:
     )
     max_update_norm: float = setting(
         0.0, "largest L2 norm of a client's update; a larger update is dropped; 0: no limit", minimum=0
+    )
+    max_norm_ratio: float | str = setting(
+        AUTO,
+        "largest L2 norm of a client's update as a multiple of the round's median norm; a larger update is scaled down "
+        "to it; 0: no limit; `auto`: 3 with dataset=sites, else 0",
+        needs="secure-aggregation = false",
+        number_or=AUTO,
+        minimum=0,
+        synonyms=("norm-bound", "clip-updates"),
+    )
+    max_client_weight: float | str = setting(
+        AUTO,
+        "largest share of a client in the server's means and sums; a larger weight is lowered to it; 1: no limit; "
+        "`auto`: with dataset=sites 3 divided by the number of replies, at most 0.5, else 1",
+        needs="secure-aggregation = false and robust = mean | multi-krum | geometric-median",
+        number_or=AUTO,
+        above=0,
+        maximum=1,
+    )
+    robust: str = setting(
+        "mean",
+        "rule by which the server combines the clients' models; `mean`: weighted by client-weights, as are the "
+        "geometric median and Multi-Krum; for the other rules all clients are equal",
+        choices=("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median"),
+        synonyms=("aggregation", "aggregator", "defence", "defense"),
+    )
+    trim_fraction: float = setting(
+        0.2,
+        "trimmed mean: fraction of the clients whose values are cut at each end, for each parameter",
+        needs="robust = trimmed-mean",
+        minimum=0,
+        maximum=0.49,
+        synonyms=("beta",),
+    )
+    max_attackers: int = setting(
+        1,
+        "Krum: number f of clients in a round that may send arbitrary models; a round needs 2 f + 3 replies",
+        needs="robust = krum | multi-krum",
+        minimum=0,
+        synonyms=("num-malicious-nodes",),
+    )
+    krum_clients: int = setting(
+        0,
+        "Multi-Krum: number of clients whose models are averaged; 0: all replies but max-attackers",
+        needs="robust = multi-krum",
+        minimum=0,
+        synonyms=("num-nodes-to-select",),
     )
     secure_aggregation: bool = setting(
         False,
@@ -395,6 +443,11 @@ class RunSettings:
                 "system-accuracy = 'on' does not go with secure-aggregation = true: it needs the models and test "
                 "samples of single clients; set system-accuracy = 'off'"
             )
+        if self.robust != "mean" and self.secure_aggregation:
+            raise SettingsError(
+                f"robust = {self.robust!r} does not go with secure-aggregation = true: the server sees only the sum of "
+                "the updates, and the rule compares single updates; set one of them to its default"
+            )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
 
@@ -417,6 +470,16 @@ class Settings:
                 raise SettingsError(
                     f"{key} = {config[key]!r} with method = {self.run.method!r}: {reason}; set it to {default!r}"
                 )
+        if self.run.robust != "mean" and self.train.dp == CENTRAL:
+            raise SettingsError(
+                f"robust = {self.run.robust!r} with dp = {CENTRAL!r}: the noise is sized for a mean of clipped updates; set "
+                "robust = 'mean'"
+            )
+        if self.run.robust != "mean" and self.method.robust:
+            raise SettingsError(
+                f"robust = {self.run.robust!r} with method = {self.run.method!r}: {self.method.robust.why}; set it to "
+                "'mean'"
+            )
         if self.run.min_clients > self.data.num_clients:
             raise SettingsError(
                 f"min-clients = {self.run.min_clients}: it must be 0 to num-clients = {self.data.num_clients}"

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from posy.settings import Scalar
+from posy.settings import Scalar, key_of
+from posy.strategies.replies import LIMITED
 
-COUNTED = ("missing", "dropped", "left-out")
+COUNTED = ("missing", "dropped", "left-out", *LIMITED, *map(key_of, LIMITED))
 """Lists of a round or a summary of which their length is a number of the run."""
 
 

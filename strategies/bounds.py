@@ -1,0 +1,60 @@
+"""Bounds on the influence of a single client: on the norm of its update, and on its share of a mean."""
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+
+NORM_RATIO = 3.0
+"""With sites: largest norm of an update, as a multiple of the round's median norm."""
+LARGEST_SHARE, FAIR_SHARES = 0.5, 3.0
+"""With sites: largest share of a client in a mean, and its largest multiple of an equal share."""
+
+
+def clipping_factors(norms: npt.ArrayLike, ratio: float) -> Float64:
+    """Return min(1, ratio · median / norm) for each norm ``(M,)``; 1 for a norm of 0.
+
+    The median of an even number of norms is the smaller of the two in the middle. A minority of clients therefore
+    cannot raise the bound beyond the norms of the others.
+
+    Parameters
+    ----------
+    norms : array_like, (M,)
+        L2 norms of the updates of a round.
+    ratio : float
+        Largest norm as a multiple of the median.
+    """
+    lengths = np.asarray(norms, np.float64)
+    bound = ratio * np.sort(lengths)[(len(lengths) - 1) // 2]
+    return np.where(lengths > bound, bound / np.where(lengths > 0, lengths, 1.0), 1.0)
+
+
+def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
+    """Return factors ``(M,)`` of the weights after which no weight exceeds a fraction of their sum.
+
+    Only the weights above the fraction change, and each becomes exactly this fraction. If the fraction is smaller than
+    1/M, all weights become equal.
+
+    Parameters
+    ----------
+    weights : array_like, (M,)
+        Non-negative weights.
+    largest : float
+        The largest fraction of the sum, above 0.
+    """
+    w = np.asarray(weights, np.float64)
+    falling = np.sort(w[w > 0])[::-1]
+    if largest >= 1 or not len(falling):
+        return np.ones(len(w))
+    limit = falling[-1]
+    if len(falling) * largest > 1:
+        for above in range(len(falling)):  # `above` weights are at the limit, and the others are below
+            limit = largest * falling[above:].sum() / (1 - above * largest)
+            if falling[above] <= limit:
+                break
+    return np.where(w > limit, limit / np.where(w > 0, w, 1.0), 1.0)
+
+
+def site_share(clients: int) -> float:
+    """Return the largest share of a site among some clients: three equal shares, and at most one half."""
+    return min(LARGEST_SHARE, FAIR_SHARES / clients)

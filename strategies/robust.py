@@ -1,0 +1,231 @@
+"""Rules that combine the clients' models and resist a minority of arbitrary models (setting ``robust``).
+
+- ``median``, ``trimmed-mean``: Yin et al. (2018), for each parameter on its own; all clients have the same weight.
+- ``krum``, ``multi-krum``: Blanchard et al. (2017), the models that have the closest neighbours.
+- ``geometric-median``: Pillutla et al. (2022), the smoothed Weiszfeld algorithm; clients keep their weights.
+
+Flower's rules are the reference of the tests, and are not called here for these reasons. ``select_multikrum`` computes
+distances in float32 from squared norms, which has no digits left for similar models. It also accepts too few clients.
+``trim_mean`` cuts one value too few if the fraction times the number of clients is rounded down.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from posy.models.parameters import FloatArray
+from posy.strategies.replies import BLOCK, weighted_mean
+from posy.strategies.settings import RunSettings
+
+Float64 = npt.NDArray[np.float64]
+
+SMOOTHING = 1e-6
+"""Smallest distance ν in the weights of the geometric median (Pillutla et al., Algorithm 2)."""
+ITERATIONS, TOLERANCE = 1000, 1e-8
+"""Most iterations for the geometric median, and the largest relative change of a share in the last one."""
+
+
+class Combined(NamedTuple):
+    """The result of a rule: the model ``(d,)``, and the share of each client in it ``(M,)``.
+
+    Shares sum to 1. The median has no shares.
+    """
+
+    model: FloatArray
+    shares: Float64 | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and its parameters.
+
+    Parameters
+    ----------
+    name : str
+        A value of the setting ``robust`` other than ``mean``.
+    trim : float
+        Fraction of the clients that the trimmed mean cuts at each end.
+    attackers : int
+        Number f of arbitrary models that Krum and Multi-Krum tolerate.
+    selected : int
+        Number of models that Multi-Krum averages; 0: all but f.
+    """
+
+    name: str
+    trim: float = 0.2
+    attackers: int = 1
+    selected: int = 0
+
+    @classmethod
+    def of(cls, run: RunSettings) -> "Rule | None":
+        """Return the rule of a run; None for the weighted mean."""
+        if run.robust == "mean":
+            return None
+        return cls(run.robust, run.trim_fraction, run.max_attackers, run.krum_clients)
+
+    @property
+    def least(self) -> int:
+        """The smallest number of clients for which the rule is defined."""
+        return 2 * self.attackers + 3 if self.name in ("krum", "multi-krum") else 1
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the clients' weights matter."""
+        return self.name in ("multi-krum", "geometric-median")
+
+    def combine(self, models: FloatArray, start: FloatArray, weights: npt.ArrayLike) -> Combined:
+        """Return the combination of models, without BatchNorm's running statistics.
+
+        Parameters
+        ----------
+        models : numpy.ndarray, float32, (M, d)
+            The clients' models.
+        start : numpy.ndarray, float32, (d,)
+            The model from which all clients started.
+        weights : array_like, (M,)
+            The clients' weights, for Multi-Krum and the geometric median.
+
+        Raises
+        ------
+        ValueError
+            If M is smaller than :attr:`least`.
+        """
+        w = np.asarray(weights, np.float64)
+        if self.name == "median":
+            return Combined(median(models), None)
+        if self.name == "trimmed-mean":
+            return trimmed_mean(models, self.trim)
+        products = gram_from(models, start)
+        if self.name == "geometric-median":
+            shares = geometric_median_shares(products, w)
+            return Combined(shares.astype(np.float32) @ models, shares)
+        scores = krum_scores(squared_distances(products), self.attackers)
+        count = 1 if self.name == "krum" else selected_count(len(models), self.attackers, self.selected)
+        best = np.sort(np.argsort(scores, kind="stable")[:count])
+        shares = np.zeros(len(models))
+        shares[best] = w[best] / w[best].sum()
+        return Combined(weighted_mean(models[best], w[best]), shares)
+
+
+def median(rows: FloatArray, block: int = BLOCK) -> FloatArray:
+    """Return the median of each column ``(d,)``; of an even number of values, the mean of the two in the middle.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray, float32, (M, d)
+        Stacked vectors.
+    block : int
+        Number of columns that the function computes at a time, in double precision.
+    """
+    result = np.empty(rows.shape[1], np.float32)
+    for start in range(0, rows.shape[1], block):
+        result[start : start + block] = np.median(rows[:, start : start + block].astype(np.float64), axis=0)
+    return result
+
+
+def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combined:
+    """Return the mean of each column without its ⌊fraction M⌋ smallest and largest values.
+
+    All clients have the same weight, so a fraction of 0 gives the unweighted mean. A client's share is the part of the
+    remaining values that are its own.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray, float32, (M, d)
+        Stacked vectors.
+    fraction : float
+        At least 0 and less than 1/2.
+    block : int
+        Number of columns that the function computes at a time, in double precision.
+    """
+    count, size = rows.shape
+    cut = trimmed_count(count, fraction)
+    result, retained = np.empty(size, np.float32), np.zeros(count)
+    for start in range(0, size, block):
+        part = rows[:, start : start + block].astype(np.float64)
+        order = np.argsort(part, axis=0, kind="stable")[cut : count - cut]
+        result[start : start + block] = np.take_along_axis(part, order, axis=0).mean(axis=0)
+        retained += np.bincount(order.ravel(), minlength=count)
+    total = retained.sum()
+    return Combined(result, retained / total if total else np.full(count, 1 / count))
+
+
+def trimmed_count(count: int, fraction: float) -> int:
+    """Return ⌊fraction · count⌋, the number of values to cut at each end; 0.29 of 100 is 29 despite rounding."""
+    return math.floor(fraction * count + 1e-9)
+
+
+def selected_count(count: int, attackers: int, selected: int) -> int:
+    """Return the number of models that Multi-Krum averages, from 1 to all but the attackers."""
+    return max(1, min(selected or count, count - attackers))
+
+
+def gram_from(rows: FloatArray, origin: FloatArray, block: int = BLOCK) -> Float64:
+    """Return the inner products ``(M, M)`` of the rows ``(M, d)`` minus an origin ``(d,)``, in double precision.
+
+    With the clients' start as the origin, the products of similar models retain their digits.
+    """
+    products = np.zeros((len(rows), len(rows)))
+    for start in range(0, rows.shape[1], block):
+        part = rows[:, start : start + block].astype(np.float64) - origin[start : start + block]
+        products += part @ part.T
+    return products
+
+
+def squared_distances(products: Float64) -> Float64:
+    """Return ||x_i − x_j||² ``(M, M)``, never negative, from the inner products of the vectors x."""
+    lengths = np.diag(products)
+    squares = np.maximum(lengths[:, None] + lengths[None, :] - 2 * products, 0.0)
+    np.fill_diagonal(squares, 0.0)
+    return squares
+
+
+def krum_scores(squares: Float64, attackers: int) -> Float64:
+    """Return each vector's sum of squared distances to its M − f − 2 closest others ``(M,)``.
+
+    Parameters
+    ----------
+    squares : numpy.ndarray, (M, M)
+        Squared distances.
+    attackers : int
+        f.
+
+    Raises
+    ------
+    ValueError
+        If M < 2 f + 3, for which Krum has no guarantee.
+    """
+    count = len(squares)
+    if count < 2 * attackers + 3:
+        raise ValueError(f"Krum with f = {attackers} needs {2 * attackers + 3} vectors, got {count}")
+    to_others = squares[~np.eye(count, dtype=bool)].reshape(count, count - 1)
+    closest = np.sort(to_others, axis=1)[:, : count - attackers - 2]
+    return np.asarray(closest.sum(axis=1))
+
+
+def geometric_median_shares(products: Float64, weights: Float64) -> Float64:
+    """Return the shares λ ``(M,)`` for which Σ_i λ_i x_i minimises Σ_i α_i ||v − x_i|| over v.
+
+    The smoothed Weiszfeld algorithm: λ_i ∝ α_i / max(ν, ||v − x_i||), from the weighted mean on. It needs the inner
+    products only, because v is a mixture of the vectors.
+
+    Parameters
+    ----------
+    products : numpy.ndarray, (M, M)
+        Inner products of the vectors x.
+    weights : numpy.ndarray, (M,)
+        α, not negative, with a positive sum.
+    """
+    alpha = weights / weights.sum()
+    shares = alpha
+    for _ in range(ITERATIONS):
+        towards = products @ shares
+        squares = shares @ towards - 2 * towards + np.diag(products)
+        unnormalised = alpha / np.maximum(np.sqrt(np.maximum(squares, 0.0)), SMOOTHING)
+        before, shares = shares, unnormalised / unnormalised.sum()
+        if (np.abs(shares - before) <= TOLERANCE * shares).all():
+            break
+    return shares
