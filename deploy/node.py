@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,12 @@ from posy.deploy.internals import (
     run_node,
     runtime_client,
 )
+from posy.deploy.secret import new_secret
+from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
+from posy.deploy.trusted import read_entities
 from posy.deploy.worker import main as serve_worker
 from posy.deploy.worker import preload
+from posy.settings import SettingsError
 
 KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 IDLE_SECONDS = 1.0
@@ -155,11 +160,15 @@ class Worker:
 
 
 class Executor(threading.Thread):
-    """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out."""
+    """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out.
 
-    def __init__(self, address: str, waits: Waits, parent: Parent) -> None:
+    The Runtime API gives tasks only to a process that knows the node's ``secret``.
+    """
+
+    def __init__(self, address: str, secret: bytes, waits: Waits, parent: Parent) -> None:
         super().__init__(name="posy-executor", daemon=True)
         self._address = address
+        self._secret = secret
         self._parent = parent
         self._waits = waits
         self._worker: Worker | None = None
@@ -169,7 +178,7 @@ class Executor(threading.Thread):
     def run(self) -> None:
         """Serve until the process ends; end it if no worker can be started."""
         try:
-            node = runtime_client(self._address)
+            node = runtime_client(self._address, secret=self._secret)
             while True:
                 worker = self._warm()
                 if worker is not None and self._waits.work.wait(LOOK_SECONDS):
@@ -303,7 +312,18 @@ def main() -> None:
         nodes.append(Node(Path(key).stem, [*shared, *words]))
     load_node()
     preload(len(nodes))
-    leave(Family(nodes, serve, serve_worker).keep())
+    leave(Family(nodes, serve, partial(serve_worker, entities=trusted_by(shared))).keep())
+
+
+def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
+    """Return the keys of the trusted entities that the arguments of ``flower-supernode`` name; None: no option."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(TRUSTED_ENTITIES, dest="file", type=Path)
+    file = parser.parse_known_args(arguments)[0].file
+    try:
+        return None if file is None else read_entities(file)
+    except SettingsError as error:
+        sys.exit(f"posy: {error}")
 
 
 def serve(arguments: Sequence[str], parent: Parent) -> None:
@@ -320,9 +340,10 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     if limits.max_wait_time is not None:
         Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
-    waits = Waits()
-    Executor(f"{options.host}:{port}", waits, parent).start()
-    run_node([*rest, "--isolation", "process", "--host", options.host, "--port", port], waits.sleep, waits.lost)
+    waits, secret = Waits(), new_secret()
+    Executor(f"{options.host}:{port}", secret, waits, parent).start()
+    words = [*rest, "--isolation", "process", "--host", options.host, "--port", port]
+    run_node(words, waits.sleep, waits.lost, secret)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import threading
+from collections.abc import Mapping
 from logging import ERROR, INFO, WARNING
 from typing import Any, TextIO
 
@@ -43,14 +44,17 @@ def preload(nodes: int) -> None:
         importlib.import_module(name)
 
 
-def main(address: str, connection: socket.socket) -> None:
-    """Serve tasks of the node at ``address`` until it closes the socket."""
+def main(address: str, connection: socket.socket, entities: Mapping[str, str] | None = None) -> None:
+    """Serve tasks of the node at ``address`` until it closes the socket.
+
+    With ``entities``, the public keys of trusted entities by their ids, the worker runs signed code only.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever wants it to end tells its node
         signal.signal(number, signal.SIG_IGN)
     tokens: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, tokens), daemon=True).start()
     look_for_parts_sooner(WORKER_PATIENCE)
-    apps = Apps()
+    apps = Apps(entities)
     node = connection.makefile("w")
     _report(node, event="ready", process=os.getpid())
     last = Answered()

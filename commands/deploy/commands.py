@@ -14,7 +14,7 @@ import typer
 
 from posy.client_app.node_config import NODE_NAME, check_node_config
 from posy.commands.launch import ENVIRONMENT, Connection, resume_command, script, toml, without_proxy
-from posy.deploy.addresses import free_port, is_loopback
+from posy.deploy.addresses import is_loopback
 from posy.deploy.foreign import REFUSE
 from posy.server_app.progress import size
 from posy.settings import SettingsError
@@ -26,8 +26,8 @@ LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 MAX_DAYS = 36_500
 STATE = Path("superlink")
-HOME = "flower"
-"""Flower's home in the directory of a SuperLink's state."""
+HOME, PRIVATE = "flower", "private"
+"""Flower's home in the directory of a SuperLink's state, and the directory in it with the secret of the processes."""
 
 SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink's --control address.")]
 RootCertificates = Annotated[
@@ -121,6 +121,7 @@ def superlink(
     Any program that reaches --control can run code on every node. By default, only this machine can reach it.
     """
     from posy.commands.deploy.backup import DATABASE, held  # noqa: PLC0415
+    from posy.deploy.secret import OPTION, write_secret  # noqa: PLC0415 - imports Flower
     from posy.deploy.superlink import keep  # noqa: PLC0415
     from posy.forked import cores  # noqa: PLC0415
 
@@ -155,20 +156,23 @@ def superlink(
     served = ["--host", host, "--port", port, "--fleet-api-address", fleet, *trust, "--isolation", "process"]
     served += ["--disable-runtime-dependency-installation"]
     served += [] if volatile else ["--database", str(home.parent / DATABASE)]
-    executor = [script("flower-superexec"), "--runtime-api-address", address, *trusted]
-    ours = [sys.executable, "-P", "-m", "posy.deploy.link"]
+    secret = [OPTION, str(home / PRIVATE / "superexec-secret")]
+    served += secret
+    executor = ["--runtime-api-address", address, *trusted, *secret]
+    ours, taking = ([sys.executable, "-P", "-m", f"posy.deploy.{name}"] for name in ("link", "superexec"))
     commands = {
         "flower-superlink": [*([script("flower-superlink")] if stock else ours), *served],
-        "flower-superexec": [*executor, "--parent-pid", str(os.getpid())],
+        "flower-superexec": [*taking, *executor, "--parent-pid", str(os.getpid())],
     }
     with held(state) as lock:
         for option, listen in addresses:
             _check_free(option, listen)
         home.mkdir(exist_ok=True)
         _write_connection(home, reached)
+        write_secret(Path(secret[1]))
         environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         # The printed commands work in a shell: Flower's command, and an executor without a parent process to watch.
-        for command in ([script("flower-superlink"), *served], executor):
+        for command in ([script("flower-superlink"), *served], [script("flower-superexec"), *executor]):
             _print_command(command, environment)
         _print_command([script("flwr"), "list"], environment)
         keep(commands, environment, lock, certificate)
@@ -195,6 +199,10 @@ def supernode(
         bool,
         typer.Option("--refuse-foreign-code", help="Refuse runs whose code differs from the installed Posy's code."),
     ] = False,
+    trusted_entities: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Refuse apps that no key in this YAML file (key id: public key) has signed."),
+    ] = None,
 ) -> int:
     """Start a node of a federation.
 
@@ -231,8 +239,13 @@ def supernode(
     if stock and refuse_foreign_code:
         raise SettingsError("--refuse-foreign-code does not go with --stock: Flower's node runs any code; drop --stock")
     environment |= {REFUSE: "1"} if refuse_foreign_code else {}
+    if trusted_entities is not None:
+        from posy.deploy.trusted import read_entities  # noqa: PLC0415 - imports Flower
+
+        read_entities(trusted_entities)
+        words += ["--trusted-entities", str(trusted_entities.absolute())]
     if stock:
-        command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
+        command = [sys.executable, "-P", "-m", "posy.deploy.stock", *words]
     else:
         command = [sys.executable, "-P", "-m", "posy.deploy.node", *words]
     _print_command(command, environment)
