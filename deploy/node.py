@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import ERROR, INFO, WARNING
@@ -31,6 +31,7 @@ from typing import Any
 
 import httpx
 from flwr.app import Message
+from flwr.common.config import parse_config_args
 from flwr.common.logger import log
 
 from posy.deploy.addresses import free_port
@@ -43,6 +44,7 @@ from posy.deploy.internals import (
     error_reply,
     from_envelope,
     load_node,
+    record_error,
     require_version,
     run_node,
     runtime_client,
@@ -159,16 +161,23 @@ class Worker:
         self.events.put(None)
 
 
+class WorkerLostError(RuntimeError):
+    """The worker process has died, or was killed because it took too long."""
+
+
 class Executor(threading.Thread):
     """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out.
 
     The Runtime API gives tasks only to a process that knows the node's ``secret``.
     """
 
-    def __init__(self, address: str, secret: bytes, waits: Waits, parent: Parent) -> None:
+    def __init__(
+        self, address: str, secret: bytes, waits: Waits, parent: Parent, node_config: Mapping[str, Any]
+    ) -> None:
         super().__init__(name="posy-executor", daemon=True)
         self._address = address
         self._secret = secret
+        self._node_config = node_config
         self._parent = parent
         self._waits = waits
         self._worker: Worker | None = None
@@ -260,6 +269,7 @@ class Executor(threading.Thread):
             return
         try:
             message = message or task.pull()[0]
+            record_error(message, self._node_config, WorkerLostError(reason))
             task.push(error_reply(message, reason, crashed=True), context_for(message))
             task.finish(None, reason)
         except MessageGoneError:
@@ -336,12 +346,14 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     options, rest = parser.parse_known_args(arguments)
     parser.add_argument("--superlink", default="")
     parser.add_argument("--max-wait-time", type=float)
-    limits, _ = parser.parse_known_args(rest)  # these two are Flower's as well
+    parser.add_argument(CONFIG, dest="node_config")
+    limits, _ = parser.parse_known_args(rest)  # these three are Flower's as well
     if limits.max_wait_time is not None:
         Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
     waits, secret = Waits(), new_secret()
-    Executor(f"{options.host}:{port}", secret, waits, parent).start()
+    node_config = parse_config_args([limits.node_config] if limits.node_config else None)
+    Executor(f"{options.host}:{port}", secret, waits, parent, node_config).start()
     words = [*rest, "--isolation", "process", "--host", options.host, "--port", port]
     run_node(words, waits.sleep, waits.lost, secret)
 

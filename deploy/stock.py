@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="")
-    options, rest = parser.parse_known_args()
+    options, node_words = parser.parse_known_args()
     port, secret = options.port or str(free_port()), new_secret()
     path, descriptor = pipe_of(secret)
     address = f"[{options.host}]:{port}" if ":" in options.host else f"{options.host}:{port}"
@@ -30,7 +30,7 @@ def main() -> None:
     os.close(descriptor)
     path, descriptor = pipe_of(secret)
     os.set_inheritable(descriptor, True)
-    node = [str(Path(sysconfig.get_path("scripts")) / "flower-supernode"), *rest]
+    node = [str(Path(sysconfig.get_path("scripts")) / "flower-supernode"), *node_words]
     node += ["--isolation", "process", "--host", options.host, "--port", port, OPTION, path]
     os.execv(node[0], node)
 

@@ -37,10 +37,15 @@ def improve() -> None:
 
     from posy.deploy.secret import SigningInterceptor  # noqa: PLC0415
 
-    _ = run_superexec.SuperExecAuthHttpInterceptor, subprocess_executor.subprocess.Popen
-    vars(run_superexec)["SuperExecAuthHttpInterceptor"] = SigningInterceptor
     changed = SimpleNamespace(**{**vars(subprocess), "Popen": start_with_hidden_token})
-    vars(subprocess_executor)["subprocess"] = changed
+    changes: tuple[tuple[Any, str, Any], ...] = (
+        (run_superexec, "SuperExecAuthHttpInterceptor", SigningInterceptor),
+        (subprocess_executor, "subprocess", changed),
+    )
+    for module, name, _ in changes:
+        getattr(module, name)
+    for module, name, value in changes:
+        setattr(module, name, value)
 
 
 def start_with_hidden_token(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":

@@ -29,8 +29,8 @@ def read_entities(path: Path) -> dict[str, str]:
     Raises
     ------
     SettingsError
-        If the file cannot be read, names no entity, or contains a text that is no Ed25519 key of OpenSSH. With an empty
-        file, Flower's node would run every app.
+        If the file cannot be read, names no entity, or contains another text than an Ed25519 key of OpenSSH. With an
+        empty file, Flower's node would run every app.
     """
     entities = read_yaml(path)
     if not entities:
@@ -52,14 +52,14 @@ def signers(fab: Fab, entities: Mapping[str, str]) -> list[str]:
     """Return the ids of the trusted keys that have signed an app, with the function of Flower's node."""
     from flwr.supernode.start_client_internal import _verify_fab  # noqa: PLC0415 - a second to import
 
-    found = []
+    names = []
     for name, key in entities.items():
         try:
             if name in fab.verifications and _verify_fab(_with_one_signature(fab, name), {name: key}):
-                found.append(name)
+                names.append(name)
         except (ValueError, LookupError, TypeError, OverflowError, AttributeError):  # not what Flower writes
             continue
-    return found
+    return names
 
 
 def check_signatures(fab: Fab, entities: Mapping[str, str]) -> list[str]:
@@ -68,13 +68,13 @@ def check_signatures(fab: Fab, entities: Mapping[str, str]) -> list[str]:
     Raises
     ------
     UntrustedAppError
-        If none has signed it, or its bytes are not those that its hash names.
+        If none has signed it, or its hash is wrong.
     """
     if hashlib.sha256(fab.content).hexdigest() != fab.hash_str:
         raise UntrustedAppError(f"the app of this run is not the one that its hash names; {OPTION} refuses it")
-    if not fab.verifications.get("valid_license") or not (found := signers(fab, entities)):
+    if not fab.verifications.get("valid_license") or not (names := signers(fab, entities)):
         raise UntrustedAppError(f"no trusted entity of this node ({OPTION}) has signed the app of this run")
-    return found
+    return names
 
 
 def _with_one_signature(fab: Fab, name: str) -> Fab:

@@ -21,9 +21,11 @@ from logging import ERROR, INFO, WARNING
 from typing import Any, TextIO
 
 import httpx
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
+from posy.client_app import audit
+from posy.deploy.foreign import ForeignCodeError
 from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
 from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
 
@@ -92,6 +94,7 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
         seconds = max(0.0, message.metadata.ttl - CLOCK_SECONDS)
         _report(node, event="message", seconds=seconds, envelope=base64.b64encode(envelope(message)).decode())
         error = ""
+        audit.note(context, submitter=run.account_name or run.flwr_aid, code=fab.hash_str)
         try:
             if reply := last.find(message):
                 log(INFO, "this message came before: it gets the answer that is known")
@@ -102,11 +105,18 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
                     message.metadata.message_type,
                     message.metadata.group_id,
                 )
-                reply = apps.load(run, fab)(message, context)
+                client_app = apps.load(run, fab)
+                audit.note(context, signers=apps.signers)
+                reply = client_app(message, context)
+            outcome: Message | Exception = reply
         except Exception as wrong:
             log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
             error = f"{type(wrong).__name__}: {wrong}"
-            reply = error_reply(message, error)
+            reply, outcome = error_reply(message, error), wrong
+        try:
+            record(message, context, outcome)
+        except audit.AuditError as wrong:
+            error, reply = str(wrong), error_reply(message, str(wrong))
         task.push(reply, context)
         _report(node, event="pushed")
         task.finish(None if error else context, error)
@@ -123,6 +133,19 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
     finally:
         task.close()
     _report(node, event="done")
+
+
+def record(message: Message, context: Context, outcome: Message | Exception) -> None:
+    """Record the outcome of a message in the node's audit log, unless the run's ClientApp has recorded it.
+
+    Code that the node refuses to load records nothing, and neither does the answer to a copy of a message.
+    """
+    audit_log = audit.log_of(context.node_config)
+    if audit_log is None or audit.notes_on(context).get("recorded"):
+        return
+    if isinstance(outcome, ForeignCodeError):
+        audit.note(context, rule="refuse-foreign-code")
+    audit.record(audit_log, message, context, outcome)
 
 
 def _listen(connection: socket.socket, tokens: "queue.Queue[str]") -> None:

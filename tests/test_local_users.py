@@ -113,8 +113,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 def runtime_api(deployment: Deployment, name: str) -> str:
     """Return the address of a node's Runtime API, which any process of the machine can connect to."""
-    found = re.findall(r"Uvicorn running on http://(127\.0\.0\.1:[0-9]+)", deployment.log(name))
-    return str(found[-1])
+    addresses = re.findall(r"Uvicorn running on http://(127\.0\.0\.1:[0-9]+)", deployment.log(name))
+    return str(addresses[-1])
 
 
 def take(address: str, secret: bytes = b"", kind: str = TaskType.CLIENT_APP, certificate: bytes | None = None) -> str:

@@ -213,8 +213,8 @@ def test_nodes_run_a_signed_app(signing: tuple[Deployment, Ed25519PrivateKey]) -
     [hash_str] = fabs(deployment) - before
     with sqlite3.connect(deployment.folder / "superlink/state.db", timeout=60.0) as database:
         [content] = database.execute("SELECT content FROM fab WHERE fab_hash = ?", (hash_str,)).fetchone()
-        told = json.dumps({**HUB, KEY_ID: verification(key, content)})
-        database.execute("UPDATE fab SET verifications = ? WHERE fab_hash = ?", (told, hash_str))
+        verifications = json.dumps({**HUB, KEY_ID: verification(key, content)})
+        database.execute("UPDATE fab SET verifications = ? WHERE fab_hash = ?", (verifications, hash_str))
     database.close()
     assert deployment.ended("run-signed") == 0, deployment.log("run-signed")[-3000:]
     assert deployment.summary("signed")["status"] == "completed"

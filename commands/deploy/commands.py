@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from posy.client_app.node_config import NODE_NAME, check_node_config
+from posy.client_app.node_config import AUDIT, AUDIT_NAME, NODE_NAME, check_node_config
 from posy.commands.launch import ENVIRONMENT, Connection, resume_command, script, toml, without_proxy
 from posy.deploy.addresses import is_loopback
 from posy.deploy.foreign import REFUSE
@@ -229,11 +229,12 @@ def supernode(
             f"--key {' --key '.join(map(str, keys))}: nodes have the names of their keys, and two names are the same; "
             "rename one of the files"
         )
-    configs = node_configs(config or [], [path.stem for path in keys])
+    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
+    configs = [with_audit(pairs, home) for pairs in node_configs(config or [], [path.stem for path in keys])]
     used_keys = keys if several or not insecure else []
     words += [word for path in used_keys for word in ("--auth-supernode-private-key", str(path))]
     words += [word for pairs in configs if pairs for word in ("--node-config", node_config(pairs))]
-    environment = _flower_environment(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")))
+    environment = _flower_environment(home)
     if stock and several:
         raise SettingsError("--stock starts one node, but --key is repeated; drop --stock, or start each node alone")
     if stock and refuse_foreign_code:
@@ -425,6 +426,39 @@ def doctor(
     return checks.show(checks.of_server(reached, fleet, folder, state / HOME))
 
 
+@app.command(
+    epilog="""\b
+examples:
+  posy audit /srv/posy-state                                  check the log and print it
+  posy audit /srv/posy-state --run my-run --since 2026-01-31
+  posy audit /srv/posy-state --anchor                         print what to keep on another machine
+  posy audit /srv/posy-state --contains 1234:5f0c...          check the log against such an anchor"""
+)
+def audit(
+    path: Annotated[Path, typer.Argument(metavar="[PATH]")] = Path(),
+    run: Annotated[str, typer.Option(metavar="RUN", help="Print the events of this run only (id or run-name).")] = "",
+    since: Annotated[str, typer.Option(metavar="TIME", help="Print the events since this UTC time only.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
+    anchor: Annotated[
+        bool, typer.Option("--anchor", help="Print only the number of events and the last hash, to keep elsewhere.")
+    ] = False,
+    anchored: Annotated[
+        str, typer.Option("--contains", metavar="ANCHOR", help="Check that the log still has the events of an anchor.")
+    ] = "",
+) -> int:
+    """Check and print the audit log of a node.
+
+    PATH is the log, or the state-dir of the node (default: the current directory). The log has one line for each
+    message that the node has answered or refused. The exit status is 1 if the chain of lines is broken. Posy then
+    prints the first broken line.
+    """
+    from posy.commands import audit as showing  # noqa: PLC0415 - imports Flower
+
+    if anchor:
+        return showing.print_anchor(path)
+    return showing.show(path, run, since, anchored, as_json=as_json)
+
+
 @app.command()
 def log(
     run: RunWord,
@@ -538,6 +572,13 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
         [*([f"partition-id={int(first) + i}"] if numbered else []), *(word.replace(NODE_NAME, name) for word in common)]
         for i, name in enumerate(names)
     ]
+
+
+def with_audit(words: Sequence[str], home: Path) -> list[str]:
+    """Return a node config that names an audit log in ``home`` if the node has data and no place for the log."""
+    named = {word.partition("=")[0] for word in words}
+    placed = named & {AUDIT, "state-dir"} or "data" not in named
+    return [*words, *([] if placed else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
 
 
 def _exclude(insecure: bool, option: str, value: object) -> None:
