@@ -383,7 +383,7 @@ def event_of(message: Message, context: Context, outcome: Message | Exception | 
         "event": "reply",
         "node": one_line(str(context.node_config.get("name") or context.node_id), MAX_TEXT),
         "run": str(message.metadata.run_id),
-        "name": one_line(str(config.get("run") or run_name), MAX_TEXT),
+        "name": one_line(str(run_name or config.get("run", "")), MAX_TEXT),
         "submitter": one_line(str(notes.get("submitter", "")), MAX_TEXT),
         "signers": [one_line(str(signer), MAX_TEXT) for signer in notes.get("signers", ())][:MAX_NAMES],
         "code": one_line(str(notes.get("code", "")), MAX_TEXT),

@@ -389,7 +389,7 @@ def test_refusals_and_errors_have_no_text(audit_log: AuditLog) -> None:
 
 
 def test_names_of_custom_code_and_control_characters_stay_out(audit_log: AuditLog) -> None:
-    request_message = message(settings=SETTINGS, run="evil\x1b[2J\nname")
+    request_message = message(run="evil\x1b[2J\nname")
     content = RecordDict({"Patient A0": MetricRecord({"age=86, sbp=167": 1.0, "x" * 61: 2.0, "fine": 3.0})})
     record(audit_log, request_message, context(), Message(content, reply_to=request_message))
     event = audit_log.check().events[-1]
@@ -485,7 +485,7 @@ def filled(audit_log: AuditLog) -> AuditLog:
     node_context = context(name="site-a")
     note(node_context, submitter="ada")
     for number in (5, 6):
-        request_message = message(settings=SETTINGS, client=2, server_round=3, run=f"run-{number}")
+        request_message = message(settings=f'{{"run-name":"run-{number}"}}', client=2, server_round=3, run="folder")
         request_message.metadata.__dict__["_run_id"] = number
         record(
             audit_log,
