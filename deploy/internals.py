@@ -6,12 +6,10 @@ between two looks. All that it takes to keep a node warm is here: the node's mai
 What keeps its loop going, whatever fails, is in :mod:`posy.deploy.loop`.
 """
 
-import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +32,6 @@ from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from posy.client_app import audit
 from posy.deploy.foreign import check_code
 from posy.deploy.install import install_whole
 from posy.deploy.secret import OPTION, SigningInterceptor, pipe_of
@@ -151,18 +148,6 @@ def context_for(message: Message) -> Context:
     """Return an empty context for the run and node of a message."""
     run_id, node_id = message.metadata.run_id, message.metadata.dst_node_id
     return Context(run_id=run_id, node_id=node_id, node_config={}, state=RecordDict(), run_config={})
-
-
-def record_error(message: Message, node_config: Mapping[str, Any], error: Exception | str) -> None:
-    """Record in the audit log that the node itself answers a message with an error, or refuses it by a rule.
-
-    The reply contains no data, so it leaves the node even if the log cannot be written.
-    """
-    audit_log = audit.log_of(node_config)
-    if audit_log is not None:
-        context = replace(context_for(message), node_config=dict(node_config))
-        with contextlib.suppress(audit.AuditError):  # the node's log names the reason
-            audit.record(audit_log, message, context, error)
 
 
 class Apps:

@@ -31,7 +31,7 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli.flower_supernode import flower_supernode
 
-from posy.deploy.internals import record_error
+from posy.deploy.refusals import record_error
 from posy.deploy.trusted import RULE
 
 HEARTBEAT_SECONDS = 15

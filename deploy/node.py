@@ -44,11 +44,11 @@ from posy.deploy.internals import (
     error_reply,
     from_envelope,
     load_node,
-    record_error,
     require_version,
     run_node,
     runtime_client,
 )
+from posy.deploy.refusals import record_error
 from posy.deploy.secret import new_secret
 from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
 from posy.deploy.trusted import read_entities

@@ -561,3 +561,18 @@ def test_a_node_with_data_always_has_a_log(tmp_path: Path, monkeypatch: pytest.M
     ):
         cli.main(["supernode", "--insecure", *words])
         assert commands[-1].endswith(f"--node-config {expected}")
+
+
+def test_the_errors_of_the_node_itself_are_recorded(tmp_path: Path) -> None:
+    from posy.deploy.refusals import record_error
+
+    config = {"partition-id": 0, "num-partitions": 2, "audit": str(tmp_path / "a.jsonl")}
+    record_error(message(settings=SETTINGS), config, "trusted-entities")
+    record_error(message(settings=SETTINGS), config, RuntimeError("the worker process died"))
+    begin, refused, failed = AuditLog(tmp_path / "a.jsonl").check().events
+    assert (begin["event"], begin["node"]) == ("run-begin", "77")
+    assert (refused["event"], refused["decision"], "sent" in refused) == ("refusal", "trusted-entities", False)
+    assert (failed["event"], failed["error"]) == ("error", "RuntimeError")
+    record_error(message(), {"partition-id": 0}, "trusted-entities")  # this node keeps no log
+    (tmp_path / "file").write_text("")
+    record_error(message(), {"audit": str(tmp_path / "file" / "a.jsonl")}, "trusted-entities")  # and raises nothing

@@ -20,6 +20,7 @@ from flwr.supercore.run import Run
 from sklearn.datasets import load_digits
 
 from benchmarks.local_federation import Deployment
+from posy.client_app.audit import AuditLog
 from posy.commands import cli
 from posy.deploy.internals import Apps
 from posy.deploy.trusted import UntrustedAppError, check_signatures, read_entities
@@ -169,7 +170,7 @@ def signing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployme
     try:
         deployment.__init__(folder, ["warm", "stock"])  # type: ignore[misc]
         trusting = ["--trusted-entities", "trusted.yaml", "num-partitions=2"]
-        deployment.node("warm", *trusting, "partition-id=0")
+        deployment.node("warm", *trusting, "partition-id=0", f"audit={folder}/warm.jsonl")
         deployment.node("stock", *trusting, "partition-id=1", "--stock")
         deployment.until(lambda: deployment.ready("warm"), "warm")
         deployment.until(lambda: "SuperNode ID" in deployment.log("stock"), "stock")
@@ -196,6 +197,9 @@ def test_nodes_refuse_an_unsigned_app(signing: tuple[Deployment, Ed25519PrivateK
     for name in ("warm", "stock"):
         assert "The FAB could not be verified" in deployment.log(name)
     assert "working on a" not in deployment.log("warm")
+    begin, *refused = AuditLog(deployment.folder / "warm.jsonl").check().events
+    assert begin["event"] == "run-begin"
+    assert {(event["event"], event["decision"]) for event in refused} == {("refusal", "trusted-entities")}
 
 
 @pytest.mark.federation
@@ -219,6 +223,10 @@ def test_nodes_run_a_signed_app(signing: tuple[Deployment, Ed25519PrivateKey]) -
     assert deployment.ended("run-signed") == 0, deployment.log("run-signed")[-3000:]
     assert deployment.summary("signed")["status"] == "completed"
     assert deployment.log("warm").count("working on a train message") == 1
+    checked = AuditLog(deployment.folder / "warm.jsonl").check()
+    signed = [event for event in checked.events if event["code"] == hash_str and event.get("type") == "train"]
+    assert [event["signers"] for event in signed] == [[KEY_ID]]
+    assert (checked.line, checked.problem) == (0, "")
 
 
 def fabs(deployment: Deployment) -> set[str]:
