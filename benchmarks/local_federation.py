@@ -181,7 +181,7 @@ class Deployment:
 
     def server(self) -> int:
         """Return the process id of the single ServerApp; raise :class:`LookupError` without one."""
-        return child(child(self.processes["superlink"].pid, "flower-superexec"), "flwr-serverapp")
+        return child(child(self.processes["superlink"].pid, "posy.deploy.superexec"), "flwr-serverapp")
 
     def stop(self) -> None:
         """End all processes."""

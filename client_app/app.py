@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.clientapp import ClientApp
 
 from posy.client_app import secure_aggregation
+from posy.client_app.audit import record_reply
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.node_config import TRUSTED, check_node_config
 from posy.client_app.policy import admit, check_once, guarded, limited_scores, pin_state, site_policy
@@ -39,7 +40,7 @@ Result = tuple[Any, int, dict[str, Any]]
 """Return value of a NumPyClient: arrays or a loss, number of samples, metrics."""
 
 isolate_simulation()
-app = ClientApp(mods=[answer_in_kind])
+app = ClientApp(mods=[answer_in_kind, record_reply])
 
 
 @app.train()

@@ -7,12 +7,14 @@ from typing import Any
 from posy.settings import NodeConfigError, nearest
 from posy.strategies.registry import defaults
 
-SIGNING, TRUSTED = "signing-key", "trusted-keys"
+SIGNING, TRUSTED, AUDIT = "signing-key", "trusted-keys", "audit"
 NODE_WORDS = (
     "data", "policy", "name", "state-dir", "models", "skip-unreadable", "partition-id", "num-partitions",
-    SIGNING, TRUSTED,
+    SIGNING, TRUSTED, AUDIT,
 )  # fmt: skip
 """The words that a node reads in its config."""
+AUDIT_NAME = "audit.jsonl"
+"""Name of the audit log in a node's ``state-dir``; the word ``audit`` names another file."""
 NODE_NAME = "{name}"
 """The placeholder for the name of a node's key."""
 LEAST = {"partition-id": 0, "num-partitions": 1}

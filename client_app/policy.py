@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from flwr.app import ConfigRecord, Context, Message
 from flwr.common.logger import log
 
+from posy.client_app import audit
 from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
@@ -369,6 +370,8 @@ def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, C
             return work(message, context)
         except Exception as error:
             log(ERROR, "the node refuses a message: %s", error, exc_info=error)
+            if isinstance(error, PolicyError):
+                audit.note(context, rule=error.violation.rule)
             raise NodeError(shared_text(error, _min_rows(context.node_config))) from None
 
     return handler

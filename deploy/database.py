@@ -711,6 +711,25 @@ class _Starts(Base):
         return token
 
 
+class _Nonces(Base):
+    """Keeps the numbers of signed requests in memory: the executor of apps signs five a second, each once.
+
+    A SuperLink that is started again accepts a request of the last five minutes a second time. Only this machine's
+    administrator can record such a request.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.nonce_store: dict[tuple[str, str], float] = {}
+        self.lock_nonce_store = threading.Lock()
+
+    def reserve_nonce(self, namespace: str, nonce: str, expires_at: float) -> bool:
+        return _Memory.reserve_nonce(self, namespace, nonce, expires_at)
+
+    def _cleanup_expired_nonces(self) -> None:
+        _Memory._cleanup_expired_nonces(self)
+
+
 _Memory: Any = in_memory_corestate.InMemoryCoreState
 
 
@@ -832,6 +851,14 @@ SAVINGS = (
         },
         _Objects,
         _objects_in_memory,
+    ),
+    Saving(
+        "the numbers of signed requests in memory",
+        {
+            **{f"{kind}.reserve_nonce": "self namespace nonce expires_at" for kind in (_STATE, _MEMORY)},
+            f"{_MEMORY}._cleanup_expired_nonces": "self",
+        },
+        _Nonces,
     ),
     Saving(
         "code installed in advance",

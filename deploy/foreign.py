@@ -12,8 +12,6 @@ from posy.data.policy import Policy
 _LOG = getLogger("flwr")  # the logger of a node
 REFUSE = "POSY_REFUSE_FOREIGN_CODE"
 """Environment variable; if it is set, the node runs only its installed code."""
-TRUSTED_ENTITIES = "POSY_TRUSTED_ENTITIES"
-"""Environment variable; if it is set, Flower's node verifies the signature of every app."""
 _HERE = Path(__file__).resolve().parent.parent
 _STARTED = {"serverapp": "posy.server_app.app:app", "clientapp": "posy.client_app.app:app"}
 """What Flower starts of the app."""
@@ -34,17 +32,17 @@ def code_rule(policy: Policy | None) -> str:
     return policy.code if policy else "any"
 
 
-def check_code(content: bytes, rule: str) -> bool:
+def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
     """Return whether a node runs its installed Posy for an app's bundle (the bytes of a zip file).
 
     With the rule ``installed`` it does, and nothing of the bundle is unpacked or run. Otherwise it runs the bundle, and
-    the log names the files that differ from the installed Posy.
+    the log names the files that differ from the installed Posy. ``signed`` says whether a trusted entity has signed it.
 
     Raises
     ------
     ForeignCodeError
-        If the rule is ``installed`` and the bundle has other code, or the rule is ``signed`` and Flower's node verifies
-        no signatures.
+        If the rule is ``installed`` and the bundle has other code, or the rule is ``signed`` and no trusted entity has
+        signed the bundle.
     """
     files = foreign_code(content)
     listed = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
@@ -53,10 +51,10 @@ def check_code(content: bytes, rule: str) -> bool:
             f"this node runs only the Posy that is installed on it; the run brings {listed} (rule code "
             "of its policy, or --refuse-foreign-code)"
         )
-    if rule == "signed" and not os.environ.get(TRUSTED_ENTITIES):
+    if rule == "signed" and not signed:
         raise ForeignCodeError(
-            "this node runs signed apps only (rule code of its policy), but it verifies no signatures: start it with "
-            "--trusted-entities"
+            "this node runs signed apps only (rule code of its policy), and no trusted entity has signed this one; the "
+            "node needs --trusted-entities"
         )
     if files:
         _LOG.warning("this run brings code that differs from the installed Posy: %s", listed)

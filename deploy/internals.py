@@ -9,7 +9,7 @@ What keeps its loop going, whatever fails, is in :mod:`posy.deploy.loop`.
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,8 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 from posy.deploy.foreign import check_code
 from posy.deploy.install import install_whole
+from posy.deploy.secret import OPTION, SigningInterceptor, pipe_of
+from posy.deploy.trusted import check_signatures
 from posy.extensions import BUNDLED, OWN_MODULE
 from posy.flower import FLOWER, look_for_parts_sooner
 
@@ -58,11 +60,11 @@ def load_node() -> None:
     import posy.deploy.loop  # noqa: F401, PLC0415
 
 
-def run_node(arguments: list[str], sleep: Callable[[float], None], lost: threading.Event) -> None:
+def run_node(arguments: list[str], sleep: Callable[[float], None], lost: threading.Event, secret: bytes) -> None:
     """Run ``flower-supernode`` in this process, which it ends, with another ``time.sleep`` in the node's main loop.
 
-    The arguments are those of the command, with ``--isolation process``. Whoever takes its tasks sets ``lost`` if
-    one is done without a reply.
+    The arguments are those of the command, with ``--isolation process``. Only a process that knows ``secret`` can take
+    its tasks. It sets ``lost`` if a task is done without a reply.
     """
     from flwr.supernode import start_client_internal  # noqa: PLC0415 - a second to import
     from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
@@ -72,7 +74,7 @@ def run_node(arguments: list[str], sleep: Callable[[float], None], lost: threadi
     look_for_parts_sooner(NODE_PATIENCE)
     make_steadfast(lost)
     start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
-    sys.argv = ["flower-supernode", *arguments]
+    sys.argv = ["flower-supernode", *arguments, OPTION, pipe_of(secret)[0]]
     flower_supernode()
 
 
@@ -149,9 +151,15 @@ def context_for(message: Message) -> Context:
 
 
 class Apps:
-    """The ClientApp of the code that a message belongs to; loaded once, and anew when the code changes."""
+    """The ClientApp of the code that a message belongs to; loaded once, and again when the code changes.
 
-    def __init__(self) -> None:
+    With ``entities``, the public keys of trusted entities by their ids, one of them must have signed the code.
+    """
+
+    def __init__(self, entities: Mapping[str, str] | None = None) -> None:
+        self._entities = entities
+        self.signers: list[str] = []
+        """The ids of the trusted keys that have signed the loaded code."""
         self._hash = ""
         self._folder: Path | None = None
         self._app: Callable[[Message, Context], Message] | None = None
@@ -159,11 +167,13 @@ class Apps:
     def load(self, run: Run, fab: Fab, rule: str) -> Callable[[Message, Context], Message]:
         """Return the ClientApp of a run: the installed one, or the run's, which is installed if it is new.
 
-        :func:`posy.deploy.foreign.check_code` decides by the node's rule on code.
+        :func:`posy.deploy.foreign.check_code` decides by the node's rule on code. Raises what it and
+        :func:`check_signatures` raise.
         """
         if self._app is None or self._hash != fab.hash_str:
             self._app = None
-            if check_code(fab.content, rule):
+            self.signers = [] if self._entities is None else check_signatures(fab, self._entities)
+            if check_code(fab.content, rule, signed=bool(self.signers)):
                 from posy.client_app.app import app as installed  # noqa: PLC0415 - imports PyTorch
 
                 self._hash, self._app = fab.hash_str, installed
@@ -190,9 +200,14 @@ def _forget(old: Path | None, new: Path) -> None:
         del sys.modules[name]
 
 
-def runtime_client(address: str, token: str = "") -> RuntimeHttpClient:
-    """Return a connection to a node's Runtime API at ``host:port``: plain HTTP on the same machine."""
+def runtime_client(address: str, token: str = "", secret: bytes = b"") -> RuntimeHttpClient:
+    """Return a connection to a node's Runtime API at ``host:port``: plain HTTP on the same machine.
+
+    The calls that take a task need the node's ``secret``, all others the ``token`` of a task.
+    """
     interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
+    if secret:
+        interceptors.append(SigningInterceptor(master_secret=secret))
     if token:
         interceptors.append(RuntimeTokenHttpInterceptor(token))
     # Without Flower's retries: they end the whole process when a task's time is over.

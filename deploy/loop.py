@@ -31,6 +31,9 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli.flower_supernode import flower_supernode
 
+from posy.deploy.refusals import record_error
+from posy.deploy.trusted import RULE
+
 HEARTBEAT_SECONDS = 15
 """Seconds between two heartbeats of a node. One that is silent for twice as long counts as gone, and its key can come
 back; with Flower's own 30 s both take a minute."""
@@ -185,6 +188,8 @@ def pull_or_push(
     except Exception as error:
         log(ERROR, "the SuperLink could not be asked for a message; the node goes on: %s", describe(error))
         run, reason = None, describe(error)
+    if came and _is_unverified(came[0], state):
+        record_error(came[0], parts.get("node_config") or {}, RULE)
     if run is None and came:
         _answer_lost(came[0], reason, state, object_store)
         return came[0].metadata.run_id
@@ -195,6 +200,15 @@ def pull_or_push(
             entry.message.metadata.reply_to_message_id and not entry.is_retrieved for entry in state.msg_store.values()
         )
     return 0 if run is None and waiting else run
+
+
+def _is_unverified(message: Message, state: Any) -> bool:
+    """Return whether Flower's node has refused a message because no trusted entity has signed the app."""
+    with state.lock_msg_store:
+        replies = [entry.message for entry in state.msg_store.values() if entry.message.has_error()]
+    about = message.metadata.message_id
+    refused = [reply for reply in replies if reply.metadata.reply_to_message_id == about]
+    return any(reply.error.code == ErrorCode.INVALID_FAB for reply in refused)
 
 
 def push_replies(

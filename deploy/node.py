@@ -22,14 +22,16 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 import httpx
 from flwr.app import Message
+from flwr.common.config import parse_config_args
 from flwr.common.logger import log
 
 from posy.deploy.addresses import free_port
@@ -46,8 +48,13 @@ from posy.deploy.internals import (
     run_node,
     runtime_client,
 )
+from posy.deploy.refusals import record_error
+from posy.deploy.secret import new_secret
+from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
+from posy.deploy.trusted import read_entities
 from posy.deploy.worker import main as serve_worker
 from posy.deploy.worker import preload
+from posy.settings import SettingsError
 
 KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 IDLE_SECONDS = 1.0
@@ -154,12 +161,23 @@ class Worker:
         self.events.put(None)
 
 
-class Executor(threading.Thread):
-    """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out."""
+class WorkerLostError(RuntimeError):
+    """The worker process has died, or was killed because it took too long."""
 
-    def __init__(self, address: str, waits: Waits, parent: Parent) -> None:
+
+class Executor(threading.Thread):
+    """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out.
+
+    The Runtime API gives tasks only to a process that knows the node's ``secret``.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, waits: Waits, parent: Parent, node_config: Mapping[str, Any]
+    ) -> None:
         super().__init__(name="posy-executor", daemon=True)
         self._address = address
+        self._secret = secret
+        self._node_config = node_config
         self._parent = parent
         self._waits = waits
         self._worker: Worker | None = None
@@ -169,7 +187,7 @@ class Executor(threading.Thread):
     def run(self) -> None:
         """Serve until the process ends; end it if no worker can be started."""
         try:
-            node = runtime_client(self._address)
+            node = runtime_client(self._address, secret=self._secret)
             while True:
                 worker = self._warm()
                 if worker is not None and self._waits.work.wait(LOOK_SECONDS):
@@ -251,6 +269,7 @@ class Executor(threading.Thread):
             return
         try:
             message = message or task.pull()[0]
+            record_error(message, self._node_config, WorkerLostError(reason))
             task.push(error_reply(message, reason, crashed=True), context_for(message))
             task.finish(None, reason)
         except MessageGoneError:
@@ -303,7 +322,18 @@ def main() -> None:
         nodes.append(Node(Path(key).stem, [*shared, *words]))
     load_node()
     preload(len(nodes))
-    leave(Family(nodes, serve, serve_worker).keep())
+    leave(Family(nodes, serve, partial(serve_worker, entities=trusted_by(shared))).keep())
+
+
+def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
+    """Return the keys of the trusted entities that the arguments of ``flower-supernode`` name; None: no option."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(TRUSTED_ENTITIES, dest="file", type=Path)
+    file = parser.parse_known_args(arguments)[0].file
+    try:
+        return None if file is None else read_entities(file)
+    except SettingsError as error:
+        sys.exit(f"posy: {error}")
 
 
 def serve(arguments: Sequence[str], parent: Parent) -> None:
@@ -316,13 +346,16 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     options, rest = parser.parse_known_args(arguments)
     parser.add_argument("--superlink", default="")
     parser.add_argument("--max-wait-time", type=float)
-    limits, _ = parser.parse_known_args(rest)  # these two are Flower's as well
+    parser.add_argument(CONFIG, dest="node_config")
+    limits, _ = parser.parse_known_args(rest)  # these three are Flower's as well
     if limits.max_wait_time is not None:
         Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
-    waits = Waits()
-    Executor(f"{options.host}:{port}", waits, parent).start()
-    run_node([*rest, "--isolation", "process", "--host", options.host, "--port", port], waits.sleep, waits.lost)
+    waits, secret = Waits(), new_secret()
+    node_config = parse_config_args([limits.node_config] if limits.node_config else None)
+    Executor(f"{options.host}:{port}", secret, waits, parent, node_config).start()
+    words = [*rest, "--isolation", "process", "--host", options.host, "--port", port]
+    run_node(words, waits.sleep, waits.lost, secret)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import threading
+from collections.abc import Mapping
 from logging import ERROR, INFO, WARNING
 from typing import Any, TextIO
 
@@ -23,8 +24,9 @@ import httpx
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
+from posy.client_app import audit
 from posy.client_app.policy import policy_of, shared_text
-from posy.deploy.foreign import code_rule
+from posy.deploy.foreign import ForeignCodeError, code_rule
 from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
 from posy.deploy.sessions import Sessions
 from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
@@ -46,14 +48,17 @@ def preload(nodes: int) -> None:
         importlib.import_module(name)
 
 
-def main(address: str, connection: socket.socket) -> None:
-    """Serve tasks of the node at ``address`` until it closes the socket."""
+def main(address: str, connection: socket.socket, entities: Mapping[str, str] | None = None) -> None:
+    """Serve tasks of the node at ``address`` until it closes the socket.
+
+    With ``entities``, the public keys of trusted entities by their ids, the worker runs signed code only.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever wants it to end tells its node
         signal.signal(number, signal.SIG_IGN)
     tokens: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, tokens), daemon=True).start()
     look_for_parts_sooner(WORKER_PATIENCE)
-    apps = Apps()
+    apps = Apps(entities)
     node = connection.makefile("w")
     _report(node, event="ready", process=os.getpid())
     last, sessions = Answered(), Sessions()
@@ -91,6 +96,7 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessio
         seconds = max(0.0, message.metadata.ttl - CLOCK_SECONDS)
         _report(node, event="message", seconds=seconds, envelope=base64.b64encode(envelope(message)).decode())
         error = ""
+        audit.note(context, submitter=run.account_name or run.flwr_aid, code=fab.hash_str)
         try:
             if reply := last.find(message):
                 log(INFO, "this message came before: it gets the answer that is known")
@@ -102,11 +108,18 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessio
                     message.metadata.group_id,
                 )
                 sessions.restore(context)
-                reply = apps.load(run, fab, code_rule(policy_of(context.node_config)))(message, context)
+                client_app = apps.load(run, fab, code_rule(policy_of(context.node_config)))
+                audit.note(context, signers=apps.signers)
+                reply = client_app(message, context)
+            outcome: Message | Exception = reply
         except Exception as wrong:
             log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
             error = f"{type(wrong).__name__}: {_text_for_server(wrong, context)}"
-            reply = error_reply(message, error)
+            reply, outcome = error_reply(message, error), wrong
+        try:
+            record(message, context, outcome)
+        except audit.AuditError as wrong:
+            error, reply = str(wrong), error_reply(message, str(wrong))
         sessions.take(context)  # before the reply leaves: a client must not forget which shares it has revealed
         task.push(reply, context)
         _report(node, event="pushed")
@@ -129,6 +142,19 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessio
 def _text_for_server(error: Exception, context: Context) -> str:
     """Return the message of an error for the server; on a node with data without anything about the data."""
     return shared_text(error) if "data" in context.node_config else str(error)
+
+
+def record(message: Message, context: Context, outcome: Message | Exception) -> None:
+    """Record the outcome of a message in the node's audit log, unless the run's ClientApp has recorded it.
+
+    Code that the node refuses to load records nothing, and neither does the answer to a copy of a message.
+    """
+    audit_log = audit.log_of(context.node_config)
+    if audit_log is None or audit.notes_on(context).get("recorded"):
+        return
+    if isinstance(outcome, ForeignCodeError):
+        audit.note(context, rule="refuse-foreign-code")
+    audit.record(audit_log, message, context, outcome)
 
 
 def _listen(connection: socket.socket, tokens: "queue.Queue[str]") -> None:

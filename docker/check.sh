@@ -18,6 +18,15 @@ check() {
     echo "check: $file is as it should be"
 }
 
+# Fail unless the audit log of each node is unbroken and has an event of the run.
+audited() {
+    for i in 0 1 2 3 4; do
+        compose run --rm --no-deps -T "node-$i" audit /data/audit.jsonl | grep -q "run-begin" ||
+            { echo "check: the audit log of node-$i is broken or empty" >&2; exit 1; }
+        compose run --rm --no-deps -T "node-$i" audit /data/audit.jsonl --anchor
+    done
+}
+
 trap 'compose down --volumes --timeout 5 >/dev/null 2>&1' EXIT
 compose build
 compose down --volumes
@@ -25,6 +34,7 @@ compose down --volumes
 echo "check: as it stands"
 compose up
 check "$(newest)" '"status": "completed"' '"method": "feddrm"' '"rounds": 10'
+audited
 
 echo "check: with a node killed"
 compose down --volumes
@@ -38,4 +48,5 @@ done
 docker kill "$(compose ps --quiet node-3)"
 wait $up
 check "$(newest)" '"status": "completed"' '"rounds": 40'
+audited
 grep -o '"dropped": {[^}]*}' "$(newest)" || true

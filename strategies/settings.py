@@ -472,8 +472,8 @@ class Settings:
                 )
         if self.run.robust != "mean" and self.train.dp == CENTRAL:
             raise SettingsError(
-                f"robust = {self.run.robust!r} with dp = {CENTRAL!r}: the noise suits a mean of clipped updates only; set "
-                "robust = 'mean'"
+                f"robust = {self.run.robust!r} with dp = {CENTRAL!r}: the noise suits a mean of clipped updates; "
+                "set robust = 'mean'"
             )
         if self.run.robust != "mean" and self.method.robust:
             raise SettingsError(

@@ -11,7 +11,7 @@ import pytest
 from posy.commands.cli import main
 from posy.commands.deploy.bundle import bundle
 from posy.data.policy import Policy
-from posy.deploy.foreign import REFUSE, TRUSTED_ENTITIES, ForeignCodeError, check_code, code_rule, foreign_code
+from posy.deploy.foreign import REFUSE, ForeignCodeError, check_code, code_rule, foreign_code
 from posy.extensions import with_neighbours
 from posy.settings import LaunchError, SettingsError
 
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_told_where_the_run_is_submitted(folder: Path) -> None:
         bundle({"method": "mine:FedMine", "model": "sub/mine.py:net"})
 
 
-def test_a_node_names_foreign_code_or_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_names_foreign_code_or_refuses_it() -> None:
     """The rule of the node decides; a dot file such as own/.py is code too."""
     files = members(bundle({})[0])
     assert check_code(packed(files), "installed") and not check_code(packed(files), "any")
@@ -113,11 +113,9 @@ def test_a_node_names_foreign_code_or_refuses_it(monkeypatch: pytest.MonkeyPatch
         assert not check_code(changed, "any")  # the log names the files
         with pytest.raises(ForeignCodeError, match=re.escape(name)):
             check_code(changed, "installed")
-        monkeypatch.delenv(TRUSTED_ENTITIES, raising=False)
-        with pytest.raises(ForeignCodeError, match="it verifies no signatures"):
+        with pytest.raises(ForeignCodeError, match="no trusted entity has signed this one"):
             check_code(changed, "signed")
-        monkeypatch.setenv(TRUSTED_ENTITIES, "1")
-        assert not check_code(changed, "signed")
+        assert not check_code(changed, "signed", signed=True)
     assert check_code(packed({**files, "papers/fedfew/settings/other.yaml": b"lr: 0.1"}), "installed")  # data
 
 

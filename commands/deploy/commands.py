@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from posy.client_app.node_config import NODE_NAME, check_node_config
+from posy.client_app.node_config import AUDIT, AUDIT_NAME, NODE_NAME, check_node_config
 from posy.commands.launch import ENVIRONMENT, Connection, resume_command, script, toml, without_proxy
-from posy.deploy.addresses import free_port, is_loopback
+from posy.deploy.addresses import is_loopback
 from posy.deploy.foreign import REFUSE
 from posy.server_app.progress import size
 from posy.settings import SettingsError
@@ -26,8 +26,8 @@ LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 MAX_DAYS = 36_500
 STATE = Path("superlink")
-HOME = "flower"
-"""Flower's home in the directory of a SuperLink's state."""
+HOME, PRIVATE = "flower", "private"
+"""Flower's home in the directory of a SuperLink's state, and the directory in it with the secret of the processes."""
 
 SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink's --control address.")]
 RootCertificates = Annotated[
@@ -121,6 +121,7 @@ def superlink(
     Any program that reaches --control can run code on every node. By default, only this machine can reach it.
     """
     from posy.commands.deploy.backup import DATABASE, held  # noqa: PLC0415
+    from posy.deploy.secret import OPTION, write_secret  # noqa: PLC0415 - imports Flower
     from posy.deploy.superlink import keep  # noqa: PLC0415
     from posy.forked import cores  # noqa: PLC0415
 
@@ -155,20 +156,23 @@ def superlink(
     served = ["--host", host, "--port", port, "--fleet-api-address", fleet, *trust, "--isolation", "process"]
     served += ["--disable-runtime-dependency-installation"]
     served += [] if volatile else ["--database", str(home.parent / DATABASE)]
-    executor = [script("flower-superexec"), "--runtime-api-address", address, *trusted]
-    ours = [sys.executable, "-P", "-m", "posy.deploy.link"]
+    secret = [OPTION, str(home / PRIVATE / "superexec-secret")]
+    served += secret
+    executor = ["--runtime-api-address", address, *trusted, *secret]
+    ours, taking = ([sys.executable, "-P", "-m", f"posy.deploy.{name}"] for name in ("link", "superexec"))
     commands = {
         "flower-superlink": [*([script("flower-superlink")] if stock else ours), *served],
-        "flower-superexec": [*executor, "--parent-pid", str(os.getpid())],
+        "flower-superexec": [*taking, *executor, "--parent-pid", str(os.getpid())],
     }
     with held(state) as lock:
         for option, listen in addresses:
             _check_free(option, listen)
         home.mkdir(exist_ok=True)
         _write_connection(home, reached)
+        write_secret(Path(secret[1]))
         environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         # The printed commands work in a shell: Flower's command, and an executor without a parent process to watch.
-        for command in ([script("flower-superlink"), *served], executor):
+        for command in ([script("flower-superlink"), *served], [script("flower-superexec"), *executor]):
             _print_command(command, environment)
         _print_command([script("flwr"), "list"], environment)
         keep(commands, environment, lock, certificate)
@@ -195,6 +199,10 @@ def supernode(
         bool,
         typer.Option("--refuse-foreign-code", help="Refuse runs whose code differs from the installed Posy's code."),
     ] = False,
+    trusted_entities: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Refuse apps that no key in this YAML file (key id: public key) has signed."),
+    ] = None,
 ) -> int:
     """Start a node of a federation.
 
@@ -221,20 +229,26 @@ def supernode(
             f"--key {' --key '.join(map(str, keys))}: nodes have the names of their keys, and two names are the same; "
             "rename one of the files"
         )
-    configs = node_configs(config or [], [path.stem for path in keys])
+    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
+    configs = [with_audit(pairs, home) for pairs in node_configs(config or [], [path.stem for path in keys])]
     used_keys = keys if several or not insecure else []
     words += [word for path in used_keys for word in ("--auth-supernode-private-key", str(path))]
     words += [word for pairs in configs if pairs for word in ("--node-config", node_config(pairs))]
-    environment = _flower_environment(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")))
+    environment = _flower_environment(home)
     if stock and several:
         raise SettingsError("--stock starts one node, but --key is repeated; drop --stock, or start each node alone")
     if stock and refuse_foreign_code:
         raise SettingsError("--refuse-foreign-code does not go with --stock: Flower's node runs any code; drop --stock")
     environment |= {REFUSE: "1"} if refuse_foreign_code else {}
+    if trusted_entities is not None:
+        from posy.deploy.trusted import read_entities  # noqa: PLC0415 - imports Flower
+
+        read_entities(trusted_entities)
+        words += ["--trusted-entities", str(trusted_entities.absolute())]
     for pairs in configs:
-        _check_policy(dict(pair.split("=", 1) for pair in pairs), stock=stock)
+        _check_policy(dict(pair.split("=", 1) for pair in pairs), stock=stock, signed=trusted_entities is not None)
     if stock:
-        command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
+        command = [sys.executable, "-P", "-m", "posy.deploy.stock", *words]
     else:
         command = [sys.executable, "-P", "-m", "posy.deploy.node", *words]
     _print_command(command, environment)
@@ -414,6 +428,39 @@ def doctor(
     return checks.show(checks.of_server(reached, fleet, folder, state / HOME))
 
 
+@app.command(
+    epilog="""\b
+examples:
+  posy audit /srv/posy-state                                  check the log and print it
+  posy audit /srv/posy-state --run my-run --since 2026-01-31
+  posy audit /srv/posy-state --anchor                         print what to keep on another machine
+  posy audit /srv/posy-state --contains 1234:5f0c...          check the log against such an anchor"""
+)
+def audit(
+    path: Annotated[Path, typer.Argument(metavar="[PATH]")] = Path(),
+    run: Annotated[str, typer.Option(metavar="RUN", help="Print the events of this run only (id or run-name).")] = "",
+    since: Annotated[str, typer.Option(metavar="TIME", help="Print the events since this UTC time only.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
+    anchor: Annotated[
+        bool, typer.Option("--anchor", help="Print only the number of events and the last hash, to keep elsewhere.")
+    ] = False,
+    anchored: Annotated[
+        str, typer.Option("--contains", metavar="ANCHOR", help="Check that the log still has the events of an anchor.")
+    ] = "",
+) -> int:
+    """Check and print the audit log of a node.
+
+    PATH is the log, or the state-dir of the node (default: the current directory). The log has one line for each
+    message that the node has answered or refused. The exit status is 1 if the chain of lines is broken. Posy then
+    prints the first broken line.
+    """
+    from posy.commands import audit as showing  # noqa: PLC0415 - imports Flower
+
+    if anchor:
+        return showing.print_anchor(path)
+    return showing.show(path, run, since, anchored, as_json=as_json)
+
+
 @app.command()
 def log(
     run: RunWord,
@@ -529,16 +576,23 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def _check_policy(node_config: Mapping[str, str], *, stock: bool) -> None:
+def _check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
     """Check the policy of a node with data before the node starts, and refuse a stock node that it does not allow."""
     from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
 
     policy = site_policy(node_config)
-    if stock and policy is not None and policy.code != "any":
+    if stock and policy is not None and not (policy.code == "any" or (policy.code == "signed" and signed)):
         raise SettingsError(
             f"--stock with data={node_config['data']}: Flower's node runs all code that a run brings, but the policy "
             f"of the site has code = {policy.code}; drop --stock, or set code: any in the policy"
         )
+
+
+def with_audit(words: Sequence[str], home: Path) -> list[str]:
+    """Return a node config that names an audit log in ``home`` if the node has data and no place for the log."""
+    named = {word.partition("=")[0] for word in words}
+    placed = named & {AUDIT, "state-dir"} or "data" not in named
+    return [*words, *([] if placed else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
 
 
 def _exclude(insecure: bool, option: str, value: object) -> None:

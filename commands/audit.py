@@ -1,0 +1,146 @@
+"""The command `posy audit`: check the chain of a node's audit log, and print its events."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from posy.client_app.audit import AuditLog, Checked, Head, contains
+from posy.client_app.node_config import AUDIT_NAME
+from posy.listing import print_table
+from posy.server_app.progress import size
+from posy.settings import SettingsError
+
+COLUMNS = ("event", "time", "node", "run", "submitter", "message", "round", "client", "sent", "bytes", "decision")
+BROKEN = 1
+"""Exit status for a broken chain."""
+
+
+def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int:
+    """Print the events of a log and the result of its check, and return the exit status.
+
+    Parameters
+    ----------
+    path : Path
+        The log, or the directory that holds it.
+    run : str
+        The id or the name of the run whose events are printed; empty: all runs.
+    since : str
+        The UTC time of the first printed event; empty: all events.
+    anchor : str
+        An anchor of an earlier check, whose events the log must still contain; empty: none.
+    as_json : bool
+        Whether to print each event as JSON.
+
+    Raises
+    ------
+    SettingsError
+        If the log cannot be read, or an argument is malformed.
+    """
+    log, kept_head = _log_at(path), _anchor(anchor)
+    first = _moment(since)
+    checked = _check(log)
+    events = [event for event in checked.events if _is_wanted(event, run, first)]
+    if as_json:
+        for event in events:
+            print(json.dumps(event))
+    elif events:
+        print_table(f"audit log {log.path}", COLUMNS, [_row(event) for event in events])
+    return _report(log, checked, kept_head, stream=sys.stderr if as_json else sys.stdout)
+
+
+def print_anchor(path: Path) -> int:
+    """Print the anchor of an unbroken log: the number of events and the hash of the last event."""
+    log = _log_at(path)
+    checked = _check(log)
+    if not checked.line:
+        print(checked.head)
+        return 0
+    return _report(log, checked, None, stream=sys.stderr)
+
+
+def _report(log: AuditLog, checked: Checked, kept_head: Head | None, stream: Any) -> int:
+    if checked.line:
+        print(f"posy: {log.path}, line {checked.line}: {checked.problem}", file=sys.stderr)
+        print(f"posy: the {checked.head.count} events before this line are unbroken", file=sys.stderr)
+        return BROKEN
+    if kept_head is not None and not contains(checked, kept_head):
+        print(f"posy: {log.path} does not contain the {kept_head.count} events of the anchor", file=sys.stderr)
+        return BROKEN
+    if checked.unfinished:
+        print("the last line is incomplete: a process stopped while it wrote, and its reply did not leave", file=stream)
+    print(f"{checked.head.count} events, unbroken; anchor {checked.head}", file=stream)
+    return 0
+
+
+def _log_at(path: Path) -> AuditLog:
+    return AuditLog(path / AUDIT_NAME if path.is_dir() else path)
+
+
+def _check(log: AuditLog) -> Checked:
+    try:
+        return log.check()
+    except OSError as error:
+        hint = "name the log, or the state-dir of its node"
+        raise SettingsError(f"the audit log {log.path} cannot be read: {error.strerror}; {hint}") from error
+
+
+def _anchor(text: str) -> Head | None:
+    if text and (head := Head.parse(text)) is None:
+        raise SettingsError(f"--contains {text!r} is not an anchor; type what `posy audit --anchor` has printed")
+    return head if text else None
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(text) if text else None
+    except ValueError:
+        raise SettingsError(
+            f"--since {text!r} is not a time; type a date such as 2026-01-31 or 2026-01-31T18:00"
+        ) from None
+    return moment.replace(tzinfo=UTC) if moment is not None and moment.tzinfo is None else moment
+
+
+def _is_wanted(event: Mapping[str, Any], run: str, first: datetime | None) -> bool:
+    if run and run not in (event.get("run"), event.get("name")):
+        return False
+    return first is None or datetime.fromisoformat(event["time"]) >= first
+
+
+def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of an event: all texts come from the log, so they are printable."""
+    sent = event.get("sent", {})
+    total = sum(record["bytes"] for record in sent.values())
+    decision = event.get("decision", event["event"]) + (f" ({event['error']})" if "error" in event else "")
+    cells = {
+        "event": str(event["number"]),
+        "time": event["time"][:19].replace("T", " "),
+        "node": event.get("node", ""),
+        "run": event.get("name") or event.get("run", ""),
+        "submitter": event.get("submitter", ""),
+        "message": event.get("type", event["event"]),
+        "round": _text(event.get("round")),
+        "client": _text(event.get("client")),
+        "sent": ", ".join(_describe(sent)),
+        "bytes": size(total) if sent else "",
+        "decision": decision,
+    }
+    return tuple(_printable(cells[column]) for column in COLUMNS)
+
+
+def _describe(sent: Mapping[str, Any]) -> Iterator[str]:
+    for name, record in sent.items():
+        count = record.get("arrays")
+        names = record.get("names", ())
+        content = f"{count} arrays" if count is not None else " ".join(names)
+        yield f"{name} ({content})" if content else name
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _printable(text: object) -> str:
+    return "".join(c if c.isprintable() else "?" for c in str(text))
