@@ -47,6 +47,8 @@ NOTES = "_posy_audit"
 class AuditError(RuntimeError):
     """The node cannot write its audit log, so it keeps its reply."""
 
+    shareable = True
+
 
 # -- the chain ---------------------------------------------------------------------------------------------
 
