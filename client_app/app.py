@@ -12,7 +12,7 @@ from posy.client_app import secure_aggregation
 from posy.client_app.audit import record_reply
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.node_config import TRUSTED, check_node_config
-from posy.client_app.policy import admit, check_once, guarded, limited_scores, pin_state, site_policy
+from posy.client_app.policy import admit, check_once, guarded, limited_scores, pin_state, site_policy, spend_budget
 from posy.client_app.registry import client_class
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
@@ -181,6 +181,8 @@ class Call:
         if self._policy:
             phase, server_round = message.metadata.message_type, int(self._config["server-round"])
             check_once(context, self.number, phase, server_round, self.received)
+            if self._training:
+                spend_budget(self._policy, self.workspace.settings, context, self.num_train, server_round)
         # The class is imported here, because open() may run on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 

@@ -14,6 +14,7 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.common.logger import log
 
 from posy.client_app import audit
+from posy.client_app.budget import Budget, unprotected
 from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
@@ -174,6 +175,8 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
             yield Violation(rule, f"{key} = {values[key]}; the site allows at most {largest}")
     if values["num-clients"] < policy.min_clients:
         yield Violation("min-clients", f"num-clients = {values['num-clients']}; at least {policy.min_clients} clients")
+    if policy.epsilon and (reason := unprotected(values)):
+        yield Violation("epsilon", reason)
     masked = values["secure-aggregation"]
     if policy.secure_aggregation == "required" and not masked:
         yield Violation("secure-aggregation", "secure-aggregation = false; the site sends updates under masks only")
@@ -321,6 +324,32 @@ def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _may_change(setting: Setting) -> bool:
     return setting.resumable or setting.once or not setting.affects_results
+
+
+# -- privacy budget ---------------------------------------------------------------------------------------
+
+
+def check_budget(policy: Policy, settings: Settings, context: Context, num_train: int) -> None:
+    """Raise :class:`PolicyError` if a run of the settings exceeds the privacy budget of the site."""
+    if policy.epsilon and (reason := _budget(policy, context).refuses(settings, num_train)):
+        raise PolicyError(Violation("epsilon", reason))
+
+
+def spend_budget(policy: Policy, settings: Settings, context: Context, num_train: int, server_round: int) -> None:
+    """Record a training in the site's privacy ledger before it begins; raise :class:`PolicyError` beyond the budget."""
+    if not policy.epsilon:
+        return
+    budget = _budget(policy, context)
+    if reason := budget.spend(settings, num_train, server_round):
+        raise PolicyError(Violation("epsilon", reason))
+    audit.note(context, epsilon=budget.spent(), delta=policy.delta)
+
+
+def _budget(policy: Policy, context: Context) -> Budget:
+    folder = str(context.node_config.get("state-dir", ""))
+    if not folder:
+        raise PolicyError(Violation("epsilon", "the node needs state-dir for the ledger of its privacy budget"))
+    return Budget(policy, folder)
 
 
 # -- scores -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context
 
-from posy.client_app.policy import PolicyError, size_violations
+from posy.client_app.policy import PolicyError, check_budget, size_violations
 from posy.client_app.workspace import Workspace, data_path, workspace_for
 from posy.data.agreement import site_notices
 from posy.data.errors import DataError, Note
@@ -78,6 +78,7 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
     parameters = workspace.architecture.layout.size
     if refused := size_violations(workspace.policy, workspace.settings, len(part.train[0]), counts, parameters):
         raise PolicyError(refused[0])
+    check_budget(workspace.policy, workspace.settings, context, len(part.train[0]))
     if workspace.settings.data.share_class_counts:
         answer["class-counts"] = [n if n >= workspace.policy.min_rows else 0 for n in counts]
     return answer

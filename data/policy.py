@@ -64,7 +64,10 @@ class Policy:
         choices=("exact", "rounded", "withheld"),
     )
     epsilon: float = setting(
-        0.0, "privacy budget of the site for all runs together; 0: runs without noise are allowed", minimum=0
+        0.0,
+        "privacy budget of the site for all runs together, for one row; a run needs `dp=local`, `dp=sample`, or "
+        "`dp=central` with secure-aggregation; 0: runs without noise are allowed",
+        minimum=0,
     )
     delta: float = setting(1e-5, "delta of the privacy budget", needs="epsilon > 0", above=0, maximum=0.1)
 

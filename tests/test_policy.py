@@ -125,6 +125,9 @@ def send(grid: NodeGrid, config: Config, model: np.ndarray, server_round: int = 
         ({}, {"num_clients": 1}, "min-clients"),
         ({"secure_aggregation": "required"}, {}, "secure-aggregation"),
         ({"scores": "withheld"}, {}, "scores"),
+        ({"epsilon": 1.0}, {}, "epsilon"),
+        ({"epsilon": 1.0}, {"dp": "central", "dp_clip": 1.0}, "epsilon"),
+        ({"epsilon": 1.0}, {"dp": "local", "dp_clip": 1.0, "dp_scores": "exact"}, "epsilon"),
     ],
 )
 def test_a_run_that_violates_a_rule_is_refused_by_its_name(policy: Config, changes: Config, rule: str) -> None:
@@ -230,6 +233,25 @@ def test_the_fingerprint_of_the_data_needs_a_secret_of_the_node(site: Config, tm
     first, second = map(fingerprint, folders)
     assert first == fingerprint(folders[0]) and len({first, second, fingerprint(site)}) == 3
     assert ((tmp_path / "a" / "site-secret").stat().st_mode & 0o777) == 0o600
+
+
+def test_a_site_keeps_its_privacy_budget_over_all_runs(site: Config, tmp_path: Path) -> None:
+    """M1: 2,500 answers to the message of one round reduced the error of the noise from 6.3 to 0.17."""
+    (tmp_path / "policy.yaml").write_text("epsilon: 2.0\n")
+    node = site | {"policy": str(tmp_path / "policy.yaml")}
+    noise = {"dp": "local", "dp_clip": 1.0, "dp_epsilon": 1.5, "num_server_rounds": 2}
+    config = values(input_columns="f0,f1,f2", model="linear", **noise)
+    assert "rule epsilon: the node needs state-dir for the ledger" in ask(node, config).error.reason
+    node |= {"state-dir": str(tmp_path / "state")}
+    assert not ask(node, config).has_error()
+    greedy = config | {"dp-epsilon": 2.5}
+    assert "rule epsilon: this run would spend more than epsilon = 2" in ask(node, greedy).error.reason
+    grid, model = NodeGrid(node), np.zeros(FEATURES * 2 + 2, np.float32)
+    answers = [send(grid, config, model, kind="train").has_error() for _ in range(6)]  # one message, again and again
+    # Two answers spend ε = 1.5; Gaussian noise composes, so that three spend less than 2 and four more.
+    assert answers == [False, False, False, True, True, True]
+    assert len((tmp_path / "state" / "privacy-ledger.jsonl").read_text().splitlines()) == 3
+    assert "earlier runs have spent 1.8" in send(NodeGrid(node), config, model, kind="train").error.reason
 
 
 # -- attacks ---------------------------------------------------------------------------------------------
