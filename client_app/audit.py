@@ -328,7 +328,8 @@ def note(context: Context, **facts: Any) -> None:
     context : Context
         Flower's context of the message.
     **facts
-        ``submitter``, ``signers`` and ``code`` of the run; ``rule``, the rule of the site that refuses the message;
+        ``submitter``, ``signers`` and ``code`` of the run; ``error``, the type of the error that the node keeps to
+        itself; ``rule``, the rule of the site that refuses the message;
         ``epsilon`` and ``delta``, the privacy budget that the run has spent.
     """
     vars(context).setdefault(NOTES, {}).update(facts)
@@ -400,7 +401,7 @@ def event_of(message: Message, context: Context, outcome: Message | Exception | 
     if rule:
         event |= {"event": "refusal", "decision": _safe(str(rule))}
     if isinstance(outcome, Exception):
-        event["error"] = _safe(type(outcome).__name__)
+        event["error"] = _safe(notes_on(context).get("error") or type(outcome).__name__)
     elif isinstance(outcome, Message) and outcome.has_error():
         event["error"] = f"code-{outcome.error.code}"
     elif isinstance(outcome, Message):

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posy.accounting import Event, fits, ledger_line, read_ledger, spent
 from posy.data.policy import Policy
 from posy.paths import absolute
-from posy.strategies.accounting import Event, fits, ledger_line, read_ledger, spent
 from posy.strategies.privacy import event_of, planned_events
 from posy.strategies.settings import CENTRAL, OFF, Settings
 

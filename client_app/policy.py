@@ -286,16 +286,17 @@ def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> N
     today = time.strftime("%Y-%m-%d", time.gmtime())
     folder = str(node_config.get("state-dir", ""))
     file = absolute(folder) / "policy-runs.json" if folder else None
-    stored = _begun if file is None or not file.exists() else read_json(file)
+    stored = _begun if file is None else read_json(file) if file.exists() else {}
     runs = list(stored.get(today, []))
     if run_id in runs:
         return
     if len(runs) >= policy.max_runs_per_day:
         raise PolicyError(Violation("max-runs-per-day", f"{len(runs)} runs have begun today; try again tomorrow (UTC)"))
     runs.append(run_id)
-    _begun.clear()
-    _begun[today] = runs
-    if file is not None:
+    if file is None:
+        _begun.clear()
+        _begun[today] = runs
+    else:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {today: runs})
 
@@ -399,6 +400,7 @@ def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, C
             return work(message, context)
         except Exception as error:
             log(ERROR, "the node refuses a message: %s", error, exc_info=error)
+            audit.note(context, error=type(error).__name__)
             if isinstance(error, PolicyError):
                 audit.note(context, rule=error.violation.rule)
             raise NodeError(shared_text(error, _min_rows(context.node_config))) from None

@@ -1,7 +1,7 @@
 """Differential privacy on a client: checks of a run's settings, and the noise of a reply.
 
-The mechanisms are in :mod:`posy.strategies.privacy`, the noise in :mod:`posy.strategies.noise`, the accountant in
-:mod:`posy.strategies.accounting`, and DP-SGD in :mod:`posy.client_app.training.private`.
+The mechanisms are in :mod:`posy.strategies.privacy`, the noise in :mod:`posy.noise`, the accountant in
+:mod:`posy.accounting`, and DP-SGD in :mod:`posy.client_app.training.private`.
 """
 
 import math
@@ -10,9 +10,9 @@ import numpy as np
 from flwr.common.typing import NDArrays
 from torch import nn
 
+from posy.accounting import accountant_library
 from posy.models.architecture import Architecture
 from posy.settings import SettingsError
-from posy.strategies.accounting import accountant_library
 from posy.strategies.masking import ONE
 from posy.strategies.privacy import clipped, reply_deviation, with_noise
 from posy.strategies.secure_aggregation import fraction_of, threshold_of

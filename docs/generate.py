@@ -18,13 +18,13 @@ from typing import Any
 
 import pandas as pd
 
+from posy.accounting import MODES
 from posy.commands.launch import toml
 from posy.commands.papers.page import told_of, verdicts
 from posy.data.policy import Policy
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
 from posy.settings import MOST, settings_of
-from posy.strategies.accounting import MODES
 from posy.strategies.card import MethodCard, Program
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.methods import METHODS, settings_class

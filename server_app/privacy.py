@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from posy.accounting import BudgetError, Event, Unit, ledger_line, read_ledger, spent
 from posy.data.settings import SITES
 from posy.settings import RunError
-from posy.strategies.accounting import BudgetError, Event, Unit, ledger_line, read_ledger, spent
 from posy.strategies.cohorts import most_trainings
 from posy.strategies.privacy import event_of, noise_multiplier
 from posy.strategies.settings import OFF, SAMPLE, Settings
@@ -107,10 +107,3 @@ class PrivacyLedger:
         if train.dp != SAMPLE:
             entry["noise-multiplier"] = noise_multiplier(self.settings)
         return {"privacy": entry}
-
-
-def guarantee(privacy: dict[str, Any]) -> str:
-    """Return the guarantee of a summary in words, with the numbers that it does not cover."""
-    spent_so_far = f"ε = {privacy['epsilon']:.4g}, δ = {privacy['delta']:.3g}"
-    uncovered = ", ".join(privacy["not-covered"])
-    return f"{spent_so_far}: dp = {privacy['mode']} hides {privacy['protects']}; not covered: {uncovered}"

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from posy.listing import WIDTH, as_lines, laid_out, shortened
-from posy.server_app.privacy import guarantee
 
 MAX_LINES = 200
 """Approximate number of lines that a run of any length writes to a log."""
@@ -217,6 +216,13 @@ LIMITED_WORDS = {
 """Keys of the summary for clients whose influence the server has limited, in words."""
 
 
+def guarantee(privacy: dict[str, Any]) -> str:
+    """Return the guarantee of a summary in words, with the numbers that it does not cover."""
+    spent_so_far = f"ε = {privacy['epsilon']:.4g}, δ = {privacy['delta']:.3g}"
+    uncovered = ", ".join(privacy["not-covered"])
+    return f"{spent_so_far}: dp = {privacy['mode']} hides {privacy['protects']}; not covered: {uncovered}"
+
+
 def _limited(summary: Mapping[str, Any], key: str) -> str:
     """Return the clients that the server has limited, the most frequent first, as in ``site-b in 12 rounds``."""
     entries = sorted(summary.get(key, ()), key=lambda entry: (-entry["rounds"], entry["client"]))
@@ -267,8 +273,9 @@ def _bar(stream: TextIO) -> Bar:
 
 def _aligned(facts: Mapping[str, str]) -> list[str]:
     """Return a line for each fact with a text, with aligned texts."""
-    width = max(map(len, facts))
-    return [f"{key:<{width}}  {text}" for key, text in facts.items() if text]
+    present = {key: text for key, text in facts.items() if text}
+    width = max(map(len, ("system accuracy", *present)))
+    return [f"{key:<{width}}  {text}" for key, text in present.items()]
 
 
 def _clients(summary: Mapping[str, Any]) -> str:

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
-from posy.strategies.accounting import Event, noise_multiplier_for, sampled_noise_multiplier
+from posy.accounting import Event, noise_multiplier_for, sampled_noise_multiplier
+from posy.noise import SecureGenerator, from_steps, to_steps
 from posy.strategies.cohorts import most_trainings
-from posy.strategies.noise import SecureGenerator, from_steps, to_steps
 from posy.strategies.replies import changes, norm_of
 from posy.strategies.settings import CENTRAL, LOCAL, OFF, SAMPLE, Settings
 
@@ -136,7 +136,7 @@ def clipped(arrays: NDArrays, references: NDArrays, clip: float) -> tuple[list[n
 
 
 def with_noise(changed: Sequence[npt.NDArray[np.float64]], deviation: float) -> list[npt.NDArray[np.float64]]:
-    """Return changes with Gaussian noise from a cryptographic generator; see :mod:`posy.strategies.noise`."""
+    """Return changes with Gaussian noise from a cryptographic generator; see :mod:`posy.noise`."""
     return noisy_sum([changed], deviation)
 
 

@@ -7,7 +7,7 @@ import mpmath
 import pytest
 from scipy.stats import norm
 
-from posy.strategies.accounting import (
+from posy.accounting import (
     BudgetError,
     Event,
     composed,

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.common.serde import context_from_proto, context_to_proto
+from flwr.supercore.fab import Fab
+from flwr.supercore.run import Run
 
 from posy.client_app import secure_aggregation
 from posy.client_app.app import app as client_app
@@ -364,7 +366,7 @@ class Node:
 
     # The task of the worker.
     def pull(self) -> Any:
-        return self._message, context_from_proto(self.stored), None, None
+        return self._message, context_from_proto(self.stored), Run.create_empty(1), Fab("", b"", {})
 
     def push(self, reply: Message, context: Context) -> None:
         self.reply = reply
@@ -379,7 +381,9 @@ class Node:
         pass
 
     # The code of the run.
-    def load(self, run: Any, fab: Any) -> Callable[[Message, Context], Message]:
+    signers: tuple[str, ...] = ()
+
+    def load(self, run: Any, fab: Any, rule: str) -> Callable[[Message, Context], Message]:
         return self.work
 
     def work(self, message: Message, context: Context) -> Message:

@@ -28,6 +28,7 @@ from posy.client_app.audit import (
     note,
     record,
 )
+from posy.client_app.policy import NodeError
 from posy.commands import cli
 from posy.commands.launch import APP
 from posy.flower import Array
@@ -441,7 +442,7 @@ def test_the_client_app_records_every_answer_and_every_error(site: dict[str, Any
     described = message(MessageType.QUERY, settings=settings_json(), describe=True)
     answer = app(described, node_context).content.config_records["config"]
     assert "sick" in str(answer["classes"])
-    with pytest.raises(KeyError):
+    with pytest.raises(NodeError, match="KeyError at"):
         app(message(MessageType.QUERY, nothing=1), node_context)
     checked = AuditLog(tmp_path / "state" / "audit.jsonl").check()
     assert checked.line == 0

@@ -521,7 +521,7 @@ def test_csv_of_features(tmp_path, warnings):
     assert not [record for record in warnings.records if record.levelname == "WARNING"]
     last = load(csv(tmp_path, "height,kind\n1,x\n2,y\n"))
     assert last.task.class_names == ("x", "y")
-    assert "mine.csv: no column is named label; the last one, kind, is taken for it" in warnings.text
+    assert "mine.csv: no column is named label; Posy uses the last one, kind" in warnings.text
 
 
 def test_csv_of_texts(tmp_path, warnings):

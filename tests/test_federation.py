@@ -235,7 +235,7 @@ def site(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     """Return a function that writes a site's data, of a size that depends on its name, and returns its node config."""
 
     def make(name: str) -> dict[str, Any]:
-        count = 4 + ord(name[-1]) - ord("a")
+        count = 16 + ord(name[-1]) - ord("a")
         np.savez(tmp_path / f"{name}.npz", x_train=np.ones((count, 2)), y_train=np.arange(count) % 2)
         return {"data": str(tmp_path / f"{name}.npz"), "name": name}
 
@@ -319,7 +319,7 @@ def test_sites_are_numbered_by_name_and_late_ones_after_them(
     grid.connect(3, site("site-a"))
     assert members.refresh() == []
     assert members.owners == {0: "site-b", 1: "site-d", 2: "site-a"}
-    assert [m.num_train for m in members.clients.values()] == [4, 5, 3]
+    assert [m.num_train for m in members.clients.values()] == [13, 14, 12]
     grid.leave(2)
     grid.connect(9, site("site-b"))
     grid.connect(10, site("site-c"))
@@ -708,7 +708,7 @@ def test_notes_of_a_site_are_logged_once_with_its_name(
     assert lines[:3] == ["b: 3 samples stand there twice", "b: a file is called x [31m", f"b: {'y' * 299}…"]
     assert len(lines) == 20
     table = members.task("linear")
-    assert re.search(r"^ *b +1 +4 +1 +features, shape 2 +2: 0, 1 +2$", table, re.MULTILINE), table
+    assert re.search(r"^ *b +1 +13 +4 +features, shape 2 +2: 0, 1 +2$", table, re.MULTILINE), table
 
 
 @pytest.mark.parametrize(

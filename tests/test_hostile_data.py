@@ -204,7 +204,7 @@ def test_a_standard_deviation_that_leaves_no_number_is_refused(tmp_path):
     task = DataSettings(
         dataset="sites", sample_kind="features", input_shape="1", classes="0,1", feature_mean="0", feature_std="1e-30"
     )
-    refused(own_site, path, task, match="feature 0 exceeds the range of float32 .* deviation 1e-30")
+    refused(own_site, path, task, match="feature 0 may exceed the range of float32 .* deviation 1e-30")
 
 
 # -- samples of different kinds --------------------------------------------------------------------------

@@ -200,10 +200,11 @@ def test_parts_of_a_page(generate: dict[str, Any]) -> None:
     assert "| model | `(d,)` | the model w |" in messages
     assert "a client returns no array" in messages and "support `secure-aggregation`." in messages
     assert "A client stores nothing between rounds." in generate["state"](card)
+    no_mean = "it does not declare that its server step is a weighted mean of models"
     undecided = "it does not say that the gradients of single samples are all that its clients' arrays depend on"
     privacy = ["| `dp=local` | noise hides it |", "| `dp=central` | noise hides it |", f"| `dp=sample` | {undecided} |"]
     refusals = generate["refused"](ExampleSettings).splitlines()
-    assert refusals[2:] == ["| `momentum` | its steps are plain |", *privacy]
+    assert refusals[2:] == ["| `momentum` | its steps are plain |", *privacy, f"| `robust` | {no_mean} |"]
     assert generate["warns"](ExampleSettings) == ""
     assert generate["warns"](settings_class("fedfew")).startswith("Before round 1 Posy warns if all K models start")
     check = generate["checked_with"]("example", card)

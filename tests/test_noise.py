@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from posy.strategies.noise import (
+from posy.noise import (
     CELLS,
     GRID,
     INTERVALS,

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import posy
+from posy.accounting import MODES, Event, epsilon_of, noise_multiplier_for, read_ledger, spent
 from posy.client_app.privacy import UnprotectedError, check_network, check_privacy, noised
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.report.page import page
 from posy.server_app.privacy import LEDGER, PrivacyLedger
 from posy.settings import RunError, SettingsError
-from posy.strategies.accounting import MODES, Event, epsilon_of, noise_multiplier_for, read_ledger, spent
 from posy.strategies.cohorts import cohort_of, most_trainings
 from posy.strategies.method_settings import ALLOWED
 from posy.strategies.methods import METHODS, settings_class

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from posy.accounting import spent
 from posy.client_app.training import private
 from posy.client_app.training.batches import Batch, Samples
 from posy.client_app.training.networks import LoopedModels, Network
@@ -17,8 +18,7 @@ from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Job, Pull, Train
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
-from posy.strategies.accounting import spent
-from posy.strategies.noise import SecureGenerator
+from posy.noise import SecureGenerator
 from posy.strategies.privacy import Sampling, planned_events
 from posy.strategies.settings import TrainSettings
 

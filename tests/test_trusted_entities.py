@@ -100,16 +100,16 @@ def test_the_worker_neither_unpacks_nor_imports_an_unsigned_app(
     run.fab_id, run.fab_version = "p/a", "1.0"
     apps = Apps({KEY_ID: public_text(key)})
     with pytest.raises(UntrustedAppError):
-        apps.load(run, fab(bundle, HUB))
+        apps.load(run, fab(bundle, HUB), "any")
     assert not (tmp_path / "apps").exists()
     import os
 
     assert not os.environ["POSY_TEST_TRACE"]
     assert apps.signers == []
-    assert apps.load(run, fab(bundle, {**HUB, KEY_ID: verification(key, bundle)})) is not None
+    assert apps.load(run, fab(bundle, {**HUB, KEY_ID: verification(key, bundle)}), "any") is not None
     assert os.environ["POSY_TEST_TRACE"] == "imported"
     assert apps.signers == [KEY_ID]
-    assert Apps().load(run, fab(bundle, {})) is not None  # without the option every app runs
+    assert Apps().load(run, fab(bundle, {}), "any") is not None  # without the option every app runs
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ server knows, would reveal the batch and with it the amplification by subsamplin
 clipped to the norm C over all trained tensors. Their sum, with Gaussian noise of standard deviation zC, is divided by
 the expected batch size. The optimiser, momentum, Adam, weight decay and proximal terms act on the result.
 
-Sums in float32 exceed their bound by rounding, and :func:`posy.strategies.noise.perturb` rounds the sum to its grid.
+Sums in float32 exceed their bound by rounding, and :func:`posy.noise.perturb` rounds the sum to its grid.
 The noise is larger by the fraction :data:`SLACK`, which covers both for networks of up to 10⁹ parameters.
 """
 
@@ -18,7 +18,7 @@ from torch.func import grad_and_value, vmap
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.networks import Network, trainable_names
 from posy.client_app.training.work import Job, Net
-from posy.strategies.noise import SecureGenerator, perturb
+from posy.noise import SecureGenerator, perturb
 from posy.strategies.privacy import Sampling
 
 SLACK = 2.0**-8

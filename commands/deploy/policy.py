@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from posy.data.policy import Policy, read_policy
 from posy.listing import print_table
 from posy.settings import COMMAND_LINE, SettingsError, as_config, settings_of
 from posy.yaml12 import dump
@@ -43,6 +42,7 @@ def check(
     day) when the run begins.
     """
     from posy.client_app.policy import violations  # noqa: PLC0415 - imports Flower
+    from posy.data.policy import Policy, read_policy  # noqa: PLC0415
     from posy.data.settings import SITES  # noqa: PLC0415
     from posy.strategies.registry import parse_words, read_settings  # noqa: PLC0415
 
@@ -66,6 +66,8 @@ def check(
 
 def default_text() -> str:
     """Return the default policy as YAML, with the meaning of each rule as a comment."""
+    from posy.data.policy import Policy  # noqa: PLC0415
+
     lines = ["# Policy of a site. Only this node reads the file. `posy policy check FILE` explains it."]
     for key, setting in settings_of(Policy).items():
         bounds = "" if setting.kind is str and not setting.choices else f" ({setting.allowed()})"
