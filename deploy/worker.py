@@ -153,7 +153,7 @@ def record(message: Message, context: Context, outcome: Message | Exception) -> 
     if audit_log is None or audit.notes_on(context).get("recorded"):
         return
     if isinstance(outcome, ForeignCodeError):
-        audit.note(context, rule="refuse-foreign-code")
+        audit.note(context, rule="code")
     audit.record(audit_log, message, context, outcome)
 
 

@@ -35,8 +35,10 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     deployment.processes = {}
     try:
         deployment.__init__(folder, list(NAMES))  # type: ignore[misc]
-        for name, option in (("warm", "--refuse-foreign-code"), ("stock", "--stock")):
-            deployment.node(name, option, f"data={folder}/{name}-patients.csv", "state-dir=state/{name}", "name={name}")
+        for name, option, code in (("warm", "--refuse-foreign-code", "installed"), ("stock", "--stock", "any")):
+            (folder / f"{name}.yaml").write_text(f"code: {code}\nmax-local-epochs: 100000\n")
+            places = f"data={folder}/{name}-patients.csv", f"policy={folder}/{name}.yaml", "state-dir=state/{name}"
+            deployment.node(name, option, *places, "name={name}")
         deployment.until(lambda: deployment.ready("warm"), "warm")
         deployment.until(lambda: "SuperNode ID" in deployment.log("stock"), "stock")
         yield deployment
@@ -96,7 +98,7 @@ def test_refused_code_is_in_the_log_of_the_node_that_refuses_it(sites: Deploymen
     assert begin["event"] == "run-begin"
     assert events
     for event in events:
-        assert (event["event"], event["decision"]) == ("refusal", "refuse-foreign-code")
+        assert (event["event"], event["decision"]) == ("refusal", "code")
         assert (event["error"], "sent" in event) == ("ForeignCodeError", False)
     assert (checked.line, checked.problem) == (0, "")
 

@@ -230,7 +230,7 @@ def test_peoples_own_code_travels_with_the_run(
     assert told == [f"posy: {together.folder / name} travels with the run as own/{name}" for name in sorted(OWN_FILES)]
     foreign = ", ".join(f"own/{name}" for name in sorted(OWN_FILES))
     for number in range(CLIENTS):
-        assert f"brings code that is not that of the Posy installed here: {foreign}" in together.log(f"node-{number}")
+        assert f"brings code that differs from the installed Posy: {foreign}" in together.log(f"node-{number}")
     monkeypatch.chdir(together.folder)
     assert_same_models(together, "own", settings_of(together, **OWN), tmp_path)
 
