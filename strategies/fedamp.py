@@ -13,6 +13,7 @@ from posy.settings import Search, setting
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.replies import distances_from_gram
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
@@ -173,6 +174,4 @@ def squared_distances(models: FloatArray) -> npt.NDArray[np.float64]:
         The clients' models.
     """
     centred = models - models.mean(axis=0)
-    gram = (centred @ centred.T).astype(np.float64)
-    norms = np.diag(gram)
-    return np.maximum(norms[:, None] + norms[None, :] - 2 * gram, 0.0)
+    return distances_from_gram((centred @ centred.T).astype(np.float64))

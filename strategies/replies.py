@@ -150,10 +150,11 @@ def mean_of(updates: list[Update]) -> FloatArray:
     return weighted_mean(stacked(updates), num_examples(updates))
 
 
-def gram(rows: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
+def gram(rows: FloatArray, block: int = BLOCK, origin: FloatArray | None = None) -> npt.NDArray[np.float64]:
     """Return the inner products <row_i, row_j> in double precision.
 
-    Nearly equal models differ only in digits below the precision of float32.
+    Nearly equal models differ only in digits below the precision of float32. With the clients' start as the origin,
+    the products of similar models retain their digits.
 
     Parameters
     ----------
@@ -161,6 +162,8 @@ def gram(rows: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
         Stacked vectors.
     block : int
         Number of parameters in a block; the function allocates O(M block + M²) memory.
+    origin : numpy.ndarray, float32, (d,), optional
+        Vector that is subtracted from each row.
 
     Returns
     -------
@@ -169,8 +172,18 @@ def gram(rows: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
     products = np.zeros((len(rows), len(rows)))
     for start in range(0, rows.shape[1], block):
         part = rows[:, start : start + block].astype(np.float64)
+        if origin is not None:
+            part -= origin[start : start + block]
         products += part @ part.T
     return products
+
+
+def distances_from_gram(products: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return ||x_i − x_j||² ``(M, M)``, never negative, from the inner products of the vectors x."""
+    lengths = np.diag(products)
+    squares = np.maximum(lengths[:, None] + lengths[None, :] - 2 * products, 0.0)
+    np.fill_diagonal(squares, 0.0)
+    return squares
 
 
 def stacked(updates: list[Update], position: int = 0) -> FloatArray:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
-from posy.strategies.replies import BLOCK, weighted_mean
+from posy.strategies.replies import BLOCK, distances_from_gram, gram, weighted_mean
 from posy.strategies.settings import RunSettings
 
 Float64 = npt.NDArray[np.float64]
@@ -98,11 +98,11 @@ class Rule:
             return Combined(median(models), None)
         if self.name == "trimmed-mean":
             return trimmed_mean(models, self.trim)
-        products = gram_from(models, start)
+        products = gram(models, origin=start)
         if self.name == "geometric-median":
             shares = geometric_median_shares(products, w)
             return Combined(shares.astype(np.float32) @ models, shares)
-        scores = krum_scores(squared_distances(products), self.attackers)
+        scores = krum_scores(distances_from_gram(products), self.attackers)
         count = 1 if self.name == "krum" else selected_count(len(models), self.attackers, self.selected)
         best = np.sort(np.argsort(scores, kind="stable")[:count])
         shares = np.zeros(len(models))
@@ -161,26 +161,6 @@ def trimmed_count(count: int, fraction: float) -> int:
 def selected_count(count: int, attackers: int, selected: int) -> int:
     """Return the number of models that Multi-Krum averages, from 1 to all but the attackers."""
     return max(1, min(selected or count, count - attackers))
-
-
-def gram_from(rows: FloatArray, origin: FloatArray, block: int = BLOCK) -> Float64:
-    """Return the inner products ``(M, M)`` of the rows ``(M, d)`` minus an origin ``(d,)``, in double precision.
-
-    With the clients' start as the origin, the products of similar models retain their digits.
-    """
-    products = np.zeros((len(rows), len(rows)))
-    for start in range(0, rows.shape[1], block):
-        part = rows[:, start : start + block].astype(np.float64) - origin[start : start + block]
-        products += part @ part.T
-    return products
-
-
-def squared_distances(products: Float64) -> Float64:
-    """Return ||x_i − x_j||² ``(M, M)``, never negative, from the inner products of the vectors x."""
-    lengths = np.diag(products)
-    squares = np.maximum(lengths[:, None] + lengths[None, :] - 2 * products, 0.0)
-    np.fill_diagonal(squares, 0.0)
-    return squares
 
 
 def krum_scores(squares: Float64, attackers: int) -> Float64:

@@ -44,7 +44,7 @@ from posy.strategies.masking import (
     private_key,
     public_key,
 )
-from posy.strategies.replies import BadReplyError, check_size
+from posy.strategies.replies import BadReplyError, check_enrolled, check_size
 from posy.strategies.settings import RunSettings
 
 KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
@@ -430,8 +430,8 @@ def read_masked(content: RecordDict, size: int, num_train: int | None = None) ->
         raise BadReplyError(f"arrays of shapes {[words.shape]} instead of {[(size,)]}")
     if words.dtype != np.uint32:
         raise BadReplyError(f"masked numbers of type {words.dtype} instead of uint32")
-    if num_train is not None and metrics["num-examples"] != num_train:
-        raise BadReplyError(f"num-examples = {metrics['num-examples']}, but the client has joined with {num_train}")
+    if num_train is not None:
+        check_enrolled("num-examples", metrics["num-examples"], num_train)
     return words, metrics
 
 

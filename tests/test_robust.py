@@ -9,14 +9,13 @@ from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from posy.strategies.bounds import clipping_factors, share_factors, site_share
+from posy.strategies.replies import distances_from_gram, gram
 from posy.strategies.robust import (
     Rule,
     geometric_median_shares,
-    gram_from,
     krum_scores,
     median,
     selected_count,
-    squared_distances,
     trimmed_count,
     trimmed_mean,
 )
@@ -80,7 +79,7 @@ def test_the_number_of_cut_values(count: int, fraction: float, cut: int) -> None
 
 def test_krums_scores_by_hand() -> None:
     rows = rows_of([0], [1], [3], [10], [100])  # f = 1: two closest others of four
-    squares = squared_distances(gram_from(rows, origin_of(rows)))
+    squares = distances_from_gram(gram(rows, origin=origin_of(rows)))
     assert krum_scores(squares, 1).tolist() == [1 + 9, 1 + 4, 4 + 9, 49 + 81, 90**2 + 97**2]
     assert krum_scores(squares, 0).tolist()[:2] == [1 + 9 + 100, 1 + 4 + 81]
     model, shares = Rule("krum", attackers=1).combine(rows, origin_of(rows), np.ones(5))
@@ -163,7 +162,7 @@ def test_small_differences_between_large_models_decide() -> None:
     steps = np.array([[1.0], [1.1], [0.9], [1.05], [3.0]]) * 1e-3 * generator.normal(size=5000)
     rows = (start + steps).astype(np.float32)
     exact = np.array([[np.square(a.astype(np.float64) - b).sum() for b in rows] for a in rows])
-    squares = squared_distances(gram_from(rows, start))
+    squares = distances_from_gram(gram(rows, origin=start))
     assert squares == pytest.approx(exact, rel=1e-6, abs=1e-12)
 
 
