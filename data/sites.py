@@ -33,7 +33,7 @@ from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
-from posy.data.values import FLOAT32_MAX, moments
+from posy.data.values import check_reach, moments
 from posy.paths import exists
 
 
@@ -162,16 +162,9 @@ def _check_scale(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, c
     find an extreme value by trying statistics.
     """
     centre, squares = moments(x)
-    with np.errstate(over="ignore"):
-        reach = (np.abs(centre - mean) + np.sqrt(squares)) / std
-    if (wrong := np.flatnonzero(~(reach <= FLOAT32_MAX))).size:
-        name = str(columns[wrong[0]] if columns else wrong[0])
-        raise DataError(
-            f"{where}: feature {name} may exceed the range of float32 after standardisation (mean {mean[wrong[0]]}, "
-            f"standard deviation {std[wrong[0]]}); correct feature-mean or feature-std",
-            "extreme-value",
-            name,
-        )
+    spread = np.sqrt(squares)
+    words = "may exceed", "correct feature-mean or feature-std"
+    check_reach(centre - spread, centre + spread, mean, std, where, columns, words)
 
 
 def _check_rows(content: Content, count: int, policy: Policy) -> None:

@@ -129,17 +129,34 @@ def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, names: Sequence[str] = ()) -> None:
     """Raise :class:`DataError` if a standardised feature of ``(N, F)`` exceeds the range of float32."""
-    for extreme in (x.min(0), x.max(0)):
-        with np.errstate(over="ignore"):
-            columns = np.flatnonzero(~(np.abs((extreme - mean) / std) <= FLOAT32_MAX))
-        if columns.size:
-            column = int(columns[0])
-            raise DataError(
-                f"{where}: feature {names[column] if names else column} exceeds the range of float32 after "
-                f"standardisation (mean {mean[column]}, standard deviation {std[column]}); remove its extreme values",
-                "extreme-value",
-                str(names[column] if names else column),
-            )
+    check_reach(x.min(0), x.max(0), mean, std, where, names, ("exceeds", "remove its extreme values"))
+
+
+def check_reach(
+    low: np.ndarray,
+    high: np.ndarray,
+    mean: np.ndarray,
+    std: np.ndarray,
+    where: str,
+    names: Sequence[str],
+    words: tuple[str, str],
+) -> None:
+    """Raise :class:`DataError` if a standardised bound of a feature ``(F,)`` exceeds the range of float32.
+
+    ``words`` are the verb and the advice of the message.
+    """
+    with np.errstate(over="ignore"):
+        reach = np.maximum(np.abs((low - mean) / std), np.abs((high - mean) / std))
+    columns = np.flatnonzero(~(reach <= FLOAT32_MAX))
+    if columns.size:
+        column, (verb, advice) = int(columns[0]), words
+        name = str(names[column] if names else column)
+        raise DataError(
+            f"{where}: feature {name} {verb} the range of float32 after standardisation (mean {mean[column]}, standard "
+            f"deviation {std[column]}); {advice}",
+            "extreme-value",
+            name,
+        )
 
 
 def _check_range(x: np.ndarray, allowed: np.ndarray, where: str) -> None:
