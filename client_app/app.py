@@ -16,9 +16,8 @@ from posy.client_app.policy import admit, check_once, guarded, limited_scores, p
 from posy.client_app.registry import client_class
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
-from posy.client_app.workspace import Workspace
+from posy.client_app.workspace import DEFAULT_POLICY, Workspace
 from posy.data.errors import DataError
-from posy.data.policy import Policy
 from posy.flower import (
     PING,
     content_of,
@@ -62,13 +61,14 @@ def query(message: Message, context: Context) -> Message:
     config = record_in(message.content, "config", ConfigRecord)
     if config.get(PING):
         return Message(RecordDict(), reply_to=message)
+    policy = site_policy(context.node_config)
     if "secure-round" in config:
-        rules = site_policy(context.node_config) or Policy()
+        rules = policy or DEFAULT_POLICY
         answer = ConfigRecord({"answer": secure_aggregation.answer(message, context, rules.min_clients)})
         return Message(RecordDict({"config": answer}), reply_to=message)
     settings, describes = str(config["settings"]), bool(config.get("describe"))
     check_node_config(context.node_config)
-    if policy := site_policy(context.node_config):
+    if policy:
         admit(policy, settings, context, message.metadata.run_id, pin=not describes)
     if describes:
         description = describe(settings, context, policy)
@@ -108,12 +108,11 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
-def own_places(config: dict[str, Any], context: Context, settings_json: str = "") -> None:
+def own_places(config: dict[str, Any], context: Context) -> None:
     """Replace the server's folders in a message's config by the folders that the node's config names.
 
     The client's state goes to a folder of the run in ``state-dir``. Its model goes to a folder of the run in
-    ``models``, or by default to a subfolder of the state's folder. A site passes the settings of the run, to which it
-    binds the folder.
+    ``models``, or by default to a subfolder of the state's folder.
     """
     wanted = config.pop("save-models-to", "")
     config.pop("state-directory", None)
@@ -126,10 +125,7 @@ def own_places(config: dict[str, Any], context: Context, settings_json: str = ""
             f"run = {run!r} in the server's message is not the name of a folder; change run-name on the server"
         )
     if state:
-        folder = absolute(state) / run
-        if settings_json:
-            pin_state(folder, json.loads(settings_json))
-        config["state-directory"] = str(folder)
+        config["state-directory"] = str(absolute(state) / run)
     if wanted:
         config["save-models-to"] = str(absolute(models) / run if models else absolute(state) / run / "models")
 
@@ -162,8 +158,10 @@ class Call:
         if self.workspace.of_sites:
             check_unchanged(self.workspace, context)
         if not trusting:
-            own_places(self._config, context, settings_json if self._policy else "")
+            own_places(self._config, context)
         folder = self._config.pop("state-directory", None)
+        if self._policy and folder:
+            pin_state(Path(folder), json.loads(settings_json))
         self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self._versions = Versions.take(self._config)
         self._training = message.metadata.message_type == MessageType.TRAIN

@@ -531,9 +531,9 @@ class PersonalClient(NumPyClient):
         """Return the job of one of several models; model 0 has the same random streams as a single model."""
 
         def stream(purpose: str) -> torch.Generator:
-            secret = self.workspace.order_key
-            key = (self.round, self.client, work.stream, *((model,) if model or secret else ()), *secret)
-            return torch_generator(self.settings.run.seed, purpose, *key)
+            key = (self.round, self.client, work.stream, model)
+            order_key = self.workspace.order_key
+            return torch_generator(self.settings.run.seed, purpose, *(key if model else key[:-1]), *order_key)
 
         augment = self.workspace.augment(lambda: stream("augment"))
         width = self.network(work).dropout_width

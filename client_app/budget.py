@@ -4,8 +4,6 @@ The ledger is a file in the node's ``state-dir``. The node writes a line before 
 counts, and so does each repetition of a message.
 """
 
-import fcntl
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,16 @@ from typing import Any
 from posy.accounting import Event, fits, ledger_line, read_ledger, spent
 from posy.data.policy import Policy
 from posy.paths import absolute
+from posy.storage import append, exclusive
 from posy.strategies.privacy import event_of, planned_events
 from posy.strategies.settings import CENTRAL, OFF, Settings
 
 LEDGER = "privacy-ledger.jsonl"
 """File in a node's ``state-dir`` with the trainings under noise."""
+
+
+class BudgetExceededError(ValueError):
+    """A training or a run would spend more than the budget of the site."""
 
 
 def unprotected(values: Mapping[str, Any]) -> str:
@@ -46,53 +49,52 @@ class Budget:
         self._policy = policy
         self._file = absolute(state_dir) / LEDGER
 
-    def spent(self) -> float:
-        """Return the ε that all trainings of the site have spent, for the policy's δ."""
-        return spent(self._past(), self._policy.delta)
-
-    def refuses(self, settings: Settings, num_train: int) -> str:
-        """Return why a whole run exceeds the budget, or an empty text if it fits.
+    def check_run(self, settings: Settings, num_train: int) -> None:
+        """Check that a whole run fits.
 
         Raises
         ------
+        BudgetExceededError
+            If it does not.
         BudgetError
             If the ledger is damaged: a budget cannot be computed from it.
         """
-        return self._refusal(planned_events(settings, num_train), "this run")
+        self._check(self._past(), planned_events(settings, num_train), "this run")
 
-    def spend(self, settings: Settings, num_train: int, server_round: int) -> str:
-        """Record one training in the ledger; return why it exceeds the budget, or an empty text if it is recorded."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.with_suffix(".lock").open("w") as locked:
-            fcntl.flock(locked, fcntl.LOCK_EX)
-            event = event_of(settings, num_train)
-            if refusal := self._refusal([event], "this training"):
-                return refusal
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(ledger_line(event, round=server_round))
-                file.flush()
-                os.fsync(file.fileno())
-            return ""
+    def spend(self, settings: Settings, num_train: int, server_round: int) -> float:
+        """Record one training in the ledger, and return the ε that the site has spent with it.
 
-    def _refusal(self, planned: list[Event], name: str) -> str:
-        past, policy = self._past(), self._policy
-        if fits(past, planned, policy.epsilon, policy.delta):
-            return ""
-        return (
-            f"{name} would spend more than epsilon = {policy.epsilon:g} at delta = {policy.delta:g}; earlier runs have "
-            f"spent {spent(past, policy.delta):.4g}"
-        )
+        Raises
+        ------
+        BudgetExceededError
+            If the training does not fit; the ledger then stays as it is.
+        BudgetError
+            If the ledger is damaged.
+        """
+        with exclusive(self._file.with_suffix(".lock")):
+            past, event = self._past(), event_of(settings, num_train)
+            self._check(past, [event], "this training")
+            remove_incomplete_line(self._file)
+            append(self._file, ledger_line(event, round=server_round))
+        return spent([*past, event], self._policy.delta)
+
+    def _check(self, past: list[Event], planned: list[Event], name: str) -> None:
+        policy = self._policy
+        if not fits(past, planned, policy.epsilon, policy.delta):
+            raise BudgetExceededError(
+                f"{name} would spend more than epsilon = {policy.epsilon:g} at delta = {policy.delta:g}; earlier runs "
+                f"have spent {spent(past, policy.delta):.4g}"
+            )
 
     def _past(self) -> list[Event]:
         if not self._file.exists():
             return []
-        return [event for event, _ in read_ledger(_whole_lines(self._file))]
+        return [event for event, _ in read_ledger(self._file.read_text(encoding="utf-8"))]
 
 
-def _whole_lines(file: Path) -> str:
-    """Return the text of a ledger; a last line that an interrupted write left without its end is removed first."""
-    text = file.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole, encoding="utf-8")
-    return whole
+def remove_incomplete_line(file: Path) -> None:
+    """Remove a last line that an interrupted write has left without its end; the caller holds the lock of the file."""
+    content = file.read_bytes() if file.exists() else b""
+    complete = content[: content.rfind(b"\n") + 1]
+    if complete != content:
+        file.write_bytes(complete)

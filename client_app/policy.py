@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from hashlib import blake2b, sha256
 from logging import ERROR
@@ -14,7 +15,7 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.common.logger import log
 
 from posy.client_app import audit
-from posy.client_app.budget import Budget, unprotected
+from posy.client_app.budget import Budget, BudgetExceededError, unprotected
 from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
@@ -23,7 +24,7 @@ from posy.extensions import is_own
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
 from posy.settings import NodeConfigError, Setting, settings_of, shown
-from posy.storage import read_json, write_json
+from posy.storage import exclusive, read_json, write_json
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.settings import RunSettings, Settings, TrainSettings
 
@@ -33,7 +34,9 @@ DIGITS = 2
 """Decimals of rounded scores."""
 PINNED = "run.json"
 """File in the state folder of a run with the digest of its settings."""
-_RECORD = "site-run"
+_RECORD, _COUNTED = "site-run", "site-run-counted"
+RUNS = "policy-runs.json"
+"""File in a node's ``state-dir`` with the runs that have begun today."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -262,7 +265,10 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
         If the run violates a rule, the site has begun too many runs today, or the settings of the run have changed.
     """
     check_settings(policy, settings_json)
-    _count_run(policy, context.node_config, run_id)
+    counted = context.state.config_records.get(_COUNTED)
+    if counted is None or counted["run"] != str(run_id):  # once a run: a run may continue on the next day
+        _count_run(policy, context.node_config, run_id)
+        context.state[_COUNTED] = ConfigRecord({"run": str(run_id)})
     if not pin:
         return
     digest = sha256(settings_json.encode()).hexdigest()
@@ -283,22 +289,23 @@ _begun: dict[str, list[int]] = {}
 
 def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> None:
     """Count the runs of a day (UTC); the count survives a restart if the node has a ``state-dir``."""
-    today = time.strftime("%Y-%m-%d", time.gmtime())
+    global _begun  # noqa: PLW0603 - the count of a node without state-dir
     folder = str(node_config.get("state-dir", ""))
-    file = absolute(folder) / "policy-runs.json" if folder else None
-    stored = _begun if file is None else read_json(file) if file.exists() else {}
-    runs = list(stored.get(today, []))
-    if run_id in runs:
+    if not folder:
+        _begun = _with_run(policy, _begun, run_id)
         return
-    if len(runs) >= policy.max_runs_per_day:
+    file = absolute(folder) / RUNS
+    with exclusive(file.with_suffix(".lock")):
+        write_json(file, _with_run(policy, read_json(file) if file.exists() else {}, run_id))
+
+
+def _with_run(policy: Policy, begun: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
+    """Return the runs of today, by day, with one more; :class:`PolicyError` beyond the limit."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    runs = begun.get(today, [])
+    if run_id not in runs and len(runs) >= policy.max_runs_per_day:
         raise PolicyError(Violation("max-runs-per-day", f"{len(runs)} runs have begun today; try again tomorrow (UTC)"))
-    runs.append(run_id)
-    if file is None:
-        _begun.clear()
-        _begun[today] = runs
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {today: runs})
+    return {today: [*runs, *([] if run_id in runs else [run_id])]}
 
 
 def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
@@ -332,25 +339,29 @@ def _may_change(setting: Setting) -> bool:
 
 def check_budget(policy: Policy, settings: Settings, context: Context, num_train: int) -> None:
     """Raise :class:`PolicyError` if a run of the settings exceeds the privacy budget of the site."""
-    if policy.epsilon and (reason := _budget(policy, context).refuses(settings, num_train)):
-        raise PolicyError(Violation("epsilon", reason))
+    if policy.epsilon:
+        with _budget(policy, context) as budget:
+            budget.check_run(settings, num_train)
 
 
 def spend_budget(policy: Policy, settings: Settings, context: Context, num_train: int, server_round: int) -> None:
     """Record a training in the site's privacy ledger before it begins; raise :class:`PolicyError` beyond the budget."""
     if not policy.epsilon:
         return
-    budget = _budget(policy, context)
-    if reason := budget.spend(settings, num_train, server_round):
-        raise PolicyError(Violation("epsilon", reason))
-    audit.note(context, epsilon=budget.spent(), delta=policy.delta)
+    with _budget(policy, context) as budget:
+        audit.note(context, epsilon=budget.spend(settings, num_train, server_round), delta=policy.delta)
 
 
-def _budget(policy: Policy, context: Context) -> Budget:
+@contextmanager
+def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
+    """Yield the budget of the site, and turn its refusal into a violation of the policy."""
     folder = str(context.node_config.get("state-dir", ""))
     if not folder:
         raise PolicyError(Violation("epsilon", "the node needs state-dir for the ledger of its privacy budget"))
-    return Budget(policy, folder)
+    try:
+        yield Budget(policy, folder)
+    except BudgetExceededError as error:
+        raise PolicyError(Violation("epsilon", str(error))) from error
 
 
 # -- scores -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 
 from posy.client_app.policy import PolicyError, check_budget, size_violations
-from posy.client_app.workspace import Workspace, data_path, workspace_for
+from posy.client_app.workspace import DEFAULT_POLICY, Workspace, data_path, workspace_for
 from posy.data.agreement import site_notices
 from posy.data.errors import DataError, Note
 from posy.data.policy import Policy
@@ -30,7 +30,7 @@ def workspace_of(settings_json: str, context: Context, policy: Policy | None) ->
     settings = from_json(settings_json)
     if settings.data.dataset != SITES:
         return workspace_for(settings, "")
-    policy = policy or Policy()
+    policy = policy or DEFAULT_POLICY
     settings = replace(settings, data=replace(settings.data, data_dir=policy.weights))
     return workspace_for(settings, str(context.node_config.get("data", "")), skips(context.node_config), policy)
 
@@ -57,7 +57,7 @@ def describe(settings_json: str, context: Context, policy: Policy | None) -> dic
     """
     settings = from_json(settings_json)
     path = data_path(str(context.node_config.get("data", "")))
-    policy = policy or Policy()
+    policy = policy or DEFAULT_POLICY
     content = read_site(path, settings.data, policy, skips(context.node_config))
     description = describe_site(content, settings.data, policy)
     return {**identity(context), **description.as_answer()}

@@ -117,7 +117,7 @@ class Workspace:
     @cached_property
     def order_key(self) -> tuple[int, ...]:
         """Further key of the random streams of a site: the server does not know which samples are in a batch."""
-        return (self.dataset.order_seed,) if self.of_sites and self.site else ()
+        return (self.dataset.order_seed,) if self.dataset.order_seed else ()
 
     @cached_property
     def fingerprint(self) -> str:

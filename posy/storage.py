@@ -51,6 +51,23 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def append(path: Path, text: str) -> None:
+    """Append text to a file, and wait until it is on the disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is created if it is missing; wait until other processes have released it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def lock(path: Path) -> int:
     """Lock a directory as long as the descriptor is open that is returned, here or in a process that inherits it.
 

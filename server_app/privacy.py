@@ -1,6 +1,5 @@
 """The privacy ledger of a run: which clients trained under which noise, and the (ε, δ) that they have spent."""
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from posy.accounting import BudgetError, Event, Unit, ledger_line, read_ledger, spent
 from posy.data.settings import SITES
 from posy.settings import RunError
+from posy.storage import append
 from posy.strategies.cohorts import most_trainings
 from posy.strategies.privacy import event_of, noise_multiplier
 from posy.strategies.settings import OFF, SAMPLE, Settings
@@ -60,10 +60,7 @@ class PrivacyLedger:
         for client in clients:
             by_event[event_of(self.settings, self._num_train(client))].append(client)
         lines = [ledger_line(event, round=server_round, clients=group) for event, group in by_event.items()]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        append(self.path, "".join(lines))
         for event, group in by_event.items():
             self._add(event, group)
 

@@ -194,6 +194,21 @@ def test_a_day_has_a_limit_of_runs(tmp_path: Path) -> None:
         admit(policy, config, context, 3, pin=False)
 
 
+def test_a_run_counts_on_the_day_on_which_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that continues after midnight is not refused because other runs have begun on the new day."""
+    policy, config = Policy(max_runs_per_day=1), json.dumps(values())
+    contexts = [NodeGrid({}).nodes[1] for _ in range(2)]
+    for context in contexts:
+        context.node_config = {"state-dir": str(tmp_path), "data": "x"}
+    monkeypatch.setattr("posy.client_app.policy.time.strftime", lambda *_: "2026-01-01")
+    admit(policy, config, contexts[0], 1, pin=False)
+    monkeypatch.setattr("posy.client_app.policy.time.strftime", lambda *_: "2026-01-02")
+    admit(policy, config, contexts[1], 2, pin=False)
+    admit(policy, config, contexts[0], 1, pin=False)
+    with pytest.raises(PolicyError, match="rule max-runs-per-day"):
+        admit(policy, config, contexts[1], 3, pin=False)
+
+
 def test_a_state_folder_belongs_to_the_settings_of_its_run(tmp_path: Path) -> None:
     folder = tmp_path / "run-1"
     pin_state(folder, values())
@@ -252,6 +267,23 @@ def test_a_site_keeps_its_privacy_budget_over_all_runs(site: Config, tmp_path: P
     assert answers == [False, False, False, True, True, True]
     assert len((tmp_path / "state" / "privacy-ledger.jsonl").read_text().splitlines()) == 3
     assert "earlier runs have spent 1.8" in send(NodeGrid(node), config, model, kind="train").error.reason
+
+
+def test_only_the_writer_of_the_ledger_removes_an_incomplete_line(site: Config, tmp_path: Path) -> None:
+    """A reader could otherwise remove a line that another process is writing."""
+    (tmp_path / "policy.yaml").write_text("epsilon: 2.0\n")
+    node = site | {"policy": str(tmp_path / "policy.yaml"), "state-dir": str(tmp_path / "state")}
+    config = values(
+        input_columns="f0,f1,f2", model="linear", dp="local", dp_clip=1.0, dp_epsilon=1.5, num_server_rounds=2
+    )
+    model, ledger = np.zeros(FEATURES * 2 + 2, np.float32), tmp_path / "state" / "privacy-ledger.jsonl"
+    assert not send(NodeGrid(node), config, model, kind="train").has_error()
+    whole = ledger.read_text()
+    ledger.write_text(whole + whole[:20])
+    assert not ask(node, config).has_error()
+    assert ledger.read_text() == whole + whole[:20]
+    assert not send(NodeGrid(node), config, model, kind="train").has_error()
+    assert ledger.read_text() == whole + whole
 
 
 # -- attacks ---------------------------------------------------------------------------------------------
