@@ -51,7 +51,7 @@ resources = {"num_cpus": 1, "num_gpus": float(sys.argv[2])}
 run_simulation(server, clients, settings["num-clients"], backend_config={"client_resources": resources})
 """
 TOLD = "print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)"
-"""A run in one process, or in Flower's simulation, between its imports and what tells the seconds of both."""
+"""A run in one process, or in Flower's simulation, between its imports and the line that prints the seconds of both."""
 CLIENTS_PER_GPU = 4
 BARE_SECONDS = 1.0
 """Shortest time for which the bare loop is measured, in as many passes as it takes."""
@@ -87,7 +87,7 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
             outputs = module(x[index])
             logits, *branch = outputs if isinstance(outputs, tuple) else (outputs,)
             loss = F.cross_entropy(logits, y[index])
-            for other in branch:  # FedDRM's second branch tells the client
+            for other in branch:  # FedDRM's second branch predicts the client
                 loss = loss + F.cross_entropy(other, torch.zeros_like(y[index]))
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ def bare_speed(config: dict[str, Any]) -> float:
 
 
 def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict[str, Any]:
-    """Carry out a run in a process of its own and return what its record tells.
+    """Run a configuration in a separate process, and return the measurements from its record.
 
     Returns
     -------

@@ -70,8 +70,9 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
 def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Find the images of a folder of class folders, or of train/test folders of class folders.
 
-    Hidden folders and files that are no images are passed over. Returned are the N files; ``(N,)`` names of their class
-    folders; and ``(N,)`` bool, which of them lie in the folder test (without one: val), or ``None`` if there is none.
+    Hidden folders, and files that are not images, are skipped. The function returns the N files, the names of their
+    class folders ``(N,)``, and which of them are in the folder test (without it: val), ``(N,)`` bool. Without both
+    folders the last value is ``None``.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:
@@ -113,7 +114,7 @@ def readable_images(
         N files.
     size : tuple of int, optional
         (width, height): images of another size are cropped to its aspect ratio around their centre, then resized.
-        ``None``: that of all files, or 64 x 64 if they differ.
+        ``None``: the size of all files, or 64 x 64 if they differ.
     mode : str, optional
         ``L`` (one channel) or ``RGB``; ``None``: ``L`` if all files are grey.
 
@@ -151,7 +152,7 @@ def readable_images(
     if not damaged:
         return out, problems
     left = [files[number] for number in good if number not in damaged]
-    # Again, without them: their size and their colours must not decide on those of the others.
+    # Again without the damaged files, whose size and colours would otherwise decide for all files.
     return readable_images(left, size, mode)[0], dict(sorted((problems | damaged).items()))
 
 

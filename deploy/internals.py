@@ -53,7 +53,7 @@ def require_version() -> None:
 
 
 def load_node() -> None:
-    """Import what a node needs, for the nodes that are forked from this process."""
+    """Import the modules of a node, for the nodes that are forked from this process."""
     import flwr.supernode.cli.flower_supernode  # noqa: PLC0415 - a second to import
     import flwr.supernode.main  # noqa: F401, PLC0415
 
@@ -63,8 +63,8 @@ def load_node() -> None:
 def run_node(arguments: list[str], sleep: Callable[[float], None], lost: threading.Event, secret: bytes) -> None:
     """Run ``flower-supernode`` in this process, which it ends, with another ``time.sleep`` in the node's main loop.
 
-    The arguments are those of the command, with ``--isolation process``. Only a process that knows ``secret`` can take
-    its tasks. It sets ``lost`` if a task is done without a reply.
+    The function takes the arguments of the command, with ``--isolation process``. Only a process that knows
+    ``secret`` can take its tasks. It sets ``lost`` if a task is done without a reply.
     """
     from flwr.supernode import start_client_internal  # noqa: PLC0415 - a second to import
     from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
@@ -85,7 +85,7 @@ def acquire_task(node: RuntimeHttpClient) -> str | None:
 
 
 class MessageGoneError(Exception):
-    """There is no message for a task: nobody waits for an answer."""
+    """A task without a message: the SuperLink expects no answer."""
 
 
 class Task:
@@ -100,7 +100,7 @@ class Task:
         Raises
         ------
         MessageGoneError
-            If there is no message: Flower's node leaves a task behind if the message does not arrive whole.
+            If the message is missing: Flower's node leaves a task behind if the message does not arrive whole.
         RuntimeError
             If a part of the message is missing.
         """
@@ -112,7 +112,7 @@ class Task:
             raise RuntimeError(f"the message of a task is not there: {error}") from error
 
     def beat(self) -> None:
-        """Tell the node that the task is alive; minutes after the last such call the node answers with an error."""
+        """Report to the node that the task is alive; minutes after the last call the node answers with an error."""
         self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
     def push(self, reply: Message, context: Context) -> None:
@@ -167,8 +167,8 @@ class Apps:
     def load(self, run: Run, fab: Fab, rule: str) -> Callable[[Message, Context], Message]:
         """Return the ClientApp of a run: the installed one, or the run's, which is installed if it is new.
 
-        :func:`posy.deploy.foreign.check_code` decides by the node's rule on code. Raises what it and
-        :func:`check_signatures` raise.
+        :func:`posy.deploy.foreign.check_code` decides by the node's rule on code. This method raises
+        the errors of both functions and of :func:`check_signatures`.
         """
         if self._app is None or self._hash != fab.hash_str:
             self._app = None

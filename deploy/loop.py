@@ -1,8 +1,8 @@
-"""A node's loop, which no failed call ends: what it uses of the internals of Flower 1.39 beyond :mod:`internals`.
+"""A node's loop that survives failed calls, with the internals of Flower 1.39 that it needs beyond :mod:`internals`.
 
-Stock Flower tries a call again only if nobody answered. After any other error it drops the message or the reply without
-telling anyone, or ends. Here such calls are tried again for a while; a message that still does not get through is
-answered with an error that says so; and a reply is kept until the SuperLink has it or no longer wants it.
+Stock Flower retries a call only if the SuperLink has not answered. After any other error it silently drops the message
+or the reply, or it ends. This loop retries such calls for a while. If a message still does not arrive, the node answers
+it with an error. The node keeps a reply until the SuperLink has it or no longer wants it.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Unavailable(grpc.RpcError):  # type: ignore[misc]
     """An error that Flower takes for one after which a call is to be tried again."""
 
     def code(self) -> grpc.StatusCode:
-        """Return that of a SuperLink that is out of reach."""
+        """Return the code of a SuperLink that is out of reach."""
         return grpc.StatusCode.UNAVAILABLE
 
     def details(self) -> str:
@@ -77,7 +77,7 @@ class Unavailable(grpc.RpcError):  # type: ignore[misc]
 
 
 class Invoker(RetryInvoker):
-    """Flower's, which tries calls again if nobody has answered; this one does so after any error that may pass."""
+    """Flower's invoker retries calls without an answer; this one also retries after any temporary error."""
 
     def __init__(self, flower: RetryInvoker) -> None:
         self.__dict__.update(vars(flower))
@@ -89,7 +89,7 @@ class Invoker(RetryInvoker):
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call, again and again if need be; one call after the other once they have failed.
 
-        A line that is cut after so many bytes would cut them again and again if all went at the same time.
+        A connection that is cut after a number of bytes would cut all of them repeatedly if they ran at the same time.
         """
         kwargs.setdefault("timeout", CALL_SECONDS)
         started, tries = time.monotonic(), 0
@@ -127,7 +127,7 @@ class Invoker(RetryInvoker):
         if error.code() == grpc.StatusCode.UNAVAILABLE:
             # Flower gives up where certificates do not fit, but a cut connection can look like that too.
             return self._connected or "CERTIFICATE" not in details.upper()
-        # A heartbeat is one among many; its own loop goes on.
+        # A heartbeat is one among many; its own loop continues.
         return error.code() in PASSING and waited < min(PATIENCE_SECONDS, timeout)
 
 
@@ -156,14 +156,14 @@ def make_steadfast(lost: threading.Event) -> None:
         put(module, "HEARTBEAT_DEFAULT_INTERVAL", HEARTBEAT_SECONDS)
     put(in_memory_corestate, "HEARTBEAT_DEFAULT_INTERVAL", TASK_SECONDS)
     put(transfer, "get_num_workers", lambda _: CONCURRENT)
-    # Its 5 s without a request are as many as those after which a client's connection must not be used any more: a
-    # worker that had trained for so long sent its reply to a server that was just closing.
+    # Server and client both close a connection after 5 s without a request. A worker that had trained for 5 s therefore
+    # sent its reply to a server that was just closing.
     served = SimpleNamespace(**{**vars(uvicorn), "Config": partial(uvicorn.Config, timeout_keep_alive=KEEP_SECONDS)})
     put(sys.modules[flower_supernode.__module__], "uvicorn", served)
 
 
 def put(module: Any, name: str, value: Any) -> None:
-    """Replace what a module has under a name, which must be there."""
+    """Replace the value of a name in a module; raise ``AttributeError`` if the module lacks the name."""
     getattr(module, name)
     setattr(module, name, value)
 
@@ -186,7 +186,7 @@ def pull_or_push(
     try:
         run = pull(state=state, receive=noted, object_store=object_store, **parts)
     except Exception as error:
-        log(ERROR, "the SuperLink could not be asked for a message; the node goes on: %s", describe(error))
+        log(ERROR, "the node could not ask the SuperLink for a message, and continues: %s", describe(error))
         run, reason = None, describe(error)
     if came and _is_unverified(came[0], state):
         record_error(came[0], parts.get("node_config") or {}, RULE)
@@ -255,7 +255,7 @@ def push_reply(
 ) -> None:
     """Hand in one reply, again and again until the SuperLink has all of it or the reply has no time left.
 
-    Sent once more, it is the same to the SuperLink, which says what it lacks of it.
+    A repeated reply has the same id. The SuperLink answers with the parts that it lacks.
     """
     about = reply.metadata
     log(INFO, "Sending: %s message (ID: %s) of run %s", about.message_type, about.message_id, about.run_id)
@@ -299,7 +299,7 @@ def _content(object_store: Any, part: str) -> bytes:
 
 
 def _until(seconds: float) -> Iterator[None]:
-    """Yield, with short pauses, until so many seconds are over."""
+    """Yield, with short pauses, until the seconds are over."""
     end = time.monotonic() + seconds
     while True:
         yield

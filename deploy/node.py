@@ -62,7 +62,7 @@ IDLE_SECONDS = 1.0
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 """Shortest and longest pause of a node before it asks for a message again: many nodes may ask one SuperLink."""
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
-"""In between, shares of the time that messages take to come, and of what is left of it by the last rounds."""
+"""In between, shares of the time between messages, and of the remaining time by the last rounds."""
 GAPS = 4
 """Number of waits for a message by which the next one is expected; a round has two."""
 BEAT_SECONDS = 15.0
@@ -90,7 +90,7 @@ class Waits:
         self._gaps: deque[float] = deque(maxlen=GAPS)
 
     def sleep(self, seconds: float) -> None:
-        """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply is there."""
+        """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply has arrived."""
         self.work.set()  # also where it waits for no reply: one to an older message may have ended its wait
         now = time.monotonic()
         if seconds >= IDLE_SECONDS:
@@ -106,7 +106,10 @@ class Waits:
 
 
 def pause(waited: float, expected: float) -> float:
-    """Return the seconds until a node asks again, after so many, if a message is expected after so many."""
+    """Return the seconds until a node asks again, ``waited`` seconds after its last message.
+
+    ``expected`` is the number of seconds between messages.
+    """
     share = POLL_SHARE * max(waited, expected)
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, share, EARLY_SHARE * (expected - waited)))
 
@@ -119,12 +122,12 @@ class Worker:
     connection: socket.socket
     home: Path
     events: "queue.Queue[dict[str, Any] | None]"
-    """What it has reported; None: its end of the connection is closed."""
+    """The events that it has reported; None: its end of the connection is closed."""
 
     @classmethod
     def start(cls, parent: Parent, address: str) -> "Worker":
         """Start a worker for the node at ``address``."""
-        # A home of its own: nodes would install over each other in a shared one.
+        # Each worker has a separate home: in a shared home, nodes would overwrite each other's apps.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         ours, theirs = socket.socketpair()
         with theirs:
@@ -134,7 +137,7 @@ class Worker:
         return worker
 
     def hand(self, token: str) -> None:
-        """Hand over a task."""
+        """Pass a task to the worker."""
         with contextlib.suppress(OSError):  # an event reports its death
             self.connection.sendall(f"{token}\n".encode())
 
@@ -195,7 +198,7 @@ class Executor(threading.Thread):
                     try:
                         token = acquire_task(node)
                     except httpx.TransportError as error:  # as after the node was suspended; it pauses again soon
-                        log(WARNING, "the node's own tasks could not be asked for: %r", error)
+                        log(WARNING, "the executor could not ask the node for its tasks: %r", error)
                         continue
                     if token:
                         self._next = False
@@ -204,7 +207,7 @@ class Executor(threading.Thread):
                         if self._next:
                             self._waits.work.set()
         except Exception as error:
-            log(ERROR, "the node ends, because its tasks cannot be carried out", exc_info=error)
+            log(ERROR, "the node ends, because it cannot run its tasks", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _warm(self) -> Worker | None:
@@ -227,7 +230,7 @@ class Executor(threading.Thread):
         return None
 
     def _carry_out(self, worker: Worker, token: str) -> None:
-        """Have one task carried out; answer it with an error if the worker dies or takes too long."""
+        """Let the worker run one task; answer the task with an error if the worker dies or takes too long."""
         self._waits.replied.clear()
         with contextlib.closing(Task(self._address, token)) as task:
             message, limit, end, reason = None, 0.0, math.inf, ""
@@ -284,7 +287,7 @@ class Executor(threading.Thread):
 class Watch(threading.Thread):
     """Ends the node when its SuperLink has been out of reach for too long.
 
-    Flower applies ``--max-wait-time`` to each of its requests separately, so a node alone may go on for ever; and a
+    Flower applies ``--max-wait-time`` to each of its requests separately, so a node alone may continue for ever. A
     node that ends reports this to its SuperLink, for which it waits again.
     """
 
@@ -306,7 +309,7 @@ class Watch(threading.Thread):
 
 
 def main() -> None:
-    """Run warm nodes; the arguments are those of ``flower-supernode``, some of them once for each node."""
+    """Run warm nodes with the arguments of ``flower-supernode``, some of them once for each node."""
     require_version()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(KEY, dest="keys", action="append", default=[])
@@ -337,7 +340,7 @@ def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
 
 
 def serve(arguments: Sequence[str], parent: Parent) -> None:
-    """Be one node; the arguments are those of ``flower-supernode``."""
+    """Run one node with the arguments of ``flower-supernode``."""
     parent.start()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")

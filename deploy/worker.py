@@ -1,7 +1,7 @@
-"""The process that carries out a node's tasks, with PyTorch, code and data loaded once.
+"""The process that runs a node's tasks, with PyTorch, code and data loaded once.
 
 :class:`posy.deploy.node.Executor` has it forked with a socket. From this it reads tokens, one a line, and writes JSON
-objects, one a line: ``ready``, then for each task ``gone`` if there is no message for it, or else ``message`` (its
+objects, one a line: ``ready``, then for each task ``gone`` if its message is missing, or else ``message`` (its
 envelope, with which the node answers if this process dies, and the seconds for which an answer is of use), ``pushed``
 and ``done``. It ends when the socket closes.
 """
@@ -43,7 +43,7 @@ SHARED = ("sklearn.datasets", "flwr_datasets.partitioner")
 
 
 def preload(nodes: int) -> None:
-    """Import what takes long, for the workers of so many nodes that are forked from this process."""
+    """Import slow modules for the workers of ``nodes`` nodes, which are forked from this process."""
     for name in PRELOADED + (SHARED if nodes > 1 else ()):
         importlib.import_module(name)
 
@@ -53,7 +53,7 @@ def main(address: str, connection: socket.socket, entities: Mapping[str, str] | 
 
     With ``entities``, the public keys of trusted entities by their ids, the worker runs signed code only.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever wants it to end tells its node
+    for number in (signal.SIGINT, signal.SIGTERM):  # only its node ends it
         signal.signal(number, signal.SIG_IGN)
     tokens: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, tokens), daemon=True).start()
@@ -84,13 +84,13 @@ class Answered:
 
 
 def _asked(message: Message) -> object:
-    """Return what tells a message from all others but its copies: run, phase, and the config of its content."""
+    """Return the run, phase and config of a message, by which the worker recognises a copy of it."""
     configs = {name: dict(record) for name, record in message.content.config_records.items()}
     return message.metadata.run_id, message.metadata.message_type, configs
 
 
 def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessions) -> None:
-    """Carry out one task; what the ClientApp raises is its reply."""
+    """Run one task; an exception of the ClientApp becomes an error reply."""
     try:
         message, context, run, fab = task.pull()
         seconds = max(0.0, message.metadata.ttl - CLOCK_SECONDS)
@@ -120,11 +120,11 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessio
             record(message, context, outcome)
         except audit.AuditError as wrong:
             error, reply = str(wrong), error_reply(message, str(wrong))
-        sessions.take(context)  # before the reply leaves: a client must not forget which shares it has revealed
+        sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
         task.push(reply, context)
         _report(node, event="pushed")
         task.finish(None if error else context, error)
-        last.keep(message, reply)  # only now: the context holds what the client keeps for itself
+        last.keep(message, reply)  # only now: the context contains the state of the client
     except MessageGoneError as wrong:
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             task.finish(None, str(wrong))

@@ -25,13 +25,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from posy.metrics import Evaluation
 
 Curve = Sequence[tuple[float, float | None]]
-"""Points (x, y) of a line; those whose y is None or NaN are left out."""
+"""Points (x, y) of a line; points whose y is None or NaN are skipped."""
 
 Band = Sequence[tuple[float, float, float]]
 """Points (x, y, half the height of the band) of a line."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, which the colour-blind tell apart (without yellow, too light for lines)."""
+"""Okabe and Ito's colours, which the colour-blind can distinguish (without yellow, too light for lines)."""
 
 _WIDTH, _HEIGHT = 8.0, 4.6  # inches
 _INK, _AXIS, _FAINT, _MISSING = "#222222", "#999999", "#d9d9d9", "#eeeeee"
@@ -81,7 +81,7 @@ class Panel:
 def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:
     """Draw the clients' mean accuracy or loss by round, with bands mean ± std and min to max.
 
-    ``points`` are the evaluations of the served and those of the local models. With secure aggregation there are no
+    ``points`` are the evaluations of the served and of the local models. With secure aggregation there are no
     bands, and the mean is over all samples.
     """
     pooled = any("samples" in evaluation.over_clients for evaluations in points for evaluation in evaluations)
@@ -107,7 +107,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
                 for edge in (low, high):
                     axes.plot(x, edge, color=colour, alpha=0.45, linewidth=0.8, linestyle=":")
             else:
-                x += 0.1 * index  # beside each other, as they would hide one another
+                x += 0.1 * index  # next to each other, because they would hide one another
                 axes.vlines(x, low, high, color=colour, linewidth=1, linestyle=":")
                 axes.vlines(x, mean - std, mean + std, color=colour, alpha=0.3, linewidth=8)
             last = f"{100 * mean[-1]:.2f} %" if percent else f"{mean[-1]:.3g}"
@@ -165,7 +165,7 @@ def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] =
 
 
 def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
-    """Draw heat maps side by side, four a row at most. Small ones show their values; empty ones are left out."""
+    """Draw heat maps side by side, four a row at most. Small ones show their values; empty ones are skipped."""
     panels = [panel for panel in panels if np.isfinite(_numbers(panel.matrix)).any()]
     if not panels:
         return
@@ -268,7 +268,7 @@ def small_multiples(
                 axes.fill_between(x, y - half, y + half, color=styles[label]["color"], alpha=0.2, linewidth=0)
             for label, level in levels[name].items():
                 axes.axhline(level, label=label, **styles[label] | {"linewidth": 1.6, "linestyle": "--", "marker": ""})
-        for axes in grid[-1]:  # a label of the whole figure would lie under the legend
+        for axes in grid[-1]:  # the legend would cover a label of the whole figure
             axes.set_xlabel(xlabel, fontsize=10)
         figure.supylabel(ylabel, fontsize=10)
         handles = {
@@ -315,7 +315,7 @@ def bars(
 def named_points(
     points: Mapping[str, tuple[float, float]], path: Path, *, title: str = "", xlabel: str = "", ylabel: str = ""
 ) -> None:
-    """Draw points (x, y) with their names beside them."""
+    """Draw points (x, y) with their names next to them."""
     if not points:
         return
     with _axes(path, title) as axes:
@@ -428,7 +428,7 @@ def scatters(
 
 
 def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return the clients ``(M,)`` in an order that puts those with similar class counts ``(M, C)`` side by side.
+    """Return the clients ``(M,)`` in an order that puts clients with similar class counts ``(M, C)`` side by side.
 
     They are the leaves of the average-linkage clustering of p_i under the total variation distance.
     """
@@ -459,7 +459,9 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
     axes.spines[:].set(visible=True, color=_FAINT)
     axes.tick_params(length=0, labelsize=9)
     for axis, names in ((axes.xaxis, panel.xticks), (axes.yaxis, panel.yticks)):
-        texts = [name[:24].replace("$", r"\$") for name in names]  # a class may be named $a$, which is no formula
+        texts = [
+            name[:24].replace("$", r"\$") for name in names
+        ]  # a class may be named $a$, which Matplotlib would read as a formula
         if 0 < len(texts) <= 30:
             axis.set_ticks(range(len(texts)), labels=texts)
             continue
@@ -484,7 +486,7 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
 
 
 def _bare(figure: Figure, title: str, number: int, columns: int) -> list[Axes]:
-    """Return so many panels without axes, in rows of at most so many columns."""
+    """Return ``number`` panels without axes, in rows of at most ``columns`` columns."""
     figure.suptitle(title, x=0.01, ha="left")
     across = min(columns, number)
     grid = figure.subplots(math.ceil(number / across), across, squeeze=False)

@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 
 class Spread(TypedDict):
-    """A measure over M clients, ``clients`` in number: one value a client, summed up.
+    """A measure over M clients, ``clients`` in number: one value for each client, summarised.
 
-    ``std`` is that of the population (divided by M), ``tenth`` the mean of the lowest tenth (of one client at least),
+    ``std`` is the standard deviation of the population (divided by M),
+    ``tenth`` the mean of the lowest tenth (of one client at least),
     ``weighted`` the mean weighted by the clients' weights, ``jain`` Jain's index J = (Σ a_i)² / (M Σ a_i²), None where
     every a_i is 0.
 
@@ -31,7 +32,7 @@ class Spread(TypedDict):
 
 
 def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
-    """Sum up a measure over clients; None if there are none.
+    """Summarise a measure over clients; return None without clients.
 
     Parameters
     ----------
@@ -60,7 +61,7 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
     low, high = float(a.min()), float(a.max())
     scale = max(abs(low), abs(high)) or 1.0
     unit = a / scale  # squares of a diverged loss would overflow
-    # Rounding must not carry a mean out of [min, max].
+    # Rounding could carry a mean out of [min, max].
     lowest = np.sort(a)[: math.ceil(len(a) / 10)]
     mean, tenth, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), lowest.mean(), a @ (w / w.sum())))
     std, squares = scale * float(unit.std()), float(unit @ unit)
@@ -90,7 +91,7 @@ class Evaluation(NamedTuple):
 def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """Return the evaluation with the highest mean, of equals the earliest, or None where there are none.
 
-    Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are left out: the
+    Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are skipped: the
     best of many small cohorts would say more of the cohorts than of the models.
     """
     most = max((e.over_clients["clients"] for e in evaluations), default=0)

@@ -28,8 +28,8 @@ def system_accuracy(
 ) -> float | None:
     """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for or to be had.
 
-    Clients that are set aside have no part in it. FedDRM routes queries; of all other methods the clients' local models
-    vote (the FedDRM paper, Section 3.2).
+    Clients that are set aside have no part in it. FedDRM routes queries. The clients' local models vote with all other
+    methods (the FedDRM paper, Section 3.2).
     """
     wanted = settings.run.system_accuracy
     routes = isinstance(strategy, FedDRM)
@@ -65,7 +65,7 @@ def system_accuracy(
 def routed_accuracy(strategy: FedDRM, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor) -> float:
     """Return the accuracy where each pooled test sample is answered by the classifier of the client it is routed to.
 
-    The classifiers are those of the stored ``models``; ``owner`` ``(n,)`` is the client that each sample is from.
+    The classifiers belong to the stored ``models``; ``owner`` ``(n,)`` is the client that each sample is from.
     """
     layout = strategy.architecture.layout
     whole = np.empty(strategy.size, np.float32)

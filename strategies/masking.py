@@ -1,9 +1,9 @@
 """The arithmetic of secure aggregation: fixed-point numbers modulo 2^32, masks over them, keys, shares of secrets.
 
 Every primitive is one of `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's shares over
-GF(2^128)). Of Flower's `flwr.common.secure_aggregation` nothing is used: its masks come from NumPy's Mersenne Twister,
-which is no cryptographic generator, each under a seed that is folded to 32 bits, and never take the largest value of
-the modulus; its rounding draws from NumPy's global generator; its shares go through text forms of keys and padding.
+GF(2^128)). This module uses nothing of Flower's `flwr.common.secure_aggregation`. Flower's masks come from NumPy's
+Mersenne Twister, which is not cryptographic, each under a seed that is folded to 32 bits. They never take the largest
+value of the modulus. Its rounding draws from NumPy's global generator, and its shares pass through text forms of keys.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 Words = npt.NDArray[np.uint32]
 """Numbers modulo 2^32."""
 SECRET_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
-"""Bytes of a secret that is shared out, of a key, and of what a sealed text holds besides."""
+"""Bytes of a secret, of a key, and of the nonce and tag of an encrypted text."""
 LIMBS, LIMB_BITS = 4, 16
 """A whole number below 2^64 travels as four words of 16 bits, so that the sums of 65,536 clients do not overflow."""
 MAX_CLIENTS = 2 ** (32 - LIMB_BITS)
 """Largest number of clients of a round."""
 ONE = 2**30
-"""What the largest number stands for, ``secure-range``: the sum of all clients lies in ±2^30, half of the modulus."""
+"""The word of the largest number, ``secure-range``: the sum of all clients is within ±2^30, half of the modulus."""
 
 
 class MaskingError(ValueError):
@@ -48,7 +48,7 @@ def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: flo
     Raises
     ------
     ArithmeticError
-        If a change is no number, or beyond the limit: to clip it would hide that something has gone wrong.
+        If a change is NaN, infinite or beyond the limit: clipping would hide the fault.
     """
     flat = np.concatenate([np.zeros(0), *(change.ravel() for change in changed)])
     if not np.isfinite(flat).all():
@@ -128,7 +128,7 @@ def own_mask(secret: bytes, context: bytes, count: int) -> Words:
 
 
 def pair_mask(private: X25519PrivateKey, public: bytes, own: int, other: int, context: bytes, count: int) -> Words:
-    """Return what a client adds for another one; the other adds the negative."""
+    """Return the mask that a client adds for another client, which adds the negative mask."""
     mask = stream(_agreed(private, public, b"pair mask", context), count)
     return mask if own < other else np.negative(mask)
 
@@ -142,7 +142,7 @@ def new_secret(size: int = SECRET_BYTES) -> bytes:
 
 
 def private_key(secret: bytes) -> X25519PrivateKey:
-    """Return the private key that a secret stands for."""
+    """Return the private key that is derived from a secret."""
     return X25519PrivateKey.from_private_bytes(_derived(secret, b"private key", b""))
 
 
@@ -157,7 +157,7 @@ def check_public(public: bytes) -> None:
 
 
 def sealed(plain: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
-    """Encrypt what one client sends another through the server, who can neither read nor change nor redirect it."""
+    """Encrypt a text from one client to another, so that the server can neither read nor change nor redirect it."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     key = _agreed(private, public, b"share", _direction(source, target) + context)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, None)
@@ -193,7 +193,7 @@ def _derived(secret: bytes, purpose: bytes, context: bytes) -> bytes:
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Return ``count`` shares of a secret; fewer than ``threshold`` of them tell nothing about it."""
+    """Return ``count`` shares of a secret; fewer than ``threshold`` of them reveal nothing about it."""
     return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 

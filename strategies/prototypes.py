@@ -31,7 +31,7 @@ def class_counts(updates: list[Update], position: int) -> npt.NDArray[np.float64
 
 
 def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
-    """Raise :class:`BadReplyError` if the samples by class ``(C,)`` are not as many as the client has joined with.
+    """Raise :class:`BadReplyError` if the number of samples by class ``(C,)`` differs from the enrolled number.
 
     The counts travel in float32, which rounds numbers above 2^24.
     """

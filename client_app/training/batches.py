@@ -39,8 +39,8 @@ class Batch(NamedTuple):
 class Augment(NamedTuple):
     """Changes inputs by random numbers, which are drawn on the CPU and moved to the device once a pass.
 
-    ``draw(count, generator)`` returns those of one batch ``(count, k)``; ``change(x, numbers)`` the changed inputs,
-    each of which depends on its own numbers alone. The generator is one stream for all batches, in their order.
+    ``draw(count, generator)`` returns the numbers of one batch ``(count, k)``, and ``change(x, numbers)`` the changed
+    inputs, each of which depends on its own numbers alone. The generator is one stream for all batches, in their order.
     """
 
     draw: Callable[[int, torch.Generator], Tensor]
@@ -66,7 +66,7 @@ class DropoutNumbers(NamedTuple):
 def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 1) -> list[int | None]:
     """Return the number of steps of each pass over ``count`` samples; None means a whole pass.
 
-    ``steps`` takes the place of ``epochs`` unless it is 0. A last batch of fewer than ``smallest`` samples is left out.
+    ``steps`` takes the place of ``epochs`` unless it is 0. A last batch of fewer than ``smallest`` samples is skipped.
     """
     if not steps:
         return [None] * epochs
@@ -90,7 +90,7 @@ class Share:
     passes: Sequence[int | None]  # steps of each pass; None: all samples
     generator: torch.Generator
     size: int  # samples in a batch
-    smallest: int = 1  # fewest samples that make a batch: a smaller last one is left out
+    smallest: int = 1  # fewest samples in a batch: a smaller last batch is skipped
     weight: Tensor | None = None  # (n,), of each sample
     odds: Tensor | None = None  # (n,); a pass is n draws with replacement in proportion to them
     augment: Augment | None = None
@@ -151,7 +151,7 @@ class Share:
             yield Batch(inputs, y[piece], *(None if each is None else each[piece] for each in (weight, notes, dropped)))
 
     def __iter__(self) -> Iterator[tuple[Batch, int | None]]:
-        """Yield the batches of all passes, and what each counts in the loss: its size, or None before the last pass."""
+        """Yield the batches of all passes with their weights in the loss: the size, or None before the last pass."""
         for number, steps in enumerate(self.passes, start=1):
             for batch in self.batches(steps):
                 yield batch, len(batch.y) if number == len(self.passes) else None
@@ -172,12 +172,11 @@ class Share:
 
 
 class Schedule:
-    """The mini-batches of P clients side by side, each client's being those that it would draw alone.
+    """The mini-batches of P clients side by side; each client has the batches that it would draw alone.
 
-    Clients come in the order of their numbers of steps, the longest training first: those that still train at
-    a step are the first ones, and none computes in vain. All batches are as wide as the widest; what fills them
-    up has weight 0. ``order`` says which share stands at each place, ``seen`` ``(P, 1)`` how many samples are in the
-    last pass of the client there.
+    The clients are sorted by their numbers of steps, the longest training first. The clients that still train at a step
+    are therefore the first ones. All batches are as wide as the widest, and the padding has weight 0. ``order`` has the
+    index of the share at each position, ``seen`` ``(P, 1)`` the number of samples in its last pass.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:
@@ -230,7 +229,7 @@ class Schedule:
             begin = end
 
     def at(self, step: int | Tensor, active: int) -> tuple[Batch, Tensor]:
-        """Return the batches ``(A, B, ...)`` of a step, and what each counts in the loss ``(A, 1)``.
+        """Return the batches ``(A, B, ...)`` of a step, and their weights in the loss ``(A, 1)``.
 
         A is how many clients still train then; the step's number may be a tensor ``(1,)`` on the device. Sample weights
         are such that the mean over a client's whole row is the mean over its samples.
