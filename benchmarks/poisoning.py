@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.poisoning digits`` trains FedAvg on ten clients in this process. The attackers flip the labels of
 their training samples, or change their updates: they reverse and triple them (sign flip), or scale them ten times.
-Each finished run is one line of a file (``.jsonl``). A further start skips these runs and draws the figure.
+Each finished run is one line of a file (``.jsonl``). A further start skips the runs of the same number of rounds, and
+draws the figure.
 """
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +25,7 @@ from posy.commands.launch import INTERRUPTED
 from posy.listing import print_table
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
+from posy.storage import append
 from posy.strategies.registry import read_settings
 
 CLIENTS, ATTACKERS, SEEDS = 10, (3, 7), (0, 1, 2)
@@ -171,19 +172,17 @@ def main(
     """Run the missing cells, print the accuracies, and draw the figure."""
     report = output / f"poisoning-{dataset}.jsonl"
     lines = [json.loads(text) for text in report.read_text().splitlines()] if report.is_file() else []
-    finished = {(line["attack"], line["defence"], line["seed"]) for line in lines}
     settings = SHARED | DATASETS[dataset] | {"data-dir": str(data_dir.absolute())}
     settings |= {"num-server-rounds": rounds} if rounds else {}
+    lines = [line for line in lines if line["rounds"] == settings["num-server-rounds"]]
+    finished = {(line["attack"], line["defence"], line["seed"]) for line in lines}
     output.mkdir(parents=True, exist_ok=True)
     for attack, defence, seed in cells(range(seeds)):
         if (attack, defence, seed) in finished:
             continue
         cell = {"attack": attack, "defence": defence, "seed": seed, "rounds": settings["num-server-rounds"]}
         line = {**cell, **accuracy(settings | {"seed": seed}, attack, defence), "machine": machine()}
-        with report.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append(report, json.dumps(line) + "\n")
         lines.append(line)
     means = mean_accuracies(lines)
     rows = [

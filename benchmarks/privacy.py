@@ -23,6 +23,7 @@ import typer
 import posy
 from benchmarks.measure import machine
 from posy import figures
+from posy.storage import append
 
 PLAIN = "off"
 SHARED: dict[str, dict[str, Any]] = {
@@ -135,8 +136,7 @@ def main(
             continue
         row = dict(zip(("dataset", "mode", "epsilon", "seed"), key, strict=True))
         row |= {**conditions, **measured(settings, data_dir), "machine": machine()}
-        with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append(output, json.dumps(row) + "\n")
         print(f"{key}: accuracy {row['accuracy']}, {row['seconds']} s", flush=True)
     if picture is not None:
         panels, dashed = panels_of(read_rows(output))
