@@ -86,12 +86,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def missing(keys: Iterable[Key], rows: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> list[Key]:
-    """Return the runs that the rows do not contain under the same conditions."""
-    finished = {
-        (row["dataset"], row["mode"], row["epsilon"], row["seed"]) for row in rows if conditions.items() <= row.items()
-    }
-    return [key for key in keys if key not in finished]
+def runs_of(rows: Iterable[Mapping[str, Any]], clients: int, delta: float, rounds: int) -> dict[Key, Mapping[str, Any]]:
+    """Return the rows that were measured under the present settings, by key; other rows of the file are ignored."""
+    keyed = [((row["dataset"], row["mode"], row["epsilon"], row["seed"]), row) for row in rows]
+    return {key: row for key, row in keyed if row["settings"] == settings_of(key, clients, delta, rounds)}
 
 
 def panels_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
@@ -121,7 +119,7 @@ def main(
     data_dir: Path = Path("datasets"),
     picture: Path | None = typer.Option(None, help="for example docs/privacy-accuracy.png"),  # noqa: B008
 ) -> None:
-    """Measure the missing runs, append them to OUTPUT (JSON lines), and draw all runs of the file."""
+    """Measure the missing runs, append them to OUTPUT (JSON lines), and draw the runs of these settings."""
     keys: list[Key] = [
         (dataset, mode, epsilon, seed)
         for seed in seeds
@@ -129,17 +127,19 @@ def main(
         for mode in modes
         for epsilon in ([0.0] if mode == PLAIN else epsilons)
     ]
+    finished = runs_of(read_rows(output), clients, delta, rounds)
     for key in keys:
-        settings = settings_of(key, clients, delta, rounds)
-        conditions = {"settings": settings, "clients": clients, "delta": delta}
-        if not missing([key], read_rows(output), conditions):
+        if key in finished:
             continue
+        settings = settings_of(key, clients, delta, rounds)
         row = dict(zip(("dataset", "mode", "epsilon", "seed"), key, strict=True))
-        row |= {**conditions, **measured(settings, data_dir), "machine": machine()}
+        row |= {"settings": settings, "clients": clients, "delta": delta}
+        row |= {**measured(settings, data_dir), "machine": machine()}
         append(output, json.dumps(row) + "\n")
+        finished[key] = row
         print(f"{key}: accuracy {row['accuracy']}, {row['seconds']} s", flush=True)
     if picture is not None:
-        panels, dashed = panels_of(read_rows(output))
+        panels, dashed = panels_of(finished.values())
         figures.small_multiples(
             panels, picture, title=f"{clients} clients, δ = {delta:g}", xlabel="ε of the whole run", ylabel="accuracy",
             percent=True, columns=2, log=True, dashed=dashed,
