@@ -14,10 +14,11 @@ from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.node_config import TRUSTED, check_node_config
 from posy.client_app.policy import admit, check_once, guarded, limited_scores, pin_state, site_policy, spend_budget
 from posy.client_app.registry import client_class
-from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
+from posy.client_app.site import check_unchanged, describe, enrol, numbers, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import DEFAULT_POLICY, Workspace
 from posy.data.errors import DataError
+from posy.data.policy import Policy
 from posy.flower import (
     PING,
     content_of,
@@ -34,6 +35,8 @@ from posy.forked import Parcel
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name
+from posy.strategies.masking import Words
+from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
 Result = tuple[Any, int, dict[str, Any]]
 """Return value of a NumPyClient: arrays or a loss, number of samples, metrics."""
@@ -64,8 +67,11 @@ def query(message: Message, context: Context) -> Message:
     policy = site_policy(context.node_config)
     if "secure-round" in config:
         rules = policy or DEFAULT_POLICY
-        answer = ConfigRecord({"answer": secure_aggregation.answer(message, context, rules.min_clients)})
-        return Message(RecordDict({"config": answer}), reply_to=message)
+        if config["secure-stage"] == STATISTICS:
+            answers = [masked_statistics(message, context, policy).tobytes()]
+        else:
+            answers = secure_aggregation.answer(message, context, rules.min_clients)
+        return Message(RecordDict({"config": ConfigRecord({"answer": answers})}), reply_to=message)
     settings, describes = str(config["settings"]), bool(config.get("describe"))
     check_node_config(context.node_config)
     if policy:
@@ -80,6 +86,16 @@ def query(message: Message, context: Context) -> Message:
             description["fixed-tensors"] = fingerprint
     description["versions"] = [f"{name} {version}" for name, version in versions().items()]
     return Message(RecordDict({"config": ConfigRecord(description)}), reply_to=message)
+
+
+def masked_statistics(message: Message, context: Context, policy: Policy | None) -> Words:
+    """Return the statistics of this node's data under masks."""
+    config = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
+    settings = str(config["settings"])
+    if policy:
+        admit(policy, settings, context, message.metadata.run_id, pin=False)
+    masking = secure_aggregation.Masking(config, message, context, purpose=STATISTICS)
+    return masking.put_on([], [], 1, 1.0, [], numbers(settings, context, policy))
 
 
 def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
@@ -169,7 +185,11 @@ class Call:
         settings = self.workspace.settings
         if settings.run.secure_aggregation or TRUSTED in context.node_config:
             self._masking = secure_aggregation.Masking(
-                self._config, message, context, training=self._training, per_client=settings.method.per_client
+                self._config,
+                message,
+                context,
+                purpose=TRAINING if self._training else EVALUATION,
+                per_client=settings.method.per_client,
             )
         self._state = State()
         self.number = int(self._config["client"])

@@ -59,7 +59,9 @@ from posy.strategies.secure_aggregation import (
     KEYS,
     REFUSAL,
     SHARES,
+    STATISTICS,
     SURVIVORS,
+    TRAINING,
     UNMASK,
     View,
     colluding,
@@ -72,7 +74,9 @@ SESSIONS = "secure-aggregation-"
 """Start of the names of the records with sessions in a node's context."""
 MIN_CLIENTS = 2
 """Smallest number of clients whose sum a client joins, unless the policy of its site demands more."""
-_NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?")
+REPLIES = {TRAINING: "an update", EVALUATION: "scores", STATISTICS: "statistics"}
+"""The contents of a masked reply."""
+_NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?|0-0-{STATISTICS}")
 
 
 class ProtocolError(RuntimeError):
@@ -158,7 +162,7 @@ class Secrets:
     run : int
         Flower's number of the run.
     name : str
-        Name of a round; training and evaluation have separate sessions.
+        Name of a round; training, evaluation and statistics have separate sessions.
     """
 
     def __init__(self, client: int, context: Context, run: int, name: str) -> None:
@@ -167,7 +171,7 @@ class Secrets:
         self.client, self.name = client, name
         self._site = signatures_of(context.node_config)
         self._records = context.state
-        self._key = f"{SESSIONS}{client}" + (f"-{EVALUATION}" if name.endswith(EVALUATION) else "")
+        self._key = "-".join((f"{SESSIONS}{client}", *name.split("-")[2:]))
         self._run = run
         begun = {key.removeprefix(SESSIONS).partition("-")[0] for key in self._records if key.startswith(SESSIONS)}
         if self._site and (earlier := begun - {str(client)}):
@@ -415,7 +419,7 @@ def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, byte
 
 
 class Masking:
-    """The masks of one reply: created from its message, and added to the update and the scores.
+    """The masks of one reply: created from its message, and added to the update, the scores or the statistics.
 
     Parameters
     ----------
@@ -425,8 +429,8 @@ class Masking:
         The message.
     context : Context
         Flower's context of the node.
-    training : bool
-        Whether the message is for training.
+    purpose : str
+        :data:`TRAINING`, :data:`EVALUATION` or :data:`STATISTICS`.
     per_client : collection of str
         Entries of the method that differ between clients.
     """
@@ -437,15 +441,15 @@ class Masking:
         message: Message,
         context: Context,
         *,
-        training: bool = True,
+        purpose: str = TRAINING,
         per_client: Collection[str] = (),
     ) -> None:
         if "secure-round" not in config:
-            raise ProtocolError(f"the server asks for {'an update' if training else 'scores'} without masks")
+            raise ProtocolError(f"the server asks for {REPLIES[purpose]} without masks")
         self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
         self._per_client = per_client
         name = str(config.pop("secure-round"))
-        if name.endswith(EVALUATION) == training:
+        if name.split("-")[2:] != ([purpose] if purpose else []):
             raise ProtocolError(f"round {name} is not for this kind of message")
         self._secrets = Secrets(int(config["client"]), context, message.metadata.run_id, name)
         session = self._secrets.load()
@@ -508,8 +512,7 @@ class Masking:
                 words += pair_mask(session.masks, session.public_of(peer)[0], client, peer, context, len(words))
         masked = digest(words)
         if self._secrets.load().masked not in (b"", masked):
-            reply = "update" if arrays else "evaluation"
-            raise ProtocolError(f"the client has sent another {reply} in this round before")
+            raise ProtocolError(f"the client has sent another reply in round {session.name} before")
         self._secrets.save(replace(session, masked=masked))
         return words
 

@@ -10,13 +10,16 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context
 
+from posy.client_app.node_config import TRUSTED
 from posy.client_app.policy import PolicyError, check_budget, size_violations
+from posy.client_app.secure_aggregation import ProtocolError
 from posy.client_app.workspace import DEFAULT_POLICY, Workspace, data_path, workspace_for
 from posy.data.agreement import site_notices
+from posy.data.dataset import Content
 from posy.data.errors import DataError, Note
 from posy.data.policy import Policy
-from posy.data.settings import SITES
-from posy.data.sites import describe_site, read_site
+from posy.data.settings import SITES, DataSettings
+from posy.data.sites import describe_site, read_site, site_numbers
 from posy.paths import absolute
 from posy.strategies.registry import from_json
 
@@ -53,14 +56,33 @@ def identity(context: Context) -> dict[str, Any]:
 def describe(settings_json: str, context: Context, policy: Policy | None) -> dict[str, Any]:
     """Describe the properties of this node's data that the settings do not fix.
 
+    With secure aggregation the description has neither labels nor statistics: :func:`numbers` returns them for a sum.
+
     Raises :class:`DataError` if the data cannot be used.
     """
     settings = from_json(settings_json)
-    path = data_path(str(context.node_config.get("data", "")))
+    masked = settings.run.secure_aggregation
+    if TRUSTED in context.node_config and not masked:
+        raise ProtocolError(f"with {TRUSTED} in its node config, a site joins runs with secure-aggregation = true only")
+    content, policy = _read(settings.data, context, policy)
+    return {**identity(context), **describe_site(content, settings.data, policy, masked=masked).as_answer()}
+
+
+def numbers(settings_json: str, context: Context, policy: Policy | None) -> list[int]:
+    """Return the labels and statistics of this node's data for a masked sum.
+
+    Raises :class:`DataError` if the data cannot be used.
+    """
+    settings = from_json(settings_json).data
+    content, rules = _read(settings, context, policy)
+    return site_numbers(content, settings, rules)
+
+
+def _read(settings: DataSettings, context: Context, policy: Policy | None) -> tuple[Content, Policy]:
+    """Return the data of this node, and its policy."""
     policy = policy or DEFAULT_POLICY
-    content = read_site(path, settings.data, policy, skips(context.node_config))
-    description = describe_site(content, settings.data, policy)
-    return {**identity(context), **description.as_answer()}
+    path = data_path(str(context.node_config.get("data", "")))
+    return read_site(path, settings, policy, skips(context.node_config)), policy
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from posy.data.augment import check_augment
 from posy.data.columns import names_in
 from posy.data.errors import DataError, shared_notes
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
+from posy.data.pooled import Pooled
 from posy.data.settings import DataSettings
 from posy.data.task import TASK_KINDS, Task
 from posy.data.transforms import shape_text
@@ -114,6 +115,11 @@ def is_complete(settings: DataSettings) -> bool:
     return not open_settings(settings, settings.sample_kind)
 
 
+def open_statistics(settings: DataSettings, kind: str) -> bool:
+    """Return whether the settings leave mean or standard deviation of the features to the sites."""
+    return kind == "features" and not (settings.feature_mean and settings.feature_std)
+
+
 def task_of(settings: DataSettings) -> Task:
     """Return the task that complete settings give, or raise :class:`SettingsError` for values that give none."""
     kind, classes = TASK_KINDS[settings.sample_kind], names_in("classes", settings.classes)
@@ -188,12 +194,25 @@ def _suits(shape: tuple[int, ...], kind: str) -> bool:
 
 
 def agreed(
-    settings: DataSettings, descriptions: Sequence[Description], names: Sequence[str]
+    settings: DataSettings,
+    descriptions: Sequence[Description],
+    names: Sequence[str],
+    pool: Callable[[DataSettings, list[str]], Pooled] | None = None,
 ) -> tuple[DataSettings, list[str]]:
     """Return the settings with the task that the sites agree on, and warnings that name sites, a sentence each.
 
     The settings override the sites. Else the run takes the kind, the shape and the columns that most sites have, the
     classes of these sites, sorted, and mean and standard deviation of each feature over their training samples.
+
+    Parameters
+    ----------
+    settings : DataSettings
+        The settings.
+    descriptions, names : sequence
+        The description of each site, and its name.
+    pool : callable, optional
+        Returns classes and statistics over all sites, for the settings with kind, shape and columns, and the names of
+        the sites that fit them. By default the descriptions contain both.
 
     Raises
     ------
@@ -227,18 +246,23 @@ def agreed(
             resized = _shown(name for name, d in sites.entries if d.shape == site_shape)
             sites.warnings.append(f"{resized}: images of shape {text} are resized to {shape}, the run's shape")
     columns = sites.columns(columns_in(settings, sites.entries[0][1].shape[0])) if kind == "features" else ()
-    all_classes = {name for _, d in sites.entries for name in d.classes}
+    result = replace(settings, sample_kind=kind, input_shape=shape, feature_names=_listed(columns))
+    pooled = None
+    if pool and (not settings.classes or open_statistics(settings, kind)):
+        pooled = pool(result, [name for name, _ in sites.entries])
+    all_classes = set(pooled.classes) if pooled else {name for _, d in sites.entries for name in d.classes}
     if not settings.classes:
         for twins in nearly_equal(all_classes):
-            names_of = [f"{listed([t])} ({_shown(name for name, d in sites.entries if t in d.classes)})" for t in twins]
+            names_of = [listed([t]) + sites.having(t) for t in twins]
             sites.warnings.append(
                 f"classes that nearly agree are taken for different ones: {', '.join(names_of)}; if they are one, "
                 "rename it at a site"
             )
-        sites.check_classes(all_classes)
-    classes = settings.classes or _listed(sorted_names(all_classes))
-    result = replace(settings, sample_kind=kind, input_shape=shape, classes=classes, feature_names=_listed(columns))
-    if kind == "features":
+        check_common(pooled.classes, pooled.sites) if pooled else sites.check_classes(all_classes)
+    result = replace(result, classes=settings.classes or _listed(sorted_names(all_classes)))
+    if pooled and pooled.count:
+        result = with_statistics(result, [pooled])
+    elif kind == "features":
         measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
         sites.warnings += unlike_features(measured, columns)
         result = with_statistics(result, [d for _, d in measured])
@@ -246,7 +270,7 @@ def agreed(
     return result, sites.warnings
 
 
-def with_statistics(settings: DataSettings, descriptions: Sequence[Description]) -> DataSettings:
+def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
     """Return the settings with mean and standard deviation of each feature over all samples, where they give none.
 
     A constant feature has the standard deviation 1.
@@ -387,6 +411,11 @@ class _Sites:
             )
         return shape
 
+    def having(self, label: str) -> str:
+        """Return the sites with a label in parentheses; nothing if the sites do not name their labels."""
+        names = [name for name, d in self.entries if label in d.classes]
+        return f" ({_shown(names)})" if names else ""
+
     def check_classes(self, classes: Iterable[str]) -> None:
         """Raise :class:`SettingsError` if one site alone has a class, which may be another name for a common class."""
         alone: dict[str, list[str]] = {}
@@ -398,11 +427,7 @@ class _Sites:
             labels_by_site = [
                 f"{listed(labels[:5])}{' …' * (len(labels) > 5)} at {site}" for site, labels in list(alone.items())[:5]
             ]
-            raise SettingsError(
-                f"classes that one site alone has: {'; '.join(labels_by_site)}{'; …' * (len(alone) > 5)}. Sites may "
-                "name one class differently, and classes is not set: rename it at the site, or confirm all with "
-                f"classes={_listed(sorted_names(set(classes)))!r}"
-            )
+            raise _alone("; ".join(labels_by_site) + "; …" * (len(alone) > 5), classes)
 
     def most_columns(self) -> tuple[str, ...]:
         """Return the columns that most sites have, in the order that most of these have; none without names.
@@ -437,6 +462,21 @@ class _Sites:
                 f"{_shown(nameless)}: data without names of columns, taken to be {shown} in this order"
             )
         return columns
+
+
+def check_common(classes: Mapping[str, int], sites: int) -> None:
+    """Raise :class:`SettingsError` if one of several sites alone has a class; ``classes`` has the number of sites."""
+    alone = sorted_names({label for label, having in classes.items() if having == 1})
+    if alone and sites > 1:
+        raise _alone(listed(alone[:5]) + " …" * (len(alone) > 5), classes)
+
+
+def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
+    """Return the error for labels that one site alone has."""
+    return SettingsError(
+        f"classes that one site alone has: {labels}. Sites may name one class differently, and classes is not set: "
+        f"rename it at the site, or confirm all with classes={_listed(sorted_names(set(classes)))!r}"
+    )
 
 
 def _shown(sites: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ CODES = {
     "other-shape": "its samples have another shape than the run's samples",
     "other-classes": "it has labels that are not classes of the run",
     "extreme-value": "a feature may exceed the range of float32 after standardisation",
+    "long-label": "a label is too long for a masked sum; set classes",
     "too-few-rows": "it has too few rows",
     "changed-data": "its data has changed during the run; start a new run",
 }

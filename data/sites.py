@@ -18,6 +18,7 @@ from posy.data.agreement import (
     Description,
     columns_in,
     difference,
+    open_statistics,
     shape_in,
     statistics_in,
     task_of,
@@ -29,6 +30,7 @@ from posy.data.labels import renumbered
 from posy.data.own import read_own
 from posy.data.partitions import Partition, finished, split
 from posy.data.policy import Policy
+from posy.data.pooled import numbers_of
 from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
@@ -56,11 +58,12 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
     return read_own(path, size, mode, skip_unreadable, _columns(settings, policy))
 
 
-def describe_site(content: Content, settings: DataSettings, policy: Policy) -> Description:
+def describe_site(content: Content, settings: DataSettings, policy: Policy, *, masked: bool = False) -> Description:
     """Describe the data of a site, as far as the settings leave the task open.
 
     Mean and variance of the features are over all rows outside the test split, which the settings do not change. Each
-    label has at least ``policy.min_rows`` of these rows.
+    label has at least ``policy.min_rows`` of these rows. With ``masked`` the description has neither of them, because
+    the site adds :func:`site_numbers` to a masked sum.
 
     Raises
     ------
@@ -70,14 +73,14 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy) -> D
     rows, _ = site_split(content, policy)
     _check_rows(content, len(rows), policy)
     count, mean, squares = 1, np.empty(0), np.empty(0)
-    if content.kind == "features" and not (settings.feature_mean and settings.feature_std):
+    if open_statistics(settings, content.kind) and not masked:
         count, (mean, squares) = len(rows), moments(content.x, rows)
     classes, rare = _frequent_classes(content, rows, policy)
     return Description(
         kind=content.kind,
         shape=_shape(content, settings),
         fixed=content.kind != "text" and not content.resized,
-        classes=() if settings.classes else classes,
+        classes=() if settings.classes or masked else classes,
         count=count,
         mean=mean,
         squares=squares,
@@ -85,6 +88,26 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy) -> D
         warnings=(*content.notes, *(() if settings.classes else rare)),
         skipped=len(content.unreadable),
     )
+
+
+def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> list[int]:
+    """Return a site's labels and statistics as numbers for a masked sum, unless the settings give them.
+
+    They are over the rows of :func:`describe_site`. The settings give kind, shape and columns.
+
+    Raises
+    ------
+    DataError
+        If the data does not suit the settings, or the site has too few rows.
+    """
+    check_suits(content, settings)
+    rows, _ = site_split(content, policy)
+    _check_rows(content, len(rows), policy)
+    mean, squares = np.empty(0), np.empty(0)
+    if open_statistics(settings, content.kind):
+        mean, squares = moments(_in_columns(content, settings), rows)
+    classes, _ = _frequent_classes(content, rows, policy)
+    return numbers_of(None if settings.classes else classes, len(rows), mean, squares)
 
 
 def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple[Dataset, Partition]:
@@ -195,14 +218,13 @@ def _far_notes(
 ) -> list[Note]:
     """Return a note for each feature whose mean at this site is far from the mean of the run, as in other units."""
     far = np.abs(moments(x, train)[0] - mean) / std
-    return [
-        Note(
-            f"feature {columns[feature] if columns else feature}: the mean of this site is "
-            + (f"{far[feature]:.2g} standard deviations" if len(train) >= min_rows else "far")
-            + " from the mean of the run; other units?"
-        )
-        for feature in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]
-    ]
+    notes = []
+    for feature in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]:
+        start = f"feature {columns[feature] if columns else feature}: the mean of this site is "
+        end = " from the mean of the run; other units?"
+        distance = f"{far[feature]:.2g} standard deviations" if len(train) >= min_rows else "far"
+        notes.append(Note(start + distance + end, f"{start}far{end}"))
+    return notes
 
 
 def check_suits(content: Content, settings: DataSettings) -> None:

@@ -18,11 +18,13 @@ from flwr.common.logger import log
 
 from posy.data.agreement import Description, agreed, is_complete, task_of
 from posy.data.errors import DataError
-from posy.data.settings import SITES
+from posy.data.pooled import Pooled
+from posy.data.settings import SITES, DataSettings
 from posy.flower import failure, raised, record_in
 from posy.server_app.grids import LOST, WaveGrid, pause
 from posy.server_app.progress import task_table
 from posy.server_app.run_status import RunStatus
+from posy.server_app.statistics import pooled_statistics
 from posy.settings import SettingsError
 from posy.storage import plain
 from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo, check_count
@@ -136,7 +138,8 @@ class Federation:
             described = self._nodes[claims[0].node_id].description
             if client < self._num_clients and described is not None:
                 self._descriptions[claims[0].name or f"client {client}"] = described
-        data, warnings = agreed(self.settings.data, list(self._descriptions.values()), list(self._descriptions))
+        pool = self._pooled if self.settings.run.secure_aggregation else None
+        data, warnings = agreed(self.settings.data, list(self._descriptions.values()), list(self._descriptions), pool)
         for warning in warnings:
             log(WARNING, "%s", warning)
         task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
@@ -145,6 +148,15 @@ class Federation:
         # Ask all nodes that were not refused about the agreed task: an answer under way still describes data.
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
         return self.settings
+
+    def _pooled(self, data: DataSettings, names: list[str]) -> Pooled:
+        """Return labels and statistics over some sites under secure aggregation; fix the clients of these sites."""
+        titles = {client: claims[0].name or f"client {client}" for client, claims in self._claims().items()}
+        hosts = {client: claims[0] for client, claims in sorted(self._claims().items()) if titles[client] in names}
+        # A site signs its keys for one client in a run.
+        self._known |= {client: ClientInfo(client, 0, 0, 0, info.name) for client, info in hosts.items() if info.name}
+        nodes = {client: info.node_id for client, info in hosts.items()}
+        return pooled_statistics(self.grid, replace(self.settings, data=data), nodes, titles)
 
     def join(self) -> dict[int, ClientInfo]:
         """Ask every node for its clients, until there are enough or the time is up; return :attr:`clients`.

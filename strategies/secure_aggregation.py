@@ -11,8 +11,9 @@ A round has five stages:
    each neighbour: of its self-mask if the neighbour is on the list, else of its private key. The server computes the
    masks in the sum from these shares and subtracts them.
 
-The evaluation of a round has the same stages, with other keys, over the scores alone. The client's side, which does not
-trust the server, is :mod:`posy.client_app.secure_aggregation`.
+The evaluation of a round has the same stages, with other keys, over the scores alone. Before the first round, sites add
+statistics of their data in the same way. The client's side, which does not trust the server, is
+:mod:`posy.client_app.secure_aggregation`.
 """
 
 import math
@@ -49,8 +50,8 @@ from posy.strategies.settings import RunSettings
 
 KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
 """The stages of a round other than the training or evaluation."""
-EVALUATION = "evaluation"
-"""End of the name of a round for scores."""
+TRAINING, EVALUATION, STATISTICS = "", "evaluation", "statistics"
+"""End of the name of a round for updates, for scores, and for the statistics of the sites' data."""
 PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-personal", "sources", "shares"))
 """Entries of a message's config that differ between the clients of a round; all others must be the same."""
 REFUSAL = b"refused"

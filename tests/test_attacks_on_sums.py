@@ -158,7 +158,7 @@ def test_h1_a_second_model_in_a_round_is_refused(make_config: Any, federate: Fed
 
     config = make_config("fedavg", data=parts(5), num_server_rounds=1)
     done = federate(config | {"secure-aggregation": True}, grid=grid)
-    assert "the client has sent another evaluation in this round before" in refusals[0]
+    assert "the client has sent another reply in round " in refusals[0]
     assert done.records[0].sums["served"].samples == 30
 
 

@@ -21,6 +21,7 @@ from posy.client_app.audit import (
     AuditLog,
     Checked,
     Head,
+    _warn_once,
     contains,
     event_of,
     line_of,
@@ -410,6 +411,7 @@ def test_a_run_begins_once_for_all_processes(audit_log: AuditLog) -> None:
 
 
 def test_which_nodes_keep_a_log(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    _warn_once.cache_clear()  # another test may have caused the warning
     assert log_of({"partition-id": 0, "num-partitions": 2, "state-dir": str(tmp_path)}) is None
     site_log = log_of({"data": "/srv/a", "state-dir": str(tmp_path)})
     named = log_of({"partition-id": 0, "audit": str(tmp_path / "x.jsonl")})

@@ -620,11 +620,11 @@ def test_one_update_is_masked_and_no_second_one() -> None:
     group = ClientGroup().shared()
     handed_in = group.mask(0)
     np.testing.assert_array_equal(group.mask(0), handed_in)
-    with pytest.raises(ProtocolError, match="has sent another update"):
+    with pytest.raises(ProtocolError, match="has sent another reply"):
         group.mask(0, value=0.25)
-    with pytest.raises(ProtocolError, match="has sent another update"):
+    with pytest.raises(ProtocolError, match="has sent another reply"):
         group.mask(0, reference=0.1)
-    with pytest.raises(ProtocolError, match="has sent another update"):
+    with pytest.raises(ProtocolError, match="has sent another reply"):
         group.mask(0, weights=9)
     for client in (1, 2, 3):
         group.mask(client)

@@ -19,7 +19,7 @@ from posy.data.agreement import Description, is_complete, site_notices, task_of,
 from posy.data.agreement import agreed as agreed_with_warnings
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
-from posy.data.errors import DataError, Note
+from posy.data.errors import DataError, Note, shared_notes
 from posy.data.partitions import Partition
 from posy.data.policy import Policy
 from posy.data.settings import DataSettings
@@ -573,6 +573,9 @@ def test_a_site_far_from_the_mean_of_the_run_says_so(tmp_path: Path) -> None:
     notes = loaded(Path(other["data"]), settings)[0].notes
     assert [note for note in notes if "mean" in note] == [
         "feature chol: the mean of this site is 4.7 standard deviations from the mean of the run; other units?"
+    ]
+    assert [text for text in shared_notes(notes) if "mean" in text] == [
+        "feature chol: the mean of this site is far from the mean of the run; other units?"
     ]
     assert not [
         note for note in loaded(Path(hospital(tmp_path, "a", [0, 1], 0)["data"]), settings)[0].notes if "mean" in note

@@ -1,0 +1,179 @@
+"""Statistics of the task as sums over sites: each site adds whole numbers to a masked sum.
+
+With secure aggregation a site sends neither its labels nor its means. The server learns the number of sites with each
+label, and the mean and the squared deviations of each feature over all sites.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from posy.data.errors import DataError
+from posy.data.labels import label_name
+from posy.settings import SettingsError
+
+WORD_BITS = 64
+"""Bits of each whole number of the masked sum."""
+SCALE_BITS = 200
+"""The mean travels in units of 2^-200, and the sum of squares in units of 2^-400."""
+SUM_WORDS, SQUARE_WORDS = 6, 11
+"""Words for n · mean and for the sum of squares, with n < 2^40 and values within float32: 368 and 696 bits."""
+CELLS, CHOICES, NAME_BYTES = 768, 3, 120
+"""Cells of the table of labels, cells for each label, and most bytes of a label in UTF-8."""
+_NAME_WORDS = NAME_BYTES // 8 + 1  # one spare word: the sum of names over sites does not overflow
+_CELL_WORDS = 1 + 2 + _NAME_WORDS
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Statistics of the training rows of all sites."""
+
+    sites: int
+    classes: dict[str, int]
+    """Number of sites with each label; empty if the settings name the classes."""
+    count: int
+    """Number of rows; 0 without statistics of features."""
+    mean: np.ndarray
+    """Mean of each feature, float64 ``(F,)``."""
+    squares: np.ndarray
+    """Sum of the squared deviations of each feature from its mean, float64 ``(F,)``."""
+
+
+def numbers_of(classes: Sequence[str] | None, count: int, mean: np.ndarray, squares: np.ndarray) -> list[int]:
+    """Return the numbers of a site for the masked sum, each below 2^64.
+
+    Parameters
+    ----------
+    classes : sequence of str or None
+        Labels of the site; None if the settings name the classes.
+    count : int
+        Number of rows.
+    mean, squares : numpy.ndarray
+        Mean of each feature, and sum of its squared deviations, float64 ``(F,)``; ``F`` may be 0.
+
+    Raises
+    ------
+    DataError
+        If a label has more than :data:`NAME_BYTES` bytes.
+    """
+    numbers = [1, count]
+    for m, q in zip(map(Fraction, mean.tolist()), map(Fraction, squares.tolist()), strict=True):
+        numbers += _words(round(count * m * 2**SCALE_BITS), SUM_WORDS)
+        numbers += _words(round((q + count * m * m) * 2 ** (2 * SCALE_BITS)), SQUARE_WORDS)
+    return numbers if classes is None else numbers + _table_of(classes)
+
+
+def count_of(features: int, *, classes: bool) -> int:
+    """Return the number of numbers that :func:`numbers_of` returns."""
+    return 2 + features * (SUM_WORDS + SQUARE_WORDS) + (CELLS * _CELL_WORDS if classes else 0)
+
+
+def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
+    """Return the statistics over all sites from the sums of their numbers.
+
+    The sums of squares are exact, so that no digits cancel, even if a mean is far larger than its deviation.
+
+    Raises
+    ------
+    SettingsError
+        If the labels cannot be read from the sums, because they are too many, or a site has sent wrong numbers.
+    """
+    sites, count = sums[:2]
+    if not count:
+        raise SettingsError("the statistics of the sites are over no rows: a site has sent wrong numbers")
+    mean, squares, start = [], [], 2
+    for _ in range(features):
+        middle, end = start + SUM_WORDS, start + SUM_WORDS + SQUARE_WORDS
+        total = Fraction(_signed(sums[start:middle]), 2**SCALE_BITS)
+        total_squares = Fraction(_signed(sums[middle:end]), 2 ** (2 * SCALE_BITS))
+        mean.append(float(total / count))
+        squares.append(float(max(Fraction(0), total_squares - total * total / count)))
+        start = end
+    names = _names_in(sums[start:]) if classes else {}
+    return Pooled(sites, names, count if features else 0, np.array(mean), np.array(squares))
+
+
+def _words(number: int, words: int) -> list[int]:
+    """Return a whole number modulo 2^(64 ``words``) as words, the lowest first."""
+    if abs(number) >> (WORD_BITS * words - 1):
+        raise DataError("a feature is too large for a masked sum; set feature-mean and feature-std", "extreme-value")
+    return _split(number % (1 << (WORD_BITS * words)), words)
+
+
+def _split(number: int, words: int) -> list[int]:
+    return [number >> (WORD_BITS * word) & (2**WORD_BITS - 1) for word in range(words)]
+
+
+def _joined(sums: Sequence[int]) -> int:
+    return sum(word << (WORD_BITS * index) for index, word in enumerate(sums))
+
+
+def _signed(sums: Sequence[int]) -> int:
+    modulus = 1 << (WORD_BITS * len(sums))
+    number = _joined(sums) % modulus
+    return number - modulus if number >> (WORD_BITS * len(sums) - 1) else number
+
+
+# -- labels ------------------------------------------------------------------------------------------------
+#
+# An invertible Bloom lookup table (Goodrich and Mitzenmacher, 2011) lists the union of sets from the sum of their
+# tables. Each label adds 1, its check and its name to three cells. A cell with one label, from any number of sites, is
+# recognised by its check. The server reads the label there and subtracts it from its other cells.
+
+
+def _table_of(names: Iterable[str]) -> list[int]:
+    """Return the table of a set of labels: ``CELLS`` cells with a count, a check and a name."""
+    cells = [[0, 0, 0] for _ in range(CELLS)]
+    for name in names:
+        text = name.encode()
+        if len(text) > NAME_BYTES:
+            raise DataError(
+                f"a label has {len(text)} bytes; with secure-aggregation at most {NAME_BYTES} are possible; set "
+                "classes, or shorten the label",
+                "long-label",
+            )
+        check, own_cells = _hashes(text)
+        for index in own_cells:
+            cells[index][0] += 1
+            cells[index][1] += check
+            cells[index][2] += int.from_bytes(text, "big")
+    return [word for count, check, name in cells for word in (count, *_split(check, 2), *_split(name, _NAME_WORDS))]
+
+
+def _names_in(sums: Sequence[int]) -> dict[str, int]:
+    """Return the labels in a sum of tables, with the number of tables that contain each."""
+    cells = []
+    for start in range(0, len(sums), _CELL_WORDS):
+        row = sums[start : start + _CELL_WORDS]
+        cells.append([row[0], _joined(row[1:3]), _joined(row[3:])])
+    names: Counter[str] = Counter()
+    waiting = list(range(len(cells)))
+    while waiting:
+        cell = waiting.pop()
+        count, check, name = cells[cell]
+        if count <= 0 or name % count or check % count:
+            continue
+        number, times = name // count, count
+        text = number.to_bytes(-(-number.bit_length() // 8), "big")
+        own_check, own_cells = _hashes(text)
+        if own_check != check // times or cell not in own_cells:
+            continue
+        for index in own_cells:
+            cells[index] = [a - times * b for a, b in zip(cells[index], (1, own_check, number), strict=True)]
+        names[label_name(text.decode(errors="replace"))] += times
+        waiting += own_cells
+    if any(any(cell) for cell in cells):
+        raise SettingsError("the sites have too many labels for a masked sum: set classes")
+    return dict(names)
+
+
+def _hashes(text: bytes) -> tuple[int, list[int]]:
+    """Return the check of a label, and one cell in each third of the table."""
+    part = CELLS // CHOICES
+    digest = hashlib.sha256(text).digest()
+    own_cells = [part * i + int.from_bytes(digest[8 + 4 * i : 12 + 4 * i], "big") % part for i in range(CHOICES)]
+    return int.from_bytes(digest[:8], "big"), own_cells

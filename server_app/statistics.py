@@ -1,0 +1,102 @@
+"""Labels and statistics of the sites' data under secure aggregation, before the first round."""
+
+from collections.abc import Callable, Mapping
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.logger import log
+
+from posy.data.agreement import open_statistics
+from posy.data.pooled import Pooled, count_of, pooled
+from posy.flower import failure, record_in
+from posy.server_app.grids import WaveGrid
+from posy.settings import SettingsError
+from posy.strategies.masking import LIMBS
+from posy.strategies.replies import UNREADABLE, BadReplyError
+from posy.strategies.secure_aggregation import STATISTICS, Answer, SecureRound, common_digest
+from posy.strategies.settings import Settings
+from posy.words import one_line
+
+ROUND = f"0-0-{STATISTICS}"
+"""Name of the secure round; a site takes part in it once in a run."""
+MAX_REASON = 500
+
+
+def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, int], names: Mapping[int, str]) -> Pooled:
+    """Return labels and statistics over all sites; the server learns nothing about a single site.
+
+    Parameters
+    ----------
+    grid : WaveGrid
+        The grid.
+    settings : Settings
+        The settings with kind, shape and columns of the samples.
+    nodes, names : mapping
+        Flower's id of the node of each client, and the name of its site.
+
+    Raises
+    ------
+    SettingsError
+        If too few sites answer, or their sum cannot be read.
+    """
+    message = {"settings": settings.to_json(), "server-round": 0}
+
+    def ask(
+        stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
+    ) -> dict[int, Answer]:
+        config = {"secure-round": ROUND, "secure-stage": stage}
+        messages = [
+            Message(
+                RecordDict({"config": ConfigRecord({"client": client, **config, **entries})}),
+                dst_node_id=nodes[client],
+                message_type=MessageType.QUERY,
+            )
+            for client, entries in requests.items()
+        ]
+        clients = {node: client for client, node in nodes.items()}
+        answers = {}
+        for reply in grid.send_and_receive(messages, timeout=settings.run.timeout):
+            client = clients[reply.metadata.src_node_id]
+            try:
+                if reply.has_error():
+                    raise BadReplyError(failure(reply.error))
+                answer: Any = record_in(reply.content, "config", ConfigRecord)["answer"]
+                check(client, answer)
+                answers[client] = answer
+            except UNREADABLE as error:
+                drop(client, str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}")
+        return dict(sorted(answers.items()))
+
+    def drop(client: int, reason: str) -> None:
+        log(WARNING, "%s adds no statistics: %s", names[client], one_line(reason, MAX_REASON))
+
+    features = int(settings.data.input_shape) if open_statistics(settings.data, settings.data.sample_kind) else 0
+    numbers = count_of(features, classes=not settings.data.classes)
+
+    def check(client: int, answer: Answer) -> None:
+        if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
+            raise BadReplyError("statistics in another form than one text")
+        if len(answer[0]) != 4 * (1 + LIMBS * numbers):
+            raise BadReplyError(f"{len(answer[0])} bytes of statistics instead of {4 * (1 + LIMBS * numbers)}")
+
+    secure = SecureRound(ROUND, settings.run, dict.fromkeys(nodes, 1), ask, drop)
+    opened = secure.opened()
+    requests = {client: {**message, **entries} for client, entries in opened.items()}
+    masked = {client: _words(answer) for client, answer in ask(STATISTICS, requests, check).items()}
+    total = None
+    if masked:
+        config = {"secure-stage": STATISTICS, **requests[min(masked)]}
+        total = secure.unmasked(masked, common_digest(config, (), []), numbers)
+    if total is None:
+        raise SettingsError(
+            f"secure-aggregation = true: the sites could not add their statistics: {secure.refusal or 'no answer'}; "
+            "start the run again, or set classes, feature-mean and feature-std"
+        )
+    return pooled(total[1], features, classes=not settings.data.classes)
+
+
+def _words(answer: Answer) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(answer[0], "<u4").astype(np.uint32)
