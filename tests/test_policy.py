@@ -81,9 +81,11 @@ def ask(site: Config, config: Config, grid: NodeGrid | None = None, **entries: A
     return reply
 
 
-def send(grid: NodeGrid, config: Config, model: np.ndarray, server_round: int = 1, kind: str = "evaluate") -> Message:
+def send(
+    grid: NodeGrid, config: Config, model: np.ndarray, server_round: int = 1, kind: str = "evaluate", start: str = ""
+) -> Message:
     """Return the node's answer to a request to score or train a model."""
-    entries = {"client": 0, "server-round": server_round, "run": "one-0000", "state-from": "", "state-keep": []}
+    entries = {"client": 0, "server-round": server_round, "run": "one-0000", "state-from": start, "state-keep": []}
     record = ConfigRecord({"settings": json.dumps(config), "state-to": f"0-{server_round}-1", **entries})
     arrays: ArrayRecord = record_of({"0": model})
     message = Message(RecordDict({"config": record, "arrays": arrays}), dst_node_id=1, message_type=kind)
@@ -217,6 +219,37 @@ def test_a_state_folder_belongs_to_the_settings_of_its_run(tmp_path: Path) -> No
     for attack in ({"method": "fedamp"}, {"lr": 1e-30}):
         with pytest.raises(PolicyError, match="rule state: the state of this run name belongs to a run with other"):
             pin_state(folder, values(**attack))
+
+
+def test_a_run_cannot_read_or_remove_the_state_of_another_run(site: Config, tmp_path: Path) -> None:
+    """H4: with the name of another run, `method=fedamp lr=1e-30` returned its personal model and removed its state."""
+    node = site | {"state-dir": str(tmp_path / "state")}
+    columns, model = {"input_columns": "f0,f1,f2", "model": "linear"}, np.zeros(FEATURES * 2 + 2, np.float32)
+    assert not send(NodeGrid(node), values(**columns, method="apfl"), model, kind="train").has_error()
+    (state,) = (tmp_path / "state").rglob("*.safetensors")
+    stored = state.read_bytes()
+    attack = values(**columns, method="fedamp", lr=1e-30)
+    for server_round, start in ((2, state.stem), (9, "")):
+        reply = send(NodeGrid(node), attack, model, server_round, "train", start)
+        assert "rule state: the state of this run name belongs to a run with other settings" in reply.error.reason
+    assert state.read_bytes() == stored
+
+
+def test_a_site_joins_no_sum_over_fewer_clients_than_its_policy_demands(site: Config, tmp_path: Path) -> None:
+    """M3: a site that trusted twelve keys joined a sum over two clients. The settings of the run may be false."""
+    (tmp_path / "policy.yaml").write_text("min-clients: 4\n")
+    grid = NodeGrid(*[site | {"policy": str(tmp_path / "policy.yaml")}] * 3)
+
+    def stage(client: int, name: str, **entries: Any) -> Message:
+        record = ConfigRecord({"client": client, "secure-round": "0-1", "secure-stage": name, **entries})
+        message = Message(RecordDict({"config": record}), dst_node_id=client + 1, message_type="query")
+        return next(iter(grid.send_and_receive([message])))
+
+    answers: list[Any] = [stage(client, "keys").content.config_records["config"]["answer"] for client in range(3)]
+    keys = [text for answer in answers for text in answer]
+    view = {"roster": [0, 1, 2], "cohort": [0, 1, 2], "reach": 0, "cohort-threshold": 2, "threshold": 2}
+    reason = stage(0, "shares", **view, **{"public-keys": keys}).error.reason
+    assert "the cohort has 3 clients, and this site joins sums of at least 4" in reason
 
 
 def test_settings_are_fixed_once_the_site_has_joined(site: Config) -> None:
