@@ -69,7 +69,7 @@ before=$(newest)
 POSY_RUN="num-server-rounds=20 round-timeout=60" compose up &
 up=$!
 until [ "$(newest)" != "$before" ] && [ "$(rounds)" -ge 3 ]; do
-    kill -0 $up
+    kill -0 $up || fail "the run has ended before a node was killed"
     sleep 0.2
 done
 docker kill "$(compose ps --quiet node-3)"
