@@ -1,7 +1,7 @@
-"""Three real sites, one with a damaged image, one killed and brought back: what a user sees, as docs/three-sites.md.
+"""Three real sites, one with a damaged image, one killed and restarted: the output that a user sees, as a page of docs.
 
 ``python -m benchmarks.three_sites`` starts a SuperLink and three SuperNodes with TLS and node authentication on this
-machine, submits a run, and writes down the screen of whoever submitted it.
+machine, submits a run, and writes the submitter's screen into docs/three-sites.md.
 """
 
 import re
@@ -42,22 +42,22 @@ def make_sites(folder: Path) -> None:
     for name in NAMES:
         having = np.flatnonzero(np.isin(digits.y, CLASSES[name]))
         for index in having[having >= start][:IMAGES]:
-            place = folder / name / str(digits.y[index])
-            place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.asarray(digits.x[index, :, :, 0])).save(place / f"{index:04d}.png")
+            class_folder = folder / name / str(digits.y[index])
+            class_folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.asarray(digits.x[index, :, :, 0])).save(class_folder / f"{index:04d}.png")
             start = index + 1
     damaged = sorted((folder / "site-b" / "3").iterdir())[0]
     damaged.write_bytes(damaged.read_bytes()[:40])
 
 
 def transcript(folder: Path) -> list[tuple[str, str]]:
-    """Carry it out; return each command with what it printed."""
+    """Run the commands, and return each command with its output."""
     make_sites(folder)
     shown: list[tuple[str, str]] = []
     deployment = Deployment(folder, list(NAMES))
     try:
-        own = [f"data={folder / 'site-b'}", "skip-unreadable=true"]
-        shown.append((f"posy check-site {' '.join(own)}", deployment.posy("check-site", *own).stdout))
+        site_b = [f"data={folder / 'site-b'}", "skip-unreadable=true"]
+        shown.append((f"posy check-site {' '.join(site_b)}", deployment.posy("check-site", *site_b).stdout))
         for name in NAMES:
             node(deployment, name)
         for name in NAMES:
@@ -78,20 +78,24 @@ def transcript(folder: Path) -> list[tuple[str, str]]:
 
 
 def node(deployment: Deployment, name: str) -> None:
-    """Start the node of a site; site-b goes on without what it cannot read."""
+    """Start the node of a site; site-b skips images that it cannot read."""
     words = [f"data={deployment.folder / name}", f"state-dir={deployment.folder / 'state' / name}"]
     deployment.node(name, *words, *(["skip-unreadable=true"] if name == "site-b" else []))
 
 
 def page(shown: list[tuple[str, str]], folder: Path) -> str:
-    """Return the transcript as Markdown, with the places of this machine as those of an example."""
+    """Return the transcript as Markdown, with example paths instead of the paths of this machine."""
     where = machine()
     parts = [
         "# Three sites, one damaged image, one site killed and brought back\n",
-        "Written by `python -m benchmarks.three_sites`: a SuperLink and three SuperNodes, each a process of its own, "
-        f"with TLS and node authentication, on {where['cores']} cores of an {where['cpu']}, {where['date']}. "
-        "site-b has a damaged image and goes on without it. site-c is "
-        "killed with `kill -9` after round 4 and started again after round 9.\n",
+        "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three SuperNodes, each in a "
+        f"separate process, with TLS and node authentication ({where['cores']} cores of an {where['cpu']}, "
+        f"{where['date']}). site-b has a damaged image, which its node skips. The benchmark kills site-c with "
+        "`kill -9` after round 4, and starts it again after round 9.\n",
+        "The sites have the default [policy](federation.md#the-policy-of-a-site). The nodes therefore send accuracies "
+        "and losses rounded to two decimals, and the name of the damaged file stays at site-b. The server "
+        "[limits](runs.md#clients-that-send-wrong-models) long updates and large weights, and the end of the run "
+        "names the sites concerned.\n",
     ]
     for command, output in shown:
         text = re.sub(r"\x1b\[[0-9;]*m", "", output).replace(str(folder), "/srv").rstrip()

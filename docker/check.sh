@@ -1,52 +1,80 @@
 #!/bin/sh
-# Builds the image, runs the federation of compose.yaml as it stands, then once more with a node killed on the way.
-# Each must end with status 0 and a completed run in docker/results. Needs a Docker engine; ends with all removed
-# but the image and the results.
+# Builds the image and runs the federation of compose.yaml three times: as it is, with a run that the policy of the sites
+# refuses, and with a node that is killed. Checks the results in docker/results, the masks, and the audit log of each
+# node. It needs a Docker engine, and removes all containers and volumes at the end, but not the image and the results.
 set -eu
 cd "$(dirname "$0")/.."
 compose() { docker compose -f docker/compose.yaml "$@"; }
+fail() { compose logs --tail 20 >&2; echo "check: $*" >&2; exit 1; }
 
 # The summary of the newest run in docker/results.
-newest() { ls -td docker/results/*/summary.json | head -n 1; }
+newest() { ls -td docker/results/*/summary.json 2>/dev/null | head -n 1; }
 
-# check FILE WORDS: fail unless the summary holds each of the words.
-check() {
+# The number of its finished rounds.
+rounds() { cat "$(dirname "$(newest)")/rounds.jsonl" 2>/dev/null | wc -l; }
+
+# ended STATUS: fail unless `posy run` has ended with this status.
+ended() {
+    status=$(docker inspect --format '{{.State.ExitCode}}' "$(compose ps --all --quiet runner)")
+    [ "$status" = "$1" ] || fail "posy run ended with status $status instead of $1"
+}
+
+# holds FILE WORDS...: fail unless the file has each of the words.
+holds() {
     file=$1; shift
     for words in "$@"; do
-        grep -q "$words" "$file" || { echo "check: no $words in $file" >&2; cat "$file" >&2; exit 1; }
+        grep -q -e "$words" "$file" || { cat "$file" >&2; fail "no $words in $file"; }
     done
-    echo "check: $file is as it should be"
 }
 
-# Fail unless the audit log of each node is unbroken and has an event of the run.
+# posy_on NODE WORDS...: a command in the volume of a node, after its container has ended.
+posy_on() { node=$1; shift; compose run --rm --no-deps -T "node-$node" "$@"; }
+
+# audited WORDS...: fail unless the audit log of each node is unbroken, and has each of the words.
 audited() {
     for i in 0 1 2 3 4; do
-        compose run --rm --no-deps -T "node-$i" audit /data/audit.jsonl | grep -q "run-begin" ||
-            { echo "check: the audit log of node-$i is broken or empty" >&2; exit 1; }
-        compose run --rm --no-deps -T "node-$i" audit /data/audit.jsonl --anchor
+        posy_on $i audit /data/state --json >"$logs/node-$i.jsonl" || fail "the audit log of node-$i is broken"
+        holds "$logs/node-$i.jsonl" '"event": "run-begin"' "$@"
+        if grep -q '"masked": false' "$logs/node-$i.jsonl"; then fail "node-$i has sent an update without a mask"; fi
+        echo "check: the audit log of node-$i is unbroken and has $*"
     done
 }
 
-trap 'compose down --volumes --timeout 5 >/dev/null 2>&1' EXIT
+logs=$(mktemp -d)
+trap 'compose down --volumes --timeout 5 >/dev/null 2>&1; rm -rf "$logs"' EXIT
 compose build
 compose down --volumes
 
-echo "check: as it stands"
+echo "check: as it is"
 compose up
-check "$(newest)" '"status": "completed"' '"method": "feddrm"' '"rounds": 10'
-audited
+ended 0
+holds "$(newest)" '"status": "completed"' '"method": "feddrm"' '"rounds": 10' \
+    '"client-scores": "not available: with secure-aggregation'
+audited '"masked": true'
+for i in 0 1 2 3 4; do posy_on $i audit /data/state --anchor >"$logs/anchor-$i"; done
+
+echo "check: a run that the policy refuses"
+POSY_RUN="secure-aggregation=false" compose up
+ended 1
+compose logs --no-log-prefix runner >"$logs/screen"
+holds "$logs/screen" "the policy of the site refuses this run, rule secure-aggregation"
+audited '"decision": "secure-aggregation"'
+for i in 0 1 2 3 4; do
+    posy_on $i audit /data/state --run none --contains "$(cat "$logs/anchor-$i")" || fail "node-$i has lost events"
+done
 
 echo "check: with a node killed"
 compose down --volumes
 before=$(newest)
-POSY_RUN="method=feddrm num-server-rounds=40 round-timeout=60" compose up &
+POSY_RUN="num-server-rounds=20 round-timeout=60" compose up &
 up=$!
-until [ "$(newest)" != "$before" ] && [ "$(wc -l < "$(dirname "$(newest)")/rounds.jsonl")" -ge 3 ]; do
-    kill -0 $up
+until [ "$(newest)" != "$before" ] && [ "$(rounds)" -ge 3 ]; do
+    kill -0 $up || fail "the run has ended before a node was killed"
     sleep 0.2
 done
 docker kill "$(compose ps --quiet node-3)"
 wait $up
-check "$(newest)" '"status": "completed"' '"rounds": 40'
-audited
-grep -o '"dropped": {[^}]*}' "$(newest)" || true
+ended 0
+holds "$(newest)" '"status": "completed"' '"rounds": 20'
+audited '"masked": true'
+sed -n '/"dropped": {/,/}/p' "$(newest)"
