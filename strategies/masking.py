@@ -64,11 +64,16 @@ def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[
     Raises
     ------
     MaskingError
-        If the last word is not the sum of the shares: the masks have not cancelled, and the sum means nothing.
+        If the last word is not the sum of the shares: the masks have not cancelled, and the sum means nothing. Also if
+        a mean exceeds the limit, which no client may exceed: a client has sent a larger change.
     """
     if int(total[-1]) != sum(map(_share_word, shares)) % 2**32:
         raise MaskingError("the masks do not cancel")
-    return total[:-1].view(np.int32).astype(np.float64) * (limit / ONE / sum(shares))
+    changed = total[:-1].view(np.int32).astype(np.float64)
+    largest = sum(map(_share_word, shares)) + len(shares)  # a client's rounding is below 1
+    if changed.size and np.abs(changed).max() > largest:
+        raise MaskingError(f"a client has changed a parameter by more than secure-range = {limit:g}")
+    return changed * (limit / ONE / sum(shares))
 
 
 def encoded_numbers(numbers: Sequence[int]) -> Words:

@@ -82,6 +82,28 @@ def parts(clients: int) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[l
     return x, y, [list(range(s, s + 6)) for s in starts], [list(range(s + 6, s + 12)) for s in starts]
 
 
+# -- M2: poisoned updates ----------------------------------------------------------------------------------
+
+
+def test_m2_a_client_cannot_move_a_parameter_beyond_the_range(
+    make_config: Any, federate: Federate, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    """One of ten clients moved every parameter by 31 in one round."""
+    config = make_config("fedavg", data=parts(10), model="linear", num_server_rounds=1) | {"secure-aggregation": True}
+    put_on = Masking.put_on
+
+    def poisoned(self: Any, arrays: Any, *args: Any, **entries: Any) -> Any:
+        words = put_on(self, arrays, *args, **entries)
+        if arrays and self._secrets.client == 4:
+            words[:21] += np.uint32(int(31 / 16 * 2**30))
+        return words
+
+    monkeypatch.setattr(Masking, "put_on", poisoned)
+    done = federate(config)
+    assert np.abs(done.strategy.model - done.strategy.initial()).max() == 0
+    assert "a client has changed a parameter by more than secure-range = 16" in warnings.text
+
+
 # -- H1: evaluation scores ---------------------------------------------------------------------------------
 
 

@@ -104,6 +104,19 @@ def test_a_sum_whose_masks_are_left_is_recognised() -> None:
         decoded(words, [1.0], 16.0)
 
 
+def test_a_mean_beyond_the_range_of_all_clients_is_refused() -> None:
+    """The mean of changes within ±R is within ±R, so a larger mean contains a larger change."""
+    shares = [0.25, 0.75]
+    first, second = encoded([np.array([16.0, 0.0])], 0.25, 16.0), encoded([np.array([16.0, 3.0])], 0.75, 16.0)
+    np.testing.assert_array_equal(decoded(first + second, shares, 16.0), [16.0, 2.25])
+    for move in (3, -(2**31) - 100):  # beyond the rounding of two clients, and around the modulus
+        wrong = first + second + np.array([move % 2**32, 0, 0], np.uint32)
+        with pytest.raises(MaskingError, match="has changed a parameter by more than secure-range = 16"):
+            decoded(wrong, shares, 16.0)
+    with pytest.raises(MaskingError, match="secure-range"):  # 12 of a client that has dropped out
+        decoded(encoded([np.array([12.0])], 0.25, 16.0) * np.uint32(3) - np.array([0, 2**29], np.uint32), [0.25], 16.0)
+
+
 def test_masks_are_the_key_stream_of_aes() -> None:
     """The mask is the published AES-256 encryption of a zero block under a zero key."""
     assert stream(bytes(32), 4).astype("<u4").tobytes().hex() == "dc95c078a2408989ad48a21492842087"
