@@ -1,0 +1,208 @@
+"""Attacks of a submitter or an operator on a site with the default policy. Each test repeats one attack."""
+
+import io
+import json
+import stat
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.fab import Fab
+from flwr.supercore.run import Run
+from nodes import NodeGrid
+
+from posy.client_app.app import app as client_app
+from posy.client_app.policy import PolicyError, check_once, limited_scores, violations
+from posy.client_app.privacy import check_privacy
+from posy.data.errors import DataError
+from posy.data.policy import Policy
+from posy.data.task import Task
+from posy.data.text import hashed
+from posy.deploy.foreign import foreign_code
+from posy.deploy.internals import Apps
+from posy.deploy.internals import Task as NodeTask
+from posy.deploy.sessions import Sessions
+from posy.deploy.worker import Answered, serve
+from posy.flower import record_of
+from posy.models.build import build_model, count_parameters
+from posy.models.catalogue import MODELS
+from posy.settings import SettingsError
+from posy.storage import exclusive
+from posy.strategies.registry import from_json, read_settings
+
+ROWS, FEATURES = 60, 3
+INPUTS = "f0,f1,f2"
+LINEAR = FEATURES * 2 + 2
+"""Parameters of the linear model with two classes."""
+Config = dict[str, Any]
+
+
+def values(method: str = "fedavg", **changes: Any) -> Config:
+    """Return the settings in a message of an operator, who need not check them as `posy run` does."""
+    task = {"sample-kind": "features", "input-shape": "3", "classes": "0,1", "feature-mean": "0", "feature-std": "1"}
+    config = read_settings({"dataset": "sites", "method": method, "num-clients": 2, "device": "cpu", **task})
+    changed = {"input-columns": INPUTS, "model": "linear", **changes}
+    return {**config.as_config(), **{key.replace("_", "-"): value for key, value in changed.items()}}
+
+
+@pytest.fixture
+def cells() -> np.ndarray:
+    """Return the features of the patients of a site: no cell has the value of another."""
+    return np.random.default_rng(7).normal(50, 20, (ROWS, FEATURES)).round(6)
+
+
+def site(folder: Path, cells: np.ndarray, labels: list[Any] | None = None, **words: Any) -> Config:
+    """Write a table of patients, and return the node config of its site with the default policy."""
+    labels = labels or [i % 2 for i in range(len(cells))]
+    rows = zip(cells.tolist(), labels, strict=True)
+    lines = [f"Patient A{i},{','.join(map(repr, row))},{label}" for i, (row, label) in enumerate(rows)]
+    (folder / "site.csv").write_text("\n".join(["name,f0,f1,f2,label", *lines]) + "\n")
+    return {"data": str(folder / "site.csv"), "name": "a", "policy": "", **words}
+
+
+def exchange(grid: NodeGrid, message: Message) -> Message:
+    """Return the node's answer to a message."""
+    grid.push_messages([message])
+    (reply,) = grid.pull_messages([message.metadata.message_id])
+    return reply
+
+
+def ask(grid: NodeGrid, config: Config, **entries: Any) -> Message:
+    """Return the node's answer when it is asked to join a run, or to describe its data."""
+    record = ConfigRecord({"settings": json.dumps(config), **entries})
+    return exchange(grid, Message(RecordDict({"config": record}), dst_node_id=1, message_type="query"))
+
+
+def request(config: Config, *arrays: np.ndarray, kind: str = "evaluate", **entries: Any) -> Message:
+    """Return a message that asks a client to train or to score a model."""
+    number = entries.get("server-round", 1)
+    versions = {"run": "one-0000", "state-from": "", "state-keep": [], "state-to": f"0-{number}-1"}
+    record = ConfigRecord({"settings": json.dumps(config), "client": 0, "server-round": 1, **versions, **entries})
+    named: ArrayRecord = record_of({str(number): array for number, array in enumerate(arrays)})
+    return Message(RecordDict({"config": record, "arrays": named}), dst_node_id=1, message_type=kind)
+
+
+def send(grid: NodeGrid, config: Config, *arrays: np.ndarray, kind: str = "evaluate", **entries: Any) -> Message:
+    """Return the node's answer to :func:`request`."""
+    return exchange(grid, request(config, *arrays, kind=kind, **entries))
+
+
+def model(value: float = 0.1) -> np.ndarray:
+    return np.full(LINEAR, value, np.float32)
+
+
+def arrays_of(reply: Message) -> list[np.ndarray]:
+    assert not reply.has_error(), reply.error.reason
+    return [array.numpy() for array in reply.content.array_records["arrays"].values()]
+
+
+# -- records ---------------------------------------------------------------------------------------------
+
+
+
+
+def test_an_error_about_classes_does_not_count_the_rows_of_a_label(tmp_path: Path, cells: np.ndarray) -> None:
+    """The count of rows with other labels fell by one if the run named the label of one patient."""
+    labels = ["rare" if i == 5 else str(i % 2) for i in range(ROWS)]
+    node = site(tmp_path, cells, labels)
+    answers = [ask(NodeGrid(node), values(classes=names)).error.reason for names in ("rare,x", "other,x")]
+    assert answers[0] == answers[1] and "other-classes" in answers[0]
+
+
+@pytest.mark.parametrize("changes", [{"input_columns": "age,bp"}, {"input_columns": "age", "group_column": "bp"}])
+def test_no_setting_chooses_the_label_by_elimination(changes: Config, tmp_path: Path, cells: np.ndarray) -> None:
+    """Without a column named label, the last column that the run left was the label: the names of the patients."""
+    lines = [f"Patient A{i},{row[0]},{i % 2},{row[1]}" for i, row in enumerate(cells.tolist())]
+    (tmp_path / "site.csv").write_text("\n".join(["name,age,ill,bp", *lines]) + "\n")
+    node = {"data": str(tmp_path / "site.csv"), "name": "a", "policy": ""}
+    open_task = {"sample_kind": "auto", "input_shape": "", "classes": "", "feature_mean": "", "feature_std": ""}
+    reply = ask(NodeGrid(node), values(**open_task, **changes), describe=True)
+    assert "label-column, column bp" in reply.error.reason
+    (tmp_path / "policy.yaml").write_text("label: ill\n")
+    named = NodeGrid(node | {"policy": str(tmp_path / "policy.yaml")})
+    described = ask(named, values(**open_task, **changes), describe=True).content.config_records["config"]
+    assert described["classes"] == ["0", "1"]
+
+
+def test_two_validation_fractions_do_not_differ_by_a_few_rows(tmp_path: Path, cells: np.ndarray) -> None:
+    """The gradients with and without 7 validation rows differed by the gradient of these 7 rows."""
+    node = site(tmp_path, cells[:45])
+    full_batch = {"batch_size": 1000, "local_epochs": 1}
+    updates = [
+        arrays_of(send(NodeGrid(node), values(validation_fraction=fraction, **full_batch), model(), kind="train"))[0]
+        for fraction in (0.0, 0.2)
+    ]
+    np.testing.assert_array_equal(*updates)
+
+
+def test_the_range_check_does_not_depend_on_rows_that_the_run_does_not_use(tmp_path: Path) -> None:
+    """A test set of one row was dropped from the run, but a search over feature-std found its values."""
+    x = np.random.default_rng(7).normal(50, 20, (40, 1))
+    limit = float((x.std() * np.sqrt(40) + abs(x.mean())) / np.finfo(np.float32).max)
+    for value in (50.0, 5e6):
+        y, row = np.arange(40) % 2, np.array([[value]])
+        np.savez(tmp_path / "site.npz", x_train=x, y_train=y, x_test=row, y_test=np.array([1]))
+        node = {"data": str(tmp_path / "site.npz"), "name": "a", "policy": ""}
+        config = values(input_columns="", input_shape="1", feature_std=repr(1.01 * limit))
+        assert not ask(NodeGrid(node), config).has_error()
+
+
+
+
+# -- scores ----------------------------------------------------------------------------------------------
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+# -- privacy budget --------------------------------------------------------------------------------------
+
+
+
+
+
+
+# -- work and files of a node ----------------------------------------------------------------------------
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+def test_the_length_of_a_text_is_limited_by_the_memory() -> None:
+    """With input-shape = 268435456 a site of 60 texts allocated 129 GB."""
+    with pytest.raises(DataError, match="more than fits into memory"):
+        hashed(["a word"], 1 << 50, 100)
+
+
+
+
+
+
+
+
