@@ -166,10 +166,53 @@ def test_the_range_check_does_not_depend_on_rows_that_the_run_does_not_use(tmp_p
 
 
 
+class Recorded(NodeTask):
+    """A task of a node that keeps the context which the worker stores on the node."""
+
+    def __init__(self, message: Message, context: Context) -> None:
+        self.message, self.context = message, context
+        self.reply: Message | None = None
+
+    def pull(self) -> Any:
+        app = Fab("hash", b"", {})
+        run = Run.create_empty(7)
+        return self.message, self.context, run, app
+
+    def push(self, reply: Message, context: Context) -> None:
+        self.reply = reply
+
+    def finish(self, context: Context | None, error: str = "") -> None:
+        self.context = context or Context(0, 1, dict(self.context.node_config), RecordDict(), {})
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
+class Installed(Apps):
+    """The app that is installed here, for every run."""
+
+    def load(self, run: Run, fab: Fab, rule: str) -> Any:
+        return client_app
 
 
+def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, cells: np.ndarray) -> None:
+    """The node dropped its notes on the run with each error, so an error was an answer that no rule counted."""
+    node = site(tmp_path, cells)
+    grid, wrong = NodeGrid(node), model(np.nan)
+    context = grid.nodes[1]
+
+    def answer(message: Message) -> Message:
+        nonlocal context
+        message.metadata.__dict__["_message_id"] = "0"
+        task = Recorded(message, context)
+        serve(task, Installed(), io.StringIO(), Answered(), Sessions())
+        context = task.context
+        assert task.reply is not None
+        return task.reply
+
+    assert "the model has diverged" in answer(request(values(), wrong)).error.reason
+    assert "a second model" in answer(request(values(), model())).error.reason
+    assert "the settings have changed" in answer(request(values(lr=0.5), wrong)).error.reason
 
 
 # -- privacy budget --------------------------------------------------------------------------------------
@@ -190,8 +233,26 @@ def test_the_range_check_does_not_depend_on_rows_that_the_run_does_not_use(tmp_p
 
 
 
+def test_a_local_user_cannot_lock_the_files_of_a_node(tmp_path: Path) -> None:
+    """Who may open a file for reading may lock it, and the node then waited for ever."""
+    with exclusive(tmp_path / "state" / "policy-runs.lock"):
+        pass
+    assert stat.S_IMODE((tmp_path / "state" / "policy-runs.lock").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
 
 
+def test_a_bundle_is_not_unpacked_to_be_compared() -> None:
+    """A bundle of 200 KB had a file of 200 MB, which the node unpacked before it refused the run."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for name in ("posy/settings.py", "large.txt", "pyproject.toml"):
+            bundle.writestr(name, bytes(1 << 25))
+    tracemalloc.start()
+    foreign = foreign_code(packed.getvalue())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert foreign == ["posy/settings.py", "pyproject.toml"]
+    assert peak < 1 << 22
 
 
 def test_the_length_of_a_text_is_limited_by_the_memory() -> None:
