@@ -220,6 +220,12 @@ def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, 
 
 
 
+def test_the_server_does_not_choose_the_norm_where_clients_add_the_noise() -> None:
+    """With adaptive clipping under masks, dp-clip = 1e9 in a message made the noise of the clients negligible."""
+    noise = {"dp": "central", "dp_clip": 1.0, "dp_clip_quantile": 0.5, "client_weights": "uniform"}
+    settings = from_json(json.dumps(values(**noise, secure_aggregation=True)))
+    with pytest.raises(SettingsError, match=r"dp-clip-quantile = 0\.5 and secure-aggregation = true"):
+        check_privacy(settings)
 
 
 # -- work and files of a node ----------------------------------------------------------------------------
@@ -231,6 +237,11 @@ def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, 
 
 
 
+def test_an_empty_array_with_many_rows_takes_no_memory(tmp_path: Path, cells: np.ndarray) -> None:
+    """An array of 400,000 rows of 0 numbers, a message of 200 bytes, made the node allocate 14 GB."""
+    grid, config = NodeGrid(site(tmp_path, cells)), values("fedrep", model="mlp")
+    reply = send(grid, config, np.zeros((400_000, 0), np.float32))
+    assert "the server's message has a model of shape (400000, 0); the client expects 8768" in reply.error.reason
 
 
 def test_a_local_user_cannot_lock_the_files_of_a_node(tmp_path: Path) -> None:
