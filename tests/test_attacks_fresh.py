@@ -103,6 +103,16 @@ def arrays_of(reply: Message) -> list[np.ndarray]:
 # -- records ---------------------------------------------------------------------------------------------
 
 
+def test_an_operator_that_skips_the_join_meets_the_same_rules(tmp_path: Path, cells: np.ndarray) -> None:
+    """The mean of a class with one row was this row, because only the answer to the join checked the classes."""
+    labels = ["9" if i == 5 else str(i % 2) for i in range(ROWS)]
+    config = values("fedproto", classes="0,1,9")
+    prototypes = np.zeros((3, FEATURES), np.float32), np.zeros(3, np.float32)
+    reply = send(NodeGrid(site(tmp_path, cells, labels)), config, *prototypes, kind="train")
+    assert "rule min-rows: method = 'fedproto' sends statistics of each class" in reply.error.reason
+    large = site(tmp_path, cells) | {"policy": str(tmp_path / "policy.yaml")}
+    (tmp_path / "policy.yaml").write_text("max-parameters: 7\n")
+    assert "rule max-parameters" in send(NodeGrid(large), values(), model(), kind="train").error.reason
 
 
 def test_an_error_about_classes_does_not_count_the_rows_of_a_label(tmp_path: Path, cells: np.ndarray) -> None:
@@ -151,19 +161,74 @@ def test_the_range_check_does_not_depend_on_rows_that_the_run_does_not_use(tmp_p
         assert not ask(NodeGrid(node), config).has_error()
 
 
+def test_a_method_cannot_compare_models_on_a_single_row(tmp_path: Path, cells: np.ndarray) -> None:
+    """With fedfomo-validation = 0.03 the weights were the exact losses of several models on one row."""
+    rules = [violation.rule for violation in violations(Policy(), values("fedfomo", fedfomo_validation=0.03))]
+    assert rules == ["validation-fraction"]
+    (tmp_path / "policy.yaml").write_text("validation-fraction: 0.03\n")
+    node = site(tmp_path, cells) | {"policy": str(tmp_path / "policy.yaml")}
+    none = np.zeros((0, LINEAR), np.float32)
+    config = {"batch_size": 1000, "local_epochs": 1}
+    first, second = (
+        arrays_of(send(NodeGrid(node), values("fedfomo", fedfomo_validation=f, **config), none, kind="train"))[0]
+        for f in (0.0, 0.03)
+    )
+    np.testing.assert_array_equal(first, second)
 
 
 # -- scores ----------------------------------------------------------------------------------------------
 
 
+def test_a_site_is_one_client(tmp_path: Path, cells: np.ndarray) -> None:
+    """The site scored another model in the same round for each client index in a message, also for -3."""
+    grid = NodeGrid(site(tmp_path, cells))
+    assert not send(grid, values(), model()).has_error()
+    for client in (1, -3, 10**9):
+        reason = send(grid, values(), model(0.2), client=client).error.reason
+        assert f"rule scores: a message for client {client}; the site is client 0 of this run" in reason
+    fixed = NodeGrid(site(tmp_path, cells) | {"partition-id": 1})
+    assert "the site is client 1 of this run" in send(fixed, values(), model()).error.reason
+    assert not send(fixed, values(), model(), client=1).has_error()
+    assert "a message for client 7" in send(NodeGrid(site(tmp_path, cells)), values(), model(), client=7).error.reason
 
 
+@pytest.mark.parametrize("kind", ["evaluate.default", "train.default"])
+def test_another_name_of_a_message_type_is_refused(kind: str, tmp_path: Path, cells: np.ndarray) -> None:
+    """Flower calls the same function for train and for train.default, so that a site scored three models a round."""
+    reply = send(NodeGrid(site(tmp_path, cells)), values(), model(), kind=kind)
+    assert f"the message type {kind!r} is neither train nor evaluate" in reply.error.reason
 
 
+def test_a_run_has_no_more_rounds_than_its_settings(tmp_path: Path, cells: np.ndarray) -> None:
+    """The policy limited num-server-rounds, and the operator sent more rounds than this setting."""
+    grid = NodeGrid(site(tmp_path, cells))
+    assert not send(grid, values(num_server_rounds=2), model(), **{"server-round": 2}).has_error()
+    for number in (3, 999_999_999):
+        reason = send(grid, values(num_server_rounds=2), model(), **{"server-round": number}).error.reason
+        assert f"rule max-rounds: round {number}; the run has num-server-rounds = 2" in reason
 
 
+def test_a_round_has_one_config(tmp_path: Path, cells: np.ndarray) -> None:
+    """The same model with other learning rates in one round gave as many updates as the operator wanted."""
+    grid, config = NodeGrid(site(tmp_path, cells)), values()
+    first = send(grid, config, model(), kind="train", lr=1e-3)
+    again = send(grid, config, model(), kind="train", lr=1e-3)
+    np.testing.assert_array_equal(arrays_of(first)[0], arrays_of(again)[0])
+    assert "another config, in round 1" in send(grid, config, model(), kind="train", lr=1e-6).error.reason
 
 
+def test_a_rounded_loss_has_few_digits(tmp_path: Path, cells: np.ndarray) -> None:
+    """A model with large outputs had the loss 1240267.5, whose seven digits two decimals did not limit."""
+    losses = {}
+    for scale in (1, 1e-2, 1e4, 1e36):
+        reply = send(NodeGrid(site(tmp_path, cells)), values(), np.arange(LINEAR, dtype=np.float32) * np.float32(scale))
+        losses[scale] = reply.content.metric_records["metrics"]["served-loss"]
+    assert losses[1] == 124.0 and losses[1e-2] == 1.24
+    assert losses[1e4] == losses[1e36] == 1000.0
+    assert limited_scores(Policy(), {"train-loss": float("inf"), "num-test": 1234567}) == {
+        "train-loss": 1000.0,
+        "num-test": 1234567,
+    }
 
 
 class Recorded(NodeTask):
@@ -218,6 +283,19 @@ def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, 
 # -- privacy budget --------------------------------------------------------------------------------------
 
 
+def test_a_site_with_a_budget_checks_the_noise_of_the_method(tmp_path: Path, cells: np.ndarray) -> None:
+    """With dp = sample and fedproto the site sent class means without noise: only `posy run` refused this pair."""
+    (tmp_path / "policy.yaml").write_text("epsilon: 2.0\n")
+    words = {"policy": str(tmp_path / "policy.yaml"), "state-dir": str(tmp_path / "state")}
+    node = site(tmp_path, cells) | words
+    noise = {"dp": "sample", "dp_clip": 1.0, "num_server_rounds": 1}
+    prototypes = np.zeros((2, FEATURES), np.float32), np.zeros(2, np.float32)
+    for reply in (
+        send(NodeGrid(node), values("fedproto", **noise), *prototypes, kind="train"),
+        ask(NodeGrid(node), values("fedproto", **noise)),
+    ):
+        assert "dp = 'sample' with method = 'fedproto'" in reply.error.reason
+    assert not (tmp_path / "state" / "privacy-ledger.jsonl").exists()
 
 
 def test_the_server_does_not_choose_the_norm_where_clients_add_the_noise() -> None:
@@ -231,10 +309,32 @@ def test_the_server_does_not_choose_the_norm_where_clients_add_the_noise() -> No
 # -- work and files of a node ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("fedavg-ft", {"fedavg-ft-epochs": 101}),
+        ("fedas", {"fedas-align-epochs": 1_000_000}),
+        ("pfedme", {"pfedme-steps": 1_000_000}),
+    ],
+)
+def test_the_passes_of_a_method_are_limited_too(method: str, changes: Config) -> None:
+    assert violations(Policy(), values(method)) == []
+    assert [violation.rule for violation in violations(Policy(), values(method) | changes)] == ["max-local-epochs"]
 
 
+def test_the_steps_of_fine_tuning_are_limited_too(tmp_path: Path, cells: np.ndarray) -> None:
+    reply = send(NodeGrid(site(tmp_path, cells)), values("fedavg-ft", fedavg_ft_steps=10_000), model())
+    assert "rule max-local-epochs: fedavg-ft-steps = 10000" in reply.error.reason
 
 
+@pytest.mark.parametrize("run", ["site-secret", ".policy-runs.json.part", "Audit.jsonl.head", "privacy-ledger.lock"])
+def test_a_run_has_no_folder_in_place_of_a_file_of_the_node(run: str, tmp_path: Path, cells: np.ndarray) -> None:
+    """A run of this name made a folder that the node took for its file, and no later run could join."""
+    node = site(tmp_path, cells) | {"state-dir": str(tmp_path / "state")}
+    reply = send(NodeGrid(node), values(), model(), run=run)
+    assert f"run = {run!r} in the server's message cannot name a folder of a run" in reply.error.reason
+    assert not (tmp_path / "state" / run).is_dir()
+    assert not ask(NodeGrid(node), values()).has_error()
 
 
 def test_an_empty_array_with_many_rows_takes_no_memory(tmp_path: Path, cells: np.ndarray) -> None:
@@ -272,9 +372,36 @@ def test_the_length_of_a_text_is_limited_by_the_memory() -> None:
         hashed(["a word"], 1 << 50, 100)
 
 
+@pytest.mark.parametrize(("kind", "shape"), [("features", (20,)), ("image", (3, 32, 32)), ("text", (50,))])
+def test_the_parameters_are_counted_without_the_network(kind: str, shape: tuple[int, ...]) -> None:
+    """A vocabulary of ten million words allocated 12 GB before the rule max-parameters refused the run."""
+    task = Task(kind, shape, ("a", "b"), 1000 if kind == "text" else 0)
+    for name, network in MODELS.items():
+        if network.suits(task):
+            built = sum(parameter.numel() for parameter in build_model(name, task, seed=0).parameters())
+            assert count_parameters(name, task) == built, name
 
 
+def test_a_masked_round_begins_once_in_a_run() -> None:
+    """Under the names 0-1 and 1-1 the server had two sums of one round, over different clients."""
+    context = NodeGrid({"data": "x"}).nodes[1]
+    entries = {"client": 0, "server-round": 1, "secure-round": "0-1", "state-keep": []}
+    check_once(context, 0, "train", 1, [model()], entries)
+    check_once(context, 0, "train", 1, [model()], entries | {"state-keep": ["0-1-0"]})
+    with pytest.raises(PolicyError, match="another config, in round 1"):
+        check_once(context, 0, "train", 1, [model()], entries | {"secure-round": "1-1"})
 
 
+def test_a_run_does_not_replace_the_models_of_another_run(tmp_path: Path, cells: np.ndarray) -> None:
+    """With `models` and without `state-dir`, a run with the name of an earlier run replaced its models."""
+    node = site(tmp_path, cells) | {"models": str(tmp_path / "models")}
+    wanted = {"save-models-to": "any"}
+    assert not send(NodeGrid(node), values(), model(), **wanted).has_error()
+    assert list((tmp_path / "models" / "one-0000").glob("*.safetensors"))
+    reply = send(NodeGrid(node), values(lr=0.5), model(), **wanted)
+    assert "rule state: the state of this run name belongs to a run with other settings" in reply.error.reason
 
 
+def test_settings_without_end_are_refused(tmp_path: Path, cells: np.ndarray) -> None:
+    reply = ask(NodeGrid(site(tmp_path, cells)), values(run_name="x" * (1 << 24)))
+    assert "rule settings: the settings have more than 16,777,216 characters" in reply.error.reason
