@@ -16,7 +16,6 @@ from posy.client_app.policy import (
     admit,
     check_once,
     check_place,
-    check_run,
     guarded,
     is_run_folder,
     limited_scores,
@@ -25,6 +24,7 @@ from posy.client_app.policy import (
     spend_budget,
 )
 from posy.client_app.registry import client_class
+from posy.client_app.run_check import check_run
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import DEFAULT_POLICY, Workspace

@@ -17,14 +17,11 @@ from flwr.common.logger import log
 from posy.client_app import audit
 from posy.client_app.budget import LEDGER, Budget, BudgetExceededError, unprotected
 from posy.client_app.node_config import AUDIT_NAME
-from posy.client_app.privacy import check_network, check_privacy
-from posy.client_app.workspace import Workspace
 from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.data.settings import SITES, DataSettings
 from posy.extensions import is_own, word_of
-from posy.models.build import count_parameters
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
 from posy.settings import NodeConfigError, Setting, settings_of, shown
@@ -237,7 +234,7 @@ def size_violations(
             reason = f"{key} = {steps} is more than {policy.max_local_epochs} passes over the rows"
             violated.append(Violation("max-local-epochs", reason))
     if parameters > policy.max_parameters:
-        violated.append(_too_many(parameters, policy))
+        violated.append(too_many_parameters(parameters, policy))
     if 0 < train.local_steps * train.batch_size < rows:
         violated.append(
             Violation(
@@ -266,35 +263,9 @@ def size_violations(
     return violated
 
 
-def _too_many(parameters: int, policy: Policy) -> Violation:
+def too_many_parameters(parameters: int, policy: Policy) -> Violation:
+    """Return the violation of a run whose network has too many parameters."""
     return Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
-
-
-def check_run(workspace: Workspace) -> None:
-    """Raise an error unless the settings of a run suit this site's data, its policy and the run's noise and masks.
-
-    A node checks this before every training and evaluation, because the server decides whether the node joins first.
-
-    Raises
-    ------
-    PolicyError
-        If the run violates a rule on the data of this site.
-    SettingsError
-        If the method or the network does not support the noise or the masks of the settings.
-    """
-    if workspace.checked:
-        return
-    settings, policy = workspace.settings, workspace.policy
-    check_privacy(settings)
-    if (count := count_parameters(settings.train.model, workspace.task)) > policy.max_parameters:
-        raise PolicyError(_too_many(count, policy))
-    part, dataset = workspace.partition, workspace.dataset
-    counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
-    parameters = workspace.architecture.layout.size
-    if refused := size_violations(policy, settings, len(part.train[0]), counts, parameters):
-        raise PolicyError(refused[0])
-    check_network(settings, workspace.architecture)
-    workspace.checked = True
 
 
 # -- admission --------------------------------------------------------------------------------------------

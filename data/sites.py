@@ -255,8 +255,8 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
     """
     pair = site_split(content, policy)
     part, notes = finished((pair,), settings, np.random.default_rng(_seed(content, "validation"))), []
-    if len(part.validation[0]) < policy.min_rows:
-        part = replace(part, train=(pair[0],))
+    if 0 < len(part.validation[0]) < policy.min_rows:
+        part = replace(part, train=(np.sort(np.concatenate([part.train[0], part.validation[0]])),))
     _check_rows(content, len(part.train[0]), policy)
     for name in ("test", "validation"):
         rows = getattr(part, name)[0]

@@ -38,7 +38,7 @@ def count_parameters(name: str, task: Task) -> int:
     name = resolve(name, task)
     if is_own(name):
         return 0
-    with torch.device("meta"):
+    with seeded(0), torch.device("meta"):
         return sum(parameter.numel() for parameter in MODELS[name].build(task, {}).parameters())
 
 
