@@ -440,7 +440,7 @@ def check_once(
     if record := context.state.config_records.get(key):
         last: Any = record["round"]
         if server_round < last or (server_round == last and digest.hexdigest() != record["digest"]):
-            reason = f"a second model, or another config, in round {last}; the site scores one model a round"
+            reason = f"a second model in round {last}, or another config; the site scores one model a round"
             raise PolicyError(Violation("scores", reason))
     context.state[key] = ConfigRecord({"round": server_round, "digest": digest.hexdigest()})
 

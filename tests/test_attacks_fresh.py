@@ -214,17 +214,17 @@ def test_a_round_has_one_config(tmp_path: Path, cells: np.ndarray) -> None:
     first = send(grid, config, model(), kind="train", lr=1e-3)
     again = send(grid, config, model(), kind="train", lr=1e-3)
     np.testing.assert_array_equal(arrays_of(first)[0], arrays_of(again)[0])
-    assert "another config, in round 1" in send(grid, config, model(), kind="train", lr=1e-6).error.reason
+    assert "in round 1, or another config" in send(grid, config, model(), kind="train", lr=1e-6).error.reason
 
 
 def test_a_rounded_loss_has_few_digits(tmp_path: Path, cells: np.ndarray) -> None:
     """A model with large outputs had the loss 1240267.5, whose seven digits two decimals did not limit."""
     losses = {}
-    for scale in (1, 1e-2, 1e4, 1e36):
+    for scale in (1, 1e-2, 1e4, 1e30):
         reply = send(NodeGrid(site(tmp_path, cells)), values(), np.arange(LINEAR, dtype=np.float32) * np.float32(scale))
         losses[scale] = reply.content.metric_records["metrics"]["served-loss"]
     assert losses[1] == 124.0 and losses[1e-2] == 1.24
-    assert losses[1e4] == losses[1e36] == 1000.0
+    assert losses[1e4] == losses[1e30] == 1000.0
     assert limited_scores(Policy(), {"train-loss": float("inf"), "num-test": 1234567}) == {
         "train-loss": 1000.0,
         "num-test": 1234567,
@@ -388,7 +388,7 @@ def test_a_masked_round_begins_once_in_a_run() -> None:
     entries = {"client": 0, "server-round": 1, "secure-round": "0-1", "state-keep": []}
     check_once(context, 0, "train", 1, [model()], entries)
     check_once(context, 0, "train", 1, [model()], entries | {"state-keep": ["0-1-0"]})
-    with pytest.raises(PolicyError, match="another config, in round 1"):
+    with pytest.raises(PolicyError, match="in round 1, or another config"):
         check_once(context, 0, "train", 1, [model()], entries | {"secure-round": "1-1"})
 
 
