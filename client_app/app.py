@@ -12,8 +12,19 @@ from posy.client_app import secure_aggregation
 from posy.client_app.audit import record_reply
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.node_config import TRUSTED, check_node_config
-from posy.client_app.policy import admit, check_once, guarded, limited_scores, pin_state, site_policy, spend_budget
+from posy.client_app.policy import (
+    admit,
+    check_once,
+    check_place,
+    guarded,
+    is_run_folder,
+    limited_scores,
+    pin_state,
+    site_policy,
+    spend_budget,
+)
 from posy.client_app.registry import client_class
+from posy.client_app.run_check import check_run
 from posy.client_app.site import check_unchanged, describe, enrol, numbers, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import DEFAULT_POLICY, Workspace
@@ -34,7 +45,6 @@ from posy.folding import answer_in_kind
 from posy.forked import Parcel
 from posy.paths import absolute
 from posy.settings import SettingsError
-from posy.storage import is_folder_name
 from posy.strategies.masking import Words
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
@@ -50,6 +60,9 @@ app = ClientApp(mods=[answer_in_kind, record_reply])
 @guarded
 def work(message: Message, context: Context) -> Message:
     """Run a client's training round or evaluation, and return the reply."""
+    if message.metadata.message_type not in (MessageType.TRAIN, MessageType.EVALUATE):
+        # Flower also calls this function for `train.default`, which would count as another phase of a round.
+        raise SettingsError(f"the message type {message.metadata.message_type!r} is neither train nor evaluate")
     return Call(message, context, trusting=of_simulation()).answer()
 
 
@@ -80,6 +93,8 @@ def query(message: Message, context: Context) -> Message:
         description = describe(settings, context, policy)
     else:
         workspace = workspace_of(settings, context, policy)
+        if policy:
+            check_run(workspace)
         description = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
         _ = workspace.criterion  # reports a missing loss function before the first round
         if fingerprint := workspace.architecture.fingerprint:
@@ -136,9 +151,9 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     if not state and not (wanted and models):
         return
     run = str(config["run"])
-    if not is_folder_name(run):
+    if not is_run_folder(run):
         raise SettingsError(
-            f"run = {run!r} in the server's message is not the name of a folder; change run-name on the server"
+            f"run = {run!r} in the server's message cannot name a folder of a run; change run-name on the server"
         )
     if state:
         config["state-directory"] = str(absolute(state) / run)
@@ -165,7 +180,8 @@ class Call:
         self, message: Message, context: Context, store: StateStore | None = None, *, trusting: bool = False
     ) -> None:
         self.message = message
-        self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
+        entries = entries_of(record_in(message.content, "config", ConfigRecord))
+        self._config: dict[str, Any] = dict(entries)
         settings_json = str(self._config.pop("settings"))
         self._policy = site_policy(context.node_config)
         if self._policy:
@@ -176,8 +192,8 @@ class Call:
         if not trusting:
             own_places(self._config, context)
         folder = self._config.pop("state-directory", None)
-        if self._policy and folder:
-            pin_state(Path(folder), json.loads(settings_json))
+        if self._policy and (pinned := folder or self._config.get("save-models-to")):
+            pin_state(Path(pinned), json.loads(settings_json))
         self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self._versions = Versions.take(self._config)
         self._training = message.metadata.message_type == MessageType.TRAIN
@@ -198,7 +214,9 @@ class Call:
         """The arrays from the server, not copied."""
         if self._policy:
             phase, server_round = message.metadata.message_type, int(self._config["server-round"])
-            check_once(context, self.number, phase, server_round, self.received)
+            check_place(self.workspace.settings, context, self.number, server_round)
+            check_run(self.workspace)
+            check_once(context, self.number, phase, server_round, self.received, entries)
             if self._training:
                 spend_budget(self._policy, self.workspace.settings, context, self.num_train, server_round)
         # The class is imported here, because open() may run on one of several threads.

@@ -424,7 +424,7 @@ def _entries(content: RecordDict, name: str) -> Mapping[str, Any]:
     return entries_of(entry) if isinstance(entry, ConfigRecord) else {}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _settings_in(text: str) -> tuple[str, str]:
     """Return the SHA-256 digest of a run's settings, and the name of the run in them."""
     if not text:

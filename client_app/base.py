@@ -41,16 +41,19 @@ from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray, Layout
 from posy.randomness import model_seed, torch_generator
+from posy.settings import SettingsError
 from posy.storage import write_arrays
 from posy.strategies.masking import Words
 from posy.strategies.pooled import numbers_of
 from posy.strategies.privacy import BELOW, sampling_of
-from posy.strategies.replies import Update
+from posy.strategies.replies import Update, changes
 from posy.strategies.settings import CENTRAL, LOCAL, OFF, SAMPLE
 
 Config = Mapping[str, Any]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """The splits of a client's samples."""
+LARGEST_LOSS = 1e6
+"""Largest loss in a masked sum; a larger loss counts as missing."""
 R = TypeVar("R")
 Steps = Generator[Train | Forward, Any, R]
 
@@ -185,6 +188,12 @@ class PersonalClient(NumPyClient):
     def assembled(self, received: list[Tensor]) -> Tensor:
         """Return the model ``(d,)`` of the received shared layers and the client's personal layers."""
         shared = received[0]
+        models = int(getattr(self.method, "models", 1))
+        if shared.shape not in ((self.shared.size,), (models, self.shared.size)):
+            raise SettingsError(
+                f"the server's message has a model of shape {tuple(shared.shape)}; the client expects "
+                f"{self.shared.size} numbers, at most {models} times"
+            )
         if not self.personal.size:
             return shared
         stored = self.recall("personal")
@@ -213,6 +222,13 @@ class PersonalClient(NumPyClient):
         ``common`` of its strategy.
         """
         return received
+
+    def unchanged(self, parameters: NDArrays) -> NDArrays:
+        """Return the arrays of an update that changes nothing, where an error would reveal that a training diverged.
+
+        By default the arrays of the message. A method whose update has other arrays overrides this method.
+        """
+        return list(parameters)
 
     # -- NumPyClient ---------------------------------------------------------------------------------
 
@@ -336,12 +352,13 @@ class PersonalClient(NumPyClient):
         local: Predictor | None
         try:
             update, local = yield from self.local_round(self._received(parameters), config)
-        except TrainingDivergedError:
-            if not train.withholds_scores:
+        except ArithmeticError as error:
+            if not (self.masking or (train.withholds_scores and isinstance(error, TrainingDivergedError))):
                 raise
-            update, local = Update(list(parameters), np.nan), None  # an error would reveal the divergence
+            log(WARNING, "client %s sends no change in round %s: %s", self.client, self.round, error)
+            update, local = Update(self.unchanged(parameters), np.nan), None  # an error would reveal the divergence
         loss = float(update.loss)
-        if not np.isfinite(loss) and not train.withholds_scores:
+        if not (np.isfinite(loss) or train.withholds_scores or self.masking):
             advice = advice_on_divergence(train)
             raise TrainingDivergedError(f"training diverged: the training loss is {loss}; {advice}")
         self._keep_moments()
@@ -362,6 +379,14 @@ class PersonalClient(NumPyClient):
                 if update.metrics:
                     raise ValueError(f"masks do not cover {', '.join(update.metrics)}, which the method sends")
                 reference = [*reference, *parameters[len(reference) :]]  # the reference of statistics is the message
+                if not self._in_range(arrays, reference):
+                    log(
+                        WARNING,
+                        "client %s sends no change in round %s: its update exceeds secure-range",
+                        self.client,
+                        self.round,
+                    )
+                    arrays, metrics = self.unchanged(parameters), {"samples": self.processed}
                 numbers = self._numbers(metrics, training=True)
                 arrays = [self._masked(arrays, reference, self.weight(config), parameters, config, numbers)]
                 metrics = {}
@@ -431,10 +456,21 @@ class PersonalClient(NumPyClient):
         metrics |= self.acknowledgement
         return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics
 
+    def _in_range(self, arrays: NDArrays, references: NDArrays) -> bool:
+        """Return whether an update contains finite numbers only, and no change above ``secure-range``."""
+        moved = changes(arrays, references[: len(arrays)])
+        limit = self.settings.run.secure_range
+        return all(not change.size or float(np.abs(change).max()) <= limit for change in moved)
+
     def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
-        """Return the client's scores as whole numbers for the masked sum."""
+        """Return the client's scores as whole numbers for the masked sum.
+
+        A loss that is not a number of the sum counts as missing, because an error would reveal it.
+        """
+        wrong = {key for key, value in metrics.items() if key.endswith("-loss") and not 0 <= value <= LARGEST_LOSS}
+        valid = {key: value for key, value in metrics.items() if key not in wrong}
         sizes: dict[str, int] = {split: len(self.samples(split).y) for split in SPLITS}
-        return numbers_of(self.settings, metrics, sizes, training=training)
+        return numbers_of(self.settings, valid, sizes, training=training)
 
     def _masked(
         self,
@@ -466,7 +502,11 @@ class PersonalClient(NumPyClient):
             splits[f"{point}-training"] = "train"
         for key, split in splits.items():
             if len(labels := self.samples(split).y):
-                loss, accuracy = scores((yield from self.predict(predictor, split)), labels, advice)
+                outputs = yield from self.predict(predictor, split)
+                if self.masking and bool(torch.isnan(outputs).any()):
+                    log(WARNING, "client %s has no %s scores in round %s: NaN", self.client, key, self.round)
+                    continue  # an error would reveal it
+                loss, accuracy = scores(outputs, labels, advice)
                 measured |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
         return measured
 

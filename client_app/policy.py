@@ -15,16 +15,17 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.common.logger import log
 
 from posy.client_app import audit
-from posy.client_app.budget import Budget, BudgetExceededError, unprotected
+from posy.client_app.budget import LEDGER, Budget, BudgetExceededError, unprotected
+from posy.client_app.node_config import AUDIT_NAME
 from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.data.settings import SITES, DataSettings
-from posy.extensions import is_own
+from posy.extensions import is_own, word_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
 from posy.settings import NodeConfigError, Setting, settings_of, shown
-from posy.storage import exclusive, read_json, write_json
+from posy.storage import exclusive, is_folder_name, read_json, write_json
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.settings import RunSettings, Settings, TrainSettings
 
@@ -32,9 +33,13 @@ POLICY = "policy"
 """The word of the node config that names the file of the policy."""
 DIGITS = 2
 """Decimals of rounded scores."""
+LARGEST_LOSS = 1000.0
+"""The largest rounded loss."""
+LONGEST_SETTINGS = 1 << 24
+"""Largest number of characters of the settings in a message; a node keeps the texts of several runs."""
 PINNED = "run.json"
 """File in the state folder of a run with the digest of its settings."""
-_RECORD, _COUNTED = "site-run", "site-run-counted"
+_RECORD, _COUNTED, _CLIENT = "site-run", "site-run-counted", "site-client"
 RUNS = "policy-runs.json"
 """File in a node's ``state-dir`` with the runs that have begun today."""
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -153,12 +158,10 @@ def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
         yield Violation(
             "test-fraction", f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows"
         )
-    fraction = values["validation-fraction"]
-    if fraction not in (0, policy.validation_fraction):
-        yield Violation(
-            "validation-fraction",
-            f"validation-fraction = {fraction:g}; the site allows 0 and {policy.validation_fraction:g}",
-        )
+    for key in ("validation-fraction", f"{word_of(str(values['method']))}-validation"):
+        if (fraction := values.get(key, 0)) not in (0, policy.validation_fraction):
+            reason = f"{key} = {fraction:g}; the site allows 0 and {policy.validation_fraction:g}"
+            yield Violation("validation-fraction", reason)
     if values["train-samples"]:
         yield Violation("min-rows", f"train-samples = {values['train-samples']}; a run trains on all training rows")
     if values["batch-size"] < policy.min_rows:
@@ -176,6 +179,16 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     ):
         if values[key] > largest:
             yield Violation(rule, f"{key} = {values[key]}; the site allows at most {largest}")
+    prefix = f"{word_of(str(values['method']))}-"
+    of_method = {key: value for key, value in values.items() if key.startswith(prefix) and type(value) is int}
+    for key, value in of_method.items():
+        if key.endswith("-epochs") and value > policy.max_local_epochs:
+            reason = f"{key} = {value}; the site allows at most {policy.max_local_epochs}"
+            yield Violation("max-local-epochs", reason)
+    repeated = of_method.get("pfedme-steps", 1)
+    if values["local-epochs"] <= policy.max_local_epochs < repeated * values["local-epochs"]:
+        reason = f"pfedme-steps = {repeated} in each step of local-epochs = {values['local-epochs']}"
+        yield Violation("max-local-epochs", f"{reason}; the site allows at most {policy.max_local_epochs} in all")
     if values["num-clients"] < policy.min_clients:
         yield Violation("min-clients", f"num-clients = {values['num-clients']}; at least {policy.min_clients} clients")
     if policy.epsilon and (reason := unprotected(values)):
@@ -214,17 +227,14 @@ def size_violations(
         Parameters of the network.
     """
     train, violated = settings.train, []
-    if train.local_steps * train.batch_size > policy.max_local_epochs * rows:
-        violated.append(
-            Violation(
-                "max-local-epochs",
-                f"local-steps = {train.local_steps} is more than {policy.max_local_epochs} passes over the rows",
-            )
-        )
+    per_step = getattr(settings.method, "steps", 1) if settings.run.method == "pfedme" else 1
+    tuning = 0 if per_step > 1 else getattr(settings.method, "steps", 0)
+    for steps, key in ((train.local_steps * per_step, "local-steps"), (tuning, f"{settings.run.method}-steps")):
+        if steps * train.batch_size > policy.max_local_epochs * rows:
+            reason = f"{key} = {steps} is more than {policy.max_local_epochs} passes over the rows"
+            violated.append(Violation("max-local-epochs", reason))
     if parameters > policy.max_parameters:
-        violated.append(
-            Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
-        )
+        violated.append(too_many_parameters(parameters, policy))
     if 0 < train.local_steps * train.batch_size < rows:
         violated.append(
             Violation(
@@ -253,6 +263,11 @@ def size_violations(
     return violated
 
 
+def too_many_parameters(parameters: int, policy: Policy) -> Violation:
+    """Return the violation of a run whose network has too many parameters."""
+    return Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
+
+
 # -- admission --------------------------------------------------------------------------------------------
 
 
@@ -264,6 +279,8 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
     PolicyError
         If the run violates a rule, the site has begun too many runs today, or the settings of the run have changed.
     """
+    if len(settings_json) > LONGEST_SETTINGS:
+        raise PolicyError(Violation("settings", f"the settings have more than {LONGEST_SETTINGS:,} characters"))
     check_settings(policy, settings_json)
     counted = context.state.config_records.get(_COUNTED)
     if counted is None or counted["run"] != str(run_id):  # once a run: a run may continue on the next day
@@ -277,7 +294,7 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
         raise PolicyError(Violation("settings", "the settings have changed since the site joined the run"))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def check_settings(policy: Policy, settings_json: str) -> None:
     """Raise :class:`PolicyError` for the first rule that the settings violate."""
     if violated := violations(policy, json.loads(settings_json)):
@@ -306,6 +323,13 @@ def _with_run(policy: Policy, begun: Mapping[str, list[int]], run_id: int) -> di
     if run_id not in runs and len(runs) >= policy.max_runs_per_day:
         raise PolicyError(Violation("max-runs-per-day", f"{len(runs)} runs have begun today; try again tomorrow (UTC)"))
     return {today: [*runs, *([] if run_id in runs else [run_id])]}
+
+
+def is_run_folder(name: str) -> bool:
+    """Return whether a run may have a folder of this name in ``state-dir``: no file of the node has such a name."""
+    stems = tuple(f"{Path(file).stem}." for file in (RUNS, LEDGER, AUDIT_NAME))
+    is_file_of_node = name.casefold().startswith((".", *stems)) or name.casefold() == "site-secret"
+    return is_folder_name(name) and not is_file_of_node
 
 
 def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
@@ -368,21 +392,47 @@ def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
 
 
 def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with accuracies and losses rounded to two decimals, unless the policy allows exact scores."""
+    """Return metrics with rounded accuracies and losses, unless the policy allows exact scores.
+
+    They have two decimals, and at most three digits. A loss above :data:`LARGEST_LOSS` becomes this number. The server
+    chooses the model: a large model has large losses, whose further digits would be exact scores.
+    """
     if policy.scores == "exact":
         return dict(metrics)
     return {
-        key: round(float(value), DIGITS) if key.endswith(("-accuracy", "-loss")) else value
-        for key, value in metrics.items()
+        key: _rounded(float(value)) if key.endswith(("-accuracy", "-loss")) else value for key, value in metrics.items()
     }
 
 
-def check_once(context: Context, client: int, phase: str, server_round: int, arrays: list[Any]) -> None:
+def _rounded(score: float) -> float:
+    return float(f"{min(round(score, DIGITS), LARGEST_LOSS):.3g}")
+
+
+def check_place(settings: Settings, context: Context, client: int, server_round: int) -> None:
+    """Raise :class:`PolicyError` unless a message is for the one client of this site, and for a round of the run.
+
+    The first message of the run decides the client, unless the node config has a ``partition-id``.
+    """
+    index: Any = context.node_config.get("partition-id")
+    if index is None:
+        index = context.state.config_records.get(_CLIENT, ConfigRecord({"client": client}))["client"]
+    if client != int(index) or not 0 <= client < settings.data.num_clients:
+        raise PolicyError(Violation("scores", f"a message for client {client}; the site is client {index} of this run"))
+    if not 0 <= server_round <= settings.run.num_server_rounds:
+        reason = f"round {server_round}; the run has num-server-rounds = {settings.run.num_server_rounds}"
+        raise PolicyError(Violation("max-rounds", reason))
+    context.state[_CLIENT] = ConfigRecord({"client": client})
+
+
+def check_once(
+    context: Context, client: int, phase: str, server_round: int, arrays: list[Any], entries: Mapping[str, Any]
+) -> None:
     """Raise :class:`PolicyError` unless a client works on one model in each phase of a round, in order of the rounds.
 
-    A repeated message with the same arrays is allowed, because replies get lost.
+    A repeated message with the same arrays and entries is allowed, because replies get lost.
     """
-    digest = blake2b(digest_size=16)
+    lasting = sorted((key, value) for key, value in entries.items() if key != "state-keep")
+    digest = blake2b(repr(lasting).encode(errors="surrogatepass"), digest_size=16)
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(memoryview(array).cast("B") if array.flags.c_contiguous and array.size else array.tobytes())
@@ -390,7 +440,8 @@ def check_once(context: Context, client: int, phase: str, server_round: int, arr
     if record := context.state.config_records.get(key):
         last: Any = record["round"]
         if server_round < last or (server_round == last and digest.hexdigest() != record["digest"]):
-            raise PolicyError(Violation("scores", f"a second model in round {last}; the site scores one model a round"))
+            reason = f"a second model in round {last}, or another config; the site scores one model a round"
+            raise PolicyError(Violation("scores", reason))
     context.state[key] = ConfigRecord({"round": server_round, "digest": digest.hexdigest()})
 
 

@@ -65,6 +65,10 @@ class PPFEClient(PersonalClient):
         """Return 1 from stage 2 on, as the server does."""
         return super().weight(config) if config["stage"] == 1 else 1
 
+    def unchanged(self, parameters: NDArrays) -> NDArrays:
+        """Return the received shared layers of the stage."""
+        return [parameters[0]]
+
     @property
     def betas(self) -> np.ndarray:
         """Coefficients of the finished stages."""

@@ -77,6 +77,11 @@ def _check_central(settings: Settings) -> None:
             f"dp = 'central' with max-update-norm = {run.max_update_norm:g}: to drop an update by its norm reveals the "
             "norm, and dp-clip bounds each update; set it to 0"
         )
+    if run.secure_aggregation and settings.train.dp_clip_quantile:
+        raise SettingsError(
+            f"dp = 'central' with dp-clip-quantile = {settings.train.dp_clip_quantile:g} and secure-aggregation = "
+            "true: the clients add noise for dp-clip, and the server would choose another norm; set it to 0"
+        )
     if run.secure_aggregation and run.secure_neighbours:
         raise SettingsError(
             f"dp = 'central' with secure-neighbours = {run.secure_neighbours}: a client cannot verify how many clients "

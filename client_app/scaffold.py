@@ -1,6 +1,8 @@
 """SCAFFOLD's client: control variates correct its steps, and it stores its own variate."""
 
+import numpy as np
 import torch
+from flwr.common.typing import NDArrays
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
@@ -25,6 +27,10 @@ class SCAFFOLDClient(PersonalClient):
         change = parameters.put(torch.zeros_like(change), parameters.take(change))
         self.keep("control", variate + change)
         return Update([trained.parameters, change], trained.loss), self.plain(trained.parameters)
+
+    def unchanged(self, parameters: NDArrays) -> NDArrays:
+        """Return the received model, and no change of the control variate."""
+        return [parameters[0], np.zeros_like(parameters[1])]
 
 
 def gradients_in_distance(steps: int, momentum: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 
 from posy.client_app.node_config import TRUSTED
-from posy.client_app.policy import PolicyError, check_budget, size_violations
+from posy.client_app.policy import check_budget
 from posy.client_app.secure_aggregation import ProtocolError
 from posy.client_app.workspace import DEFAULT_POLICY, Workspace, data_path, workspace_for
 from posy.data.agreement import site_notices
@@ -97,9 +97,6 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         **site_notices((*map(Note, workspace.trainer.notes), *dataset.notes), dataset.skipped),
     }
     counts: list[int] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
-    parameters = workspace.architecture.layout.size
-    if refused := size_violations(workspace.policy, workspace.settings, len(part.train[0]), counts, parameters):
-        raise PolicyError(refused[0])
     check_budget(workspace.policy, workspace.settings, context, len(part.train[0]))
     if workspace.settings.data.share_class_counts:
         answer["class-counts"] = [n if n >= workspace.policy.min_rows else 0 for n in counts]

@@ -89,6 +89,8 @@ class Workspace:
         self.site = site
         self.skip_unreadable = skip_unreadable
         self.of_sites = settings.data.dataset == SITES
+        self.checked = False
+        """Whether :func:`posy.client_app.run_check.check_run` has accepted the run."""
         self.device = choose_device(settings.train.device)
         if self.device.type == "cpu":
             keep_freed_memory()

@@ -20,6 +20,9 @@ class Columns:
     label: str = ""
     inputs: tuple[str, ...] = ()
     group: str = ""
+    offered: tuple[str, ...] | None = None
+    """With a policy: the columns that it offers as inputs. The label is then one of the other columns, whatever columns
+    the run uses, so that no run chooses the label."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
@@ -74,8 +77,19 @@ def roles(
     free = [place for place in range(len(header)) if place not in inputs and place != group]
     if not (columns.label or free):
         raise DataError(f"{where}: no column is left for the label; name fewer in input-columns")
-    likely = [place for place in free if lower[place] == "label"] or [place for place in free if place in coded]
-    label = header.index(columns.label) if columns.label else (likely if len(likely) == 1 else free)[-1]
+    eligible = free
+    if columns.offered is not None:
+        places = range(len(header))
+        eligible = [place for place in places if header[place] not in columns.offered] or list(places)
+    likely = [place for place in eligible if lower[place] == "label"] or [place for place in eligible if place in coded]
+    label = header.index(columns.label) if columns.label else (likely if len(likely) == 1 else eligible)[-1]
+    if label in inputs or label == group:
+        raise DataError(
+            f"{where}: the column {header[label]!r} is the label of the site; use other columns, or name another label "
+            "in the policy of the site",
+            "label-column",
+            header[label],
+        )
     notes = []
     if not columns.label and len(likely) != 1:
         notes.append(Note(f"no column is named label; Posy uses the last one, {header[label]}"))

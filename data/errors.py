@@ -10,6 +10,7 @@ CODES = {
     "not-a-number": "a cell is not a finite number in the range of float32",
     "wrong-label": "a label is missing, or is neither a whole number nor a text",
     "missing-column": "a column that the run names does not exist",
+    "label-column": "the run uses the label of the site as another column",
     "other-columns": "its columns differ from the run's columns",
     "other-kind": "its samples are of another kind than the run's samples",
     "other-shape": "its samples have another shape than the run's samples",

@@ -59,8 +59,8 @@ class Policy:
     )
     scores: str = setting(
         "rounded",
-        "accuracy and loss of this site; `rounded`: to two decimals; `withheld`: they leave the site only in masked "
-        "sums",
+        "accuracy and loss of this site; `rounded`: to two decimals, at most three digits and at most 1000; "
+        "`withheld`: they leave the site only in masked sums",
         choices=("exact", "rounded", "withheld"),
     )
     epsilon: float = setting(

@@ -139,7 +139,8 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
     columns, notes = content.columns, (*content.notes, *few)
     if scale is not None:
         columns = columns_in(settings, task.input_shape[0]) or columns
-        _check_scale(x, *scale, str(path), columns)
+        used = np.concatenate([part.train[0], part.test[0], part.validation[0]])
+        _check_scale(x, used, *scale, str(path), columns)
         notes = (*notes, *_far_notes(x, part.train[0], *scale, columns, policy.min_rows))
     about: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
     about["order_seed"] = _seed(content, "order")
@@ -175,16 +176,19 @@ def _seed(content: Content, purpose: str) -> int:
 def _columns(settings: DataSettings, policy: Policy) -> Columns:
     """Return the columns that a run uses: the settings name them, else the policy."""
     columns = Columns.of(settings)
-    return replace(columns, label=columns.label or policy.label, inputs=columns.inputs or policy.allowed_columns)
+    label, inputs = columns.label or policy.label, columns.inputs or policy.allowed_columns
+    return replace(columns, label=label, inputs=inputs, offered=policy.allowed_columns)
 
 
-def _check_scale(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, columns: tuple[str, ...]) -> None:
+def _check_scale(
+    x: np.ndarray, rows: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, columns: tuple[str, ...]
+) -> None:
     """Raise :class:`DataError` if the run's statistics may bring a feature out of the range of float32.
 
-    The bound |x_i - m| <= |mean(x) - m| + sqrt(N) std(x) uses only statistics over all N rows. A run therefore cannot
-    find an extreme value by trying statistics.
+    The bound |x_i - m| <= |mean(x) - m| + sqrt(N) std(x) uses only statistics over the N rows of all splits of the run.
+    A run therefore cannot find an extreme value by trying statistics.
     """
-    centre, squares = moments(x)
+    centre, squares = moments(x, rows)
     spread = np.sqrt(squares)
     words = "may exceed", "correct feature-mean or feature-std"
     check_reach(centre - spread, centre + spread, mean, std, where, columns, words)
@@ -268,10 +272,13 @@ def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
 def _partition(content: Content, settings: DataSettings, policy: Policy) -> tuple[Partition, list[Note]]:
     """Return the split of a site with the run's validation samples, and notes on splits that are too small for scores.
 
-    A test or validation split of fewer than ``min_rows`` rows is empty, because its scores could reveal a row.
+    A test or validation split of fewer than ``min_rows`` rows is empty, because its scores could reveal a row. The rows
+    of such a validation split stay in training: two runs with and without it would differ by these few rows.
     """
     pair = site_split(content, policy)
     part, notes = finished((pair,), settings, np.random.default_rng(_seed(content, "validation"))), []
+    if 0 < len(part.validation[0]) < policy.min_rows:
+        part = replace(part, train=(np.sort(np.concatenate([part.train[0], part.validation[0]])),))
     _check_rows(content, len(part.train[0]), policy)
     for name in ("test", "validation"):
         rows = getattr(part, name)[0]
@@ -289,8 +296,7 @@ def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
         raise DataError(
             f"{content.path}: label {own_names[number]!r} of sample {int(np.argmax(y == number))} is not a class of "
             f"the run; allowed are {', '.join(names)}",
-            "other-classes",
-            count=int(np.isin(y, foreign).sum()),
+            "other-classes",  # without a count: it would give the number of rows of each label that a run names
         )
     return renumbered(y, own_names, names)
 

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from posy.data.files import check_fits
+
 PADDING, UNKNOWN = 0, 1
 MAX_WORDS = 20_000
 MAX_LENGTH = 200
+_UNCHECKED = 1 << 26
+"""Bytes of tokens that need no check of the free memory."""
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
@@ -55,6 +59,8 @@ def _words(text: str) -> list[str]:
 
 
 def _padded(lines: list[list[str]], length: int, token_of: Callable[[str], int]) -> np.ndarray:
+    if (size := 8 * len(lines) * length) > _UNCHECKED:
+        check_fits(size, f"{len(lines)} texts of {length} tokens")
     tokens = np.full((len(lines), length), PADDING, np.int64)
     for row, line in zip(tokens, lines, strict=True):
         numbers = [token_of(word) for word in line[:length]] or [UNKNOWN]

@@ -12,6 +12,8 @@ from posy.data.policy import Policy
 _LOG = getLogger("flwr")  # the logger of a node
 REFUSE = "POSY_REFUSE_FOREIGN_CODE"
 """Environment variable; if it is set, the node runs only its installed code."""
+_LARGEST_PROJECT = 1 << 20
+"""Largest number of bytes of a ``pyproject.toml``."""
 _HERE = Path(__file__).resolve().parent.parent
 _STARTED = {"serverapp": "posy.server_app.app:app", "clientapp": "posy.client_app.app:app"}
 """What Flower starts of the app."""
@@ -65,15 +67,30 @@ def foreign_code(content: bytes) -> list[str]:
     """Return the code files of a bundle that differ from the files of the installed Posy."""
     foreign = []
     with zipfile.ZipFile(io.BytesIO(content)) as bundle:
-        for name in sorted(bundle.namelist()):
-            data = bundle.read(name)
+        for entry in sorted(bundle.infolist(), key=lambda entry: entry.filename):
+            name = entry.filename
             if name == "pyproject.toml":  # Flower rewrites it
-                same = tomllib.loads(data.decode())["tool"]["flwr"]["app"]["components"] == _STARTED
+                same = entry.file_size <= _LARGEST_PROJECT and _starts_posy(bundle.read(entry))
             else:
-                same = _is_data(name) or data == _installed(name)
+                same = _is_data(name) or _is_installed(bundle, entry)
             if not same:
                 foreign.append(name)
     return foreign
+
+
+def _starts_posy(project: bytes) -> bool:
+    """Return whether a ``pyproject.toml`` starts Posy's apps."""
+    started: object = tomllib.loads(project.decode())["tool"]["flwr"]["app"]["components"]
+    return started == _STARTED
+
+
+def _is_installed(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
+    """Return whether an entry of a bundle is a file of the installed Posy.
+
+    An entry of another size is not unpacked: it may be much larger than the bundle.
+    """
+    installed = _installed(entry.filename)
+    return installed is not None and entry.file_size == len(installed) and bundle.read(entry) == installed
 
 
 def _is_data(name: str) -> bool:

@@ -123,7 +123,7 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessio
         sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
         task.push(reply, context)
         _report(node, event="pushed")
-        task.finish(None if error else context, error)
+        task.finish(context, error)  # also after an error: the context limits the answers to further messages
         last.keep(message, reply)  # only now: the context contains the state of the client
     except MessageGoneError as wrong:
         with contextlib.suppress(httpx.HTTPError, RuntimeError):

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from posy.data.task import Task
 from posy.extensions import is_own
 from posy.models.catalogue import MODELS
@@ -29,6 +31,15 @@ def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | 
         allowed = ", ".join(model.fully_connected)
         raise ValueError(f"ranks of {', '.join(unknown)}: the fully connected layers of {name} are {allowed}")
     return model
+
+
+def count_parameters(name: str, task: Task) -> int:
+    """Return the number of parameters of a network of Posy without building it in memory; 0 for another network."""
+    name = resolve(name, task)
+    if is_own(name):
+        return 0
+    with seeded(0), torch.device("meta"):
+        return sum(parameter.numel() for parameter in MODELS[name].build(task, {}).parameters())
 
 
 def resolve(name: str, task: Task) -> str:

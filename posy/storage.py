@@ -62,10 +62,13 @@ def append(path: Path, text: str) -> None:
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is created if it is missing; wait until other processes have released it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # who may read a file may also lock it
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
 
 
 def lock(path: Path) -> int:

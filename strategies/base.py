@@ -863,6 +863,16 @@ class PersonalisedStrategy(Strategy):
             for reference, change in zip(references, np.split(mean, ends), strict=True)
         ]
         self._add_sums(numbers, training=True)
+        silent = len(masked) - self.record.sums[TRAIN].clients
+        if silent and not self.settings.train.withholds_scores:
+            log(
+                WARNING,
+                "round %s: %s of %s clients sent no change: their training diverged, or a parameter changed by more "
+                "than secure-range; masks hide which clients",
+                self.record.number,
+                silent,
+                len(masked),
+            )
         loss = self.record.sums[TRAIN].spread("loss")
         examples = sum(update.num_examples for update in updates)
         mean_loss = loss["mean"] if loss else math.nan

@@ -103,10 +103,14 @@ def test_a_split_that_is_too_small_for_scores_is_empty(tmp_path: Path) -> None:
     path, strict = npz(tmp_path / "site.npz", grey(40), list("ab") * 20), replace(POLICY, min_rows=9)
     settings = replace(IMAGES, validation_fraction=0.2)
     dataset, part = loaded(path, settings, strict)
-    assert [len(rows[0]) for rows in (part.train, part.test, part.validation)] == [24, 10, 0]
+    assert [len(rows[0]) for rows in (part.train, part.test, part.validation)] == [
+        30,
+        10,
+        0,
+    ]  # the validation rows stay in training
     (note,) = [note for note in dataset.notes if "min-rows" in note]
     assert note == "fewer than 9 validation rows (min-rows): this site sends no validation scores"
-    with pytest.raises(DataError, match=r"24 rows for training.*min-rows = 31") as caught:
+    with pytest.raises(DataError, match=r"30 rows for training.*min-rows = 31") as caught:
         loaded(path, replace(IMAGES, validation_fraction=0.2), replace(POLICY, min_rows=31))
     assert caught.value.code == "too-few-rows"
 
@@ -719,8 +723,7 @@ def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], conf
     done = run(NodeGrid(*sites), settings)
     reasons = " ".join(reason for _, reason in done.federation.left_out)
     assert done.strategy.clients.keys() == {0}  # only site-b has no nine
-    for count in (16, 31):  # of site-a and site-c
-        assert f"it has labels that are not classes of the run (other-classes, count {count})" in reasons
+    assert reasons.count("it has labels that are not classes of the run (other-classes)") == 2  # site-a and site-c
     assert str(tmp_path) not in reasons and "'9'" not in reasons
 
 

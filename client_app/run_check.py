@@ -1,0 +1,33 @@
+"""The check of a run against the data of a site, its policy, and the noise and masks of the run."""
+
+from posy.client_app.policy import PolicyError, size_violations, too_many_parameters
+from posy.client_app.privacy import check_network, check_privacy
+from posy.client_app.workspace import Workspace
+from posy.models.build import count_parameters
+
+
+def check_run(workspace: Workspace) -> None:
+    """Raise an error unless the settings of a run suit this site's data, its policy and the run's noise and masks.
+
+    A node checks this before every training and evaluation, because the server decides whether the node joins first.
+
+    Raises
+    ------
+    PolicyError
+        If the run violates a rule on the data of this site.
+    SettingsError
+        If the method or the network does not support the noise or the masks of the settings.
+    """
+    if workspace.checked:
+        return
+    settings, policy = workspace.settings, workspace.policy
+    check_privacy(settings)
+    if (count := count_parameters(settings.train.model, workspace.task)) > policy.max_parameters:
+        raise PolicyError(too_many_parameters(count, policy))
+    part, dataset = workspace.partition, workspace.dataset
+    counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
+    parameters = workspace.architecture.layout.size
+    if refused := size_violations(policy, settings, len(part.train[0]), counts, parameters):
+        raise PolicyError(refused[0])
+    check_network(settings, workspace.architecture)
+    workspace.checked = True
