@@ -15,18 +15,18 @@ _SHOWN = 20  # names of columns that a message lists
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that the settings name; where they are silent, the names in the table decide."""
+    """The columns that the settings name. The names in the table decide on the others."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
     group: str = ""
     offered: tuple[str, ...] | None = None
-    """With a policy: the columns that it offers as inputs. The label is then one of the other columns, whatever columns
-    the run uses, so that no run chooses the label."""
+    """With a policy: the columns that it offers as inputs. The label is then one of the other columns. It does not
+    depend on the columns that the run uses, so no run chooses the label."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
-        """Return the columns that settings name, or raise :class:`SettingsError` for a list that is none."""
+        """Return the columns that settings name, or raise :class:`SettingsError` for a malformed list."""
         inputs = names_in("input-columns", settings.input_columns) if settings.input_columns else ()
         return cls(label_name(settings.label_column), inputs, label_name(settings.group_column))
 
@@ -38,28 +38,28 @@ class Columns:
 
 @dataclass(frozen=True)
 class Roles:
-    """What the columns of a table are, by their places in its header."""
+    """The roles of the columns of a table, by their indices in its header."""
 
     label: int
     inputs: tuple[int, ...]
     group: int | None
-    is_text: bool  # the only input is a text, whatever stands in it
+    is_text: bool  # the only input is a column of texts, even if all of them are numbers
     notes: tuple[str, ...]
 
 
 def roles(
     header: Sequence[str], columns: Columns, where: str, coded: Sequence[int] = (), images: Sequence[int] = ()
 ) -> Roles:
-    """Return what the columns of a table are.
+    """Return the roles of the columns of a table.
 
-    The label is the column that is named, else ``label``, else the only one of ``coded``, which hold numbers of named
-    classes, else the last, which is noted. The samples are the columns that are named; else a column ``text``; else the
-    only one of ``images``; else all others but the groups.
+    The label is the named column, else ``label``, else the only column of ``coded``, which contain numbers of named
+    classes, else the last column, with a note. The samples are the named columns, else a column ``text``, else the only
+    column of ``images``, else all columns except the label and the groups.
 
     Raises
     ------
     DataError
-        If there is no column of a name, one is named twice, or none is left.
+        If a named column does not exist, a column is named twice, or no column remains.
     """
     named = columns.named()
     for key, name in named:
@@ -67,21 +67,23 @@ def roles(
             more = f" and {len(header) - _SHOWN} more" if len(header) > _SHOWN else ""
             shown = ", ".join(header[:_SHOWN]) + more
             raise DataError(
-                f"{where}: {key} = {name!r}: there is no such column; there are {shown}", "missing-column", name
+                f"{where}: {key} = {name!r}: this column does not exist; the table has {shown}",
+                "missing-column",
+                name,
             )
-        if other := [them for them, twin in named if twin == name and them != key]:
+        if other := [key2 for key2, name2 in named if name2 == name and key2 != key]:
             raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; it can be one of them")
     lower = [title.lower() for title in header]
     inputs = [header.index(name) for name in columns.inputs]
     group = header.index(columns.group) if columns.group else None
-    free = [place for place in range(len(header)) if place not in inputs and place != group]
+    free = [index for index in range(len(header)) if index not in inputs and index != group]
     if not (columns.label or free):
         raise DataError(f"{where}: no column is left for the label; name fewer in input-columns")
     eligible = free
     if columns.offered is not None:
-        places = range(len(header))
-        eligible = [place for place in places if header[place] not in columns.offered] or list(places)
-    likely = [place for place in eligible if lower[place] == "label"] or [place for place in eligible if place in coded]
+        indices = range(len(header))
+        eligible = [index for index in indices if header[index] not in columns.offered] or list(indices)
+    likely = [index for index in eligible if lower[index] == "label"] or [index for index in eligible if index in coded]
     label = header.index(columns.label) if columns.label else (likely if len(likely) == 1 else eligible)[-1]
     if label in inputs or label == group:
         raise DataError(
@@ -93,28 +95,28 @@ def roles(
     notes = []
     if not columns.label and len(likely) != 1:
         notes.append(Note(f"no column is named label; Posy uses the last one, {header[label]}"))
-    free = [place for place in free if place != label]
-    if group is None and (known := [place for place in free if lower[place] == "group"]):
-        group = known[0]
-    others = [place for place in free if place != group]
-    if not (inputs or others):
-        raise DataError(f"{where}: no column beside the label; at least one is needed")
-    texts = [place for place in inputs or others if lower[place] == "text"] if len(inputs) < 2 else []
-    pictures = [place for place in others if place in images]
+    free = [index for index in free if index != label]
+    if group is None and (groups := [index for index in free if lower[index] == "group"]):
+        group = groups[0]
+    remaining = [index for index in free if index != group]
+    if not (inputs or remaining):
+        raise DataError(f"{where}: no column other than the label; at least one is needed")
+    texts = [index for index in inputs or remaining if lower[index] == "text"] if len(inputs) < 2 else []
+    pictures = [index for index in remaining if index in images]
     if inputs:
         return Roles(label, tuple(inputs), group, bool(texts), tuple(notes))
     if not texts and len(pictures) > 1:
         raise DataError(
-            f"{where}: columns of images: {', '.join(header[place] for place in pictures)}; name one in input-columns"
+            f"{where}: columns of images: {', '.join(header[index] for index in pictures)}; name one in input-columns"
         )
-    chosen = tuple(texts or pictures or others)
-    if unused := [header[place] for place in others if place not in chosen]:
+    chosen = tuple(texts or pictures or remaining)
+    if unused := [header[index] for index in remaining if index not in chosen]:
         notes.append(Note(f"Posy does not use these columns: {', '.join(unused)}"))
     return Roles(label, chosen, group, bool(texts), tuple(notes))
 
 
 def name_notes(names: Sequence[str], header: Sequence[str]) -> list[str]:
-    """Return what may be a mistake in the names of features."""
+    """Return notes on possible mistakes in the names of features."""
     notes = [Note(f"column {1 + header.index('')} has no name and is a feature")] if "" in names else []
     return [*notes, *(Note(f"columns of nearly the same name: {', '.join(twins)}") for twins in nearly_equal(names))]
 
@@ -129,7 +131,7 @@ def names_in(key: str, text: str) -> tuple[str, ...]:
             raise SettingsError(f"{key} = {text!r:.200}: not a JSON list ({error})") from error
     if not all(isinstance(name, str) for name in names):
         raise SettingsError(f"{key} = {text!r:.200}: needed is a list of texts")
-    found = tuple(label_name(name) for name in names)
-    if len(set(found)) < len(found) or (key == "classes" and not all(found)):
+    listed_names = tuple(label_name(name) for name in names)
+    if len(set(listed_names)) < len(listed_names) or (key == "classes" and not all(listed_names)):
         raise SettingsError(f"{key} = {text!r:.200}: needed are names, each once")
-    return found
+    return listed_names

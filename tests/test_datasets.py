@@ -555,7 +555,7 @@ def test_csv_of_texts(tmp_path, warnings):
         ("a,label\n1,0.5\n2,1\n", "row 2, column label: '0.5'"),
         ("a,label\n1,\n2,1\n", "row 2, column label: the label is missing"),
         ("a,label\n1,0\n2,0\n", "at least 2 classes"),
-        ("group,label\n1,0\n2,1\n", "no column beside the label"),
+        ("group,label\n1,0\n2,1\n", "no column other than the label"),
     ],
 )
 @pytest.mark.filterwarnings("error::RuntimeWarning")

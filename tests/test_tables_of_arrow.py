@@ -34,14 +34,14 @@ def loaded(path: Path | str, **settings: Any) -> Dataset:
     return load_dataset(DataSettings(dataset=str(path), **settings), Path("datasets"), 0)
 
 
-def same(found: Dataset, expected: Dataset) -> None:
+def same(dataset: Dataset, expected: Dataset) -> None:
     """Check that two data sets hold the same samples in the same order."""
-    assert found.task == expected.task and found.sample_kind == expected.sample_kind
-    assert found.x.dtype == expected.x.dtype and np.array_equal(found.x, expected.x)
-    assert np.array_equal(found.y, expected.y)
-    assert np.array_equal(found.mean, expected.mean) and np.array_equal(found.std, expected.std)
-    assert (found.groups is None) == (expected.groups is None)
-    assert found.groups is None or np.array_equal(found.groups, expected.groups)
+    assert dataset.task == expected.task and dataset.sample_kind == expected.sample_kind
+    assert dataset.x.dtype == expected.x.dtype and np.array_equal(dataset.x, expected.x)
+    assert np.array_equal(dataset.y, expected.y)
+    assert np.array_equal(dataset.mean, expected.mean) and np.array_equal(dataset.std, expected.std)
+    assert (dataset.groups is None) == (expected.groups is None)
+    assert dataset.groups is None or np.array_equal(dataset.groups, expected.groups)
 
 
 def npz(path: Path, x: Any, **more: Any) -> Dataset:
@@ -78,18 +78,18 @@ FORMS = ["csv", "parquet", "saved"]
 @pytest.mark.parametrize("form", FORMS)
 def test_a_table_of_features_holds_the_samples_of_the_npz(form: str, tmp_path: Path) -> None:
     expected = npz(tmp_path / "a.npz", FEATURES, groups_train=GROUPS)
-    found = loaded(writers(tmp_path, table())[form])
-    same(found, expected)
-    assert found.columns == ("a", "b", "c") and found.notes == ()
+    dataset = loaded(writers(tmp_path, table())[form])
+    same(dataset, expected)
+    assert dataset.columns == ("a", "b", "c") and dataset.notes == ()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_table_of_texts_holds_the_samples_of_the_csv(form: str, tmp_path: Path) -> None:
     paths = writers(tmp_path, pd.DataFrame({"text": WORDS, "number": GROUPS, "label": NAMES}))
-    found = loaded(paths[form], text_length=6)
-    same(found, loaded(paths["csv"], text_length=6))
-    assert found.words == loaded(paths["csv"], text_length=6).words
-    assert found.notes == ("Posy does not use these columns: number",)
+    dataset = loaded(paths[form], text_length=6)
+    same(dataset, loaded(paths["csv"], text_length=6))
+    assert dataset.words == loaded(paths["csv"], text_length=6).words
+    assert dataset.notes == ("Posy does not use these columns: number",)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,13 +104,13 @@ def test_columns_that_the_settings_name(form: str, tmp_path: Path) -> None:
     assert text.task.kind == "text" and text.groups is not None and text.groups.tolist() == GROUPS.tolist()
     with pytest.raises(DataError, match="review"):
         loaded(path, **columns)
-    for settings, told in (
+    for settings, message in (
         (
             {"label_column": "sort"},
-            "label-column = 'sort': there is no such column; there are review, a, b, c, ward, kind",
+            "label-column = 'sort': this column does not exist; the table has review, a, b, c, ward, kind",
         ),
-        ({"input_columns": "a,d"}, "input-columns = 'd': there is no such column"),
-        ({"group_column": "Ward"}, "group-column = 'Ward': there is no such column"),
+        ({"input_columns": "a,d"}, "input-columns = 'd': this column does not exist"),
+        ({"group_column": "Ward"}, "group-column = 'Ward': this column does not exist"),
         ({"label_column": "a", "input_columns": "a,b"}, "'a' is named by label-column and by input-columns"),
         (
             {"group_column": "a", "input_columns": "review,a,b,c,ward,kind"},
@@ -121,10 +121,10 @@ def test_columns_that_the_settings_name(form: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError) as raised:
             loaded(path, **settings)
-        assert told in str(raised.value) and str(path) in str(raised.value)
-    for given in ("a,a", "[a", "[1]"):
+        assert message in str(raised.value) and str(path) in str(raised.value)
+    for columns_text in ("a,a", "[a", "[1]"):
         with pytest.raises(SettingsError, match="input-columns"):
-            loaded(path, input_columns=given)
+            loaded(path, input_columns=columns_text)
 
 
 def test_columns_are_for_tables_alone(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_columns_are_for_tables_alone(tmp_path: Path) -> None:
 def test_images_hold_the_samples_of_the_npz(form: str, tmp_path: Path) -> None:
     expected = npz(tmp_path / "a.npz", PIXELS)
     path = tmp_path / "data.parquet" if form == "parquet" else tmp_path / "data"
-    given = pictures()
-    given.to_parquet(path) if form == "parquet" else given.save_to_disk(path)
+    pixels = pictures()
+    pixels.to_parquet(path) if form == "parquet" else pixels.save_to_disk(path)
     same(loaded(path), expected)
     small = loaded(path, image_size=4)
     assert small.x.shape == (40, 4, 4, 3)
@@ -150,8 +150,8 @@ def test_images_of_unlike_sizes_are_brought_to_one(tmp_path: Path) -> None:
     kinds = datasets.Features({"img": datasets.Image(), "fine": datasets.ClassLabel(names=["a", "b"])})
     images = [Image.fromarray(PIXELS[i][: 3 + i % 3, :, 0]) for i in range(8)]
     datasets.Dataset.from_dict({"img": images, "fine": [0, 1] * 4}, features=kinds).save_to_disk(tmp_path / "s")
-    found = loaded(tmp_path / "s")
-    assert found.x.shape == (8, 64, 64, 1) and found.task.class_names == ("a", "b") and found.notes == ()
+    dataset = loaded(tmp_path / "s")
+    assert dataset.x.shape == (8, 64, 64, 1) and dataset.task.class_names == ("a", "b") and dataset.notes == ()
     assert loaded(tmp_path / "s", image_size=5).x.shape == (8, 5, 5, 1)
 
 
@@ -159,10 +159,10 @@ def test_the_splits_are_pooled_and_the_test_set_is_a_sites_own(tmp_path: Path) -
     parts = datasets.DatasetDict(train=pictures(slice(25)), test=pictures(slice(25, 40)))
     parts["unsupervised"] = pictures(slice(3))
     parts.save_to_disk(tmp_path / "s")
-    found = loaded(tmp_path / "s")
+    dataset = loaded(tmp_path / "s")
     np.savez(tmp_path / "a.npz", x_train=PIXELS[:25], y_train=NAMES[:25], x_test=PIXELS[25:], y_test=NAMES[25:])
-    same(found, loaded(tmp_path / "a.npz"))
-    assert found.notes == ("splits that are not used: unsupervised",)
+    same(dataset, loaded(tmp_path / "a.npz"))
+    assert dataset.notes == ("splits that are not used: unsupervised",)
     sites = DataSettings(dataset="sites", sample_kind="image", input_shape="3x4x4", classes="cat,dog,eel,fox")
     dataset, part = load_site(read_site(tmp_path / "s", sites, POLICY), sites, POLICY)
     assert part.test[0].tolist() == list(range(25, 40)) and dataset.x.shape == (40, 4, 4, 3)
@@ -182,9 +182,9 @@ def test_a_site_reads_the_columns_that_the_run_names(tmp_path: Path) -> None:
 
 
 def test_an_image_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) -> None:
-    given = pictures().cast_column("image", datasets.Image(decode=False))
-    kinds = given.features
-    rows = given.to_dict()
+    encoded = pictures().cast_column("image", datasets.Image(decode=False))
+    kinds = encoded.features
+    rows = encoded.to_dict()
     rows["image"][3] = {"bytes": b"no image", "path": None}
     datasets.Dataset.from_dict(rows, features=kinds).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "s")
     with pytest.raises(DataError, match="row 4, column image: not an image that can be read"):
@@ -228,11 +228,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_with_a_table_is_told(case: str, tmp_path: Path) -> None:
-    content, told = WRONG[case]
+    content, message = WRONG[case]
     pd.DataFrame(content).to_parquet(path := tmp_path / "a.parquet")
     with pytest.raises(DataError) as raised:
         loaded(path)
-    assert told in str(raised.value) and str(path) in str(raised.value)
+    assert message in str(raised.value) and str(path) in str(raised.value)
 
 
 def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
     datasets.DatasetDict(train=pictures(), test=other).save_to_disk(tmp_path / "unlike")
     pictures().save_to_disk(tmp_path / "cut")
     next((tmp_path / "cut").glob("*.arrow")).write_bytes(b"short")
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
-    for name, told in (
+    (tmp_path / "a.parquet").write_bytes(b"PAR1, and the end")
+    for name, message in (
         ("unlabelled", "row 2, column label: label -1; allowed are 0 to 1, the numbers of its classes"),
         ("both", "columns of images: one, two; name one in input-columns"),
         ("none", "row 2, column one: it is empty"),
@@ -260,7 +260,7 @@ def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError) as raised:
             loaded(tmp_path / name)
-        assert told in str(raised.value) and str(tmp_path / name) in str(raised.value)
+        assert message in str(raised.value) and str(tmp_path / name) in str(raised.value)
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet", "arrays"])
@@ -288,20 +288,20 @@ def test_a_data_set_that_the_library_has_cached_is_taken(tmp_path: Path, monkeyp
     pictures().to_parquet(tmp_path / "src.parquet")
     cache = tmp_path / "cache"
     datasets.load_dataset("parquet", data_files={"train": "src.parquet"}, cache_dir=str(cache))
-    made = next(cache.glob("parquet/*/*/*/dataset_info.json")).parent
-    place = cache / "someone___things" / "small" / "0.0.0" / made.name
-    place.parent.mkdir(parents=True)
-    made.rename(place)
-    info = json.loads((place / "dataset_info.json").read_text())
+    prepared = next(cache.glob("parquet/*/*/*/dataset_info.json")).parent
+    target = cache / "someone___things" / "small" / "0.0.0" / prepared.name
+    target.parent.mkdir(parents=True)
+    prepared.rename(target)
+    info = json.loads((target / "dataset_info.json").read_text())
     info |= {"dataset_name": "things", "config_name": "small", "builder_name": "parquet"}
-    (place / "dataset_info.json").write_text(json.dumps(info))
-    for file in place.glob("parquet-*.arrow"):
-        file.rename(place / file.name.replace("parquet-", "things-"))
+    (target / "dataset_info.json").write_text(json.dumps(info))
+    for file in target.glob("parquet-*.arrow"):
+        file.rename(target / file.name.replace("parquet-", "things-"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
     expected = npz(tmp_path / "a.npz", PIXELS)
     for name in ("hf:someone/things", "hf:someone/things:small"):
         same(loaded(name, download=False), expected)
-    with pytest.raises(DataError, match=r"hf:someone/things:large.*cannot be found in the library's cache"):
+    with pytest.raises(DataError, match=r"hf:someone/things:large.*cannot be dataset in the library's cache"):
         loaded("hf:someone/things:large", download=False)
 
 
@@ -326,9 +326,9 @@ def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
         cwd=tmp_path, env={**os.environ, **offline, "PYTHONPATH": root}, capture_output=True, text=True, timeout=120,
         check=False,
     )  # fmt: skip
-    told = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode != 0 and "Traceback" not in told
-    assert "dataset = 'hf:someone/things': it cannot be fetched from the Hugging Face Hub" in told
+    message = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "Traceback" not in message
+    assert "dataset = 'hf:someone/things': it cannot be fetched from the Hugging Face Hub" in message
 
 
 # -- data on the disk ------------------------------------------------------------------------------------
@@ -345,9 +345,9 @@ def arrays(folder: Path, **parts: Any) -> Path:
 def test_a_folder_of_arrays_holds_the_samples_of_the_npz(first: bool, tmp_path: Path) -> None:
     x = PIXELS.transpose(0, 3, 1, 2) if first else PIXELS
     path = arrays(tmp_path / "a", x=np.ascontiguousarray(x), groups=GROUPS, test=np.arange(40) >= 30)
-    found = loaded(path)
-    same(found, npz(tmp_path / "a.npz", x, groups_train=GROUPS))
-    assert isinstance(found.x, np.memmap)
+    dataset = loaded(path)
+    same(dataset, npz(tmp_path / "a.npz", x, groups_train=GROUPS))
+    assert isinstance(dataset.x, np.memmap)
     same(loaded(arrays(tmp_path / "f", x=FEATURES)), npz(tmp_path / "f.npz", FEATURES))
     sites = DataSettings(dataset="sites", sample_kind="image", input_shape="3x6x5", classes="cat,dog,eel,fox")
     assert load_site(read_site(path, sites, POLICY), sites, POLICY)[1].test[0].tolist() == list(range(30, 40))
@@ -359,7 +359,7 @@ def test_what_is_wrong_with_a_folder_of_arrays_is_told(tmp_path: Path) -> None:
     (arrays(tmp_path / "s") / "x.npy").write_bytes((tmp_path / "s/x.npy").read_bytes()[:-1])
     (arrays(tmp_path / "d") / "x.npy").unlink()
     (tmp_path / "d/x.npy").mkdir()
-    for path, told in (
+    for path, message in (
         (tmp_path / "o", "x.npy: not a complete .npy file of numbers or texts"),
         (tmp_path / "s", "x.npy: not a complete .npy file of numbers or texts"),
         (tmp_path / "d", "x.npy: not a regular file"),
@@ -368,7 +368,7 @@ def test_what_is_wrong_with_a_folder_of_arrays_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError) as raised:
             loaded(path)
-        assert told in str(raised.value) and str(path) in str(raised.value)
+        assert message in str(raised.value) and str(path) in str(raised.value)
 
 
 MEASURED = """
@@ -389,7 +389,7 @@ def held(key):
 
 settings = read_settings({"method": "fedavg", "dataset": sys.argv[1], "num-clients": 50, "partition": "iid"})
 other = Workspace(read_settings({"method": "fedavg", "num-clients": 50, "partition": "iid"}))
-other.client_data(3)  # what is imported and started by it belongs to no data
+other.client_data(3)  # imports and starts modules, so that they do not count
 before = held("RssAnon:")
 workspace = Workspace(settings)
 data = workspace.client_data(3)
@@ -406,6 +406,6 @@ def test_a_client_reads_its_own_samples_alone(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", MEASURED, str(folder)], env=environment, capture_output=True, text=True, check=True
     )
-    grown, own = map(int, done.stdout.split()[-2:])
-    assert own == 9  # 800 samples as float32
+    grown, mebibytes = map(int, done.stdout.split()[-2:])
+    assert mebibytes == 9  # 800 samples as float32
     assert grown < 60  # MB; all of it would be 117 more
