@@ -301,7 +301,7 @@ def test_a_data_set_that_the_library_has_cached_is_taken(tmp_path: Path, monkeyp
     expected = npz(tmp_path / "a.npz", PIXELS)
     for name in ("hf:someone/things", "hf:someone/things:small"):
         same(loaded(name, download=False), expected)
-    with pytest.raises(DataError, match=r"hf:someone/things:large.*cannot be dataset in the library's cache"):
+    with pytest.raises(DataError, match=r"hf:someone/things:large.*cannot be found in the library's cache"):
         loaded("hf:someone/things:large", download=False)
 
 
