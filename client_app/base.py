@@ -46,7 +46,7 @@ from posy.storage import write_arrays
 from posy.strategies.masking import Words
 from posy.strategies.pooled import numbers_of
 from posy.strategies.privacy import BELOW, sampling_of
-from posy.strategies.replies import Update, changes
+from posy.strategies.replies import Update
 from posy.strategies.settings import CENTRAL, LOCAL, OFF, SAMPLE
 
 Config = Mapping[str, Any]
@@ -379,16 +379,16 @@ class PersonalClient(NumPyClient):
                 if update.metrics:
                     raise ValueError(f"masks do not cover {', '.join(update.metrics)}, which the method sends")
                 reference = [*reference, *parameters[len(reference) :]]  # the reference of statistics is the message
-                if not self._in_range(arrays, reference):
-                    log(
-                        WARNING,
-                        "client %s sends no change in round %s: its update exceeds secure-range",
-                        self.client,
-                        self.round,
-                    )
-                    arrays, metrics = self.unchanged(parameters), {"samples": self.processed}
-                numbers = self._numbers(metrics, training=True)
-                arrays = [self._masked(arrays, reference, self.weight(config), parameters, config, numbers)]
+                weight = self.weight(config)
+                try:
+                    numbers = self._numbers(metrics, training=True)
+                    words = self._masked(arrays, reference, weight, parameters, config, numbers)
+                except ArithmeticError as error:  # raised before the masks are used
+                    log(WARNING, "client %s sends no change in round %s: %s", self.client, self.round, error)
+                    arrays = self.unchanged(parameters)
+                    numbers = self._numbers({"samples": self.processed}, training=True)
+                    words = self._masked(arrays, reference, weight, parameters, config, numbers)
+                arrays = [words]
                 metrics = {}
         return arrays, len(self.data.y_train), {**metrics, **self.acknowledgement}
 
@@ -455,12 +455,6 @@ class PersonalClient(NumPyClient):
             return [self._masked([], [], 1, parameters, config, numbers)], 0, dict(self.acknowledgement)
         metrics |= self.acknowledgement
         return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics
-
-    def _in_range(self, arrays: NDArrays, references: NDArrays) -> bool:
-        """Return whether an update contains finite numbers only, and no change above ``secure-range``."""
-        moved = changes(arrays, references[: len(arrays)])
-        limit = self.settings.run.secure_range
-        return all(not change.size or float(np.abs(change).max()) <= limit for change in moved)
 
     def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
         """Return the client's scores as whole numbers for the masked sum.

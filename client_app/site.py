@@ -96,9 +96,9 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         "fingerprint": salted(workspace.fingerprint, context.node_config),
         **site_notices((*map(Note, workspace.trainer.notes), *dataset.notes), dataset.skipped),
     }
-    counts: list[int] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
     check_budget(workspace.policy, workspace.settings, context, len(part.train[0]))
     if workspace.settings.data.share_class_counts:
+        counts: list[int] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
         answer["class-counts"] = [n if n >= workspace.policy.min_rows else 0 for n in counts]
     return answer
 

@@ -17,16 +17,16 @@ from safetensors import SafetensorError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 load_arrays = safetensors.numpy.load_file
-"""Reads the arrays of a ``.safetensors`` file, whoever has written it."""
+"""Reads the arrays of a ``.safetensors`` file, also if another program has written it."""
 CHECKSUMS = "crc32"
 
 
 class DamagedFileError(ValueError):
-    """A file does not hold what was written to it."""
+    """The content of a file has changed since it was written."""
 
 
 def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
-    """Let ``write`` write a file under a temporary name, and rename it: nobody reads a part of it.
+    """Let ``write`` write a file under a temporary name, and rename it, so that no process reads an incomplete file.
 
     With ``durable`` wait until the file is on the disk, so that it survives a power failure too.
     """
@@ -72,9 +72,9 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def lock(path: Path) -> int:
-    """Lock a directory as long as the descriptor is open that is returned, here or in a process that inherits it.
+    """Lock a directory while the returned descriptor is open, here or in a process that inherits it.
 
-    Raises :class:`BlockingIOError` if somebody else has locked it.
+    Raises :class:`BlockingIOError` if another process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -86,7 +86,7 @@ def lock(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether somebody has locked a directory."""
+    """Return whether a process has locked a directory."""
     try:
         os.close(lock(path))
     except BlockingIOError:
@@ -98,7 +98,7 @@ def write_arrays(
     path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None, *, durable: bool = False
 ) -> None:
     """Write arrays as safetensors, with a checksum of each in the file's metadata."""
-    # safetensors writes the memory as it is, whatever the strides: copy what is not in C order.
+    # safetensors writes the memory as it is, whatever the strides: copy arrays that are not in C order.
     dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     sums = json.dumps({name: _checksum(array) for name, array in dense.items()})
     content = {**(metadata or {}), CHECKSUMS: sums}
@@ -128,8 +128,8 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - no mapping
             metadata: dict[str, str] = file.metadata()
         sums = json.loads(metadata.pop(CHECKSUMS))
-        found = {name: _checksum(array) for name, array in arrays.items()}
-        wrong = sorted(name for name in found.keys() | sums.keys() if sums.get(name) != found.get(name))
+        actual = {name: _checksum(array) for name, array in arrays.items()}
+        wrong = sorted(name for name in actual.keys() | sums.keys() if sums.get(name) != actual.get(name))
     if wrong:
         raise DamagedFileError(f"{path} is damaged: the checksum of {', '.join(wrong)} is wrong")
     return arrays, metadata
@@ -152,8 +152,8 @@ def read_json(path: Path) -> dict[str, Any]:
     with _reading(path):
         read = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = read["content"]
-        whole = read[CHECKSUMS] == _checksum_of_json(content)
-    if not whole:
+        undamaged = read[CHECKSUMS] == _checksum_of_json(content)
+    if not undamaged:
         raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
     return content
 
@@ -174,7 +174,7 @@ def plain(value: Any) -> Any:
 
 
 def is_folder_name(name: str) -> bool:
-    """Tell whether a text can only be the name of a file or folder inside another folder."""
+    """Return whether a text can only be the name of a file or folder inside another folder."""
     return (
         name not in ("", ".", "..")
         and name == name.strip()

@@ -103,12 +103,12 @@ def error_bound(shares: Sequence[float], limit: float) -> float:
 
 def digest(*parts: str | bytes | npt.NDArray[np.generic]) -> bytes:
     """Return a digest of texts and arrays."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
         encoded_part = part.encode() if isinstance(part, str) else part
         content = encoded_part if isinstance(encoded_part, bytes) else np.ascontiguousarray(encoded_part).tobytes()
-        whole.update(len(content).to_bytes(8, "little") + content)
-    return whole.digest()
+        hasher.update(len(content).to_bytes(8, "little") + content)
+    return hasher.digest()
 
 
 def _share_word(share: float) -> int:
@@ -132,10 +132,10 @@ def own_mask(secret: bytes, context: bytes, count: int) -> Words:
     return stream(_derived(secret, b"own mask", context), count)
 
 
-def pair_mask(private: X25519PrivateKey, public: bytes, own: int, other: int, context: bytes, count: int) -> Words:
+def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int, context: bytes, count: int) -> Words:
     """Return the mask that a client adds for another client, which adds the negative mask."""
     mask = stream(_agreed(private, public, b"pair mask", context), count)
-    return mask if own < other else np.negative(mask)
+    return mask if client < other else np.negative(mask)
 
 
 # -- keys -------------------------------------------------------------------------------------------------
@@ -206,4 +206,4 @@ def combined(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Return the secret of some shares by their places in what :func:`split` has returned."""
     if len(shares) < threshold or any(len(share) != SECRET_BYTES for share in shares.values()):
         raise MaskingError(f"{len(shares)} shares of a secret, {threshold} are needed")
-    return Shamir.combine([(place + 1, share) for place, share in sorted(shares.items())[:threshold]], ssss=False)
+    return Shamir.combine([(index + 1, share) for index, share in sorted(shares.items())[:threshold]], ssss=False)
