@@ -3,10 +3,12 @@
 ``python -m benchmarks.poisoning digits`` trains FedAvg on ten clients in this process. The attackers flip the labels of
 their training samples, or change their updates: they reverse and triple them (sign flip), or scale them ten times.
 Each finished run is one line of a file (``.jsonl``). A further start skips the runs of the same number of rounds, and
-draws the figure.
+draws the figure. A run whose training diverges has no accuracy. The figure leaves the cell of such an attack and
+defence empty, and the table says how many seeds diverged.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from posy.commands.launch import INTERRUPTED
 from posy.listing import print_table
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
+from posy.settings import RunError
 from posy.storage import append
 from posy.strategies.registry import read_settings
 
@@ -62,7 +65,10 @@ DEFENCES: dict[str, dict[str, Any]] = {
 }
 DATASETS: dict[str, dict[str, Any]] = {
     "digits": {"dataset": "digits", "num-server-rounds": 30, "lr": 0.05, "model": "mlp"},
-    "cifar10": {"dataset": "cifar10", "num-server-rounds": 60, "lr": 0.02, "model": "cnn", "train-samples": 1000},
+    "cifar10": {
+        **{"dataset": "cifar10", "num-server-rounds": 30, "lr": 0.05, "model": "cnn-3fc"},
+        **{"batch-size": 50, "train-samples": 500},
+    },
 }
 SHARED: dict[str, Any] = {
     "method": "fedavg",
@@ -122,13 +128,21 @@ def write_data(folder: Path, settings: dict[str, Any], flips: bool) -> dict[str,
 
 
 def accuracy(settings: dict[str, Any], attack: str, defence: str) -> dict[str, Any]:
-    """Run one cell; return the honest clients' mean accuracy with the served model, and the limited clients."""
+    """Run one cell; return the honest clients' mean accuracy with the served model, and the limited clients.
+
+    The accuracy is None if the training diverged.
+    """
     flips, change = ATTACKS[attack]
     with TemporaryDirectory(prefix="posy-poisoning-") as name:
         folder = Path(name)
         directories = {"output-dir": str(folder / "runs"), "run-name": "run"}
         config = write_data(folder, settings | directories, flips) | DEFENCES[defence]
-        recorder = run(PoisoningGrid(change), config | {"evaluate-every": config["num-server-rounds"]})
+        try:
+            recorder = run(PoisoningGrid(change), config | {"evaluate-every": config["num-server-rounds"]})
+        except RunError as error:
+            if "training diverged" not in str(error):
+                raise
+            return {"accuracy": None}
     rows = {c: row for c, row in recorder.totals.clients.items() if c not in ATTACKERS and "served_accuracy" in row}
     summary = recorder.summary
     limited: dict[str, Any] = {key: summary[key] for key in ("clipped", "discarded", "down-weighted") if key in summary}
@@ -154,11 +168,24 @@ def draw(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def mean_accuracies(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """Return the mean accuracy over the seeds by attack and defence."""
+    """Return the mean accuracy over the seeds by attack and defence; NaN if a run diverged."""
+    return {cell: float(np.mean(values)) for cell, values in accuracies(lines).items()}
+
+
+def accuracies(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[float]]:
+    """Return the accuracies of the seeds by attack and defence; NaN for a run that diverged."""
     by_cell: dict[tuple[str, str], list[float]] = defaultdict(list)
     for line in lines:
-        by_cell[line["attack"], line["defence"]].append(line["accuracy"])
-    return {cell: float(np.mean(values)) for cell, values in by_cell.items()}
+        accuracy = line["accuracy"]
+        by_cell[line["attack"], line["defence"]].append(math.nan if accuracy is None else accuracy)
+    return by_cell
+
+
+def cell_text(values: Sequence[float]) -> str:
+    """Return mean and standard deviation in percent, or the number of diverged runs."""
+    if diverged := sum(map(math.isnan, values)):
+        return f"{diverged} of {len(values)} diverged"
+    return f"{100 * np.mean(values):.1f} ± {100 * np.std(values):.1f}" if values else ""
 
 
 def main(
@@ -184,11 +211,8 @@ def main(
         line = {**cell, **accuracy(settings | {"seed": seed}, attack, defence), "machine": machine()}
         append(report, json.dumps(line) + "\n")
         lines.append(line)
-    means = mean_accuracies(lines)
-    rows = [
-        (defence, *(f"{100 * means[attack, defence]:.1f}" if (attack, defence) in means else "" for attack in ATTACKS))
-        for defence in DEFENCES
-    ]
+    by_cell = accuracies(lines)
+    rows = [(defence, *(cell_text(by_cell[attack, defence]) for attack in ATTACKS)) for defence in DEFENCES]
     print_table("accuracy of honest clients, %", ("defence", *ATTACKS), rows)
     draw(lines, figure or Path(f"docs/poisoning-{dataset}.png"), f"FedAvg on {dataset}, mean over {seeds} seeds")
 

@@ -28,7 +28,13 @@ from posy.storage import append
 PLAIN = "off"
 SHARED: dict[str, dict[str, Any]] = {
     "digits": {"dataset": "digits", "model": "linear", "batch_size": 10, "num_server_rounds": 30},
-    "cifar10": {"dataset": "cifar10", "model": "cnn-3fc", "batch_size": 50, "num_server_rounds": 60},
+    "cifar10": {
+        "dataset": "cifar10",
+        "model": "benchmarks.networks:small_cnn",
+        "batch_size": 50,
+        "num_server_rounds": 10,
+        "local_epochs": 1,
+    },
 }
 """Settings of all runs on a data set."""
 MODES: dict[str, dict[str, dict[str, Any]]] = {
@@ -39,10 +45,10 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
         "sample": {"local_epochs": 2, "lr": 0.5, "dp_clip": 1.0},
     },
     "cifar10": {
-        PLAIN: {"local_epochs": 2, "lr": 0.05},
-        "central": {"local_epochs": 2, "lr": 0.05, "dp_clip": 0.5, "client_weights": "uniform"},
-        "local": {"local_epochs": 2, "lr": 0.05, "dp_clip": 0.5, "num_server_rounds": 5},
-        "sample": {"local_epochs": 1, "lr": 0.2, "dp_clip": 1.0},
+        PLAIN: {"lr": 0.1},
+        "central": {"lr": 0.1, "dp_clip": 0.5, "client_weights": "uniform"},
+        "local": {"lr": 0.1, "dp_clip": 0.5, "num_server_rounds": 5},
+        "sample": {"lr": 0.5, "dp_clip": 0.5},
     },
 }
 """Settings of each mode on a data set."""
