@@ -3,7 +3,8 @@
 The server relays all keys and shares and chooses the clients. This module checks everything that protects the client:
 
 - Keys and secrets belong to one round. Each round has new ones. The evaluation of a round has its own.
-- A round begins once. Under the masks of a round the client sends one reply, and only repeats it afterwards.
+- Under the masks of a round the client sends one reply, and only repeats it afterwards. A round begins once. Only
+  before this reply may the server ask for new keys, and the client then deletes the secrets of the earlier ones.
 - All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
   that signs its keys refuses thresholds that are unsafe if the server colludes with other clients.
 - The client signs one list of survivors in a round. It reveals shares only if enough clients of the whole cohort have
@@ -19,11 +20,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from logging import WARNING
 from typing import Any, Self
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, Context, Message
+from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 
 from posy.client_app.signatures import (
@@ -54,11 +57,14 @@ from posy.strategies.masking import (
 )
 from posy.strategies.replies import changes
 from posy.strategies.secure_aggregation import (
+    AGAIN,
     EVALUATION,
     KEY_TEXTS,
     KEYS,
+    NEXT,
     REFUSAL,
     SHARES,
+    SIGNED_TEXTS,
     STATISTICS,
     SURVIVORS,
     TRAINING,
@@ -171,7 +177,9 @@ class Secrets:
         self.client, self.name = client, name
         self._site = signatures_of(context.node_config)
         self._records = context.state
-        self._key = "-".join((f"{SESSIONS}{client}", *name.split("-")[2:]))
+        self.purpose = "".join(name.split("-")[2:])
+        """:data:`TRAINING`, :data:`EVALUATION` or :data:`STATISTICS`: each has its own session."""
+        self._key = f"{SESSIONS}{client}-{self.purpose}" if self.purpose else f"{SESSIONS}{client}"
         self._run = run
         begun = {key.removeprefix(SESSIONS).partition("-")[0] for key in self._records if key.startswith(SESSIONS)}
         if self._site and (other_clients := begun - {str(client)}):
@@ -229,29 +237,56 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
         Smallest number of clients whose sum the client joins (``min_clients`` in the policy of its site).
     """
     config: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
-    name = str(config["secure-round"])
-    client_secrets = Secrets(int(config["client"]), context, message.metadata.run_id, name)
-    stage = config["secure-stage"]
+
+    def secrets_of(name: object) -> Secrets:
+        return Secrets(int(config["client"]), context, message.metadata.run_id, str(name))
+
+    client_secrets, stage = secrets_of(config["secure-round"]), config["secure-stage"]
     if stage == KEYS:
-        return _keys(client_secrets)
+        return _keys(client_secrets, again=bool(config.get(AGAIN)))
     if stage == SHARES:
-        texts = config["public-keys"]
-        rows = zip(config["roster"], *(texts[column::KEY_TEXTS] for column in range(KEY_TEXTS)), strict=True)
-        keys = {int(client): key_texts for client, *key_texts in rows}
-        return _shares(client_secrets, keys, View.read(config), min_clients)
+        return _shares(client_secrets, _keys_in(config), View.read(config), min_clients)
     if stage == SURVIVORS:
-        return _signed(client_secrets, [int(client) for client in config["survivors"]], min_clients)
-    if stage == UNMASK:
-        texts = config["signatures"]
-        signatures = zip(map(int, config["signers"]), texts[::2], texts[1::2], strict=True)
-        return _unmask(client_secrets, list(signatures), min_clients)
-    raise ProtocolError(f"the stage {stage!r} does not exist")
+        texts = _signed(client_secrets, [int(client) for client in config["survivors"]], min_clients)
+    elif stage == UNMASK:
+        signatures = zip(map(int, config["signers"]), *_columns(config["signatures"], SIGNED_TEXTS), strict=True)
+        texts = _unmask(client_secrets, list(signatures), min_clients)
+    else:
+        raise ProtocolError(f"the stage {stage!r} does not exist")
+    if NEXT not in config:
+        return texts
+    try:  # the server asks again in the next round, and an error is its answer then
+        following = secrets_of(config[NEXT])
+        if following.purpose == client_secrets.purpose:
+            raise ProtocolError("the secrets for the next round would replace secrets of this round")
+        if stage == SURVIVORS:
+            return [*texts, *_keys(following)]
+        return [*texts, *_shares(following, _keys_in(config), View.read(config), min_clients)]
+    except ProtocolError as error:
+        log(WARNING, "no keys or shares for round %s yet: %s", config[NEXT], error)
+        return texts
 
 
-def _keys(client_secrets: Secrets) -> list[bytes]:
-    """Begin a round, unless it has begun; return two public keys, their signature and the signer's public key."""
+def _keys_in(config: Mapping[str, Any]) -> dict[int, list[bytes]]:
+    """Return the texts of each neighbour's keys in a request for shares."""
+    rows = zip(config["roster"], *_columns(config["public-keys"], KEY_TEXTS), strict=True)
+    return {int(client): key_texts for client, *key_texts in rows}
+
+
+def _columns(texts: Sequence[bytes], count: int) -> list[Sequence[bytes]]:
+    """Return the columns of a table of texts that is sent row by row."""
+    return [texts[column::count] for column in range(count)]
+
+
+def _keys(client_secrets: Secrets, *, again: bool = False) -> list[bytes]:
+    """Begin a round, unless it has begun; return two public keys, their signature and the signer's public key.
+
+    With ``again``, keys and shares that the client has sent for this round are void, unless it has sent its reply.
+    """
     session, name = client_secrets.latest(), client_secrets.name
-    if session is None or _order(session.name) < _order(name):
+    begun = session is not None and _order(session.name) >= _order(name)
+    void = again and session is not None and session.name == name and session.sealed and not session.masked
+    if session is None or not begun or void:
         session = Session.new(name)
         client_secrets.save(session)
     if session.name != name or not session.mask_secret:

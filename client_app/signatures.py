@@ -7,6 +7,7 @@ signatures protect only against a server that follows it.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,7 +137,22 @@ def signatures_of(node_config: Mapping[str, Any]) -> SiteSignatures | None:
         return None
     if not key or not trusted:
         raise NodeConfigError(f"the node config has only one of {SIGNING} and {TRUSTED}; set both or neither")
-    return SiteSignatures(absolute(key), absolute(trusted))
+    return _read(absolute(key), absolute(trusted), _versions(absolute(key), absolute(trusted)))
+
+
+@lru_cache(maxsize=8)
+def _read(key: Path, trusted: Path, versions: object) -> SiteSignatures:
+    """Return the keys in some files, whose versions are a part of the key of the cache."""
+    return SiteSignatures(key, trusted)
+
+
+def _versions(key: Path, trusted: Path) -> tuple[object, ...]:
+    """Return the versions of the files of keys: each changes if a file is written again or replaced."""
+    try:
+        found = [(path, path.stat()) for path in (key, *sorted(trusted.glob("*.pub")))]
+    except OSError:  # SiteSignatures reports it
+        return ()
+    return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found)
 
 
 def _name(public: EllipticCurvePublicKey) -> bytes:

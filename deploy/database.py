@@ -267,6 +267,15 @@ def _whole_calls() -> None:
             setattr(module, handler, in_transaction(getattr(module, handler)))
 
 
+def _held_requests() -> None:
+    """Let a request for messages wait until one has arrived, instead of an empty answer and another request."""
+    fleet = importlib.import_module("flwr.server.superlink.fleet.message_handler.message_handler")
+    runtime = importlib.import_module("flwr.superlink.servicer.runtime.runtime_handlers")
+    for module, asking, sending in ((fleet, NODES, SERVERS), (runtime, SERVERS, NODES)):
+        vars(module)["pull_messages"] = ARRIVALS.hold(asking, module.pull_messages)
+        vars(module)["push_messages"] = ARRIVALS.announce(sending, module.push_messages)
+
+
 _WHOLE = {
     "flwr.server.superlink.fleet.message_handler.message_handler": {"pull_messages": "request state store"},
     "flwr.superlink.servicer.runtime.runtime_handlers": {
@@ -275,6 +284,91 @@ _WHOLE = {
         "push_task_output": "request state task",
     },
 }
+
+
+# -- requests wait for messages --------------------------------------------------------------------------
+
+NODES, SERVERS = "nodes", "ServerApps"
+"""The receivers of messages."""
+HOLD_SECONDS = 1.0
+"""Longest time that a request for messages waits."""
+GATHER_SECONDS = 0.05
+"""Longest time that a ServerApp's request waits for further replies after the first: an answer takes ten queries."""
+HELD_SERVERS = 16
+"""Number of ServerApps whose requests may wait; Flower has 40 threads for them."""
+
+
+class Arrivals:
+    """Wakes the requests that wait for messages when all objects of a message have arrived."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._counts = {NODES: 0, SERVERS: 0}
+        self._receivers: dict[str, str] = {}
+        """Receivers of the messages whose objects a session of Flower collects."""
+        self._places = threading.BoundedSemaphore(HELD_SERVERS)
+
+    def hold(self, asking: str, handler: Callable[..., T]) -> Callable[..., T]:
+        """Repeat a handler of requests for messages until its answer has messages or the time is over."""
+
+        @functools.wraps(handler)
+        def call(request: Any, state: Any, *args: Any, **named: Any) -> T:
+            waits = isinstance(state, _Objects) and (asking == NODES or self._places.acquire(blocking=False))
+            end = time.monotonic() + HOLD_SECONDS
+            try:
+                while True:
+                    count = self._counts[asking]
+                    answer: Any = handler(request, state, *args, **named)
+                    if answer.messages_list or not waits or time.monotonic() >= end:
+                        return answer
+                    self._wait(asking, count + 1, end - time.monotonic())
+                    if asking == SERVERS:
+                        self._wait(asking, count + len(request.message_ids), GATHER_SECONDS)
+            finally:
+                if waits and asking == SERVERS:
+                    self._places.release()
+
+        return call
+
+    def announce(self, receivers: str, handler: Callable[..., T]) -> Callable[..., T]:
+        """Wrap a handler that stores messages: their receivers are woken when their objects have arrived."""
+
+        @functools.wraps(handler)
+        def call(request: Any, state: Any, *args: Any, **named: Any) -> T:
+            answer: Any = handler(request, state, *args, **named)
+            if answer.objects_to_push:
+                with self._condition:
+                    self._receivers[answer.session_id] = receivers
+            else:
+                self._wake(receivers)
+            return answer
+
+        return call
+
+    def arrived(self, session: str) -> None:
+        """Wake the receivers of the messages whose objects a session has collected."""
+        with self._condition:
+            receivers = self._receivers.pop(session, None)
+        for each in (receivers,) if receivers else (NODES, SERVERS):
+            self._wake(each)
+
+    def ended(self, session: str) -> None:
+        """Forget a session that has ended."""
+        with self._condition:
+            self._receivers.pop(session, None)
+
+    def _wait(self, asking: str, count: int, seconds: float) -> None:
+        """Wait until a number of messages have arrived for some receivers since the start, or the time is over."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._counts[asking] >= count, seconds)
+
+    def _wake(self, receivers: str) -> None:
+        with self._condition:
+            self._counts[receivers] += 1
+            self._condition.notify_all()
+
+
+ARRIVALS = Arrivals()
 
 
 # -- the state of the SuperLink ---------------------------------------------------------------------------
@@ -648,6 +742,11 @@ class _Objects(_EachSecond):
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
         stored = _Memory.store_object(self, run_id, session_id, object_id, object_content)
+        with self._lock_object_push_sessions:
+            session = self._object_push_sessions.get(session_id)
+            complete = session is None or not session.pending_object_ids
+        if complete:
+            ARRIVALS.arrived(session_id)
         # A sender that has missed the first answer sends the object again.
         return stored or bool(self.object_store.get(object_id))
 
@@ -656,6 +755,8 @@ class _Objects(_EachSecond):
 
     def _cleanup_push_session(self, session_id: str, *, cleanup_messages: bool) -> None:
         _Memory._cleanup_push_session(self, session_id, cleanup_messages=cleanup_messages)
+        if cleanup_messages:
+            ARRIVALS.ended(session_id)
 
     def _on_push_session_expired(self, message_object_ids: set[str]) -> None:
         """Delete the messages later, because the holder of the session lock may not wait for a turn to write."""
@@ -823,6 +924,19 @@ SAVINGS = (
         "calls that are one transaction",
         {f"{module}:{name}": words for module, names in _WHOLE.items() for name, words in names.items()},
         use=_whole_calls,
+    ),
+    Saving(
+        "requests that wait for a message",
+        {
+            "flwr.server.superlink.fleet.message_handler.message_handler:push_messages": "request state",
+            **{f"{module}:pull_messages": words["pull_messages"] for module, words in _WHOLE.items()},
+            **{
+                f"{module}:push_messages": words["push_messages"]
+                for module, words in _WHOLE.items()
+                if "push_messages" in words
+            },
+        },
+        use=_held_requests,
     ),
     Saving(
         "resending of messages that have not arrived",

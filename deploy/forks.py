@@ -49,9 +49,9 @@ class Parent(threading.Thread):
                 self.ended.put(int(line))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def fork_worker(self, connection: socket.socket, address: str, home: Path) -> None:
-        """Have a worker forked that serves the node at ``address`` over a connection, with a home of its own."""
-        order = json.dumps({"address": address, "home": str(home)}).encode()
+    def fork_worker(self, connection: socket.socket, home: Path) -> None:
+        """Let the parent fork a worker that serves this node over a connection, with a separate home."""
+        order = json.dumps({"home": str(home)}).encode()
         socket.send_fds(self._connection, [order], [connection.fileno()])
 
     def kill_worker(self) -> None:
@@ -83,7 +83,7 @@ class Family:
 
     nodes: Sequence[Node]
     serve_node: Callable[[Sequence[str], Parent], None]
-    serve_worker: Callable[[str, socket.socket], None]
+    serve_worker: Callable[[socket.socket], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     stopped: float = 0.0
     """When the nodes were told to end, by the monotonic clock; 0: not yet."""
@@ -155,7 +155,7 @@ class Family:
 
                 def serve() -> None:
                     os.environ["FLWR_HOME"] = asked["home"]
-                    self.serve_worker(asked["address"], connection)
+                    self.serve_worker(connection)
 
                 node.worker = self._fork(node, f"worker {node.name}", connection, serve)
 

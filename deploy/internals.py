@@ -27,14 +27,13 @@ from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.run import Run
-from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from posy.deploy.foreign import check_code
 from posy.deploy.install import install_whole
-from posy.deploy.secret import OPTION, SigningInterceptor, pipe_of
+from posy.deploy.runtime import NodeCalls, NodeState, WorkerCalls
+from posy.deploy.secret import OPTION, pipe_of
 from posy.deploy.trusted import check_signatures
 from posy.extensions import BUNDLED, OWN_MODULE
 from posy.flower import FLOWER, look_for_parts_sooner
@@ -60,11 +59,14 @@ def load_node() -> None:
     import posy.deploy.loop  # noqa: F401, PLC0415
 
 
-def run_node(arguments: list[str], sleep: Callable[[float], None], lost: threading.Event, secret: bytes) -> None:
+def run_node(
+    arguments: list[str], sleep: Callable[[float], None], lost: threading.Event, secret: bytes, state: NodeState
+) -> None:
     """Run ``flower-supernode`` in this process, which it ends, with another ``time.sleep`` in the node's main loop.
 
-    The function takes the arguments of the command, with ``--isolation process``. Only a process that knows
-    ``secret`` can take its tasks. It sets ``lost`` if a task is done without a reply.
+    The function takes the arguments of the command, with ``--isolation process``. Another process that knows
+    ``secret`` could take its tasks. It sets ``lost`` if a task is done without a reply, and puts Flower's state of the
+    node into ``state``.
     """
     from flwr.supernode import start_client_internal  # noqa: PLC0415 - a second to import
     from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
@@ -72,13 +74,13 @@ def run_node(arguments: list[str], sleep: Callable[[float], None], lost: threadi
     from posy.deploy.loop import make_steadfast  # noqa: PLC0415
 
     look_for_parts_sooner(NODE_PATIENCE)
-    make_steadfast(lost)
+    make_steadfast(lost, state)
     start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
     sys.argv = ["flower-supernode", *arguments, OPTION, pipe_of(secret)[0]]
     flower_supernode()
 
 
-def acquire_task(node: RuntimeHttpClient) -> str | None:
+def acquire_task(node: NodeCalls) -> str | None:
     """Take the oldest task that waits at a node, as ``flower-superexec`` does, and return its token, or None."""
     answer = node.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
     return answer.token if answer.HasField("task") and answer.token else None
@@ -89,10 +91,10 @@ class MessageGoneError(Exception):
 
 
 class Task:
-    """One message that a node has to answer, by the node's Runtime API and what :func:`acquire_task` has returned."""
+    """One message that a node has to answer, by calls with the token that :func:`acquire_task` has returned."""
 
-    def __init__(self, address: str, token: str) -> None:
-        self._client = runtime_client(address, token)
+    def __init__(self, calls: NodeCalls | WorkerCalls) -> None:
+        self._client: Any = calls
 
     def pull(self) -> tuple[Message, Context, Run, Fab]:
         """Return the message, the node's context, the run and its code; this can be done once.
@@ -122,10 +124,6 @@ class Task:
     def finish(self, context: Context | None, error: str = "") -> None:
         """End the task, and store the context if there is one."""
         push_task_output(self._client, context, SubStatus.FAILED if error else SubStatus.COMPLETED, error)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
 
 
 def error_reply(message: Message, reason: str, *, crashed: bool = False) -> Message:
@@ -198,17 +196,3 @@ def _forget(old: Path | None, new: Path) -> None:
     own |= {name for name in sys.modules if name.startswith(OWN_MODULE)}
     for name in [name for name in sys.modules if name.partition(".")[0] in own]:
         del sys.modules[name]
-
-
-def runtime_client(address: str, token: str = "", secret: bytes = b"") -> RuntimeHttpClient:
-    """Return a connection to a node's Runtime API at ``host:port``: plain HTTP on the same machine.
-
-    The calls that take a task need the node's ``secret``, all others the ``token`` of a task.
-    """
-    interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
-    if secret:
-        interceptors.append(SigningInterceptor(master_secret=secret))
-    if token:
-        interceptors.append(RuntimeTokenHttpInterceptor(token))
-    # Without Flower's retries: they end the whole process when a task's time is over.
-    return RuntimeHttpClient.from_server_address(address, True, None, interceptors)

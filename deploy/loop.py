@@ -6,18 +6,15 @@ it with an error. The node keeps a reply until the SuperLink has it or no longer
 """
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from logging import ERROR, INFO, WARNING
-from types import SimpleNamespace
 from typing import Any
 
 import flwr.supercore.inflatable.inflatable_utils as transfer
 import grpc
-import uvicorn
 from flwr.app import Error, Message
 from flwr.client.grpc_rere_client import connection
 from flwr.common.constant import ErrorCode
@@ -29,9 +26,9 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode import start_client_internal
-from flwr.supernode.cli.flower_supernode import flower_supernode
 
 from posy.deploy.refusals import record_error
+from posy.deploy.runtime import NodeState
 from posy.deploy.trusted import RULE
 
 HEARTBEAT_SECONDS = 15
@@ -50,8 +47,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20
 """About how long to wait after the first failure of a call; twice as long after each further one."""
 PART_SECONDS = 30.0
 """Seconds in which the worker hands in the next part of a reply."""
-KEEP_SECONDS = 3600
-"""Seconds for which the node keeps a connection of its worker without a request."""
 CONCURRENT = 6
 """Parts of a message that are under way at the same time; more than Flower's 2, as each may wait for a slow line."""
 PASSING = (
@@ -144,22 +139,21 @@ class HeartbeatSender(heartbeat.HeartbeatSender):
             raise heartbeat.HeartbeatFailure from error
 
 
-def make_steadfast(lost: threading.Event) -> None:
-    """Put all this into the place of what Flower has; ``lost`` is set when the worker has done without a reply."""
+def make_steadfast(lost: threading.Event, state: NodeState) -> None:
+    """Put all this into the place of what Flower has.
+
+    ``lost`` is set when the worker has done without a reply. ``state`` receives Flower's state of the node.
+    """
     make_invoker = start_client_internal._make_fleet_connection_retry_invoker
     pull = start_client_internal._pull_and_store_message
     put(start_client_internal, "_make_fleet_connection_retry_invoker", lambda **limits: Invoker(make_invoker(**limits)))
-    put(start_client_internal, "_pull_and_store_message", partial(pull_or_push, pull))
+    put(start_client_internal, "_pull_and_store_message", partial(pull_or_push, pull, node_state=state))
     put(start_client_internal, "_push_messages", partial(push_replies, lost))
     put(connection, "HeartbeatSender", HeartbeatSender)
     for module in (connection, heartbeat):
         put(module, "HEARTBEAT_DEFAULT_INTERVAL", HEARTBEAT_SECONDS)
     put(in_memory_corestate, "HEARTBEAT_DEFAULT_INTERVAL", TASK_SECONDS)
     put(transfer, "get_num_workers", lambda _: CONCURRENT)
-    # Server and client both close a connection after 5 s without a request. A worker that had trained for 5 s therefore
-    # sent its reply to a server that was just closing.
-    served = SimpleNamespace(**{**vars(uvicorn), "Config": partial(uvicorn.Config, timeout_keep_alive=KEEP_SECONDS)})
-    put(sys.modules[flower_supernode.__module__], "uvicorn", served)
 
 
 def put(module: Any, name: str, value: Any) -> None:
@@ -169,12 +163,19 @@ def put(module: Any, name: str, value: Any) -> None:
 
 
 def pull_or_push(
-    pull: Callable[..., int | None], *, state: Any, receive: Callable[[], Any], object_store: Any, **parts: Any
+    pull: Callable[..., int | None],
+    *,
+    node_state: NodeState,
+    state: Any,
+    receive: Callable[[], Any],
+    object_store: Any,
+    **parts: Any,
 ) -> int | None:
     """Ask for a message and take it in; return None if there is nothing to answer.
 
     A message that came without all its parts is answered with an error, after which it may be sent again.
     """
+    node_state.flower = state
     came: list[Message] = []
 
     def noted() -> Any:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
@@ -46,9 +46,9 @@ from posy.deploy.internals import (
     load_node,
     require_version,
     run_node,
-    runtime_client,
 )
 from posy.deploy.refusals import record_error
+from posy.deploy.runtime import NodeCalls, NodeState, answer, entry
 from posy.deploy.secret import new_secret
 from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
 from posy.deploy.trusted import read_entities
@@ -85,7 +85,7 @@ class Waits:
         """Set when the worker has handed in its reply."""
         self.lost = threading.Event()
         """Set when the worker has done without handing in a reply."""
-        self._busy = time.monotonic()
+        self._busy = self._woken = time.monotonic()
         self._idle = False
         self._gaps: deque[float] = deque(maxlen=GAPS)
 
@@ -95,7 +95,9 @@ class Waits:
         now = time.monotonic()
         if seconds >= IDLE_SECONDS:
             self._idle = True
-            time.sleep(pause(now - self._busy, min(self._gaps, default=0.0)))
+            asked = now - self._woken  # Posy's SuperLink holds a request until a message has arrived
+            time.sleep(max(0.0, pause(now - self._busy, min(self._gaps, default=0.0)) - asked))
+            self._woken = time.monotonic()
             return
         if self._idle:  # a message has come
             self._idle = False
@@ -124,22 +126,24 @@ class Worker:
     events: "queue.Queue[dict[str, Any] | None]"
     """The events that it has reported; None: its end of the connection is closed."""
 
+    node: NodeState
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
     @classmethod
-    def start(cls, parent: Parent, address: str) -> "Worker":
-        """Start a worker for the node at ``address``."""
+    def start(cls, parent: Parent, node: NodeState) -> "Worker":
+        """Start a worker for a node."""
         # Each worker has a separate home: in a shared home, nodes would overwrite each other's apps.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         ours, theirs = socket.socketpair()
         with theirs:
-            parent.fork_worker(theirs, address, home)
-        worker = cls(parent, ours, home, queue.Queue())
+            parent.fork_worker(theirs, home)
+        worker = cls(parent, ours, home, queue.Queue(), node)
         threading.Thread(target=worker._listen, daemon=True).start()
         return worker
 
     def hand(self, token: str) -> None:
         """Pass a task to the worker."""
-        with contextlib.suppress(OSError):  # an event reports its death
-            self.connection.sendall(f"{token}\n".encode())
+        self._send(entry(token=token))
 
     @property
     def alive(self) -> bool:
@@ -158,10 +162,18 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self.connection.makefile("r") as lines:
-            for line in lines:
-                self.events.put(json.loads(line))
+        with contextlib.suppress(OSError, ValueError), self.connection.makefile("rb") as stream:
+            for line in stream:
+                head = json.loads(line)
+                if "call" in head:
+                    self._send(answer(self.node, head, stream.read(head["size"])))
+                else:
+                    self.events.put(head)
         self.events.put(None)
+
+    def _send(self, content: bytes) -> None:
+        with contextlib.suppress(OSError), self.writing:  # an event reports its death
+            self.connection.sendall(content)
 
 
 class WorkerLostError(RuntimeError):
@@ -169,17 +181,11 @@ class WorkerLostError(RuntimeError):
 
 
 class Executor(threading.Thread):
-    """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out.
+    """Takes the node's tasks, one at a time; the worker carries them out."""
 
-    The Runtime API gives tasks only to a process that knows the node's ``secret``.
-    """
-
-    def __init__(
-        self, address: str, secret: bytes, waits: Waits, parent: Parent, node_config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, state: NodeState, waits: Waits, parent: Parent, node_config: Mapping[str, Any]) -> None:
         super().__init__(name="posy-executor", daemon=True)
-        self._address = address
-        self._secret = secret
+        self._state = state
         self._node_config = node_config
         self._parent = parent
         self._waits = waits
@@ -190,17 +196,12 @@ class Executor(threading.Thread):
     def run(self) -> None:
         """Serve until the process ends; end it if no worker can be started."""
         try:
-            node = runtime_client(self._address, secret=self._secret)
+            node = NodeCalls(self._state)
             while True:
                 worker = self._warm()
                 if worker is not None and self._waits.work.wait(LOOK_SECONDS):
                     self._waits.work.clear()
-                    try:
-                        token = acquire_task(node)
-                    except httpx.TransportError as error:  # as after the node was suspended; it pauses again soon
-                        log(WARNING, "the executor could not ask the node for its tasks: %r", error)
-                        continue
-                    if token:
+                    if token := acquire_task(node):
                         self._next = False
                         self._carry_out(worker, token)
                         self._waits.work.clear()  # a next message is complete only when the node pauses
@@ -216,7 +217,7 @@ class Executor(threading.Thread):
             if self._worker.alive:
                 return self._worker
             log(WARNING, "the worker process died with nothing to do (%s); a new one is started", self._worker.end())
-        self._worker = worker = Worker.start(self._parent, self._address)
+        self._worker = worker = Worker.start(self._parent, self._state)
         with contextlib.suppress(queue.Empty):
             if event := worker.events.get(timeout=WORKER_START_SECONDS):
                 self._failed_starts = 0
@@ -232,38 +233,38 @@ class Executor(threading.Thread):
     def _carry_out(self, worker: Worker, token: str) -> None:
         """Let the worker run one task; answer the task with an error if the worker dies or takes too long."""
         self._waits.replied.clear()
-        with contextlib.closing(Task(self._address, token)) as task:
-            message, limit, end, reason = None, 0.0, math.inf, ""
-            worker.hand(token)
-            while True:
-                try:
-                    event = worker.events.get(timeout=max(0.0, min(BEAT_SECONDS, end - time.monotonic())))
-                except queue.Empty:
-                    if time.monotonic() >= end:
-                        reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
-                        self._parent.kill_worker()
-                        break
-                    with contextlib.suppress(httpx.HTTPError):  # the next one may come through
-                        task.beat()
-                    continue
-                if event is None:
+        task = Task(NodeCalls(self._state, token))
+        message, limit, end, reason = None, 0.0, math.inf, ""
+        worker.hand(token)
+        while True:
+            try:
+                event = worker.events.get(timeout=max(0.0, min(BEAT_SECONDS, end - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= end:
+                    reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
+                    self._parent.kill_worker()
                     break
-                if event["event"] == "message":
-                    message, limit = from_envelope(base64.b64decode(event["envelope"])), event["seconds"]
-                    end = time.monotonic() + limit
-                elif event["event"] == "pushed":
-                    self._waits.replied.set()
-                elif event["event"] == "gone":  # the task of the message that the node has now may be the next
-                    self._next = True
-                    return
-                else:
-                    if not self._waits.replied.is_set():
-                        self._waits.lost.set()
-                    self._waits.replied.set()
-                    return
-            ended = worker.end()
-            self._worker = None
-            self._answer(task, message, reason or f"the worker process died while it worked on this message ({ended})")
+                with contextlib.suppress(httpx.HTTPError):  # the next one may come through
+                    task.beat()
+                continue
+            if event is None:
+                break
+            if event["event"] == "message":
+                message, limit = from_envelope(base64.b64decode(event["envelope"])), event["seconds"]
+                end = time.monotonic() + limit
+            elif event["event"] == "pushed":
+                self._waits.replied.set()
+            elif event["event"] == "gone":  # the task of the message that the node has now may be the next
+                self._next = True
+                return
+            else:
+                if not self._waits.replied.is_set():
+                    self._waits.lost.set()
+                self._waits.replied.set()
+                return
+        ended = worker.end()
+        self._worker = None
+        self._answer(task, message, reason or f"the worker process died while it worked on this message ({ended})")
 
     def _answer(self, task: Task, message: Message | None, reason: str) -> None:
         """Answer a task whose worker is gone."""
@@ -354,11 +355,11 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     if limits.max_wait_time is not None:
         Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
-    waits, secret = Waits(), new_secret()
+    waits, state = Waits(), NodeState()
     node_config = parse_config_args([limits.node_config] if limits.node_config else None)
-    Executor(f"{options.host}:{port}", secret, waits, parent, node_config).start()
+    Executor(state, waits, parent, node_config).start()
     words = [*rest, "--isolation", "process", "--host", options.host, "--port", port]
-    run_node(words, waits.sleep, waits.lost, secret)
+    run_node(words, waits.sleep, waits.lost, new_secret(), state)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,20 @@
 """The process that runs a node's tasks, with PyTorch, code and data loaded once.
 
-:class:`posy.deploy.node.Executor` has it forked with a socket. From this it reads tokens, one a line, and writes JSON
-objects, one a line: ``ready``, then for each task ``gone`` if its message is missing, or else ``message`` (its
-envelope, with which the node answers if this process dies, and the seconds for which an answer is of use), ``pushed``
+:class:`posy.deploy.node.Executor` has it forked with a socket (:mod:`posy.deploy.runtime`). It receives tokens of
+tasks, and reports events: ``ready``, then for each task ``gone`` if its message is missing, or else ``message`` (its
+envelope, with which the node answers if this process dies, and the seconds for which an answer is useful), ``pushed``
 and ``done``. It ends when the socket closes.
 """
 
 import base64
 import contextlib
 import importlib
-import json
 import os
-import queue
 import shutil
 import signal
 import socket
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from logging import ERROR, INFO, WARNING
-from typing import Any, TextIO
 
 import httpx
 from flwr.app import Context, Message, MessageType, RecordDict
@@ -28,6 +24,7 @@ from posy.client_app import audit
 from posy.client_app.policy import policy_of, shared_text
 from posy.deploy.foreign import ForeignCodeError, code_rule
 from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
+from posy.deploy.runtime import WorkerCalls, WorkerSocket
 from posy.deploy.sessions import Sessions
 from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
 
@@ -48,22 +45,20 @@ def preload(nodes: int) -> None:
         importlib.import_module(name)
 
 
-def main(address: str, connection: socket.socket, entities: Mapping[str, str] | None = None) -> None:
-    """Serve tasks of the node at ``address`` until it closes the socket.
+def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -> None:
+    """Serve tasks of a node until it closes the socket.
 
     With ``entities``, the public keys of trusted entities by their ids, the worker runs signed code only.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # only its node ends it
         signal.signal(number, signal.SIG_IGN)
-    tokens: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_listen, args=(connection, tokens), daemon=True).start()
+    node = WorkerSocket(connection, _end)
     look_for_parts_sooner(WORKER_PATIENCE)
     apps = Apps(entities)
-    node = connection.makefile("w")
-    _report(node, event="ready", process=os.getpid())
+    node.report(event="ready", process=os.getpid())
     last, sessions = Answered(), Sessions()
     while True:
-        serve(Task(address, tokens.get()), apps, node, last, sessions)
+        serve(Task(WorkerCalls(node, node.tokens.get())), apps, node.report, last, sessions)
 
 
 class Answered:
@@ -89,12 +84,12 @@ def _asked(message: Message) -> object:
     return message.metadata.run_id, message.metadata.message_type, configs
 
 
-def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessions) -> None:
-    """Run one task; an exception of the ClientApp becomes an error reply."""
+def serve(task: Task, apps: Apps, report: Callable[..., None], last: Answered, sessions: Sessions) -> None:
+    """Run one task and report its events; an exception of the ClientApp becomes an error reply."""
     try:
         message, context, run, fab = task.pull()
         seconds = max(0.0, message.metadata.ttl - CLOCK_SECONDS)
-        _report(node, event="message", seconds=seconds, envelope=base64.b64encode(envelope(message)).decode())
+        report(event="message", seconds=seconds, envelope=base64.b64encode(envelope(message)).decode())
         error = ""
         audit.note(context, submitter=run.account_name or run.flwr_aid, code=fab.hash_str)
         try:
@@ -122,21 +117,19 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered, sessions: Sessio
             error, reply = str(wrong), error_reply(message, str(wrong))
         sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
         task.push(reply, context)
-        _report(node, event="pushed")
+        report(event="pushed")
         task.finish(context, error)  # also after an error: the context limits the answers to further messages
         last.keep(message, reply)  # only now: the context contains the state of the client
     except MessageGoneError as wrong:
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             task.finish(None, str(wrong))
-        _report(node, event="gone")
+        report(event="gone")
         return
     except (httpx.HTTPError, RuntimeError) as wrong:  # its node answers for it
         log(WARNING, "a task was lost between node and worker: %r", wrong)
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             task.finish(None, repr(wrong))
-    finally:
-        task.close()
-    _report(node, event="done")
+    report(event="done")
 
 
 def _text_for_server(error: Exception, context: Context) -> str:
@@ -157,16 +150,7 @@ def record(message: Message, context: Context, outcome: Message | Exception) -> 
     audit.record(audit_log, message, context, outcome)
 
 
-def _listen(connection: socket.socket, tokens: "queue.Queue[str]") -> None:
-    """Read tokens; end the process at once when the node has gone."""
-    with contextlib.suppress(OSError), connection.makefile("r") as lines:
-        for line in lines:
-            tokens.put(line.strip())
+def _end() -> None:
+    """End this process at once."""
     shutil.rmtree(os.environ["FLWR_HOME"], ignore_errors=True)
     os._exit(0)
-
-
-def _report(node: TextIO, **event: Any) -> None:
-    with contextlib.suppress(OSError):  # the node has gone, which ends this process too
-        node.write(json.dumps(event) + "\n")
-        node.flush()

@@ -17,6 +17,8 @@ from posy.flower import CLOCK_SECONDS, PING, answer_to, unanswered
 from posy.server_app.grids import LOST, WaveGrid, pause
 from posy.server_app.pace import Pace
 
+LEAST_PAUSE = 0.005
+"""Shortest pause in seconds between two requests for replies."""
 PUSHES = 5
 """Attempts to push messages whose content does not get through."""
 HELD_SECONDS = 2.0
@@ -128,11 +130,14 @@ class PollingGrid(WaveGrid):
 
         All share the ``timeout``; without one, each node has what the pace says.
         """
-        asked = list(messages)
-        phase = _Phase(self, asked, math.inf if timeout is None else timeout)
+        sent = list(messages)
+        phase = _Phase(self, sent, math.inf if timeout is None else timeout)
+        asked = time.monotonic()
         while not phase.over():
-            time.sleep(pause(phase.waited))
-        self._note_gone(asked, phase.replies)
+            # Posy's SuperLink holds a request until a reply has arrived.
+            time.sleep(max(LEAST_PAUSE, pause(phase.waited) - (time.monotonic() - asked)))
+            asked = time.monotonic()
+        self._note_gone(sent, phase.replies)
         return phase.replies
 
     def send(self, messages: Collection[Message], timeout: float = math.inf) -> list[Delivery]:

@@ -322,7 +322,9 @@ class PersonalisedStrategy(Strategy):
         flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": self.evaluates(server_round)} for c in clients}
         if self.settings.run.secure_aggregation:
             weights = {client: self.weight(client) for client in clients}
-            self.secure = self._secure_round(f"{self.states.attempt}-{server_round}", weights, grid)
+            same = self.evaluates(server_round) and clients == self._present()
+            following = self._evaluation_name(server_round) if same else ""
+            self.secure = self._secure_round(self._training_name(server_round), weights, grid, following)
             flags = self._opened(self.secure, flags)
         if self.settings.train.dp_clip_quantile:
             for entries in flags.values():
@@ -377,11 +379,15 @@ class PersonalisedStrategy(Strategy):
         if not self.evaluates(server_round):
             return []
         trained = self.record.trained
-        present = [client for client in self.members if client in self.clients]
+        present = self._present()
         flags: dict[int, dict[str, Any]] = {client: {"evaluate-personal": client not in trained} for client in present}
         if self.settings.run.secure_aggregation:
-            name = f"{self.states.attempt}-{server_round}-{EVALUATION}"
-            self.secure = self._secure_round(name, dict.fromkeys(present, 1), grid)
+            same = server_round < self.settings.run.num_server_rounds and set(self.cohort(server_round + 1)) == {
+                *present
+            }
+            following = self._training_name(server_round + 1) if same else ""
+            name, weights = self._evaluation_name(server_round), dict.fromkeys(present, 1)
+            self.secure = self._secure_round(name, weights, grid, following)
             flags = self._opened(self.secure, flags)
         return self._messages(MessageType.EVALUATE, server_round, config, flags)
 
@@ -795,8 +801,23 @@ class PersonalisedStrategy(Strategy):
 
     # -- secure aggregation ----------------------------------------------------------------------------
 
-    def _secure_round(self, name: str, weights: Mapping[int, int], grid: Grid) -> SecureRound:
-        """Return the server's side of a round of secure aggregation over some clients with their weights."""
+    def _present(self) -> list[int]:
+        """Return the members that have joined."""
+        return [client for client in self.members if client in self.clients]
+
+    def _training_name(self, server_round: int) -> str:
+        """Return the name of the secure aggregation of a round's updates."""
+        return f"{self.states.attempt}-{server_round}"
+
+    def _evaluation_name(self, server_round: int) -> str:
+        """Return the name of the secure aggregation of a round's scores."""
+        return f"{self._training_name(server_round)}-{EVALUATION}"
+
+    def _secure_round(self, name: str, weights: Mapping[int, int], grid: Grid, following: str) -> SecureRound:
+        """Return the server's side of a round of secure aggregation over some clients with their weights.
+
+        ``following`` is the name of the next one if the same clients are expected to take part in it, or empty.
+        """
 
         def ask(
             stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
@@ -820,7 +841,8 @@ class PersonalisedStrategy(Strategy):
             self._log_dropped({dropped} - set(self.record.dropped))
             self.record.dropped.append(dropped)
 
-        return SecureRound(name, self.settings.run, weights, ask, drop)
+        prepared = self.secure.prepared if self.secure else None
+        return SecureRound(name, self.settings.run, weights, ask, drop, following=following, prepared=prepared)
 
     def _opened(self, secure: SecureRound, flags: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Return the config entries of the clients that take part in a round of secure aggregation."""

@@ -14,6 +14,9 @@ A round has five stages:
 The evaluation of a round has the same stages, with other keys, over the scores alone. Before the first round, sites add
 statistics of their data in the same way. The client's side, which does not trust the server, is
 :mod:`posy.client_app.secure_aggregation`.
+
+If the same clients take part in the next phase, they send the keys and shares for it with their answers in stages 4 and
+5. The phase then has three stages. If its clients differ in the end, they send new keys and shares.
 """
 
 import math
@@ -52,14 +55,19 @@ KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
 """The stages of a round other than the training or evaluation."""
 TRAINING, EVALUATION, STATISTICS = "", "evaluation", "statistics"
 """End of the name of a round for updates, for scores, and for the statistics of the sites' data."""
+NEXT = "next-round"
+"""Entry of a request in the stages of survivors and shares: the round for which keys or shares are wanted too."""
+AGAIN = "again"
+"""Entry of a request for keys: earlier keys and shares for this round are void."""
 PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-personal", "sources", "shares"))
 """Entries of a message's config that differ between the clients of a round; all others must be the same."""
 REFUSAL = b"refused"
 """First text of the answer of a client that refuses some neighbours' keys; one text for each neighbour follows."""
 MAX_REFUSAL = 300
 """Most bytes of the text for a refused neighbour: its index, a space and the reason."""
-KEY_TEXTS, MAX_SIGNATURE = 4, 1000
-"""Number of texts of a client's keys (two keys, a signature, the signer), and most bytes of each of the last two."""
+KEY_TEXTS, SIGNED_TEXTS, MAX_SIGNATURE = 4, 2, 1000
+"""Number of texts of a client's keys (two keys, a signature, the signer) and of its signature of a list (the signature,
+the signer); most bytes of a signature and of a signer."""
 ROUND_KEY_BYTES = 32
 """Bytes of a signer that is a key of one round; the public key of a site is longer."""
 DEFAULT_FRACTION = 0.6
@@ -201,6 +209,15 @@ def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
     return reached == clients
 
 
+class Prepared(NamedTuple):
+    """The keys and shares that the clients of a round have sent before it begins."""
+
+    name: str
+    view: View
+    public: dict[int, Answer]
+    sealed: dict[int, Answer]
+
+
 class SecureRound:
     """The server's side of one round.
 
@@ -216,15 +233,30 @@ class SecureRound:
         Sends the messages of a stage, and returns the answers.
     drop : callable
         Records that a client is dropped from the round, with the reason.
+    following : str
+        Name of the next round if the same clients take part in it; else empty.
+    prepared : Prepared, optional
+        The keys and shares that the clients have sent in the round before.
     """
 
     def __init__(
-        self, name: str, run: RunSettings, weights: Mapping[int, int], ask: Ask, drop: Callable[[int, str], None]
+        self,
+        name: str,
+        run: RunSettings,
+        weights: Mapping[int, int],
+        ask: Ask,
+        drop: Callable[[int, str], None],
+        *,
+        following: str = "",
+        prepared: Prepared | None = None,
     ) -> None:
         self.name = name
         self.refusal = ""
         """The reason why the round fails; empty unless it fails."""
+        self.prepared: Prepared | None = None
+        """The keys and shares for the next round, if all clients have sent them."""
         self._run, self._weights, self._ask, self._drop = run, weights, ask, drop
+        self._following, self._earlier = following, prepared
         self._public: dict[int, Answer] = {}
         self._rosters: dict[int, list[int]] = {}
         self._view = View((), 0, 0, 0)
@@ -243,13 +275,18 @@ class SecureRound:
             return {}
 
     def _opened(self) -> dict[int, dict[str, Any]]:
-        self._public = self._ask(KEYS, {client: {} for client in self._weights}, _check_keys)
-        if len(self._public) < 2:
-            raise TooFewError(f"{len(self._public)} of {len(self._weights)} clients have sent their keys, 2 are needed")
-        run, signed = self._run, any(len(texts[-1]) > ROUND_KEY_BYTES for texts in self._public.values())
-        self._view = View.new(sorted(self._public), run.secure_neighbours, run.secure_threshold, signed=signed)
-        self._rosters = self._view.rosters()
-        sealed = self._sealed()
+        earlier = self._earlier
+        if earlier is not None and earlier.name == self.name and earlier.sealed.keys() == self._weights.keys():
+            self._public, self._view, sealed = earlier.public, earlier.view, earlier.sealed
+            self._rosters = self._view.rosters()
+        else:
+            self._public = self._ask(KEYS, {client: {AGAIN: True} for client in self._weights}, _check_keys)
+            if len(self._public) < 2:
+                count = f"{len(self._public)} of {len(self._weights)}"
+                raise TooFewError(f"{count} clients have sent their keys, 2 are needed")
+            self._view = self._view_of(self._public)
+            self._rosters = self._view.rosters()
+            sealed = self._sealed()
         self._sharing = set(sealed)
         while isolated := {c for c in self._sharing if len(self._near(c, self._sharing)) < self._view.threshold}:
             self._sharing -= isolated
@@ -263,6 +300,11 @@ class SecureRound:
             entries[client] = {"secure-round": self.name, "weights": self.total, "sources": sources, "shares": shares}
         return entries
 
+    def _view_of(self, public: Mapping[int, Answer]) -> View:
+        """Return a new view of the clients that have sent their keys."""
+        run, signed = self._run, any(len(texts[-1]) > ROUND_KEY_BYTES for texts in public.values())
+        return View.new(sorted(public), run.secure_neighbours, run.secure_threshold, signed=signed)
+
     def _sealed(self) -> dict[int, Answer]:
         """Return each client's encrypted shares, without the clients whose keys most of their neighbours refuse.
 
@@ -275,7 +317,7 @@ class SecureRound:
             if isinstance(answer, list) and answer[:1] == [REFUSAL]:
                 refused[client] = _refusals(answer[1:], set(self._others(client, set(self._rosters))))
                 return
-            _check(answer, len(self._rosters[client]) - 1, NONCE_BYTES + 2 * SECRET_BYTES + TAG_BYTES)
+            _check_sealed(answer, self._rosters[client])
 
         sealed: dict[int, Answer] = {}
         asking = set(self._rosters)
@@ -297,10 +339,8 @@ class SecureRound:
         return sealed
 
     def _keys_for(self, client: int) -> dict[str, Any]:
-        """Return the request for a client's shares: the view of the round, its neighbours and their keys."""
-        roster = self._rosters[client]
-        keys = [key for other in roster for key in self._public[other]]
-        return {**self._view.entries(), "roster": roster, "public-keys": keys}
+        """Return the request for a client's shares."""
+        return _request_for_shares(self._view, self._rosters[client], self._public)
 
     def unmasked(
         self, masked: Mapping[int, Words], common: bytes, numbers: int
@@ -337,16 +377,9 @@ class SecureRound:
         if not connected(survivors, self._rosters):
             raise TooFewError("the remaining clients share no secrets with each other")
         self._check_cohort(len(survivors), "sent their updates")
-        signed = self._ask(SURVIVORS, {c: {"survivors": sorted(survivors)} for c in sorted(survivors)}, _check_signed)
+        signed, public = self._signed(sorted(survivors))
         self._check_cohort(len(signed), "signed the list of survivors")
-        signers = sorted(signed)
-        texts = [text for client in signers for text in signed[client]]
-        requests = {client: {"signers": signers, "signatures": texts} for client in signers}
-
-        def check(client: int, answer: Answer) -> None:
-            _check(answer, len(self._near(client, self._sharing)), SECRET_BYTES)
-
-        answers = self._ask(UNMASK, requests, check)
+        answers = self._revealed(signed, public)
         shares: dict[int, dict[int, bytes]] = {client: {} for client in self._sharing}
         for sender, answer in answers.items():
             for client, share in zip(self._near(sender, self._sharing), answer, strict=True):
@@ -368,6 +401,46 @@ class SecureRound:
                 key = self._public[other][0]
                 total += pair_mask(private, key, client, other, context, len(total))
         return total
+
+    def _signed(self, survivors: list[int]) -> tuple[dict[int, Answer], dict[int, Answer]]:
+        """Return the clients' signatures of the list of survivors, and their keys for the next round."""
+        following = {NEXT: self._following} if self._following else {}
+        public: dict[int, Answer] = {}
+
+        def check(client: int, answer: Answer) -> None:
+            _check_signature(answer[:SIGNED_TEXTS], SIGNED_TEXTS)
+            if keys := answer[SIGNED_TEXTS:]:
+                _check_keys(client, keys)
+                public[client] = keys
+
+        answers = self._ask(SURVIVORS, {c: {"survivors": survivors, **following} for c in survivors}, check)
+        return {client: answer[:SIGNED_TEXTS] for client, answer in answers.items()}, public
+
+    def _revealed(self, signed: Mapping[int, Answer], public: Mapping[int, Answer]) -> dict[int, Answer]:
+        """Return the shares that the clients reveal, and keep their keys and shares for the next round."""
+        signers = sorted(signed)
+        texts = [text for client in signers for text in signed[client]]
+        requests: dict[int, dict[str, Any]] = {c: {"signers": signers, "signatures": texts} for c in signers}
+        view, rosters = self._view, dict[int, list[int]]()
+        if self._following and public.keys() == self._weights.keys() == signed.keys():
+            view = self._view_of(public)
+            rosters = view.rosters()
+            for client, roster in rosters.items():
+                requests[client] |= {NEXT: self._following, **_request_for_shares(view, roster, public)}
+        sealed: dict[int, Answer] = {}
+
+        def check(client: int, answer: Answer) -> None:
+            count = len(self._near(client, self._sharing))
+            _check(answer[:count], count, SECRET_BYTES)
+            further = answer[count:]
+            if further and further[0] != REFUSAL:
+                _check_sealed(further, rosters.get(client, [client]))
+                sealed[client] = further
+
+        answers = self._ask(UNMASK, requests, check)
+        if rosters and sealed.keys() == rosters.keys():
+            self.prepared = Prepared(self._following, view, dict(public), sealed)
+        return {client: answer[: len(self._near(client, self._sharing))] for client, answer in answers.items()}
 
     def _check_threshold(self, client: int, present: set[int], done: str) -> None:
         """Raise :class:`TooFewError` if too few neighbours of a client are present."""
@@ -459,6 +532,16 @@ def common_digest(config: Mapping[str, Any], per_client: Collection[str], arrays
     return digest(*parts)
 
 
+def _request_for_shares(view: View, roster: list[int], public: Mapping[int, Answer]) -> dict[str, Any]:
+    """Return the request for a client's shares: the view of the round, its neighbours and their keys."""
+    keys = [key for other in roster for key in public[other]]
+    return {**view.entries(), "roster": roster, "public-keys": keys}
+
+
+def _check_sealed(answer: Any, roster: Sequence[int]) -> None:
+    _check(answer, len(roster) - 1, NONCE_BYTES + 2 * SECRET_BYTES + TAG_BYTES)
+
+
 def _check(answer: Any, count: int, size: int) -> None:
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes] * count:
         raise BadReplyError(f"an answer without the expected {count} texts")
@@ -485,11 +568,7 @@ def _check_keys(client: int, answer: Answer) -> None:
     _check(answer[:2], 2, KEY_BYTES)
     for key in answer[:2]:
         check_public(key)
-    _check_signature(answer[2:], KEY_TEXTS - 2)
-
-
-def _check_signed(client: int, answer: Answer) -> None:
-    _check_signature(answer, 2)
+    _check_signature(answer[2:], SIGNED_TEXTS)
 
 
 def _check_signature(texts: Any, count: int) -> None:

@@ -249,9 +249,6 @@ class Recorded(NodeTask):
     def finish(self, context: Context | None, error: str = "") -> None:
         self.context = context or Context(0, 1, dict(self.context.node_config), RecordDict(), {})
 
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 class Installed(Apps):
     """The app that is installed here, for every run."""
@@ -270,7 +267,7 @@ def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, 
         nonlocal context
         message.metadata.__dict__["_message_id"] = "0"
         task = Recorded(message, context)
-        serve(task, Installed(), io.StringIO(), Answered(), Sessions())
+        serve(task, Installed(), lambda **event: None, Answered(), Sessions())
         context = task.context
         assert task.reply is not None
         return task.reply

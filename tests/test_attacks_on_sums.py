@@ -5,7 +5,6 @@ entries of messages that are in every version, so that they also run on the code
 """
 
 import inspect
-import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -381,7 +380,7 @@ class Node:
         config = {"client": self.client, "secure-round": "0-1", "server-round": 1, "settings": "{}", "lr": 0.1}
         config |= entries if stage == "train" else {"secure-stage": stage, **entries}
         self._message, self._min_clients = Message(RecordDict({"config": ConfigRecord(config)}), 1, kind), min_clients
-        worker.serve(self, self, io.StringIO(), self._last, *self._sessions)  # type: ignore[arg-type]
+        worker.serve(self, self, lambda **event: None, self._last, *self._sessions)  # type: ignore[arg-type]
         if self.reply.has_error():
             return str(self.reply.error.reason)
         return self.reply.content.config_records["config"]["answer"]
@@ -398,9 +397,6 @@ class Node:
             raise RuntimeError("the connection to the node is lost")
         if context is not None:
             self.stored = context_to_proto(context)
-
-    def close(self) -> None:
-        pass
 
     # The code of the run.
     signers: tuple[str, ...] = ()

@@ -296,6 +296,85 @@ def count_writes(ours: Ours) -> list[str]:
     return writes
 
 
+# -- requests that wait for messages ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def holding(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> Ours:
+    """Return a state whose requests for messages wait for up to 5 s."""
+    arrivals = database.Arrivals()
+    monkeypatch.setattr(database, "ARRIVALS", arrivals)
+    monkeypatch.setattr(database, "HOLD_SECONDS", 5.0)
+    for module, asking in ((message_handler, database.NODES), (runtime_handlers, database.SERVERS)):
+        monkeypatch.setattr(module, "pull_messages", arrivals.hold(asking, module.pull_messages))
+    return ours
+
+
+def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.start()
+    return timer
+
+
+def test_a_request_of_a_node_waits_until_all_objects_of_a_message_have_arrived(holding: Ours) -> None:
+    message = holding.message()
+    *first, last = holding.store_without_objects(message)
+    for store in first:
+        store()
+    begun = time.monotonic()
+    timer = after(0.3, last)
+    assert holding.pull() == [message.object_id]
+    assert 0.25 < time.monotonic() - begun < 3
+    timer.join()
+
+
+def test_a_request_of_a_server_app_waits_for_replies_and_gathers_them(holding: Ours) -> None:
+    numbers = [holding.push(), holding.push()]
+    asked = [holding.receive()[0] for _ in numbers]
+    replies = [Message(RecordDict(), reply_to=message) for message in asked]
+    timers = [after(0.2 + i / 50, partial(holding.store_with_objects, reply)) for i, reply in enumerate(replies)]
+    assert sorted(holding.replies(numbers)) == sorted(reply.object_id for reply in replies)
+    for timer in timers:
+        timer.join()
+
+
+def test_a_request_waits_for_a_limited_time_and_server_apps_in_limited_number(
+    holding: Ours, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "HOLD_SECONDS", 0.2)
+    pushed = holding.push()
+    holding.receive()
+    for wait in (holding.pull, lambda: holding.replies([pushed])):
+        begun = time.monotonic()
+        assert wait() == []
+        assert 0.15 < time.monotonic() - begun < 3
+    places = database.ARRIVALS._places
+    taken = [places.acquire(blocking=False) for _ in range(database.HELD_SERVERS)]
+    assert all(taken), "a request that has ended has returned its place"
+    begun = time.monotonic()
+    assert holding.replies([pushed]) == []
+    assert time.monotonic() - begun < 0.15
+
+
+def test_messages_without_objects_to_send_and_ended_sessions_are_noted() -> None:
+    arrivals = database.Arrivals()
+    answers = [SimpleNamespace(objects_to_push=parts, session_id=name) for parts, name in (([], "a"), (["x"], "b"))]
+    announce = arrivals.announce(database.SERVERS, lambda request, state: answers[request])
+    announce(0, None)
+    assert arrivals._counts == {database.NODES: 0, database.SERVERS: 1}
+    announce(1, None)
+    arrivals.arrived("b")
+    assert arrivals._counts == {database.NODES: 0, database.SERVERS: 2}
+    announce(1, None)
+    arrivals.ended("b")
+    assert arrivals._receivers == {}
+    arrivals.arrived("unknown")
+    assert arrivals._counts == {database.NODES: 1, database.SERVERS: 3}
+
+
+# -- messages ---------------------------------------------------------------------------------------------
+
+
 def test_a_message_is_handed_out_once_and_only_while_it_lives(ours: Ours) -> None:
     assert ours.pull() == []
     ours.push(ttl=0.05)

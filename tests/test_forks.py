@@ -23,7 +23,7 @@ def serve_node(arguments, parent):
     name, = arguments
     while True:
         ours, theirs = socket.socketpair()
-        parent.fork_worker(theirs, name, Path(name))
+        parent.fork_worker(theirs, Path(name))
         theirs.close()
         print("worker", ours.makefile().readline().strip(), os.environ.get("FLWR_HOME", "-"), flush=True)
         if Path(f"{name}-end").exists():
@@ -31,8 +31,9 @@ def serve_node(arguments, parent):
             sys.exit(7)
         print("ended", parent.ended.get(), flush=True)
 
-def serve_worker(address, connection):
-    connection.sendall(f"{address} {os.getpid()} {os.environ['FLWR_HOME']}\\n".encode())
+def serve_worker(connection):
+    home = os.environ["FLWR_HOME"]
+    connection.sendall(f"{home} {os.getpid()} {home}\\n".encode())
     connection.recv(1)  # until the node has gone
 
 leave(Family([Node(name, [name]) for name in sys.argv[1:]], serve_node, serve_worker).keep())

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
@@ -25,6 +24,7 @@ from flwr.supernode import start_client_internal
 from flwr.supernode.nodestate import NodeStateFactory
 
 from posy.deploy import loop
+from posy.deploy.runtime import NodeState
 
 RUN = 7
 
@@ -228,7 +228,7 @@ def test_a_message_that_comes_without_its_parts_is_answered(node: tuple[Any, Any
     def pull(*, receive: Callable[[], Any], **_: object) -> None:
         assert receive()[0] is came
 
-    run = loop.pull_or_push(pull, state=state, receive=lambda: (came, None), object_store=store)
+    run = loop.pull_or_push(pull, node_state=NodeState(), state=state, receive=lambda: (came, None), object_store=store)
     assert run == RUN
     (reply,) = state.get_messages(is_reply=True)
     assert reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
@@ -245,7 +245,7 @@ def test_a_failed_call_for_messages_does_not_end_the_node(node: tuple[Any, Any])
     def receive() -> None:
         raise INTERNAL
 
-    assert loop.pull_or_push(pull, state=state, receive=receive, object_store=store) is None
+    assert loop.pull_or_push(pull, node_state=NodeState(), state=state, receive=receive, object_store=store) is None
 
 
 def test_heartbeats_go_on_after_any_error() -> None:
@@ -268,7 +268,7 @@ def test_the_names_of_flower_that_a_node_replaces_are_there(monkeypatch: pytest.
     monkeypatch.setattr(
         loop, "put", lambda module, name, value: replaced.update({(module, name): getattr(module, name)})
     )
-    loop.make_steadfast(Event())
+    loop.make_steadfast(Event(), NodeState())
     assert replaced.keys() == {
         (start_client_internal, "_make_fleet_connection_retry_invoker"),
         (start_client_internal, "_pull_and_store_message"),
@@ -278,7 +278,6 @@ def test_the_names_of_flower_that_a_node_replaces_are_there(monkeypatch: pytest.
         (heartbeat, "HEARTBEAT_DEFAULT_INTERVAL"),
         (in_memory_corestate, "HEARTBEAT_DEFAULT_INTERVAL"),
         (transfer, "get_num_workers"),
-        (sys.modules["flwr.supernode.cli.flower_supernode"], "uvicorn"),
     }
     pull = inspect.signature(start_client_internal._pull_and_store_message).parameters
     assert {"state", "object_store", "receive"} <= pull.keys()

@@ -228,7 +228,7 @@ def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> d
 
 def _new_pair(files: Files, node: str) -> dict[Path, bytes]:
     """Return a new key pair of a node."""
-    key = ec.generate_private_key(ec.SECP384R1())
+    key = ec.generate_private_key(ec.SECP256R1())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return {files.node_key(node): _key(key, ssh=True), files.node_public(node): public}
 

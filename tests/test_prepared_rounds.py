@@ -1,0 +1,178 @@
+"""Keys and shares for the next phase, which clients send with their answers in the phase before."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from test_secure_aggregation import ClientGroup, Federate, StageGrid, assert_close, five, key_of, reasons, run
+
+from posy.client_app.secure_aggregation import ProtocolError, Secrets
+from posy.strategies.masking import MaskingError
+from posy.strategies.secure_aggregation import REFUSAL, Prepared, SecureRound, View
+from posy.strategies.settings import RunSettings
+
+__all__ = ["five"]  # a fixture
+ALL = {"keys", "shares", "train", "survivors", "unmask"}
+
+
+class CountingGrid(StageGrid):
+    """Grid that counts the messages of each stage and round."""
+
+    stages: Counter[tuple[str, int]]
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        self.stages = getattr(self, "stages", Counter())
+        self.stages.update(key_of(message)[:2] for message in messages)
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def stages_of(finished: Any, server_round: int) -> set[str]:
+    return {stage for stage, number in finished.grid.stages if number == server_round}
+
+
+def test_only_the_first_phase_has_messages_for_keys_and_shares(make_config: Any, federate: Federate, five: Any) -> None:
+    config = make_config("fedavg", data=five, num_server_rounds=3) | {"secure-aggregation": True}
+    finished = federate(config, grid=CountingGrid)
+    evaluation = {"evaluate", "evaluation survivors", "evaluation unmask"}
+    assert stages_of(finished, 1) == ALL | evaluation
+    assert stages_of(finished, 2) == stages_of(finished, 3) == {"train", "survivors", "unmask"} | evaluation
+    assert set(finished.grid.stages.values()) == {5}
+
+
+def test_clients_of_another_cohort_send_new_keys(make_config: Any, federate: Federate, five: Any) -> None:
+    """Four of five clients train, and all five are evaluated, so nothing can be prepared."""
+    config = make_config("fedavg", data=five, fraction_train=0.8) | {"secure-aggregation": True}
+    finished = federate(config, grid=CountingGrid)
+    assert all(stages_of(finished, number) >= ALL for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("stage", ["survivors", "unmask"])
+def test_a_client_that_prepares_nothing_costs_only_messages(
+    make_config: Any, federate: Federate, five: Any, stage: str
+) -> None:
+    """Client 1 does not answer in round 1, so all clients send keys and shares for the evaluation again."""
+    config = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-aggregation": True}
+    finished = federate(config, grid=lambda clients: CountingGrid(clients, lost=[(stage, 1, 1)]))
+    assert {"evaluation keys", "evaluation shares"} <= stages_of(finished, 1)
+    assert reasons(finished, 1) == {1: "no reply"} and reasons(finished, 2) == {}
+    assert_close(finished.strategy.server_state(), federate(config).strategy.server_state(), 0)
+
+
+def test_prepared_keys_are_void_if_a_client_is_gone(make_config: Any, federate: Federate, five: Any) -> None:
+    """The keys and shares of round 2 are prepared for five clients. One of them disappears before it."""
+
+    class LeavingGrid(CountingGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+            replies = super().send_and_receive(messages, timeout=timeout)
+            if any(key_of(message)[:2] == ("evaluation unmask", 1) for message in messages):
+                self.lost = [(stage, number, 4) for stage in ("train", "keys") for number in (2, 3)]
+            return replies
+
+    config = make_config("fedavg", data=five, num_server_rounds=3) | {"secure-aggregation": True}
+    finished = federate(config, grid=LeavingGrid)
+    assert "keys" not in stages_of(finished, 2)
+    assert reasons(finished, 2) == {4: "no reply"}  # it counts as a client that has dropped out of the phase
+    lost = [("train", number, 4) for number in (2, 3)]
+    plain = federate(config | {"secure-aggregation": False}, grid=lambda clients: StageGrid(clients, lost))
+    assert_close(finished.strategy.server_state(), plain.strategy.server_state(), 1e-6)
+
+
+def test_a_prepared_phase_takes_no_keys_of_another_round_or_cohort() -> None:
+    asked: list[str] = []
+
+    def ask(stage: str, requests: Any, check: Any) -> dict[int, list[bytes]]:
+        asked.append(stage)
+        return {}
+
+    view = View((0, 1, 2), 0, 2, 2)
+    sealed = {client: [bytes(60)] * 2 for client in range(3)}
+    prepared = Prepared("0-2", view, {client: [bytes(32)] * 4 for client in range(3)}, sealed)
+    for name, clients in (("0-3", (0, 1, 2)), ("0-2", (0, 1)), ("0-2", (0, 1, 2, 3))):
+        SecureRound(name, RunSettings(), dict.fromkeys(clients, 1), ask, lambda *_: None, prepared=prepared).opened()
+    assert asked == ["keys"] * 3
+    right = SecureRound("0-2", RunSettings(), dict.fromkeys(range(3), 1), ask, lambda *_: None, prepared=prepared)
+    assert right.opened()[1]["sources"] == [0, 2]
+    assert asked == ["keys"] * 3
+
+
+# -- the client ----------------------------------------------------------------------------------------------
+
+
+def prepared_group() -> tuple[ClientGroup, list[list[bytes]]]:
+    """Return clients that have signed a list of survivors, and their keys for the evaluation."""
+    group = ClientGroup().handed_in()
+    answers = [group.signed(client, group.roster, next_round="0-1-evaluation") for client in group.roster]
+    return group, answers
+
+
+def test_a_client_answers_both_requests() -> None:
+    group, answers = prepared_group()
+    signed = {client: texts[:2] for client, texts in enumerate(answers)}
+    keys = [text for texts in answers for text in texts[2:]]
+    view = {"roster": group.roster, "public_keys": keys, "cohort": group.roster, "reach": 0}
+    view |= {"cohort_threshold": 3, "threshold": 3, "next_round": "0-1-evaluation"}
+    revealed = [group.unmask(client, signed, **view) for client in group.roster]
+    assert [len(texts) for texts in revealed] == [4 + 3] * 4
+    assert {len(share) for texts in revealed for share in texts[:4]} == {16}
+    evaluation = Secrets(0, group.contexts[0], 0, "0-1-evaluation").load()
+    assert evaluation.sealed == revealed[0][4:]
+    assert group.secrets_of(0).revealed
+
+
+def test_keys_that_a_client_refuses_do_not_lose_its_shares() -> None:
+    group, answers = prepared_group()
+    signed = {client: texts[:2] for client, texts in enumerate(answers)}
+    keys = [text for texts in answers for text in texts[2:]]
+    keys[4 * 2 + 2] = bytes(64)  # the signature of client 2
+    view = {"roster": group.roster, "public_keys": keys, "cohort": group.roster, "reach": 0}
+    view |= {"cohort_threshold": 3, "threshold": 3, "next_round": "0-1-evaluation"}
+    texts = group.unmask(0, signed, **view)
+    assert texts[4:] == [REFUSAL, b"2 the signature is wrong"]
+    view |= {"threshold": 1}
+    assert len(group.unmask(1, signed, **view)) == 4 + 2
+    keys[4 * 2 + 2] = answers[2][4]
+    assert len(group.unmask(3, signed, **view)) == 4  # an unsafe threshold: no shares for the next round
+
+
+def test_the_next_round_never_replaces_secrets_of_this_one() -> None:
+    group = ClientGroup().handed_in()
+    before = group.secrets_of(0)
+    assert len(group.signed(0, group.roster, next_round="0-2")) == 2
+    assert group.secrets_of(0).own_secret == before.own_secret
+    assert len(group.signed(1, group.roster, next_round="no round")) == 2
+
+
+def test_keys_are_new_again_only_before_the_masked_reply() -> None:
+    group = ClientGroup().shared()
+    first = group.ask(0, "keys")
+    assert group.ask(0, "keys") == first, "a copy of the request has the same answer"
+    again = group.ask(0, "keys", again=True)
+    assert not set(first) & set(again)
+    assert group.ask(0, "keys", again=True) == again, "nothing was shared under these keys"
+    with pytest.raises(ProtocolError, match="is over"):
+        group.mask(0)
+    group = ClientGroup().handed_in()
+    assert group.ask(1, "keys", again=True) == group.ask(1, "keys")
+    assert group.secrets_of(1).masked
+
+
+def test_shares_for_void_keys_open_nothing() -> None:
+    """Client 0 shares again. Its earlier shares are for keys that no client accepts any more."""
+    group = ClientGroup().shared()
+    void = group.sealed
+    group.public = [group.ask(client, "keys", again=True) for client in group.roster]
+    group.sealed = [group.shares(client) for client in group.roster]
+    assert not {text for texts in void for text in texts} & {text for texts in group.sealed for text in texts}
+    current, group.sealed = group.sealed, void
+    with pytest.raises(MaskingError, match="cannot be read"):
+        group.mask(0)
+    group.sealed = current
+    assert group.mask(0).dtype == np.uint32
+
+
+def test_a_run_that_is_repeated_has_the_same_model(make_config: Any, federate: Federate, five: Any) -> None:
+    config = make_config("fedrep", data=five, model="mlp", num_server_rounds=3)
+    twice = run(federate, config, twice=True)
+    assert_close(twice.strategy.server_state(), run(federate, config).strategy.server_state(), 0)
