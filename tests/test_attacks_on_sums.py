@@ -6,7 +6,6 @@ entries of messages that are in every version, so that they also run on the code
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from flwr.common.serde import context_from_proto, context_to_proto
 from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_flow
 
 from posy.client_app import secure_aggregation
 from posy.client_app.app import app as client_app
@@ -23,8 +24,8 @@ from posy.client_app.secure_aggregation import Masking
 from posy.commands.deploy.certificates import make_certificates
 from posy.deploy import worker
 from posy.server_app.in_process import InProcessGrid
-from posy.strategies.masking import MaskingError, combined, private_key, public_key
-from posy.strategies.secure_aggregation import KEY_TEXTS
+from posy.strategies.masking import combined, private_key, public_key
+from posy.strategies.secure_aggregation import KEY_TEXTS, threshold_of
 
 Federate = Callable[..., Any]
 Change = Callable[[Message, Mapping[str, Any]], None]
@@ -199,21 +200,19 @@ def revealed_secrets(server: Server) -> tuple[set[int], set[int]]:
         if not reply.has_error():
             sender = int(config["client"])
             answer: Any = reply.content.config_records["config"]["answer"]
-            for client, share in zip(rosters[sender], answer, strict=True):
+            for client, share in zip(rosters[sender], answer, strict=False):  # shares for the next phase may follow
                 shares[client][sender] = share
+    configs = [config for stage in ("survivors", "unmask") for config, _ in server.in_stage(stage)]
+    lists = {int(config["client"]): list(config["survivors"]) for config in configs if "survivors" in config}
     masks, keys = set(), set()
     for client, held in shares.items():
-        for excluded in product((True, False), repeat=len(held)):  # the server knows whom it told what
-            chosen = {rosters[client].index(s): held[s] for s, use in zip(held, excluded, strict=True) if use}
-            if len(chosen) != thresholds[client]:
-                continue
-            try:
-                secret = combined(chosen, thresholds[client])
-            except (MaskingError, ValueError):
-                continue
+        of_key = {rosters[client].index(s): share for s, share in held.items() if client not in lists[s]}
+        threshold = thresholds[client]
+        if len(of_key) >= threshold:
+            secret = combined(dict(sorted(of_key.items())[:threshold]), threshold)
             if public_key(private_key(secret)) == public[client]:
                 keys.add(client)
-        if len(held) >= thresholds[client] and client not in keys:
+        if len(held) - len(of_key) >= threshold:
             masks.add(client)
     return masks, keys
 
@@ -230,39 +229,60 @@ def isolating(exclusions: Callable[[int, Sequence[int]], Sequence[int]]) -> Chan
     return change
 
 
-@pytest.mark.parametrize("signed", [False, True])
+def excluded_by_place(reach: int, threshold: int) -> dict[int, list[int]]:
+    """Return the neighbours of client 0 that each place of the ring leaves out, so that each is left out often enough.
+
+    A client accepts a list if ``threshold`` of its 2 · reach + 1 neighbours are on it, itself included. The private key
+    of a neighbour of client 0 comes from the shares of ``threshold`` clients whose lists lack it.
+    """
+    targets = [place for place in range(-reach, reach + 1) if place]
+    places = [place for place in range(-2 * reach, 2 * reach + 1) if place]  # client 0 itself signs the full list
+    source, sink, first = 0, 1, 2 + len(targets)
+    capacities = np.zeros((first + len(places),) * 2, np.int32)
+    capacities[source, 2:first], capacities[first:, sink] = threshold, 2 * reach + 1 - threshold
+    for i, target in enumerate(targets):
+        for j, place in enumerate(places):
+            capacities[2 + i, first + j] = place != target and abs(place - target) <= reach
+    flow = maximum_flow(csr_matrix(capacities), source, sink)
+    assert flow.flow_value == len(targets) * threshold
+    chosen = flow.flow.toarray()[2:first, first:] > 0
+    return {place: [target for i, target in enumerate(targets) if chosen[i, j]] for j, place in enumerate(places)}
+
+
+@pytest.mark.parametrize(("size", "neighbours", "signed"), [(SIZE, 4, False), (SIZE, 4, True), (50, 20, False)])
 def test_h2_a_server_cannot_isolate_a_client_in_a_ring(
-    make_config: Any, federate: Federate, sites: list[dict[str, Any]], signed: bool
+    make_config: Any, federate: Federate, sites: list[dict[str, Any]], size: int, neighbours: int, signed: bool
 ) -> None:
-    """Twelve clients, four neighbours, threshold 0.6: lists that differ gave the keys of all neighbours of client 0."""
+    """With a threshold of 0.6, lists that differ gave the keys of all neighbours of client 0."""
     ring: dict[int, int] = {}
     servers: list[Server] = []
+    reach = neighbours // 2
+    plan = excluded_by_place(reach, threshold_of(neighbours + 1, 0.6))
 
     def learn_ring() -> None:
         """Find each client's place in the ring, from the rosters, with client 0 at place 0."""
         rosters = {int(c["client"]): set(map(int, c["roster"])) for c, _ in servers[0].in_stage("shares")}
         ring[0] = 0
-        # The next client shares three other members of its neighbourhood with the client before it.
+        # The next client shares all but one of its neighbours with the client before it.
         before, place = 0, 0
         while len(ring) < len(rosters):
-            near = [c for c in rosters[before] if c not in ring and len(rosters[c] & rosters[before]) == 4]
+            near = [c for c in rosters[before] if c not in ring and len(rosters[c] & rosters[before]) == 2 * reach]
             before, place = near[0], place + 1
             ring[before] = place
 
     def exclusions(client: int, listed: Sequence[int]) -> list[int]:
         if not ring:
             learn_ring()
-        places = {1: (2, -1), -1: (1, -2), 2: (1,), -2: (-1,), 3: (1, 2), -3: (-1, -2), 4: (2,), -4: (-2,)}
-        place = ring[client] if ring[client] <= SIZE // 2 else ring[client] - SIZE
-        clients = {p if p <= SIZE // 2 else p - SIZE: c for c, p in ring.items()}
-        return [clients[other] for other in places.get(place, ())]
+        centred = {c: place if place <= size // 2 else place - size for c, place in ring.items()}
+        clients = {place: c for c, place in centred.items()}
+        return [clients[other] for other in plan.get(centred[client], ())]
 
     def grid(clients: int) -> Server:
         servers.append(Server(clients, isolating(exclusions), sites if signed else ()))
         return servers[0]
 
-    config = make_config("fedavg", data=parts(SIZE), model="linear", num_server_rounds=1, local_steps=1)
-    settings = {"secure-aggregation": True, "secure-neighbours": 4, "secure-threshold": 0.6}
+    config = make_config("fedavg", data=parts(size), model="linear", num_server_rounds=1, local_steps=1)
+    settings = {"secure-aggregation": True, "secure-neighbours": neighbours, "secure-threshold": 0.6}
     done = federate(config | settings, grid=grid)
     masks, keys = revealed_secrets(servers[0])
     rosters = {int(c["client"]): set(map(int, c["roster"])) for c, _ in servers[0].in_stage("shares")}
@@ -275,10 +295,11 @@ def test_h2_a_server_cannot_isolate_a_client_in_a_ring(
             for reason in reasons
         )
     else:
-        assert any(
-            "of the 12 clients of the cohort have signed this client's list of survivors, 8 are needed" in reason
-            for reason in reasons
+        needed = threshold_of(size, 0.6)
+        refusal = (
+            f"of the {size} clients of the cohort have signed this client's list of survivors, {needed} are needed"
         )
+        assert any(refusal in reason for reason in reasons)
     assert not keys and not masks
 
 
