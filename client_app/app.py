@@ -83,7 +83,8 @@ def query(message: Message, context: Context) -> Message:
         if config["secure-stage"] == STATISTICS:
             answers = [masked_statistics(message, context, policy).tobytes()]
         else:
-            answers = secure_aggregation.answer(message, context, rules.min_clients)
+            least = rules.min_clients or secure_aggregation.smallest_sum(context.node_config)
+            answers = secure_aggregation.answer(message, context, least)
         return Message(RecordDict({"config": ConfigRecord({"answer": answers})}), reply_to=message)
     settings, describes = str(config["settings"]), bool(config.get("describe"))
     check_node_config(context.node_config)

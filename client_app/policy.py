@@ -17,6 +17,7 @@ from flwr.common.logger import log
 from posy.client_app import audit
 from posy.client_app.budget import LEDGER, Budget, BudgetExceededError, unprotected
 from posy.client_app.node_config import AUDIT_NAME
+from posy.client_app.secure_aggregation import MIN_CLIENTS
 from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
@@ -189,8 +190,8 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     if values["local-epochs"] <= policy.max_local_epochs < repeated * values["local-epochs"]:
         reason = f"pfedme-steps = {repeated} in each step of local-epochs = {values['local-epochs']}"
         yield Violation("max-local-epochs", f"{reason}; the site allows at most {policy.max_local_epochs} in all")
-    if values["num-clients"] < policy.min_clients:
-        yield Violation("min-clients", f"num-clients = {values['num-clients']}; at least {policy.min_clients} clients")
+    if values["num-clients"] < (least := policy.min_clients or MIN_CLIENTS):
+        yield Violation("min-clients", f"num-clients = {values['num-clients']}; at least {least} clients")
     if policy.epsilon and (reason := unprotected(values)):
         yield Violation("epsilon", reason)
     masked = values["secure-aggregation"]

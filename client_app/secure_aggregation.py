@@ -267,6 +267,16 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
         return texts
 
 
+def smallest_sum(node_config: Mapping[str, Any]) -> int:
+    """Return the smallest number of clients whose sum a client joins, if the policy of its site has no number.
+
+    A site with trusted keys joins sums over more than half of the trusted sites, and over three at least: with two
+    clients, each learns the update of the other. It joins a sum of two only if it trusts two sites.
+    """
+    site = signatures_of(node_config)
+    return MIN_CLIENTS if site is None else min(site.trusted, max(3, site.trusted // 2 + 1))
+
+
 def _keys_in(config: Mapping[str, Any]) -> dict[int, list[bytes]]:
     """Return the texts of each neighbour's keys in a request for shares."""
     rows = zip(config["roster"], *_columns(config["public-keys"], KEY_TEXTS), strict=True)

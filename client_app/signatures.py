@@ -85,6 +85,11 @@ class SiteSignatures:
         if self.own not in self._trusted:
             raise NodeConfigError(f"{TRUSTED} = {str(trusted)!r} lacks the public half of {SIGNING} = {str(key)!r}")
 
+    @property
+    def trusted(self) -> int:
+        """Number of trusted sites, this site included."""
+        return len(self._trusted)
+
     def sign(self, text: bytes) -> list[bytes]:
         """Return a signature and the public key that verifies it."""
         return [self._private.sign(text, ECDSA(SHA256())), self.own]

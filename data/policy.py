@@ -51,7 +51,12 @@ class Policy:
     max_rounds: int = setting(1000, "largest number of rounds of a run", minimum=1)
     max_parameters: int = setting(100_000_000, "largest number of parameters of a model", minimum=1)
     max_runs_per_day: int = setting(50, "largest number of runs that begin on one day (UTC)", minimum=1)
-    min_clients: int = setting(2, "smallest number of clients in a round", minimum=2)
+    min_clients: int = setting(
+        0,
+        "smallest number of clients in a round; 0: two, or with trusted-keys more than half of the trusted sites, and "
+        "three of three",
+        minimum=0,
+    )
     secure_aggregation: str = setting(
         "optional",
         "with `required` the node sends updates and scores under masks only",

@@ -324,6 +324,25 @@ def test_h2_a_server_cannot_have_a_sum_over_two_of_five_clients(make_config: Any
     assert not keys and not masks
 
 
+@pytest.mark.parametrize(("trusted", "least"), [(12, 7), (6, 4), (5, 3), (4, 3), (3, 3), (2, 2)])
+def test_m3_a_site_joins_sums_over_most_of_the_trusted_sites(tmp_path: Path, trusted: int, least: int) -> None:
+    """A site that trusted twelve keys joined a sum of two."""
+    make_certificates(tmp_path, [], [f"site-{i}" for i in range(trusted)], 1)
+    config = {"signing-key": str(tmp_path / "site-0.key"), "trusted-keys": str(tmp_path)}
+    assert secure_aggregation.smallest_sum(config) == least
+    assert secure_aggregation.smallest_sum({}) == 2
+    (tmp_path / f"site-{trusted - 1}.pub").unlink()
+    if trusted > 2:
+        assert secure_aggregation.smallest_sum(config) == min(trusted - 1, max(3, (trusted - 1) // 2 + 1))
+
+
+def test_m3_two_of_twelve_sites_make_no_sum(make_config: Any, federate: Federate, sites: list[dict[str, Any]]) -> None:
+    config = make_config("fedavg", data=parts(2), num_server_rounds=1, local_steps=1) | {"secure-aggregation": True}
+    done = federate(config, grid=lambda clients: Server(clients, configs=sites[:2]))
+    reasons = {reason for _, reason in done.records[0].dropped}
+    assert any("the cohort has 2 clients, and this site joins sums of at least 7" in reason for reason in reasons)
+
+
 def test_a_round_below_the_smallest_cohort_of_a_site_is_refused() -> None:
     """A site may refuse sums over few clients, in the cohort and in the list of survivors."""
     nodes = [Node(client) for client in range(4)]
