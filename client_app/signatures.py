@@ -154,10 +154,10 @@ def _read(key: Path, trusted: Path, versions: object) -> SiteSignatures:
 def _versions(key: Path, trusted: Path) -> tuple[object, ...]:
     """Return the versions of the files of keys: each changes if a file is written again or replaced."""
     try:
-        found = [(path, path.stat()) for path in (key, *sorted(trusted.glob("*.pub")))]
+        stats = [(path, path.stat()) for path in (key, *sorted(trusted.glob("*.pub")))]
     except OSError:  # SiteSignatures reports it
         return ()
-    return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found)
+    return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 
 
 def _name(public: EllipticCurvePublicKey) -> bytes:

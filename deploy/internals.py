@@ -191,8 +191,8 @@ def _forget(old: Path | None, new: Path) -> None:
     for folder in (old, old / BUNDLED) if old else ():
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
-    places = [path for folder in (new, new / BUNDLED) if folder.is_dir() for path in folder.iterdir()]
-    own = {path.stem for path in places if path.is_dir() or path.suffix == ".py"}
-    own |= {name for name in sys.modules if name.startswith(OWN_MODULE)}
-    for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+    paths = [path for folder in (new, new / BUNDLED) if folder.is_dir() for path in folder.iterdir()]
+    names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
+    names |= {name for name in sys.modules if name.startswith(OWN_MODULE)}
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         del sys.modules[name]

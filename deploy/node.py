@@ -92,17 +92,17 @@ class Waits:
     def sleep(self, seconds: float) -> None:
         """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply has arrived."""
         self.work.set()  # also where it waits for no reply: one to an older message may have ended its wait
-        now = time.monotonic()
+        clock = time.monotonic()
         if seconds >= IDLE_SECONDS:
             self._idle = True
-            asked = now - self._woken  # Posy's SuperLink holds a request until a message has arrived
-            time.sleep(max(0.0, pause(now - self._busy, min(self._gaps, default=0.0)) - asked))
+            requested = clock - self._woken  # Posy's SuperLink holds a request until a message has arrived
+            time.sleep(max(0.0, pause(clock - self._busy, min(self._gaps, default=0.0)) - requested))
             self._woken = time.monotonic()
             return
         if self._idle:  # a message has come
             self._idle = False
-            self._gaps.append(now - self._busy)
-        self._busy = now
+            self._gaps.append(clock - self._busy)
+        self._busy = clock
         if self.replied.wait(seconds):
             time.sleep(0.005)  # in case the reply is for another message
 
@@ -134,10 +134,10 @@ class Worker:
         """Start a worker for a node."""
         # Each worker has a separate home: in a shared home, nodes would overwrite each other's apps.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
-        ours, theirs = socket.socketpair()
-        with theirs:
-            parent.fork_worker(theirs, home)
-        worker = cls(parent, ours, home, queue.Queue(), node)
+        node_end, worker_end = socket.socketpair()
+        with worker_end:
+            parent.fork_worker(worker_end, home)
+        worker = cls(parent, node_end, home, queue.Queue(), node)
         threading.Thread(target=worker._listen, daemon=True).start()
         return worker
 
@@ -315,8 +315,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(KEY, dest="keys", action="append", default=[])
     parser.add_argument(CONFIG, dest="configs", action="append", default=[])
-    own, shared = parser.parse_known_args()
-    keys, configs = own.keys or [""], own.configs or [""] * max(1, len(own.keys))
+    options, shared = parser.parse_known_args()
+    keys, configs = options.keys or [""], options.configs or [""] * max(1, len(options.keys))
     if len(configs) != len(keys):
         sys.exit(f"posy: {CONFIG} is given {len(configs)} times and {KEY} {len(keys)} times: once for each node")
     nodes = []
@@ -347,18 +347,18 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="")
     parser.add_argument("--isolation", default="process", choices=["process"])
-    options, rest = parser.parse_known_args(arguments)
+    options, node_arguments = parser.parse_known_args(arguments)
     parser.add_argument("--superlink", default="")
     parser.add_argument("--max-wait-time", type=float)
     parser.add_argument(CONFIG, dest="node_config")
-    limits, _ = parser.parse_known_args(rest)  # these three are Flower's as well
+    limits, _ = parser.parse_known_args(node_arguments)  # these three are Flower's as well
     if limits.max_wait_time is not None:
         Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
     waits, state = Waits(), NodeState()
     node_config = parse_config_args([limits.node_config] if limits.node_config else None)
     Executor(state, waits, parent, node_config).start()
-    words = [*rest, "--isolation", "process", "--host", options.host, "--port", port]
+    words = [*node_arguments, "--isolation", "process", "--host", options.host, "--port", port]
     run_node(words, waits.sleep, waits.lost, new_secret(), state)
 
 

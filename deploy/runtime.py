@@ -125,14 +125,14 @@ class WorkerSocket:
     ----------
     connection : socket.socket
         The connection.
-    gone : callable
+    on_end : callable
         Called when the node has gone.
     """
 
-    def __init__(self, connection: socket.socket, gone: Callable[[], object]) -> None:
+    def __init__(self, connection: socket.socket, on_end: Callable[[], object]) -> None:
         self.tokens: queue.Queue[str] = queue.Queue()
         """The tokens of the tasks that the node hands out."""
-        self._connection, self._gone = connection, gone
+        self._connection, self._on_end = connection, on_end
         self._answers: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
         self._calling, self._writing = threading.Lock(), threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -161,7 +161,7 @@ class WorkerSocket:
                     self.tokens.put(head["token"])
                 else:
                     self._answers.put((head, stream.read(head.get("size", 0))))
-        self._gone()
+        self._on_end()
 
 
 class WorkerCalls:

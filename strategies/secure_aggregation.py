@@ -275,9 +275,9 @@ class SecureRound:
             return {}
 
     def _opened(self) -> dict[int, dict[str, Any]]:
-        earlier = self._earlier
-        if earlier is not None and earlier.name == self.name and earlier.sealed.keys() == self._weights.keys():
-            self._public, self._view, sealed = earlier.public, earlier.view, earlier.sealed
+        prepared = self._earlier
+        if prepared is not None and prepared.name == self.name and prepared.sealed.keys() == self._weights.keys():
+            self._public, self._view, sealed = prepared.public, prepared.view, prepared.sealed
             self._rosters = self._view.rosters()
         else:
             self._public = self._ask(KEYS, {client: {AGAIN: True} for client in self._weights}, _check_keys)

@@ -57,18 +57,18 @@ def state(monkeypatch: pytest.MonkeyPatch) -> NodeState:
 @pytest.fixture
 def worker(state: NodeState) -> Iterator[WorkerSocket]:
     """Return the worker's end of a socket that the node answers."""
-    ours, theirs = socket.socketpair()
-    gone = threading.Event()
-    node: Any = Worker(None, ours, None, None, state)  # type: ignore[arg-type]
+    node_end, worker_end = socket.socketpair()
+    ended = threading.Event()
+    node: Any = Worker(None, node_end, None, None, state)  # type: ignore[arg-type]
     node.events = Events()
     threading.Thread(target=node._listen, daemon=True).start()
-    connection = WorkerSocket(theirs, gone.set)
+    connection = WorkerSocket(worker_end, ended.set)
     connection.node, connection.events = node, node.events.found  # type: ignore[attr-defined]
     yield connection
-    ours.shutdown(socket.SHUT_RDWR)
-    assert gone.wait(5), "the worker notices that its node has gone"
-    ours.close()
-    theirs.close()
+    node_end.shutdown(socket.SHUT_RDWR)
+    assert ended.wait(5), "the worker notices that its node has gone"
+    node_end.close()
+    worker_end.close()
 
 
 class Events:

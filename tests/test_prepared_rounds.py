@@ -80,10 +80,10 @@ def test_prepared_keys_are_void_if_a_client_is_gone(make_config: Any, federate: 
 
 
 def test_a_prepared_phase_takes_no_keys_of_another_round_or_cohort() -> None:
-    asked: list[str] = []
+    stages: list[str] = []
 
     def ask(stage: str, requests: Any, check: Any) -> dict[int, list[bytes]]:
-        asked.append(stage)
+        stages.append(stage)
         return {}
 
     view = View((0, 1, 2), 0, 2, 2)
@@ -91,10 +91,10 @@ def test_a_prepared_phase_takes_no_keys_of_another_round_or_cohort() -> None:
     prepared = Prepared("0-2", view, {client: [bytes(32)] * 4 for client in range(3)}, sealed)
     for name, clients in (("0-3", (0, 1, 2)), ("0-2", (0, 1)), ("0-2", (0, 1, 2, 3))):
         SecureRound(name, RunSettings(), dict.fromkeys(clients, 1), ask, lambda *_: None, prepared=prepared).opened()
-    assert asked == ["keys"] * 3
+    assert stages == ["keys"] * 3
     right = SecureRound("0-2", RunSettings(), dict.fromkeys(range(3), 1), ask, lambda *_: None, prepared=prepared)
     assert right.opened()[1]["sources"] == [0, 2]
-    assert asked == ["keys"] * 3
+    assert stages == ["keys"] * 3
 
 
 # -- the client ----------------------------------------------------------------------------------------------
