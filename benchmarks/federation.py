@@ -12,8 +12,8 @@ the nodes with their workers, after round 5 and after the last round. It uses PS
 ``--nodes`` sets the number of nodes.
 
 With ``--secure``, the benchmark compares a plain run with a run under secure aggregation, in which all sites sign their
-keys. It reports the additional seconds of a round: the stages of keys, shares, survivors and shares of the masks, for
-training and for evaluation. ``--neighbours`` is the setting ``secure-neighbours``.
+keys. It reports the additional seconds of a round: the stages of survivors and of the shares of masks, for training and
+for evaluation. ``--neighbours`` is the setting ``secure-neighbours``.
 
 Targets: an overhead of less than 3 s per round for 5 nodes on 2 cores, at most 2.2 times the CPU seconds of a SuperLink
 with its state in memory, a memory growth of at most 10 %, and less than 1 s per round for masks with 5 nodes.
