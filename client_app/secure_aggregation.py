@@ -42,6 +42,7 @@ from posy.strategies.masking import (
     KEY_BYTES,
     MAX_CLIENTS,
     SECRET_BYTES,
+    MaskingError,
     Words,
     digest,
     encoded,
@@ -129,6 +130,8 @@ class Session:
     """The list of survivors that the client has signed, and its signature with the signer."""
     revealed: bool = False
     """Whether the client has revealed ``shares``; later requests receive the same answer."""
+    early: bool = False
+    """Whether the round before asked for the keys, so that other clients may know them already."""
 
     @classmethod
     def new(cls, name: str) -> Self:
@@ -260,9 +263,9 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
         if following.purpose == client_secrets.purpose:
             raise ProtocolError("the secrets for the next round would replace secrets of this round")
         if stage == SURVIVORS:
-            return [*texts, *_keys(following)]
+            return [*texts, *_keys(following, early=True)]
         return [*texts, *_shares(following, _keys_in(config), View.read(config), min_clients)]
-    except ProtocolError as error:
+    except (ProtocolError, MaskingError) as error:
         log(WARNING, "no keys or shares for round %s yet: %s", config[NEXT], error)
         return texts
 
@@ -270,11 +273,10 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
 def smallest_sum(node_config: Mapping[str, Any]) -> int:
     """Return the smallest number of clients whose sum a client joins, if the policy of its site has no number.
 
-    A site with trusted keys joins sums over more than half of the trusted sites, and over three at least: with two
-    clients, each learns the update of the other. It joins a sum of two only if it trusts two sites.
+    A site with trusted keys joins sums over more than half of the trusted sites.
     """
     site = signatures_of(node_config)
-    return MIN_CLIENTS if site is None else min(site.trusted, max(3, site.trusted // 2 + 1))
+    return MIN_CLIENTS if site is None else max(MIN_CLIENTS, site.trusted // 2 + 1)
 
 
 def _keys_in(config: Mapping[str, Any]) -> dict[int, list[bytes]]:
@@ -288,16 +290,19 @@ def _columns(texts: Sequence[bytes], count: int) -> list[Sequence[bytes]]:
     return [texts[column::count] for column in range(count)]
 
 
-def _keys(client_secrets: Secrets, *, again: bool = False) -> list[bytes]:
+def _keys(client_secrets: Secrets, *, again: bool = False, early: bool = False) -> list[bytes]:
     """Begin a round, unless it has begun; return two public keys, their signature and the signer's public key.
 
-    With ``again``, keys and shares that the client has sent for this round are void, unless it has sent its reply.
+    With ``again``, keys and shares that the client has sent for this round are void, unless it has sent its reply. Keys
+    that it has sent early are void too: another client could have seen them, and send them as its own.
     """
     session, name = client_secrets.latest(), client_secrets.name
-    begun = session is not None and _order(session.name) >= _order(name)
-    void = again and session is not None and session.name == name and session.sealed and not session.masked
-    if session is None or not begun or void:
-        session = Session.new(name)
+    if session is None or _order(session.name) < _order(name):
+        void = True
+    else:
+        void = again and session.name == name and (bool(session.sealed) or session.early) and not session.masked
+    if session is None or void:
+        session = replace(Session.new(name), early=early)
         client_secrets.save(session)
     if session.name != name or not session.mask_secret:
         raise ProtocolError(f"round {name} is over")

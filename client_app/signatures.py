@@ -155,9 +155,9 @@ def _versions(key: Path, trusted: Path) -> tuple[object, ...]:
     """Return the versions of the files of keys: each changes if a file is written again or replaced."""
     try:
         stats = [(path, path.stat()) for path in (key, *sorted(trusted.glob("*.pub")))]
-    except OSError:  # SiteSignatures reports it
-        return ()
-    return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+    except OSError:
+        return (object(),)  # equal to no other version: SiteSignatures reports the error
+    return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats)
 
 
 def _name(public: EllipticCurvePublicKey) -> bytes:

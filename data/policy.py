@@ -53,8 +53,7 @@ class Policy:
     max_runs_per_day: int = setting(50, "largest number of runs that begin on one day (UTC)", minimum=1)
     min_clients: int = setting(
         0,
-        "smallest number of clients in a round; 0: two, or with trusted-keys more than half of the trusted sites, and "
-        "three of three",
+        "smallest number of clients in a round; 0: two, or with trusted-keys more than half of the trusted sites",
         minimum=0,
     )
     secure_aggregation: str = setting(

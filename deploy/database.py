@@ -294,8 +294,8 @@ HOLD_SECONDS = 1.0
 """Longest time that a request for messages waits."""
 GATHER_SECONDS = 0.05
 """Longest time that a ServerApp's request waits for further replies after the first: an answer takes ten queries."""
-HELD_SERVERS = 16
-"""Number of ServerApps whose requests may wait; Flower has 40 threads for them."""
+HELD_NODES, HELD_SERVERS = 500, 16
+"""Number of nodes and of ServerApps whose requests may wait; Flower has 1,000 and 40 threads for them."""
 
 
 class Arrivals:
@@ -306,14 +306,20 @@ class Arrivals:
         self._counts = {NODES: 0, SERVERS: 0}
         self._receivers: dict[str, str] = {}
         """Receivers of the messages whose objects a session of Flower collects."""
-        self._places = threading.BoundedSemaphore(HELD_SERVERS)
+        self._places = {
+            NODES: threading.BoundedSemaphore(HELD_NODES),
+            SERVERS: threading.BoundedSemaphore(HELD_SERVERS),
+        }
+        self._held: set[int] = set()
+        """Nodes whose requests wait."""
 
     def hold(self, asking: str, handler: Callable[..., T]) -> Callable[..., T]:
         """Repeat a handler of requests for messages until its answer has messages or the time is over."""
 
         @functools.wraps(handler)
         def call(request: Any, state: Any, *args: Any, **named: Any) -> T:
-            waits = isinstance(state, _Objects) and (asking == NODES or self._places.acquire(blocking=False))
+            node = request.node.node_id if asking == NODES else 0
+            waits = isinstance(state, _Objects) and self._enter(asking, node)
             end = time.monotonic() + HOLD_SECONDS
             try:
                 while True:
@@ -325,8 +331,8 @@ class Arrivals:
                     if asking == SERVERS:
                         self._wait(asking, count + len(request.message_ids), GATHER_SECONDS)
             finally:
-                if waits and asking == SERVERS:
-                    self._places.release()
+                if waits:
+                    self._leave(asking, node)
 
         return call
 
@@ -345,10 +351,12 @@ class Arrivals:
 
         return call
 
-    def arrived(self, session: str) -> None:
-        """Wake the receivers of the messages whose objects a session has collected."""
-        with self._condition:
-            receivers = self._receivers.pop(session, None)
+    def receivers_of(self, session: str) -> str | None:
+        """Return the receivers of the messages whose objects a session collects."""
+        return self._receivers.get(session)
+
+    def arrived(self, receivers: str | None) -> None:
+        """Wake the receivers of messages that have arrived; None: all."""
         for each in (receivers,) if receivers else (NODES, SERVERS):
             self._wake(each)
 
@@ -356,6 +364,19 @@ class Arrivals:
         """Forget a session that has ended."""
         with self._condition:
             self._receivers.pop(session, None)
+
+    def _enter(self, asking: str, node: int) -> bool:
+        """Return whether a request may wait: one of each node, and a limited number in all."""
+        with self._condition:
+            if node in self._held or not self._places[asking].acquire(blocking=False):
+                return False
+            self._held |= {node} if node else set()
+            return True
+
+    def _leave(self, asking: str, node: int) -> None:
+        with self._condition:
+            self._held.discard(node)
+            self._places[asking].release()
 
     def _wait(self, asking: str, count: int, seconds: float) -> None:
         """Wait until a number of messages have arrived for some receivers since the start, or the time is over."""
@@ -741,12 +762,13 @@ class _Objects(_EachSecond):
         return _Memory.preregister_object_tree(self, object_tree, session_id)
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        receivers = ARRIVALS.receivers_of(session_id)
         stored = _Memory.store_object(self, run_id, session_id, object_id, object_content)
         with self._lock_object_push_sessions:
             session = self._object_push_sessions.get(session_id)
             complete = session is None or not session.pending_object_ids
-        if complete:
-            ARRIVALS.arrived(session_id)
+        if stored and complete:
+            ARRIVALS.arrived(receivers)
         # A sender that has missed the first answer sends the object again.
         return stored or bool(self.object_store.get(object_id))
 
@@ -755,8 +777,7 @@ class _Objects(_EachSecond):
 
     def _cleanup_push_session(self, session_id: str, *, cleanup_messages: bool) -> None:
         _Memory._cleanup_push_session(self, session_id, cleanup_messages=cleanup_messages)
-        if cleanup_messages:
-            ARRIVALS.ended(session_id)
+        ARRIVALS.ended(session_id)
 
     def _on_push_session_expired(self, message_object_ids: set[str]) -> None:
         """Delete the messages later, because the holder of the session lock may not wait for a turn to write."""

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-RUNTIME_API = "/v1/runtime/"
-"""Start of the paths whose requests have one response, and no stream of responses."""
+RUNTIME_API, STREAMS = "/v1/runtime/", "/v1/runtime/responses"
+"""Start of the paths whose requests have one response, and of the paths among them that may have a stream."""
 
 Call = Callable[[BaseHTTPMiddleware, Scope, Receive, Send], Awaitable[None]]
 
@@ -30,7 +30,8 @@ def simplified(streamed: Call) -> Call:
     """Return a method ``__call__`` that handles whole requests to the Runtime API, and others with ``streamed``."""
 
     async def call(self: BaseHTTPMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(RUNTIME_API):
+        path = scope["path"] if scope["type"] == "http" else ""
+        if not path.startswith(RUNTIME_API) or path.startswith(STREAMS):
             await streamed(self, scope, receive, send)
             return
         body = await _body_of(receive)
@@ -57,10 +58,12 @@ def simplified(streamed: Call) -> Call:
 
 
 async def _body_of(receive: Receive) -> bytes:
-    """Return the whole body of a request; it is incomplete if the caller has closed the connection."""
+    """Return the whole body of a request; raise ``ClientDisconnect`` if the caller has closed the connection."""
     parts = []
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)

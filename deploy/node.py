@@ -17,6 +17,7 @@ import queue
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -48,7 +49,7 @@ from posy.deploy.internals import (
     run_node,
 )
 from posy.deploy.refusals import record_error
-from posy.deploy.runtime import NodeCalls, NodeState, answer, entry
+from posy.deploy.runtime import NodeCalls, NodeState, answer, entry, size_of
 from posy.deploy.secret import new_secret
 from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
 from posy.deploy.trusted import read_entities
@@ -71,6 +72,8 @@ LOOK_SECONDS = 5.0
 """Seconds between two looks at whether an idle worker is alive, or the SuperLink within reach."""
 WORKER_START_SECONDS = 300.0
 """Seconds that a worker may take to load PyTorch."""
+SEND_SECONDS = 60
+"""Seconds that a worker may take to read a part of an entry."""
 MAX_FAILED_STARTS = 3
 """Number of workers in a row that may fail to start."""
 
@@ -135,6 +138,7 @@ class Worker:
         # Each worker has a separate home: in a shared home, nodes would overwrite each other's apps.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         node_end, worker_end = socket.socketpair()
+        node_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         with worker_end:
             parent.fork_worker(worker_end, home)
         worker = cls(parent, node_end, home, queue.Queue(), node)
@@ -162,18 +166,29 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self.connection.makefile("rb") as stream:
-            for line in stream:
-                head = json.loads(line)
-                if "call" in head:
-                    self._send(answer(self.node, head, stream.read(head["size"])))
-                else:
-                    self.events.put(head)
-        self.events.put(None)
+        try:
+            with self.connection.makefile("rb") as stream:
+                for line in stream:
+                    head = json.loads(line)
+                    if "call" in head:
+                        self._send(answer(self.node, head, stream.read(size_of(head))))
+                    else:
+                        self.events.put({"event": head["event"], **head})
+        except OSError:
+            log(INFO, "the connection to the worker process has ended")
+        except Exception as error:  # a run's code has written to the socket
+            log(ERROR, "the worker process has sent a malformed entry: %r", error)
+        finally:
+            self.events.put(None)
 
     def _send(self, content: bytes) -> None:
-        with contextlib.suppress(OSError), self.writing:  # an event reports its death
-            self.connection.sendall(content)
+        """Send an entry; the executor replaces a worker that does not read for :data:`SEND_SECONDS`."""
+        try:
+            with self.writing:
+                self.connection.sendall(content)
+        except OSError:  # also after the time limit, in the middle of an entry
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class WorkerLostError(RuntimeError):

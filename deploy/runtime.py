@@ -4,8 +4,9 @@ Flower's node serves its Runtime API over HTTP, and a message takes about ten re
 node and its worker share a socket. :class:`NodeCalls` calls Flower's handlers directly. :class:`WorkerCalls` sends the
 same calls through the socket. Both have the methods of Flower's client.
 
-On the socket, each entry is a JSON object in a line. A call of the worker, ``{"call", "token", "size"}``, is followed
-by the bytes of the request, and its answer, ``{"size"}`` or ``{"error"}``, by the bytes of the response.
+On the socket, each entry is a JSON object in a line. A call of the worker, ``{"call", "number", "token", "size"}``, is
+followed by the bytes of the request, and its answer, ``{"number", "size"}`` or ``{"number", "error"}``, by the bytes of
+the response.
 """
 
 import contextlib
@@ -109,8 +110,16 @@ def answer(state: NodeState, call: dict[str, Any], request: bytes) -> bytes:
             raise CallError("the node gives out the tasks")
         response = state.call(call["call"], call["token"], kind.request.FromString(request)).SerializeToString()
     except Exception as error:
-        return entry(error=f"{type(error).__name__}: {error}")
-    return entry(response, size=len(response))
+        return entry(number=call["number"], error=f"{type(error).__name__}: {error}")
+    return entry(response, number=call["number"], size=len(response))
+
+
+def size_of(call: dict[str, Any]) -> int:
+    """Return the number of bytes of a request; raise ``ValueError`` for a malformed call."""
+    size, number = call.get("size"), call.get("number")
+    if type(size) is not int or size < 0 or type(number) is not int:
+        raise ValueError(f"a call of the worker with size = {size!r} and number = {number!r}")
+    return size
 
 
 def entry(content: bytes = b"", **fields: Any) -> bytes:
@@ -135,6 +144,7 @@ class WorkerSocket:
         self._connection, self._on_end = connection, on_end
         self._answers: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
         self._calling, self._writing = threading.Lock(), threading.Lock()
+        self._number = 0
         threading.Thread(target=self._listen, daemon=True).start()
 
     def report(self, **event: Any) -> None:
@@ -146,22 +156,30 @@ class WorkerSocket:
         """Return the response to a call of the Runtime API; raise :class:`CallError` if it fails."""
         content = request.SerializeToString()
         with self._calling:
+            self._number += 1
             with self._writing:
-                _send(self._connection, entry(content, call=name, token=token, size=len(content)))
+                _send(
+                    self._connection,
+                    entry(content, call=name, number=self._number, token=token, size=len(content)),
+                )
             head, response = self._answers.get()
+            while head["number"] != self._number:  # the answer to a call that an exception has interrupted
+                head, response = self._answers.get()
         if "error" in head:
             raise CallError(head["error"])
         return CALLS[name].response.FromString(response)
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError), self._connection.makefile("rb") as stream:
-            for line in stream:
-                head = json.loads(line)
-                if "token" in head:
-                    self.tokens.put(head["token"])
-                else:
-                    self._answers.put((head, stream.read(head.get("size", 0))))
-        self._on_end()
+        try:
+            with contextlib.suppress(OSError), self._connection.makefile("rb") as stream:
+                for line in stream:
+                    head = json.loads(line)
+                    if "token" in head:
+                        self.tokens.put(head["token"])
+                    else:
+                        self._answers.put((head, stream.read(head.get("size", 0))))
+        finally:
+            self._on_end()
 
 
 class WorkerCalls:

@@ -133,8 +133,14 @@ def own_mask(secret: bytes, context: bytes, count: int) -> Words:
 
 
 def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int, context: bytes, count: int) -> Words:
-    """Return the mask that a client adds for another client, which adds the negative mask."""
-    mask = stream(_agreed(private, public, b"pair mask", context), count)
+    """Return the mask that a client adds for another client, which adds the negative mask.
+
+    The mask is bound to both clients and their public keys: several texts are the same key for X25519, and a client
+    could otherwise send another client's key as its own, so that a third client's masks with both cancel.
+    """
+    ends = sorted([(client, public_key(private)), (other, public)])
+    parties = b"".join(index.to_bytes(4, "little") + key for index, key in ends)
+    mask = stream(_agreed(private, public, b"pair mask", parties + context), count)
     return mask if client < other else np.negative(mask)
 
 

@@ -348,12 +348,24 @@ def test_a_request_waits_for_a_limited_time_and_server_apps_in_limited_number(
         begun = time.monotonic()
         assert wait() == []
         assert 0.15 < time.monotonic() - begun < 3
-    places = database.ARRIVALS._places
+    places = database.ARRIVALS._places[database.SERVERS]
     taken = [places.acquire(blocking=False) for _ in range(database.HELD_SERVERS)]
     assert all(taken), "a request that has ended has returned its place"
     begun = time.monotonic()
     assert holding.replies([pushed]) == []
     assert time.monotonic() - begun < 0.15
+
+
+def test_one_request_of_a_node_waits_at_a_time(holding: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "HOLD_SECONDS", 0.6)
+    with futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(holding.pull)
+        time.sleep(0.2)
+        begun = time.monotonic()
+        assert holding.pull() == []
+        assert time.monotonic() - begun < 0.2
+        assert first.result() == []
+    assert database.ARRIVALS._held == set()
 
 
 def test_messages_without_objects_to_send_and_ended_sessions_are_noted() -> None:
@@ -363,12 +375,11 @@ def test_messages_without_objects_to_send_and_ended_sessions_are_noted() -> None
     announce(0, None)
     assert arrivals._counts == {database.NODES: 0, database.SERVERS: 1}
     announce(1, None)
-    arrivals.arrived("b")
+    arrivals.arrived(arrivals.receivers_of("b"))
     assert arrivals._counts == {database.NODES: 0, database.SERVERS: 2}
-    announce(1, None)
     arrivals.ended("b")
     assert arrivals._receivers == {}
-    arrivals.arrived("unknown")
+    arrivals.arrived(arrivals.receivers_of("unknown"))
     assert arrivals._counts == {database.NODES: 1, database.SERVERS: 3}
 
 

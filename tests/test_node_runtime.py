@@ -1,8 +1,12 @@
 """The Runtime API of a node through the socket of its worker, and the middleware of the SuperLink's HTTP API."""
 
+import asyncio
 import hashlib
+import queue
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +24,7 @@ from flwr.supernode.nodestate import NodeStateFactory
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
@@ -145,6 +149,40 @@ def test_calls_of_several_threads_have_their_own_answers(state: NodeState, worke
     assert errors == []
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b'{"call": "PullObject"}\n', b"5\n", b'{"call": "X", "number": 1, "size": -1}\n', b'{"event2": 1}\n', b"{\n"],
+)
+def test_a_malformed_entry_ends_the_worker_and_not_its_node(state: NodeState, content: bytes) -> None:
+    """Code of a run in the worker process could otherwise let the node wait without end."""
+    node_end, worker_end = socket.socketpair()
+    node: Any = Worker(None, node_end, None, queue.Queue(), state)  # type: ignore[arg-type]
+    listener = threading.Thread(target=node._listen, daemon=True)
+    listener.start()
+    worker_end.sendall(content)
+    assert node.events.get(timeout=5) is None
+    listener.join(5)
+    assert not listener.is_alive()
+
+
+def test_a_worker_that_does_not_read_is_given_up(state: NodeState) -> None:
+    node_end, worker_end = socket.socketpair()
+    node_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
+    node: Any = Worker(None, node_end, None, queue.Queue(), state)  # type: ignore[arg-type]
+    threading.Thread(target=node._listen, daemon=True).start()
+    begun = time.monotonic()
+    node._send(bytes(50_000_000))
+    assert time.monotonic() - begun < 5
+    assert node.events.get(timeout=5) is None
+    worker_end.close()
+
+
+def test_an_interrupted_call_does_not_shift_the_answers(state: NodeState, worker: Any) -> None:
+    token = acquire_task(NodeCalls(state))
+    worker._answers.put(({"number": 0, "error": "for a call that an exception has interrupted"}, b""))
+    Task(WorkerCalls(worker, str(token))).beat()
+
+
 # -- middleware --------------------------------------------------------------------------------------------
 
 
@@ -198,6 +236,27 @@ def test_responses_are_those_of_starlettes_middleware(path: str, monkeypatch: py
     monkeypatch.setattr(BaseHTTPMiddleware, "__call__", simplified(noted))
     assert [facts(TestClient(app).post(path, content=body)) for body in bodies] == expected
     assert bool(streamed) == ("control" in path)
+
+
+def test_a_request_that_is_cut_off_is_not_handled() -> None:
+    handled: list[bytes] = []
+
+    async def handler(scope: Any, receive: Any, send: Any) -> None:
+        handled.append((await receive())["body"])
+
+    parts = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(parts)
+
+    async def call() -> None:
+        await simplified(BaseHTTPMiddleware.__call__)(
+            Translating(handler), {"type": "http", "path": "/v1/runtime/push-object"}, receive, receive
+        )
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(call())
+    assert handled == []
 
 
 def facts(response: Any) -> tuple[int, bytes, dict[str, str]]:

@@ -158,6 +158,15 @@ def test_keys_are_new_again_only_before_the_masked_reply() -> None:
     assert group.secrets_of(1).masked
 
 
+def test_keys_that_were_sent_early_are_new_if_they_are_asked_for_again() -> None:
+    """A client that saw the early keys of another one sent them as its own, and all others refused the round."""
+    group, answers = prepared_group()
+    first = [group.ask(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
+    assert not {text for keys in first for text in keys[:2]} & {text for texts in answers for text in texts[2:4]}
+    again = [group.ask(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
+    assert again == first, "a copy of the request has the same answer"
+
+
 def test_shares_for_void_keys_open_nothing() -> None:
     """Client 0 shares again. Its earlier shares are for keys that no client accepts any more."""
     group = ClientGroup().shared()

@@ -365,7 +365,8 @@ def test_a_worker_that_hangs_is_left_out_by_the_timeout_and_replaced(long: Feder
     (long.folder / "hang").touch()
     long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
     number, reason = long.dropped("long", 1)[before]
-    assert reason == "no reply within round-timeout = 12 s"
+    killed = "its app crashed: the worker process was killed: a reply after more than 12 s would be too late"
+    assert reason in ("no reply within round-timeout = 12 s", killed)  # the node's answer may be just in time
     long.wait_for_words("long", f"node-1 (client 1) is dropped: {reason}")
     long.wait(lambda: long.whole_since("long", number), "run-long")
     assert "the worker process was killed: a reply after more than" in long.log("node-1")
