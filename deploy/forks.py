@@ -1,9 +1,9 @@
 """Nodes and their workers as processes forked from one, which has loaded Flower and PyTorch for all of them.
 
-What is loaded is in memory once, however many nodes a machine has, and a worker that died is replaced in no time. The
-parent has one thread, no gRPC channel and no CUDA context, because these do not survive a fork. Nodes and workers are
-all its children. A node asks it for a worker over a socket; so none of them outlives another by more than moments: the
-node ends when that socket closes, and a worker when its node has gone.
+All nodes of a machine share the memory of the loaded modules, and a new worker needs no time to load them. The parent
+has one thread, no gRPC channel and no CUDA context, because these do not survive a fork. All nodes and workers are its
+children. A node requests its worker over a socket. The node ends when this socket closes, and a worker ends with its
+node.
 """
 
 import contextlib
@@ -73,20 +73,20 @@ class Node:
     unfinished: bytes = b""
     """A line of it that has no end yet."""
     code: int = 0
-    left: float = math.inf
-    """When the node ended, by the monotonic clock."""
+    ended_at: float = math.inf
+    """Time at which the node ended, by the monotonic clock."""
 
 
 @dataclass
 class Family:
-    """The nodes of one parent, and what it needs to look after them."""
+    """The nodes of one parent, with their processes and sockets."""
 
     nodes: Sequence[Node]
     serve_node: Callable[[Sequence[str], Parent], None]
     serve_worker: Callable[[socket.socket], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     stopped: float = 0.0
-    """When the nodes were told to end, by the monotonic clock; 0: not yet."""
+    """Time of the signal that ends the nodes, by the monotonic clock; 0: not yet."""
 
     def keep(self) -> int:
         """Fork the nodes and look after them until all have ended; return the exit status."""
@@ -98,7 +98,7 @@ class Family:
             signal.signal(number, lambda *_: None)  # what comes is read from the socket
         self.selector.register(self._wakeup, selectors.EVENT_READ)
         gc.collect()
-        gc.freeze()  # what is loaded stays; a collection that looked at it would copy it into every child
+        gc.freeze()  # a garbage collection would copy all loaded modules into every child
         for node in self.nodes:
             self._fork_node(node)
         while any(node.process or node.worker for node in self.nodes):
@@ -113,13 +113,13 @@ class Family:
             for node in self.nodes:
                 if self.stopped and node.process and time.monotonic() - self.stopped > STOP_SECONDS:
                     os.kill(node.process, signal.SIGKILL)
-                if node.worker and time.monotonic() - node.left > STOP_SECONDS:  # it hangs
+                if node.worker and time.monotonic() - node.ended_at > STOP_SECONDS:  # it hangs
                     os.kill(node.worker, signal.SIGKILL)
         codes = [node.code for node in self.nodes]
         return next((code if code > 0 else 128 - code for code in codes if code), 0)
 
     def _fork_node(self, node: Node) -> None:
-        node.connection, theirs = socket.socketpair()
+        node.connection, node_end = socket.socketpair()
         if len(self.nodes) > 1:
             node.output = os.pipe()
             os.set_blocking(node.output[0], False)
@@ -127,16 +127,16 @@ class Family:
 
         def serve() -> None:
             os.setsid()  # a Ctrl-C reaches it only through its parent
-            self.serve_node(node.arguments, Parent(theirs))
+            self.serve_node(node.arguments, Parent(node_end))
 
-        node.process = self._fork(node, f"node {node.name}", theirs, serve)
-        theirs.close()
+        node.process = self._fork(node, f"node {node.name}", serve)
+        node_end.close()
         self.selector.register(node.connection, selectors.EVENT_READ, node)
         if len(self.nodes) > 1:
             self._say(f"node {node.name} is process {node.process}")
 
     def _obey(self, node: Node) -> None:
-        """Do what a node asks for: a worker, or its end."""
+        """Fork the worker of a node, or kill it, as the node orders."""
         assert node.connection is not None
         try:
             order, files, _, _ = socket.recv_fds(node.connection, READ, 1)
@@ -150,17 +150,17 @@ class Family:
             if node.worker:
                 os.kill(node.worker, signal.SIGKILL)
         else:
-            asked = json.loads(order)
+            fields = json.loads(order)
             with socket.socket(fileno=files[0]) as connection:
 
                 def serve() -> None:
-                    os.environ["FLWR_HOME"] = asked["home"]
+                    os.environ["FLWR_HOME"] = fields["home"]
                     self.serve_worker(connection)
 
-                node.worker = self._fork(node, f"worker {node.name}", connection, serve)
+                node.worker = self._fork(node, f"worker {node.name}", serve)
 
-    def _fork(self, node: Node, title: str, own: socket.socket, serve: Callable[[], None]) -> int:
-        """Fork a process that has one socket of its own, and return its number."""
+    def _fork(self, node: Node, title: str, serve: Callable[[], None]) -> int:
+        """Fork a process, and return its process id."""
         sys.stdout.flush()
         sys.stderr.flush()
         process = os.fork()
@@ -195,11 +195,11 @@ class Family:
             Path("/proc/self/comm").write_text(title[:15])
 
     def _heed(self, signals: bytes) -> None:
-        """Take up the signals that have come."""
+        """Handle the signals that have arrived."""
         if signal.SIGCHLD in signals:
             with contextlib.suppress(ChildProcessError):
-                while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                    self._note_end(found[0], os.waitstatus_to_exitcode(found[1]))
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    self._note_end(ended[0], os.waitstatus_to_exitcode(ended[1]))
         if signal.SIGINT in signals or signal.SIGTERM in signals:
             self._signal(signal.SIGKILL if self.stopped else signal.SIGTERM)
             self.stopped = self.stopped or time.monotonic()
@@ -212,12 +212,12 @@ class Family:
                     with contextlib.suppress(OSError):  # the node has gone
                         node.connection.sendall(f"{code}\n".encode())
             elif node.process == process:
-                node.process, node.code, node.left = 0, code, time.monotonic()
+                node.process, node.code, node.ended_at = 0, code, time.monotonic()
                 if len(self.nodes) > 1:
                     self._show(node)
-                    left = sum(bool(other.process) for other in self.nodes)
+                    remaining = sum(bool(other.process) for other in self.nodes)
                     how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                    self._say(f"node {node.name} {how}; {left} of {len(self.nodes)} go on")
+                    self._say(f"node {node.name} {how}; {remaining} of {len(self.nodes)} go on")
 
     def _signal(self, number: int) -> None:
         for node in self.nodes:
@@ -225,7 +225,7 @@ class Family:
                 os.kill(node.process, number)
 
     def _show(self, node: Node) -> None:
-        """Show what a node has written, each line with its name."""
+        """Print the output of a node, each line after the name of the node."""
         assert node.output is not None
         with contextlib.suppress(BlockingIOError):
             while data := os.read(node.output[0], READ):
@@ -239,7 +239,7 @@ class Family:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once: what is loaded takes long to clean up, and has been seen to hang."""
+    """End this process at once: the clean-up of the loaded modules takes long, and sometimes hangs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

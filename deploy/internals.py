@@ -32,7 +32,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 from posy.deploy.foreign import check_code
 from posy.deploy.install import install_whole
-from posy.deploy.runtime import NodeCalls, NodeState, WorkerCalls
+from posy.deploy.runtime import Calls, NodeState
 from posy.deploy.secret import OPTION, pipe_of
 from posy.deploy.trusted import check_signatures
 from posy.extensions import BUNDLED, OWN_MODULE
@@ -80,7 +80,7 @@ def run_node(
     flower_supernode()
 
 
-def acquire_task(node: NodeCalls) -> str | None:
+def acquire_task(node: Calls) -> str | None:
     """Take the oldest task that waits at a node, as ``flower-superexec`` does, and return its token, or None."""
     answer = node.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
     return answer.token if answer.HasField("task") and answer.token else None
@@ -93,7 +93,7 @@ class MessageGoneError(Exception):
 class Task:
     """One message that a node has to answer, by calls with the token that :func:`acquire_task` has returned."""
 
-    def __init__(self, calls: NodeCalls | WorkerCalls) -> None:
+    def __init__(self, calls: Calls) -> None:
         self._client: Any = calls
 
     def pull(self) -> tuple[Message, Context, Run, Fab]:

@@ -49,7 +49,7 @@ from posy.deploy.internals import (
     run_node,
 )
 from posy.deploy.refusals import record_error
-from posy.deploy.runtime import NodeCalls, NodeState, answer, entry, size_of
+from posy.deploy.runtime import Calls, NodeState, answer, entry, size_of
 from posy.deploy.secret import new_secret
 from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
 from posy.deploy.trusted import read_entities
@@ -172,8 +172,10 @@ class Worker:
                     head = json.loads(line)
                     if "call" in head:
                         self._send(answer(self.node, head, stream.read(size_of(head))))
+                    elif "event" in head:
+                        self.events.put(head)
                     else:
-                        self.events.put({"event": head["event"], **head})
+                        raise ValueError("an entry is neither a call nor an event")
         except OSError:
             log(INFO, "the connection to the worker process has ended")
         except Exception as error:  # a run's code has written to the socket
@@ -211,7 +213,7 @@ class Executor(threading.Thread):
     def run(self) -> None:
         """Serve until the process ends; end it if no worker can be started."""
         try:
-            node = NodeCalls(self._state)
+            node = Calls(self._state.call)
             while True:
                 worker = self._warm()
                 if worker is not None and self._waits.work.wait(LOOK_SECONDS):
@@ -248,7 +250,7 @@ class Executor(threading.Thread):
     def _carry_out(self, worker: Worker, token: str) -> None:
         """Let the worker run one task; answer the task with an error if the worker dies or takes too long."""
         self._waits.replied.clear()
-        task = Task(NodeCalls(self._state, token))
+        task = Task(Calls(self._state.call, token))
         message, limit, end, reason = None, 0.0, math.inf, ""
         worker.hand(token)
         while True:

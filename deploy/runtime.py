@@ -1,8 +1,8 @@
 """A node's Runtime API without HTTP, for the node itself and for its worker.
 
 Flower's node serves its Runtime API over HTTP, and a message takes about ten requests of several milliseconds. A warm
-node and its worker share a socket. :class:`NodeCalls` calls Flower's handlers directly. :class:`WorkerCalls` sends the
-same calls through the socket. Both have the methods of Flower's client.
+node and its worker share a socket. The node calls Flower's handlers directly (:class:`NodeState`), and the worker sends
+the same calls through the socket (:class:`WorkerSocket`). :class:`Calls` has the methods of Flower's client.
 
 On the socket, each entry is a JSON object in a line. A call of the worker, ``{"call", "number", "token", "size"}``, is
 followed by the bytes of the request, and its answer, ``{"number", "size"}`` or ``{"number", "error"}``, by the bytes of
@@ -90,16 +90,24 @@ class NodeState:
             raise CallError(f"{name}: {error}") from error
 
 
-class NodeCalls:
-    """The calls of the node itself, with the token of a task."""
+class Calls:
+    """The calls of the Runtime API with the token of a task, as methods with the names of Flower's client.
 
-    def __init__(self, state: NodeState, token: str = "") -> None:
-        self._state, self._token = state, token
+    Parameters
+    ----------
+    call : callable
+        Makes a call from its name, the token and the request: :meth:`NodeState.call` or :meth:`WorkerSocket.call`.
+    token : str
+        The token; empty for the call that needs none.
+    """
+
+    def __init__(self, call: Callable[[str, str, Any], Any], token: str = "") -> None:
+        self._call, self._token = call, token
 
     def __getattr__(self, name: str) -> Callable[[Any], Any]:
         if name not in CALLS:
             raise AttributeError(name)
-        return partial(self._state.call, name, self._token)
+        return partial(self._call, name, self._token)
 
 
 def answer(state: NodeState, call: dict[str, Any], request: bytes) -> bytes:
@@ -180,18 +188,6 @@ class WorkerSocket:
                         self._answers.put((head, stream.read(head.get("size", 0))))
         finally:
             self._on_end()
-
-
-class WorkerCalls:
-    """The calls of a worker, with the token of its task."""
-
-    def __init__(self, connection: WorkerSocket, token: str) -> None:
-        self._connection, self._token = connection, token
-
-    def __getattr__(self, name: str) -> Callable[[Any], Any]:
-        if name not in CALLS:
-            raise AttributeError(name)
-        return partial(self._connection.call, name, self._token)
 
 
 def _send(connection: socket.socket, content: bytes) -> None:

@@ -24,7 +24,7 @@ from posy.client_app import audit
 from posy.client_app.policy import policy_of, shared_text
 from posy.deploy.foreign import ForeignCodeError, code_rule
 from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
-from posy.deploy.runtime import WorkerCalls, WorkerSocket
+from posy.deploy.runtime import Calls, WorkerSocket
 from posy.deploy.sessions import Sessions
 from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
 
@@ -58,7 +58,7 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
     node.report(event="ready", process=os.getpid())
     last, sessions = Answered(), Sessions()
     while True:
-        serve(Task(WorkerCalls(node, node.tokens.get())), apps, node.report, last, sessions)
+        serve(Task(Calls(node.call, node.tokens.get())), apps, node.report, last, sessions)
 
 
 class Answered:

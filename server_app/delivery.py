@@ -1,4 +1,4 @@
-"""Messages to real nodes: how they are delivered, how a lost one is told from a slow node, and when waiting ends."""
+"""Messages to real nodes: delivery, the difference between a lost message and a slow node, and the end of waiting."""
 
 import math
 import time
@@ -22,9 +22,9 @@ LEAST_PAUSE = 0.005
 PUSHES = 5
 """Attempts to push messages whose content does not get through."""
 HELD_SECONDS = 2.0
-"""Seconds of one look for replies from which on they count against no node: no other reply could be taken meanwhile."""
+"""A request for replies that takes longer than this many seconds counts against no node: it delays all replies."""
 TIMEOUT_SHARE = 1 / 3
-"""Share of a timeout after which silence is unusual at the latest: what is lost has to be sent again within it."""
+"""Largest share of a timeout before silence is unusual: a lost message has to be sent again within the timeout."""
 COPIES = 3
 """How often a message that is lost is sent again."""
 RETURN_SECONDS = 90.0
@@ -37,11 +37,11 @@ class Delivery:
 
     message: Message
     number: str
-    """Id under which its reply comes: its own, or that of its last copy; empty when none comes any more."""
+    """Id under which its reply comes: its own id, or the id of its last copy; empty if no reply can come."""
     sent: float
-    """When it was first sent, by the monotonic clock."""
+    """Time at which it was first sent, by the monotonic clock."""
     ask_at: float
-    """When its node is asked next whether it is still at work."""
+    """Time of the next question to its node whether it is still busy."""
     silence: float
     """Seconds of silence that are unusual."""
     patience: float
@@ -51,9 +51,9 @@ class Delivery:
     proven: bool = False
     """Its node has answered a question that was sent after it."""
     lost: bool = False
-    """It, or its reply, is lost: a copy is due, as soon as its node is there."""
+    """The message or its reply is lost: a copy is due as soon as its node is connected."""
     patience_ends: float = math.inf
-    """When a node is given up that is not there, which after an outage of the SuperLink may only seem so."""
+    """Time after which a missing node is given up: after an outage of the SuperLink a node may only seem to be gone."""
     copies: int = 0
     reply: Message | None = None
     """The reply, or the last error."""
@@ -76,25 +76,25 @@ class Delivery:
 
 @dataclass
 class Wait:
-    """What a phase waits for at this moment."""
+    """The messages that a phase waits for, and its time limits."""
 
     messages: Sequence[Message]
-    """Those without a reply; some may not have been sent yet."""
+    """Messages without a reply; some may not have been sent yet."""
     seconds: float
-    """How long it has waited."""
-    left: float
-    """How long it will wait at most; infinite if nothing is known yet."""
+    """Seconds since the phase began."""
+    remaining: float
+    """Largest number of seconds that the phase will still wait; infinite if it is unknown."""
     silence: float
-    """Seconds of waiting that are nothing unusual."""
+    """Usual number of seconds without a reply."""
 
 
 class PollingGrid(WaveGrid):
-    """A grid of real nodes. It asks for replies up to ten times a second, Flower's own every 3 s.
+    """A grid of real nodes. It requests replies up to ten times a second; Flower's grid does so every 3 s.
 
-    A node handles one message at a time, in the order of their creation. So a node that is silent for long is sent a
-    question that touches no state. If that is answered and the earlier message is not, the message or its reply is
-    lost, and a copy is sent. A node that is at work answers neither. When a phase ends before a node has answered, the
-    node gets no other message until it has; its late reply is dropped and counted.
+    A node handles one message at a time, in the order of their creation. If a node is silent for long, the grid sends
+    it a question that changes no state. If the node answers the question and not the earlier message, the message or
+    its reply is lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
+    answered, the node receives no further message until it has. Its late reply is dropped and counted.
 
     In a simulation (``real`` is False) nothing is lost, and no node is asked.
     """
@@ -106,11 +106,11 @@ class PollingGrid(WaveGrid):
         self.enough = 1
         """Replies that a training needs."""
         self.grace: float | None = None
-        """Seconds that the other nodes have left after these; None: no limit of that kind."""
+        """Seconds that the other nodes still have after these replies; None: no limit."""
         self.on_wait: Callable[[Wait], object] = lambda wait: None
         """Called before each look for replies."""
         self.late: dict[int, Delivery] = {}
-        """What nodes are still at work on after its phase has ended."""
+        """Messages of earlier phases that nodes still work on, by node."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Push messages, again if the SuperLink was restarted half-way; return their ids, empty for those refused."""
@@ -128,41 +128,41 @@ class PollingGrid(WaveGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send each node its messages one after the other; return a reply to each message, an error if there is none.
 
-        All share the ``timeout``; without one, each node has what the pace says.
+        All messages share the ``timeout``; without it, the pace gives the time limit of each node.
         """
         sent = list(messages)
         phase = _Phase(self, sent, math.inf if timeout is None else timeout)
-        asked = time.monotonic()
+        requested = time.monotonic()
         while not phase.over():
             # Posy's SuperLink holds a request until a reply has arrived.
-            time.sleep(max(LEAST_PAUSE, pause(phase.waited) - (time.monotonic() - asked)))
-            asked = time.monotonic()
+            time.sleep(max(LEAST_PAUSE, pause(phase.waited) - (time.monotonic() - requested)))
+            requested = time.monotonic()
         self._note_gone(sent, phase.replies)
         return phase.replies
 
     def send(self, messages: Collection[Message], timeout: float = math.inf) -> list[Delivery]:
-        """Send messages to nodes that have nothing to do, and return what is then under way."""
+        """Send messages to idle nodes, and return their deliveries."""
         for message in messages if self.pace.automatic else ():
             limit = self.pace.limit(message.metadata.message_type, message.metadata.dst_node_id)
             message.metadata.ttl = min(message.metadata.ttl, limit + CLOCK_SECONDS)
         numbers = self.push_messages(messages)
-        now, sent = time.monotonic(), []
+        clock, sent = time.monotonic(), []
         for message, number in zip(messages, numbers, strict=False):
             silence = min(self.pace.silence(message.metadata.message_type), TIMEOUT_SHARE * timeout)
-            sent.append(Delivery(message, number or "", now, now + silence, silence, silence))
+            sent.append(Delivery(message, number or "", clock, clock + silence, silence, silence))
         return sent
 
     def look(self, deliveries: Collection[Delivery]) -> float:
-        """Look for replies to what is under way, and see to what is lost or silent.
+        """Request the replies to deliveries, send copies of lost messages, and question silent nodes.
 
-        Return the seconds in which no reply could be taken, which count against no node.
+        Return the seconds by which a slow request has delayed all replies; they count against no node.
         """
         outages, under_way = self.outages.count, [*deliveries, *self.late.values()]
-        held = self._read(under_way)
-        now = time.monotonic()
-        if outages != self.outages.count:  # ask, rather than send twice: what was handed out may have arrived
+        delay = self._read(under_way)
+        clock = time.monotonic()
+        if outages != self.outages.count:  # ask first: the message may have arrived
             for delivery in under_way:
-                delivery.ask_at, delivery.patience_ends = min(delivery.ask_at, now), now + RETURN_SECONDS
+                delivery.ask_at, delivery.patience_ends = min(delivery.ask_at, clock), clock + RETURN_SECONDS
         for delivery in under_way:
             delivery.lost |= delivery.proven and bool(delivery.number)
         for node, late in list(self.late.items()):
@@ -170,24 +170,24 @@ class PollingGrid(WaveGrid):
                 if late.reply is not None and not late.reply.has_error():
                     self.counts["late-replies"] += 1
                 del self.late[node]
-        self._send_copies([delivery for delivery in deliveries if delivery.lost], now)
+        self._send_copies([delivery for delivery in deliveries if delivery.lost], clock)
         if self.real:
-            self._ask([d for d in (*deliveries, *self.late.values()) if d.number and now >= d.ask_at], now)
-        return held
+            self._ask([d for d in (*deliveries, *self.late.values()) if d.number and clock >= d.ask_at], clock)
+        return delay
 
     def _read(self, deliveries: Collection[Delivery]) -> float:
-        """Ask once for the replies to messages, copies and questions, and note them; return the seconds held up."""
+        """Request the replies to messages, copies and questions once, and note them; return the delay in seconds."""
         awaited = {delivery.number: delivery for delivery in deliveries if delivery.number}
         questions = {number: delivery for delivery in deliveries for number in delivery.questions}
         if not awaited and not questions:
             return 0.0
         began = time.monotonic()
         replies = list(self._grid.pull_messages({*awaited, *questions}))
-        held = time.monotonic() - began
-        held = held if held > HELD_SECONDS else 0.0  # as by a reply of which a part is missing
+        delay = time.monotonic() - began
+        delay = delay if delay > HELD_SECONDS else 0.0  # for example a reply with a missing part
         for delivery in deliveries:
-            delivery.sent += held
-            delivery.ask_at += held
+            delivery.sent += delay
+            delivery.ask_at += delay
         for reply in replies:
             number = reply.metadata.reply_to_message_id
             missing = reply.has_error() and reply.error.code in LOST
@@ -197,24 +197,24 @@ class PollingGrid(WaveGrid):
             else:
                 awaited[number].number = ""
                 self._take(awaited[number], reply, missing=missing)
-        return held
+        return delay
 
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
-        """Note the reply to a message or its copy; ``missing``: it says that the message or the node was not found."""
-        now = time.monotonic()
+        """Note the reply to a message or its copy; ``missing``: the message or the node was not found."""
+        clock = time.monotonic()
         delivery.reply = answer_to(delivery.message.metadata.message_id, reply)
         if not reply.has_error():
-            self.pace.note(delivery.phase, delivery.node, now - delivery.sent)
+            self.pace.note(delivery.phase, delivery.node, clock - delivery.sent)
         elif missing:
-            in_time = now < delivery.sent + delivery.message.metadata.ttl - CLOCK_SECONDS
+            in_time = clock < delivery.sent + delivery.message.metadata.ttl - CLOCK_SECONDS
             # A node that is not found is gone, unless the SuperLink was away itself.
-            gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE and not now < delivery.patience_ends < math.inf
-            delivery.lost = self.real and in_time and not gone
+            absent = reply.error.code == ErrorCode.NODE_UNAVAILABLE and not clock < delivery.patience_ends < math.inf
+            delivery.lost = self.real and in_time and not absent
 
-    def _send_copies(self, lost: Collection[Delivery], now: float) -> None:
-        """Send what is lost again to nodes that are there; give it up after a few copies, or if its node stays away."""
+    def _send_copies(self, lost: Collection[Delivery], clock: float) -> None:
+        """Send lost messages again to connected nodes; give up after a few copies, or if the node stays away."""
         for delivery in lost:
-            if delivery.copies >= COPIES or now >= delivery.patience_ends:
+            if delivery.copies >= COPIES or clock >= delivery.patience_ends:
                 delivery.lost, delivery.number = False, ""
         due = [delivery for delivery in lost if delivery.lost]
         present = set(self.get_node_ids()) if due else set()
@@ -224,7 +224,7 @@ class PollingGrid(WaveGrid):
         copies = []
         for delivery in due:
             content, old = delivery.message.content, delivery.message.metadata
-            ttl = max(CLOCK_SECONDS, old.ttl - (now - delivery.sent))
+            ttl = max(CLOCK_SECONDS, old.ttl - (clock - delivery.sent))
             copies.append(Message(content, old.dst_node_id, old.message_type, ttl=ttl, group_id=old.group_id))
         self.counts["sent-again"] += len(due)
         for delivery, number in zip(due, self.push_messages(copies), strict=False):
@@ -232,10 +232,10 @@ class PollingGrid(WaveGrid):
             delivery.questions, delivery.number = set(), number or ""
             delivery.copies += 1
             delivery.patience, delivery.patience_ends = delivery.silence, math.inf
-            delivery.ask_at = now + delivery.patience
+            delivery.ask_at = clock + delivery.patience
 
-    def _ask(self, silent: Collection[Delivery], now: float) -> None:
-        """Ask nodes whether they are at work."""
+    def _ask(self, silent: Collection[Delivery], clock: float) -> None:
+        """Ask nodes whether they are busy."""
         if not silent:
             return
         questions = []
@@ -247,7 +247,7 @@ class PollingGrid(WaveGrid):
             questions.append(question)
         for delivery, number in zip(silent, self.push_messages(questions), strict=False):
             delivery.questions |= {number} if number else set()
-            delivery.ask_at, delivery.patience = now + delivery.patience, 2 * delivery.patience
+            delivery.ask_at, delivery.patience = clock + delivery.patience, 2 * delivery.patience
 
 
 class _Phase:
@@ -273,41 +273,41 @@ class _Phase:
         return time.monotonic() - self._started
 
     def over(self) -> bool:
-        """Send what can be sent, look for replies, and tell whether the phase is over."""
+        """Send messages to free nodes, request replies, and return whether the phase is over."""
         grid, under_way = self._grid, self._under_way
         free = [node for node, queue in self._queues.items() if queue and node not in {*under_way, *grid.late}]
         wave = [self._queues[node].popleft() for node in free]
         under_way |= {delivery.node: delivery for delivery in grid.send(wave, self._timeout)}
-        self._tell()
-        held = grid.look(list(under_way.values()))
-        self._ends, self._grace_ends = self._ends + held, self._grace_ends + held
+        self._report()
+        delay = grid.look(list(under_way.values()))
+        self._ends, self._grace_ends = self._ends + delay, self._grace_ends + delay
         for node, delivery in list(under_way.items()):
             if not delivery.open:
                 why = "its message was lost every time" if delivery.copies else "the SuperLink did not take its message"
                 self.replies.append(delivery.reply or unanswered(delivery.message, why))
                 del under_way[node]
-        good = sum(not reply.has_error() for reply in self.replies)
-        if self._grace is not None and good >= self._needed:
+        succeeded = sum(not reply.has_error() for reply in self.replies)
+        if self._grace is not None and succeeded >= self._needed:
             self._grace_ends = min(self._grace_ends, time.monotonic() + self._grace)
         self._give_up()
         queued = [node for node, queue in self._queues.items() if queue]
-        # Clients whose nodes are at work on something else are not waited for, if there are enough others.
-        if not under_way and all(node in grid.late for node in queued) and (not queued or good >= self._needed):
+        # With enough replies, the phase does not wait for nodes that are busy with an earlier message.
+        if not under_way and all(node in grid.late for node in queued) and (not queued or succeeded >= self._needed):
             self._leave_out("it was still at work on an earlier message")
             return True
         return False
 
     def _give_up(self) -> None:
-        """End the wait for clients whose time is up; their nodes are left at work."""
-        now, all_end = time.monotonic(), ""
-        if now >= self._ends:
+        """End the wait for clients whose time is over; their nodes stay busy."""
+        clock, all_end = time.monotonic(), ""
+        if clock >= self._ends:
             all_end = f"no reply within round-timeout = {self._timeout:g} s"
-        elif now >= self._grace_ends:
+        elif clock >= self._grace_ends:
             all_end = f"no reply within grace = {self._grace:g} s after {self._needed} of the others"
         for node, delivery in list(self._under_way.items()):
             limit = self._grid.pace.limit(delivery.phase, node)
             reason = all_end or (
-                f"no reply within {limit:.3g} s (round-timeout = auto)" if now >= delivery.sent + limit else ""
+                f"no reply within {limit:.3g} s (round-timeout = auto)" if clock >= delivery.sent + limit else ""
             )
             if reason:
                 self.replies.append(unanswered(delivery.message, reason))
@@ -318,17 +318,17 @@ class _Phase:
             self._leave_out(all_end)
 
     def _leave_out(self, reason: str) -> None:
-        """Answer what was not sent."""
+        """Answer the messages that were not sent."""
         for queue in self._queues.values():
             self.replies += [unanswered(message, reason) for message in queue]
             queue.clear()
 
-    def _tell(self) -> None:
-        """Tell what the phase waits for."""
-        now, pace, under_way = time.monotonic(), self._grid.pace, self._under_way.values()
+    def _report(self) -> None:
+        """Report the messages that the phase waits for."""
+        clock, pace, under_way = time.monotonic(), self._grid.pace, self._under_way.values()
         waiting = [delivery.message for delivery in under_way] + [m for queue in self._queues.values() for m in queue]
         if waiting:
             longest = max((d.sent + pace.limit(d.phase, d.node) for d in under_way), default=math.inf)
-            left = min(longest, self._ends, self._grace_ends) - now
+            remaining = min(longest, self._ends, self._grace_ends) - clock
             silence = pace.silence(waiting[0].metadata.message_type)
-            self._grid.on_wait(Wait(waiting, now - self._started, left, silence))
+            self._grid.on_wait(Wait(waiting, clock - self._started, remaining, silence))

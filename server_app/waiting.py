@@ -29,7 +29,7 @@ class WaitLog:
 
     def __call__(self, wait: Wait) -> None:
         """Take note of what a phase waits for."""
-        self._status.waits_until(time.time() + wait.left if wait.left < math.inf else None)
+        self._status.waits_until(time.time() + wait.remaining if wait.remaining < math.inf else None)
         if wait.seconds < self._seconds:  # another phase
             self._next = wait.silence
         self._seconds = wait.seconds
@@ -43,5 +43,5 @@ def said(wait: Wait, owners: Mapping[int, str], num_clients: int) -> str:
     [first, *_] = wait.messages
     work = WORK.get(first.metadata.message_type, first.metadata.message_type)
     clients = are(sorted(map(client_of, wait.messages)), owners, num_clients)
-    left = f"at most {duration(wait.left)} more" if wait.left < math.inf else "without a limit so far"
+    left = f"at most {duration(wait.remaining)} more" if wait.remaining < math.inf else "without a limit so far"
     return f"{clients} still at work ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {left}"

@@ -305,13 +305,16 @@ def test_h2_a_server_cannot_isolate_a_client_in_a_ring(
 
 def test_h2_a_key_that_equals_another_one_cancels_no_masks() -> None:
     """X25519 ignores the highest bit: client 3 could send client 1's key as another text. Client 2's masks vanished."""
-    own, known = (private_key(bytes([i]) * 16) for i in (1, 2))
-    public = public_key(known)
+    private, other_private = (private_key(bytes([i]) * 16) for i in (1, 2))
+    public = public_key(other_private)
     clone = public[:-1] + bytes([public[-1] | 128])
     assert clone != public
-    masks = [pair_mask(own, key, 2, other, b"round", 100) for key, other in ((public, 1), (clone, 3))]
+    masks = [pair_mask(private, key, 2, other, b"round", 100) for key, other in ((public, 1), (clone, 3))]
     assert (masks[0] + masks[1]).any()
-    ends = [pair_mask(own, public, 2, 1, b"round", 100), pair_mask(known, public_key(own), 1, 2, b"round", 100)]
+    ends = [
+        pair_mask(private, public, 2, 1, b"round", 100),
+        pair_mask(other_private, public_key(private), 1, 2, b"round", 100),
+    ]
     assert not (ends[0] + ends[1]).any()
 
 

@@ -330,8 +330,8 @@ def test_a_request_of_a_node_waits_until_all_objects_of_a_message_have_arrived(h
 
 def test_a_request_of_a_server_app_waits_for_replies_and_gathers_them(holding: Ours) -> None:
     numbers = [holding.push(), holding.push()]
-    asked = [holding.receive()[0] for _ in numbers]
-    replies = [Message(RecordDict(), reply_to=message) for message in asked]
+    messages = [holding.receive()[0] for _ in numbers]
+    replies = [Message(RecordDict(), reply_to=message) for message in messages]
     timers = [after(0.2 + i / 50, partial(holding.store_with_objects, reply)) for i, reply in enumerate(replies)]
     assert sorted(holding.replies(numbers)) == sorted(reply.object_id for reply in replies)
     for timer in timers:
@@ -348,9 +348,9 @@ def test_a_request_waits_for_a_limited_time_and_server_apps_in_limited_number(
         begun = time.monotonic()
         assert wait() == []
         assert 0.15 < time.monotonic() - begun < 3
-    places = database.ARRIVALS._places[database.SERVERS]
-    taken = [places.acquire(blocking=False) for _ in range(database.HELD_SERVERS)]
-    assert all(taken), "a request that has ended has returned its place"
+    semaphore = database.ARRIVALS._places[database.SERVERS]
+    acquired = [semaphore.acquire(blocking=False) for _ in range(database.HELD_SERVERS)]
+    assert all(acquired), "a request that has ended has returned its place"
     begun = time.monotonic()
     assert holding.replies([pushed]) == []
     assert time.monotonic() - begun < 0.15

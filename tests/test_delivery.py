@@ -474,7 +474,7 @@ def test_it_is_told_whom_a_phase_waits_for() -> None:
     grid.on_wait = waits.append
     grid.send_and_receive(sent, timeout=30.0)
     assert [message.metadata.dst_node_id for message in waits[-1].messages] == [2]
-    assert 29.0 < waits[0].left <= 30.0
+    assert 29.0 < waits[0].remaining <= 30.0
     assert waits[-1].seconds > 0.3
     wait = Wait([sent[1]], 75.4, 44.9, 15.0)
     assert said(wait, {2: "site-c"}, 3) == (

@@ -32,7 +32,7 @@ from starlette.testclient import TestClient
 from posy.deploy.internals import Task, acquire_task
 from posy.deploy.middleware import simplified
 from posy.deploy.node import Worker
-from posy.deploy.runtime import CallError, NodeCalls, NodeState, WorkerCalls, WorkerSocket
+from posy.deploy.runtime import CallError, Calls, NodeState, WorkerSocket
 
 RUN, NODE = 7, 5
 
@@ -84,11 +84,11 @@ class Events:
 
 
 def test_a_message_and_its_reply_go_through_the_socket(state: NodeState, worker: Any) -> None:
-    token = acquire_task(NodeCalls(state))
-    assert token and acquire_task(NodeCalls(state)) is None
+    token = acquire_task(Calls(state.call))
+    assert token and acquire_task(Calls(state.call)) is None
     worker.node.hand(token)
     assert worker.tokens.get(timeout=5) == token
-    task = Task(WorkerCalls(worker, token))
+    task = Task(Calls(worker.call, token))
     message, context, run, fab = task.pull()
     np.testing.assert_array_equal(message.content.array_records["arrays"]["a"].numpy(), np.arange(300_000.0))
     assert (context.node_id, run.run_id, fab.content) == (NODE, RUN, b"code")
@@ -111,30 +111,30 @@ def test_a_message_and_its_reply_go_through_the_socket(state: NodeState, worker:
 
 
 def test_a_failed_call_is_an_error_of_one_line(state: NodeState, worker: Any) -> None:
-    token = acquire_task(NodeCalls(state))
+    token = acquire_task(Calls(state.call))
     assert token
     with pytest.raises(CallError, match="the token of the task is not valid"):
-        Task(WorkerCalls(worker, "stolen")).beat()
+        Task(Calls(worker.call, "stolen")).beat()
     with pytest.raises(CallError, match="the node gives out the tasks"):
-        acquire_task(WorkerCalls(worker, token))  # type: ignore[arg-type]
-    Task(WorkerCalls(worker, token)).beat()  # the socket is still in order
+        acquire_task(Calls(worker.call, token))  # type: ignore[arg-type]
+    Task(Calls(worker.call, token)).beat()  # the socket is still in order
     with pytest.raises(CallError, match="Failed to start task"):
         for _ in range(2):  # the input of a task is available once
-            Task(NodeCalls(state, token)).pull()
+            Task(Calls(state.call, token)).pull()
     with pytest.raises(AttributeError, match="StartAutomation"):
-        WorkerCalls(worker, token).StartAutomation  # noqa: B018
+        Calls(worker.call, token).StartAutomation  # noqa: B018
     with pytest.raises(CallError, match="has not started"):
-        acquire_task(NodeCalls(NodeState()))
+        acquire_task(Calls(NodeState().call))
 
 
 def test_calls_of_several_threads_have_their_own_answers(state: NodeState, worker: Any) -> None:
-    token = acquire_task(NodeCalls(state))
+    token = acquire_task(Calls(state.call))
     errors: list[str] = []
 
     def call(number: int) -> None:
         for _ in range(50):
             try:
-                Task(WorkerCalls(worker, str(token) if number % 2 else "wrong")).beat()
+                Task(Calls(worker.call, str(token) if number % 2 else "wrong")).beat()
                 right = bool(number % 2)
             except CallError:
                 right = not number % 2
@@ -178,9 +178,9 @@ def test_a_worker_that_does_not_read_is_given_up(state: NodeState) -> None:
 
 
 def test_an_interrupted_call_does_not_shift_the_answers(state: NodeState, worker: Any) -> None:
-    token = acquire_task(NodeCalls(state))
+    token = acquire_task(Calls(state.call))
     worker._answers.put(({"number": 0, "error": "for a call that an exception has interrupted"}, b""))
-    Task(WorkerCalls(worker, str(token))).beat()
+    Task(Calls(worker.call, str(token))).beat()
 
 
 # -- middleware --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Secure aggregation: the server learns the sum of the clients' updates, and nothing about a single update."""
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from posy.client_app import secure_aggregation as client_side
 from posy.client_app.app import Call
 from posy.client_app.privacy import check_privacy
 from posy.client_app.secure_aggregation import Masking, ProtocolError, Secrets, answer
-from posy.client_app.signatures import RoundSignatures
+from posy.client_app.signatures import RoundSignatures, signatures_of
 from posy.commands.deploy.certificates import make_certificates
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
@@ -832,6 +833,23 @@ def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
     assert excluded_by({0: {1: "a"}}, near) == {}
     assert excluded_by({1: {3: "a"}}, near) == {}  # half
     assert set(excluded_by({1: {3: "a"}, 2: {3: "b", 0: "c"}}, near)) == {3}
+
+
+def test_a_key_that_is_removed_or_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
+    make_certificates(tmp_path, [], ["a", "b"], 1)
+    config = {"signing-key": str(tmp_path / "a.key"), "trusted-keys": str(tmp_path)}
+    first = signatures_of(config)
+    assert first is not None and signatures_of(config) is first, "the files are read once"
+    file = tmp_path / "b.pub"
+    before = file.stat()
+    make_certificates(tmp_path / "other", [], ["b"], 1)
+    file.write_bytes((tmp_path / "other/b.pub").read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    replaced = signatures_of(config)
+    assert replaced is not None and replaced._trusted.keys() != first._trusted.keys()
+    file.unlink()
+    alone = signatures_of(config)
+    assert alone is not None and alone.trusted == 1
 
 
 def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]]) -> None:
