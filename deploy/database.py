@@ -40,6 +40,7 @@ from sqlalchemy import Connection, Engine, event, func, select, update
 from sqlalchemy.pool import Pool
 
 from posy.deploy.install import install_whole
+from posy.deploy.middleware import HANDLERS, REQUESTS, KnownCallers
 from posy.forked import cores
 
 if TYPE_CHECKING:
@@ -241,11 +242,23 @@ def _retry_errors() -> None:
     superlink._run_fleet_api_grpc_rere, extensions.configure_app = with_interceptor, with_handlers  # type: ignore[attr-defined]
 
 
+def _short_ways() -> None:
+    """Call the handlers of messages without FastAPI for callers that Flower has accepted."""
+    extensions = importlib.import_module("flwr.superlink.extensions")
+    configure = extensions.configure_app
+
+    def with_short_ways(app: FastAPI) -> None:
+        configure(app)
+        factory, handlers = app.state.runtime_state_factory, app.state.runtime_handlers
+        app.add_middleware(KnownCallers, state=factory.state, handlers=handlers)
+
+    vars(extensions)["configure_app"] = with_short_ways
+
+
 def _quiet() -> None:
     """Do not log successful calls that each message makes several times."""
     logging = importlib.import_module("flwr.supercore.http_logging")
-    calls = ("push-object", "pull-object", "push-messages", "pull-messages", "confirm-message-received")
-    vars(logging)["ROUTINE_ACCESS_PATHS"] = logging.ROUTINE_ACCESS_PATHS | {f"/v1/runtime/{call}" for call in calls}
+    vars(logging)["ROUTINE_ACCESS_PATHS"] = logging.ROUTINE_ACCESS_PATHS | HANDLERS.keys()
 
 
 def _whole_calls() -> None:
@@ -939,6 +952,14 @@ SAVINGS = (
             "flwr.superlink.extensions:configure_app": "app",
         },
         use=_retry_errors,
+    ),
+    Saving(
+        "calls of messages without FastAPI",
+        {
+            "flwr.superlink.extensions:configure_app": "app",
+            **{f"flwr.superlink.servicer.runtime.runtime_handlers:{name}": "request state task" for name in REQUESTS},
+        },
+        use=_short_ways,
     ),
     Saving("a short log", {"flwr.supercore.http_logging:ROUTINE_ACCESS_PATHS": None}, use=_quiet),
     Saving(

@@ -9,8 +9,6 @@ from logging import WARNING
 
 from flwr.common.logger import log
 
-from posy.deploy.middleware import simplify
-
 
 def main() -> None:
     """Run the SuperLink."""
@@ -20,7 +18,6 @@ def main() -> None:
         log(WARNING, "posy: this Flower is not the one known here (%s): its SuperLink runs as it is, slower", missing)
     else:
         improve()
-    simplify()
     [command] = entry_points(group="console_scripts", name="flower-superlink")
     sys.argv[0] = command.name
     command.load()()

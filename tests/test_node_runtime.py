@@ -1,4 +1,4 @@
-"""The Runtime API of a node through the socket of its worker, and the middleware of the SuperLink's HTTP API."""
+"""The Runtime API of a node through the socket of its worker, and the SuperLink's calls without FastAPI."""
 
 import asyncio
 import hashlib
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.constant import SubStatus
+from flwr.proto import message_pb2
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
 from flwr.supercore.object_store import ObjectStoreFactory
@@ -23,14 +24,14 @@ from flwr.supernode import start_client_internal
 from flwr.supernode.nodestate import NodeStateFactory
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from posy.deploy import middleware
 from posy.deploy.internals import Task, acquire_task
-from posy.deploy.middleware import simplified
+from posy.deploy.middleware import KnownCallers
 from posy.deploy.node import Worker
 from posy.deploy.runtime import CallError, Calls, NodeState, WorkerSocket
 
@@ -183,81 +184,129 @@ def test_an_interrupted_call_does_not_shift_the_answers(state: NodeState, worker
     Task(Calls(worker.call, str(token))).beat()
 
 
-# -- middleware --------------------------------------------------------------------------------------------
+# -- calls of the SuperLink without FastAPI ----------------------------------------------------------------
+
+PATH = "/v1/runtime/pull-object"
+REQUEST = message_pb2.PullObjectRequest(object_id="a").SerializeToString()
+HEADERS = {"flwr-task-token": "token", "content-type": "application/protobuf", "version": "1"}
 
 
-class RefusedError(Exception):
-    """An error that a middleware turns into a response."""
+class SuperLink:
+    """A SuperLink that counts the calls which Flower's own stack handles."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, str] = {"token": "task"}
+        self.error: Exception | None = None
+        self.calls: list[tuple[str, str]] = []
+        """The object and the task of each call of the handler."""
+        self.by_flower = 0
+        short = Middleware(KnownCallers, state=lambda: self, handlers=self)
+        routes = [Route(path, self.respond, methods=["POST"]) for path in (PATH, "/v1/runtime/get-nodes")]
+        self.client = TestClient(Starlette(routes=routes, middleware=[short]))
+
+    def get_task_by_token(self, token: str) -> str | None:
+        return self.tasks.get(token)
+
+    def pull_object(self, request: Any, state: Any, task: str) -> Any:
+        assert state is self
+        if self.error is not None:
+            raise self.error
+        self.calls.append((request.object_id, task))
+        return message_pb2.PullObjectResponse(object_found=True, object_content=b"content")
+
+    async def respond(self, request: Request) -> Response:
+        self.by_flower += 1
+        token, body = request.headers.get("flwr-task-token", ""), await request.body()
+        if token not in self.tasks:
+            return JSONResponse({"detail": "no task"}, 401)
+        if self.error is not None:
+            return JSONResponse({"detail": "failed"}, 409)
+        response = self.pull_object(message_pb2.PullObjectRequest.FromString(body), self, self.tasks[token])
+        return Response(response.SerializeToString(), media_type="application/protobuf")
+
+    def post(self, path: str = PATH, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+        response = self.client.post(path, content=REQUEST, headers=HEADERS | headers)
+        return response.status_code, response.content, dict(response.headers)
 
 
-class Translating(BaseHTTPMiddleware):
-    """Reads the request before the handler, and changes its response."""
-
-    async def dispatch(self, request: Request, call_next: Any) -> Response:
-        request.state.read = await request.body()
-        response: Response = await call_next(request)
-        response.headers["X-Length"] = str(len(request.state.read))
-        return response
-
-
-class Catching(BaseHTTPMiddleware):
-    """Answers an error of the handler."""
-
-    async def dispatch(self, request: Request, call_next: Any) -> Response:
-        try:
-            response: Response = await call_next(request)
-        except RefusedError as error:
-            return JSONResponse({"detail": str(error)}, status_code=409)
-        return response
+def test_a_known_caller_receives_the_response_of_flowers_stack() -> None:
+    superlink = SuperLink()
+    first, second = superlink.post(), superlink.post()
+    assert first == second
+    assert first[0] == 200
+    assert superlink.calls == [("a", "task")] * 2
+    assert superlink.by_flower == 1
 
 
-async def echo(request: Request) -> Response:
-    body = await request.body()
-    if body == b"refuse":
-        raise RefusedError("no")
-    assert request.state.read == body
-    return Response(body[::-1], 201, {"X-Own": "1"})
+@pytest.mark.parametrize("header", ["flwr-task-token", "version", "content-type"])
+def test_flower_checks_a_caller_whose_headers_differ(header: str) -> None:
+    superlink = SuperLink()
+    superlink.tasks["other"] = "other task"
+    superlink.post()
+    superlink.post(**{header: "other"})
+    assert superlink.by_flower == 2
 
 
-@pytest.mark.parametrize("path", ["/v1/runtime/echo", "/v1/control/echo"])
-def test_responses_are_those_of_starlettes_middleware(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    middleware = [Middleware(Catching), Middleware(Translating), Middleware(Translating)]
-    app = Starlette(routes=[Route(path, echo, methods=["POST"])], middleware=middleware)
-    bodies = (b"", b"abc", bytes(range(256)) * 10_000, b"refuse")
-    expected = [facts(TestClient(app).post(path, content=body)) for body in bodies]
-    assert [code for code, *_ in expected] == [201, 201, 201, 409]
-    streamed: list[str] = []
-    original = BaseHTTPMiddleware.__call__
+def test_flower_refuses_an_unknown_token_each_time() -> None:
+    superlink = SuperLink()
+    superlink.post()
+    codes = [superlink.post(**{"flwr-task-token": "stolen"})[0] for _ in range(3)]
+    assert codes == [401] * 3
+    assert superlink.by_flower == 4
+    assert superlink.calls == [("a", "task")]
 
-    async def noted(self: Any, scope: Any, receive: Any, send: Any) -> None:
-        streamed.append(scope["path"])
-        await original(self, scope, receive, send)
 
-    monkeypatch.setattr(BaseHTTPMiddleware, "__call__", simplified(noted))
-    assert [facts(TestClient(app).post(path, content=body)) for body in bodies] == expected
-    assert bool(streamed) == ("control" in path)
+def test_flower_answers_a_caller_whose_task_has_ended() -> None:
+    superlink = SuperLink()
+    superlink.post()
+    superlink.tasks.clear()
+    assert superlink.post()[0] == 401
+    superlink.tasks["token"] = "next task"
+    assert superlink.post()[0] == 200
+    assert superlink.by_flower == 3, "the refusal has made the caller unknown"
+
+
+def test_flower_answers_an_error_of_a_handler() -> None:
+    superlink = SuperLink()
+    superlink.post()
+    superlink.error = RuntimeError("secret detail")
+    assert superlink.post()[:2] == (409, b'{"detail":"failed"}')
+    superlink.error = None
+    assert superlink.post()[0] == 200
+
+
+def test_other_paths_and_two_tokens_have_no_short_way() -> None:
+    superlink = SuperLink()
+    for _ in range(2):
+        superlink.post("/v1/runtime/get-nodes")
+    assert superlink.by_flower == 2
+    twice = [*HEADERS.items(), ("flwr-task-token", "token")]
+    for _ in range(2):
+        superlink.client.post(PATH, content=REQUEST, headers=twice)
+    assert superlink.by_flower == 4
+
+
+def test_a_limited_number_of_callers_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MOST_CALLERS", 2)
+    superlink = SuperLink()
+    for version in ("1", "2", "3", "1"):
+        superlink.post(version=version)
+    assert superlink.by_flower == 4
+    superlink.post(version="1")
+    assert superlink.by_flower == 4
 
 
 def test_a_request_that_is_cut_off_is_not_handled() -> None:
-    handled: list[bytes] = []
-
-    async def handler(scope: Any, receive: Any, send: Any) -> None:
-        handled.append((await receive())["body"])
-
+    superlink = SuperLink()
+    superlink.post()
     parts = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
 
     async def receive() -> Any:
         return next(parts)
 
-    async def call() -> None:
-        await simplified(BaseHTTPMiddleware.__call__)(
-            Translating(handler), {"type": "http", "path": "/v1/runtime/push-object"}, receive, receive
-        )
+    async def refuse(*_: Any) -> None:
+        raise AssertionError("handled")
 
+    callers = KnownCallers(refuse, lambda: superlink, superlink)
     with pytest.raises(ClientDisconnect):
-        asyncio.run(call())
-    assert handled == []
-
-
-def facts(response: Any) -> tuple[int, bytes, dict[str, str]]:
-    return response.status_code, response.content, dict(response.headers)
+        asyncio.run(callers({"type": "http", "method": "POST", "path": PATH, "headers": []}, receive, refuse))
