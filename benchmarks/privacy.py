@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import typer
 import posy
 from benchmarks.measure import machine
 from posy import figures
+from posy.settings import DivergedError
 from posy.storage import append
 
 PLAIN = "off"
@@ -75,16 +76,21 @@ def settings_of(key: Key, clients: int, delta: float, rounds: int) -> dict[str, 
 
 
 def measured(settings: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
-    """Run one federation, and return the accuracy of the served model in the last round and the spent ε."""
+    """Run one federation, and return the accuracy of the served model in the last round and the spent ε.
+
+    A run whose training loss has diverged has an accuracy too, near the share of the largest class.
+    """
     with tempfile.TemporaryDirectory() as output, redirect_stdout(sys.stderr):
-        record = posy.run(
-            data_dir=str(data_dir), output_dir=output, save_models=False, checkpoint_every=0,
-            evaluate_every=settings["num_server_rounds"], **settings,
-        )  # fmt: skip
-        summary = record.summary
+        with suppress(DivergedError):
+            posy.run(
+                data_dir=str(data_dir), output_dir=output, run_name="run", save_models=False, checkpoint_every=0,
+                evaluate_every=settings["num_server_rounds"], **settings,
+            )  # fmt: skip
+        summary = json.loads((Path(output) / "run" / "summary.json").read_text(encoding="utf-8"))
     accuracy = round(summary["served"]["last"]["weighted"], 4)
     spent = summary["privacy"]["epsilon"] if "privacy" in summary else None
-    return {"accuracy": accuracy, "spent": spent, "seconds": round(summary["seconds"], 1)}
+    seconds, diverged = round(summary["seconds"], 1), summary["status"] == "diverged"
+    return {"accuracy": accuracy, "spent": spent, "seconds": seconds, "diverged": diverged}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from posy.models.parameters import FloatArray, Layout
 from posy.randomness import model_seed, torch_generator
 from posy.settings import SettingsError
 from posy.storage import write_arrays
-from posy.strategies.masking import Words
+from posy.strategies.masking import OutOfRangeError, Words
 from posy.strategies.pooled import numbers_of
 from posy.strategies.privacy import BELOW, sampling_of
 from posy.strategies.replies import Update
@@ -352,8 +352,8 @@ class PersonalClient(NumPyClient):
         local: Predictor | None
         try:
             update, local = yield from self.local_round(self._received(parameters), config)
-        except ArithmeticError as error:
-            if not (self.masking or (train.withholds_scores and isinstance(error, TrainingDivergedError))):
+        except TrainingDivergedError as error:
+            if not (self.masking or train.withholds_scores):
                 raise
             log(WARNING, "client %s sends no change in round %s: %s", self.client, self.round, error)
             update, local = Update(self.unchanged(parameters), np.nan), None  # an error would reveal the divergence
@@ -383,7 +383,7 @@ class PersonalClient(NumPyClient):
                 try:
                     numbers = self._numbers(metrics, training=True)
                     words = self._masked(arrays, reference, weight, parameters, config, numbers)
-                except ArithmeticError as error:  # raised before the masks are used
+                except OutOfRangeError as error:  # raised before the masks are used
                     log(WARNING, "client %s sends no change in round %s: %s", self.client, self.round, error)
                     arrays = self.unchanged(parameters)
                     numbers = self._numbers({"samples": self.processed}, training=True)
@@ -439,7 +439,7 @@ class PersonalClient(NumPyClient):
         if self.personal_in_every_evaluation or config.get("evaluate-personal"):
             try:
                 personal = yield from _result(self.personal_model(received, config))
-            except ArithmeticError as error:  # the scores of the served model stay valid
+            except TrainingDivergedError as error:  # the scores of the served model stay valid
                 log(WARNING, "client %s has no local model in round %s: %s", self.client, self.round, error)
                 personal = None
             if personal is not None:

@@ -8,7 +8,6 @@ from functools import lru_cache, wraps
 from hashlib import blake2b, sha256
 from logging import ERROR
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message
@@ -23,6 +22,7 @@ from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.data.settings import SITES, DataSettings
 from posy.extensions import is_own, word_of
+from posy.mistakes import is_failure, method_error, place_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
 from posy.settings import NodeConfigError, Setting, settings_of, shown
@@ -43,7 +43,6 @@ PINNED = "run.json"
 _RECORD, _COUNTED, _CLIENT = "site-run", "site-run-counted", "site-client"
 RUNS = "policy-runs.json"
 """File in a node's ``state-dir`` with the runs that have begun today."""
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class Violation(NamedTuple):
@@ -452,16 +451,19 @@ def check_once(
 def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
     """Return a message handler whose errors contain nothing about the data of a site.
 
-    On a node with data, the log of the node has the whole error, and the server receives :func:`shared_text`.
+    On a node with data, the log of the node has the whole error, and the server receives :func:`shared_text`. On other
+    nodes, a mistake in the code of the method becomes a :class:`MethodError`.
     """
 
     @wraps(work)
     def handler(message: Message, context: Context) -> Message:
-        if "data" not in context.node_config:
-            return work(message, context)
         try:
             return work(message, context)
         except Exception as error:
+            if "data" not in context.node_config:
+                if is_failure(error):
+                    raise
+                raise method_error(error) from error
             log(ERROR, "the node refuses a message: %s", error, exc_info=error)
             audit.note(context, error=type(error).__name__)
             if isinstance(error, PolicyError):
@@ -485,6 +487,4 @@ def shared_text(error: BaseException, min_rows: int = Policy.min_rows) -> str:
         return str(error)
     if isinstance(error, DataError):
         return error.shared(min_rows)
-    frames = [(Path(frame.f_code.co_filename), line) for frame, line in walk_tb(error.__traceback__)]
-    ours = [f"{path.relative_to(_PACKAGE)}:{line}" for path, line in frames if path.is_relative_to(_PACKAGE)]
-    return f"{type(error).__name__} at {ours[-1] if ours else 'an unknown place'}; the log of the node has the message"
+    return f"{type(error).__name__} at {place_of(error)}; the log of the node has the message"

@@ -542,7 +542,7 @@ class Masking:
 
         Raises
         ------
-        ArithmeticError
+        OutOfRangeError
             If the update contains NaN or infinite numbers, or changes a parameter by more than ``secure-range``.
         ProtocolError
             If the client has sent another reply under these masks: the server could compute their difference.

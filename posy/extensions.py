@@ -107,7 +107,7 @@ def load(text: str, key: str) -> Any:
 def said(error: Exception) -> str:
     """Return what an exception says, on one line, and the line of people's own file that has raised it, if one has."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if _is_theirs(frame)]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_custom(frame)]
     return f"{text} ({Path(frames[-1].f_code.co_filename).name}, line {frames[-1].f_lineno})" if frames else text
 
 
@@ -148,5 +148,6 @@ def _module(name: str, what: str) -> ModuleType:
     return module
 
 
-def _is_theirs(frame: FrameType) -> bool:
+def is_custom(frame: FrameType) -> bool:
+    """Return whether a frame belongs to custom code that was imported from a file."""
     return str(frame.f_globals.get("__name__", "")).startswith(OWN_MODULE)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from posy.mistakes import with_traceback
 from posy.settings import SettingsError
 from posy.signals import ENDING
 
@@ -347,11 +348,12 @@ def _shareable(array: Array) -> int:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return an exception as another process can have it."""
+    """Return an exception that another process can read, with its traceback as a note."""
+    with_traceback(error)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(repr(error))
+        return with_traceback(RuntimeError(repr(error)))
     return error
 
 

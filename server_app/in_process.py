@@ -3,23 +3,20 @@
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from logging import ERROR
 from typing import Any
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
-from flwr.common.logger import log
 from flwr.supercore.task_identity import TaskIdentity
 
 from posy.client_app.app import Call
 from posy.client_app.app import app as client_app
 from posy.client_app.engine import Engine
 from posy.client_app.state import StateStore
-from posy.client_app.training.work import TrainingDivergedError
-from posy.data.errors import DataError
+from posy.mistakes import MethodError, is_failure
 from posy.server_app.grids import OwnGrid
-from posy.settings import SettingsError
+from posy.strategies.replies import client_of
 
 
 class InProcessGrid(OwnGrid):
@@ -113,12 +110,10 @@ class InProcessGrid(OwnGrid):
 
 
 def _failure(message: Message, error: Exception) -> Message:
-    """Return a client's exception as a reply; log it unless its message is for the user.
-
-    The server logs the reason of every dropped reply.
-    """
-    for_user = isinstance(error, TrainingDivergedError | SettingsError | DataError)
-    if not for_user:
-        log(ERROR, "client on node %s: %r", message.metadata.dst_node_id, error)
-    reason = str(error) if for_user else repr(error)
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+    """Return the failure of a client as a reply, whose reason the server logs; raise a mistake in the method's code."""
+    if isinstance(error, MethodError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if not is_failure(error):
+        error.add_note(f"It was raised by client {client_of(message)} in round {message.metadata.group_id}.")
+        raise error
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)

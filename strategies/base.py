@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from posy.data.settings import SITES
 from posy.extensions import word_of
 from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, record_in, record_of, with_entries
+from posy.mistakes import raise_mistake
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Layout, Part
 from posy.randomness import model_seed
@@ -31,6 +32,7 @@ from posy.settings import SettingsError
 from posy.sharing import Once
 from posy.strategies.bounds import NORM_RATIO, clipping_factors, share_factors, site_share
 from posy.strategies.cohorts import cohort_of, members_of, newcomers_of, takes_all
+from posy.strategies.masking import Words
 from posy.strategies.pooled import TRAIN, count_of, tallies
 from posy.strategies.privacy import (
     BELOW,
@@ -42,17 +44,18 @@ from posy.strategies.privacy import (
     split_noise,
 )
 from posy.strategies.replies import (
-    UNREADABLE,
     BadReplyError,
     ClientInfo,
+    Evaluation,
     RoundRecord,
     Update,
     changes,
-    check_count,
     check_enrolled,
     client_of,
     norm_of,
     num_examples,
+    read_evaluation,
+    read_metrics,
     read_update,
     sample_counts,
     samples_of,
@@ -65,13 +68,14 @@ from posy.strategies.robust import Rule, median, trimmed_mean
 from posy.strategies.secure_aggregation import (
     EVALUATION,
     Answer,
+    Masked,
     SecureRound,
     common_digest,
     masked_shape,
     read_masked,
 )
 from posy.strategies.settings import AUTO, CENTRAL, Settings
-from posy.strategies.states import ClientStates, LostStateError, version_after
+from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import are, one_line
 
 SAVE_SECONDS = 120.0
@@ -80,6 +84,8 @@ MAX_LIFE_SECONDS = 7 * 86_400.0
 """Longest lifetime of a message."""
 MAX_REASONS = 10
 """Number of reasons for dropped replies that the log of a phase lists."""
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class PersonalisedStrategy(Strategy):
@@ -342,8 +348,10 @@ class PersonalisedStrategy(Strategy):
         """
         self._lap("train")
         versions: dict[int, str] = {}
-        read = self._read_masked_update if self.secure else self._read_update
-        updates = self._collect(replies, read, versions)
+        if self.secure:
+            updates = self._collect(replies, self._masked_decoder, self._accept_masked_update, versions)
+        else:
+            updates = self._collect(replies, self._decoder, self._accept_update, versions)
         updates.sort(key=lambda update: update.client)
         accepted = updates
         why = self.secure.refusal if self.secure else ""
@@ -395,7 +403,7 @@ class PersonalisedStrategy(Strategy):
         """Record each client's scores."""
         if self.settings.run.secure_aggregation:
             return self._sum_evaluations(replies) if self.evaluates(server_round) else None
-        results = self._collect(replies, self._read_evaluation)
+        results = self._collect(replies, lambda client: read_evaluation, self._accept_evaluation)
         self.record.evaluated = sum(self.record.clients[client]["n_test"] > 0 for client in results)
         self.record.asked = len(self._sent) - len(results) + self.record.evaluated
         self._lap("evaluate")
@@ -412,8 +420,7 @@ class PersonalisedStrategy(Strategy):
         self._begin_round(server_round, grid)
         present = [client for client in self.newcomers if client in self.clients]
 
-        def read(client: int, content: RecordDict) -> None:
-            metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
+        def accept(client: int, metrics: Mapping[str, Any]) -> None:
             row = self.newcomer_rows.setdefault(client, {"n_train": self.clients[client].num_train})
             row |= scores_of(metrics)
             self.check_metrics(metrics)
@@ -426,7 +433,7 @@ class PersonalisedStrategy(Strategy):
             if kind == MessageType.TRAIN:
                 self.before_training(server_round, present)
             messages = self._messages(kind, server_round, config, {client: {flag: True} for client in present})
-            self._collect(grid.send_and_receive(messages, timeout=timeout), read)
+            self._collect(grid.send_and_receive(messages, timeout=timeout), lambda client: read_metrics, accept)
         self.record = last
 
     # -- limits on the influence of single clients -------------------------------------------------------
@@ -652,20 +659,36 @@ class PersonalisedStrategy(Strategy):
         return Message(content, self.clients[client].node_id, kind, ttl=lifetime, group_id=str(self.record.number))
 
     def _collect(
-        self, replies: Iterable[Message], read: Any, versions: dict[int, str] | None = None, *, stateful: bool = True
-    ) -> list[Any]:
-        """Return the contents of the accepted replies; drop and record errors and unusable replies.
+        self,
+        replies: Iterable[Message],
+        decoder: Callable[[int], Callable[[RecordDict], T]],
+        accept: Callable[[int, T], R],
+        versions: dict[int, str] | None = None,
+        *,
+        stateful: bool = True,
+    ) -> list[R]:
+        """Return the results of the accepted replies; drop and record errors and unusable replies.
+
+        Only the decoding of a reply is guarded. An exception of a hook is a mistake in the method and ends the run.
 
         Parameters
         ----------
         replies : iterable of Message
             Replies to the messages in ``_sent``.
-        read : callable
-            Returns the content of a client's reply, or raises one of :data:`UNREADABLE`.
+        decoder : callable
+            Returns, for a client, a function that decodes its reply. This function may raise any of
+            :data:`UNREADABLE`.
+        accept : callable
+            Checks and records a client's decoded reply. It raises :class:`BadReplyError` for unusable values.
         versions : dict, optional
             Receives the version of each client's state; by default the strategy's ``states.versions``.
         stateful : bool
             Whether replies name the version of the client's state.
+
+        Raises
+        ------
+        MethodError
+            In a simulation, if the method's code has raised an exception on a client.
         """
         versions = self.states.versions if versions is None else versions
         accepted, dropped = [], []
@@ -680,17 +703,17 @@ class PersonalisedStrategy(Strategy):
                 if message is None:
                     raise BadReplyError("a reply to no message of this phase, or a second reply")
                 if reply.has_error():
+                    raise_mistake(client, reply.error)
                     raise BadReplyError(failure(reply.error))
-                version = version_after(message, reply) if stateful else None
-                accepted.append(read(client, reply.content))
+                version, content = decoded_reply(message, reply, decoder(client), stateful=stateful)
+                accepted.append(accept(client, content))
                 if version is not None:
                     versions[client] = version
-            except UNREADABLE as error:
+            except BadReplyError as error:
                 if isinstance(error, LostStateError):
                     self.states.versions.pop(client, None)
                     self.lost(client)
-                reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
-                dropped.append((client, one_line(reason, MAX_REASON)))
+                dropped.append((client, one_line(str(error), MAX_REASON)))
         timeout = self.settings.run.timeout
         late = "no reply" + (f" within round-timeout = {timeout:g} s" if timeout < math.inf else "")
         dropped += [(client, late) for client in (*map(client_of, waiting.values()), *unsent)]
@@ -711,9 +734,13 @@ class PersonalisedStrategy(Strategy):
         if (more := len(reasons) - MAX_REASONS) > 0:
             log(WARNING, "round %s: replies are dropped for %s further reasons", self.record.number, more)
 
-    def _read_update(self, client: int, content: RecordDict) -> Update:
-        shapes = self.expected_shapes(client)
-        update = read_update(content, shapes, with_loss=not self.settings.train.withholds_scores)
+    def _decoder(self, client: int) -> Callable[[RecordDict], Update]:
+        """Return the function that decodes a client's update."""
+        shapes, with_loss = self.expected_shapes(client), not self.settings.train.withholds_scores
+        return lambda content: read_update(content, shapes, with_loss=with_loss)
+
+    def _accept_update(self, client: int, update: Update) -> Update:
+        """Check an update, and record it in the row of its client."""
         update.client, update.weight = client, self.weight(client)
         check_enrolled("num-examples", update.num_examples, self.enrolled(client))
         check_enrolled("num-test", update.metrics["num-test"], self.clients[client].num_test)
@@ -822,9 +849,15 @@ class PersonalisedStrategy(Strategy):
         def ask(
             stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
         ) -> dict[int, Answer]:
-            def read(client: int, content: RecordDict) -> tuple[int, Answer]:
-                answer: Any = record_in(content, "config", ConfigRecord)["answer"]
-                check(client, answer)
+            def decoder(client: int) -> Callable[[RecordDict], Answer]:
+                def decode(content: RecordDict) -> Answer:
+                    answer: Any = record_in(content, "config", ConfigRecord)["answer"]
+                    check(client, answer)
+                    return [bytes(text) for text in answer]
+
+                return decode
+
+            def accept(client: int, answer: Answer) -> tuple[int, Answer]:
                 self._count_bytes(client, up=sum(map(len, answer)))
                 return client, answer
 
@@ -834,7 +867,7 @@ class PersonalisedStrategy(Strategy):
                 self._count_bytes(client, down=config.count_bytes())
                 self._sent.append(self._message(RecordDict({"config": config}), client, MessageType.QUERY))
             replies = grid.send_and_receive(self._sent, timeout=self.settings.run.timeout)
-            return dict(self._collect(replies, read, stateful=False))
+            return dict(self._collect(replies, decoder, accept, stateful=False))
 
         def drop(client: int, reason: str) -> None:
             dropped = client, one_line(reason, MAX_REASON)
@@ -851,13 +884,18 @@ class PersonalisedStrategy(Strategy):
             self._count_bytes(client, down=sum(map(len, entries["shares"])))
         return joined
 
-    def _read_masked_update(self, client: int, content: RecordDict) -> Update:
-        """Return a masked update; the row of its client receives no scores."""
-        count = self.clients[client].num_train
+    def _masked_decoder(self, client: int) -> Callable[[RecordDict], Masked]:
+        """Return the function that decodes a client's masked update."""
         [size] = masked_shape(self.expected_shapes(client), count_of(self.settings, training=True))
-        words, metrics = read_masked(content, size, count)
+        count = self.clients[client].num_train
+        return lambda content: read_masked(content, size, count)
+
+    def _accept_masked_update(self, client: int, masked: Masked) -> Update:
+        """Return a masked update; the row of its client receives no scores."""
+        words, metrics = masked
         self.check_metrics(metrics)
         self._count_bytes(client, up=words.nbytes)
+        count = self.clients[client].num_train
         self.record.row(client)["n_train"] = count
         return Update([words], math.nan, metrics, client, count, self.weight(client))
 
@@ -905,15 +943,18 @@ class PersonalisedStrategy(Strategy):
         assert self.secure is not None
         size = count_of(self.settings, training=False)
 
-        def read(client: int, content: RecordDict) -> tuple[int, npt.NDArray[np.uint32]]:
-            words, metrics = read_masked(content, masked_shape([], size)[0])
+        def decode(content: RecordDict) -> Masked:
+            return read_masked(content, masked_shape([], size)[0])
+
+        def accept(client: int, received: Masked) -> tuple[int, Words]:
+            words, metrics = received
             self.check_metrics(metrics)
             self.acknowledged(client, metrics)
             self._count_bytes(client, up=words.nbytes)
             self.record.row(client)["n_train"] = self.clients[client].num_train
             return client, words
 
-        masked = dict(sorted(self._collect(replies, read)))
+        masked = dict(sorted(self._collect(replies, lambda client: decode, accept)))
         tested = {client for client in self.members if client in self.clients and self.clients[client].num_test}
         self.record.asked = len(tested)
         opened = None
@@ -943,24 +984,19 @@ class PersonalisedStrategy(Strategy):
         row["bytes_up"] += up
         row["bytes_down"] += down
 
-    def _read_evaluation(self, client: int, content: RecordDict) -> int:
-        metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
-        count, tested = metrics["num-train"], metrics["num-examples"]
-        check_count("num-train", count, 1)
-        check_count("num-examples", tested, 0)
-        check_enrolled("num-train", count, self.enrolled(client))
-        check_enrolled("num-examples", tested, self.clients[client].num_test)
-        scores, samples = scores_of(metrics), samples_of(metrics)
-        chosen = record_in(content, "config", ConfigRecord).get("chosen", "")
-        self.check_metrics(metrics)
-        self.acknowledged(client, metrics)
+    def _accept_evaluation(self, client: int, evaluation: Evaluation) -> int:
+        """Check the result of an evaluation, and record it in the row of its client."""
+        check_enrolled("num-train", evaluation.num_train, self.enrolled(client))
+        check_enrolled("num-examples", evaluation.num_test, self.clients[client].num_test)
+        self.check_metrics(evaluation.metrics)
+        self.acknowledged(client, evaluation.metrics)
         row = self.record.row(client)
-        row |= {"n_train": int(count), "n_test": int(tested)}
-        self.record.samples += samples
-        for column, value in scores.items():
+        row |= {"n_train": evaluation.num_train, "n_test": evaluation.num_test}
+        self.record.samples += evaluation.samples
+        for column, value in evaluation.scores.items():
             row.setdefault(column, value)  # the scores of the training round take precedence
-        if chosen:
-            row["chosen"] = str(chosen)
+        if evaluation.chosen:
+            row["chosen"] = evaluation.chosen
         return client
 
     def _lap(self, phase: str) -> None:

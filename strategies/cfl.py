@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import ConfigRecord, MessageType, RecordDict
+from flwr.app import ConfigRecord, MessageType
 from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 from flwr.serverapp import Grid
@@ -25,7 +25,7 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedacs import cosine_similarity
 from posy.strategies.method_settings import MethodSettings, Refused, training_clients
-from posy.strategies.replies import Update, mean_of, num_examples, read_update, stacked, weighted_mean
+from posy.strategies.replies import Update, mean_of, num_examples, stacked, weighted_mean
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
@@ -199,7 +199,8 @@ class CFL(PersonalisedStrategy):
             self.descending = descending
             messages = self._messages(MessageType.TRAIN, server_round, train_config, {c: {} for c in descending})
             # Each training begins without a state: the newcomer has no part in the rounds yet.
-            self._collect(grid.send_and_receive(messages, timeout=timeout), self._read_side, stateful=False)
+            replies = grid.send_and_receive(messages, timeout=timeout)
+            self._collect(replies, self._decoder, self._choose_side, stateful=False)
             reached = {client: index + 1 for client, index in descending.items()}
         self.descending, self.record = {}, last
         super()._try_newcomers(server_round, train_config, evaluate_config, grid, timeout)
@@ -213,10 +214,10 @@ class CFL(PersonalisedStrategy):
                 following[client] = start + int(splits[0])
         return following
 
-    def _read_side(self, client: int, content: RecordDict) -> None:
+    def _choose_side(self, client: int, update: Update) -> None:
         """Move a newcomer to the side of its split that holds the update most similar to its own."""
-        index, shapes = self.descending[client], self.expected_shapes(client)
-        change = self.parameters.take(read_update(content, shapes).arrays[0] - self.split_models[index])
+        index = self.descending[client]
+        change = self.parameters.take(update.arrays[0] - self.split_models[index])
         rows = self.split_sides[:, 0] == index
         if nearest_side(change, self.split_updates[rows], self.split_sides[rows, 1]):
             self.cluster[client] = index + 1

@@ -33,7 +33,11 @@ ONE = 2**30
 
 
 class MaskingError(ValueError):
-    """What another party has sent cannot be used."""
+    """Another party has sent an unusable message."""
+
+
+class OutOfRangeError(ArithmeticError):
+    """An update or a score cannot be expressed in the words of a masked sum."""
 
 
 # -- numbers ----------------------------------------------------------------------------------------------
@@ -47,14 +51,14 @@ def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: flo
 
     Raises
     ------
-    ArithmeticError
+    OutOfRangeError
         If a change is NaN, infinite or beyond the limit: clipping would hide the fault.
     """
     flat = np.concatenate([np.zeros(0), *(change.ravel() for change in changed)])
     if not np.isfinite(flat).all():
-        raise ArithmeticError("NaN or Inf in the update")
+        raise OutOfRangeError("NaN or Inf in the update")
     if flat.size and np.abs(flat).max() > limit:
-        raise ArithmeticError(f"a parameter has changed by more than secure-range = {limit:g}")
+        raise OutOfRangeError(f"a parameter has changed by more than secure-range = {limit:g}")
     return np.append(np.rint(flat * (share * ONE / limit)), _share_word(share)).astype(np.int64).astype(np.uint32)
 
 
@@ -81,11 +85,11 @@ def encoded_numbers(numbers: Sequence[int]) -> Words:
 
     Raises
     ------
-    ArithmeticError
+    OutOfRangeError
         If a number is negative, or 2^64 or more.
     """
     if not all(0 <= number < 1 << (LIMBS * LIMB_BITS) for number in numbers):
-        raise ArithmeticError("a score is too large for its words; the model has diverged")
+        raise OutOfRangeError("a score is too large for its words; the model has diverged")
     limbs = [number >> (LIMB_BITS * limb) & (2**LIMB_BITS - 1) for number in numbers for limb in range(LIMBS)]
     return np.array(limbs, np.uint32)
 

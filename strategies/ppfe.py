@@ -31,7 +31,7 @@ from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update
+from posy.strategies.replies import BadReplyError, Update, number_in
 from posy.strategies.settings import Settings
 
 PAPER_ROUNDS = (30, 50, 40, 40)
@@ -307,11 +307,11 @@ class PPFE(PersonalisedStrategy):
 
     def check_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Refuse a number of closed stages that is impossible, and a reply that lacks a coefficient."""
-        closed = int(metrics["stages-closed"])
+        closed = int(number_in(metrics, "stages-closed"))
         if not 0 <= closed <= len(self.finished):
             raise BadReplyError(f"{closed} stages closed of {len(self.finished)}")
         for number in () if self.settings.run.secure_aggregation else range(1, closed + 1):
-            float(metrics[f"beta-{number}"])
+            number_in(metrics, f"beta-{number}")
 
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
         """Record which finished stages a client has closed, and their coefficients."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 from zipfile import BadZipFile
 
 import numpy as np
@@ -253,8 +253,7 @@ def read_update(content: RecordDict, shapes: list[tuple[int, ...]], *, with_loss
         If its arrays have other shapes or contain NaN or infinite numbers, or if a count is impossible. A malformed
         reply raises any of :data:`UNREADABLE`.
     """
-    record = record_in(content, "arrays", ArrayRecord)
-    metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
+    record, metrics = record_in(content, "arrays", ArrayRecord), read_metrics(content)
     check_size(record, shapes)
     arrays = [array.numpy() for array in record.values()]
     count, loss = metrics["num-examples"], metrics["train-loss"] if with_loss else math.nan
@@ -270,6 +269,53 @@ def read_update(content: RecordDict, shapes: list[tuple[int, ...]], *, with_loss
     if (with_loss and not math.isfinite(loss)) or not finite:
         raise BadReplyError("NaN or Inf in the reply")
     return Update(arrays, float(loss), metrics, num_examples=int(count))
+
+
+def read_metrics(content: RecordDict) -> Mapping[str, Any]:
+    """Return the metrics in a reply; raise :class:`BadReplyError` unless all of them are finite numbers."""
+    metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
+    for key, value in metrics.items():
+        if isinstance(value, list):
+            raise BadReplyError(f"malformed reply: {key} is a list")
+        if not math.isfinite(value):
+            raise BadReplyError(f"{key} = {value}")
+    return metrics
+
+
+def number_in(metrics: Mapping[str, Any], key: str) -> Any:
+    """Return a number in the metrics of a reply; raise :class:`BadReplyError` if it is missing."""
+    if key not in metrics:
+        raise BadReplyError(f"the reply lacks the metric {key}")
+    return metrics[key]
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation in a client's reply."""
+
+    metrics: Mapping[str, Any]
+    num_train: int
+    num_test: int
+    scores: dict[str, float]
+    samples: int
+    chosen: str
+
+
+def read_evaluation(content: RecordDict) -> Evaluation:
+    """Return the result of an evaluation.
+
+    Raises
+    ------
+    BadReplyError
+        If a number is impossible. A malformed reply raises any of :data:`UNREADABLE`.
+    """
+    metrics = read_metrics(content)
+    count, tested = metrics["num-train"], metrics["num-examples"]
+    check_count("num-train", count, 1)
+    check_count("num-examples", tested, 0)
+    chosen = record_in(content, "config", ConfigRecord).get("chosen", "")
+    return Evaluation(
+        metrics, int(count), int(tested), scores_of(metrics), samples_of(metrics), str(chosen) if chosen else ""
+    )
 
 
 def check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 from flwr.common.typing import NDArrays
 
 from posy.flower import record_in
@@ -48,7 +48,7 @@ from posy.strategies.masking import (
     private_key,
     public_key,
 )
-from posy.strategies.replies import BadReplyError, check_enrolled, check_size
+from posy.strategies.replies import BadReplyError, check_enrolled, check_size, read_metrics
 from posy.strategies.settings import RunSettings
 
 KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
@@ -73,6 +73,8 @@ ROUND_KEY_BYTES = 32
 DEFAULT_FRACTION = 0.6
 """The setting ``secure-threshold`` where it is ``auto``."""
 Answer = list[bytes]
+Masked = tuple[Words, Mapping[str, Any]]
+"""The masked words in a reply, and its metrics."""
 Ask = Callable[[str, Mapping[int, Mapping[str, Any]], Callable[[int, Answer], None]], dict[int, Answer]]
 """Sends the requests of a stage, by client, and returns the answers that pass a check, by client."""
 
@@ -490,14 +492,13 @@ def masked_shape(shapes: Sequence[tuple[int, ...]], numbers: int) -> tuple[int]:
     return (sum(map(math.prod, shapes)) + 1 + LIMBS * numbers,)
 
 
-def read_masked(content: RecordDict, size: int, num_train: int | None = None) -> tuple[Words, Mapping[str, Any]]:
+def read_masked(content: RecordDict, size: int, num_train: int | None = None) -> Masked:
     """Return the masked words in a reply, and its metrics.
 
     Raises :class:`BadReplyError` for another number or type of words, or, after a training, another number of samples
     than ``num_train``. A malformed reply raises any of :data:`~posy.strategies.replies.UNREADABLE`.
     """
-    record = record_in(content, "arrays", ArrayRecord)
-    metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
+    record, metrics = record_in(content, "arrays", ArrayRecord), read_metrics(content)
     check_size(record, [(size,)])
     words = next(iter(record.values())).numpy()
     if words.shape != (size,):

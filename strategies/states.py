@@ -1,13 +1,15 @@
-"""Which version of its own state each client has: the server names the versions and never sees what is in them."""
+"""The version of each client's state: the server names the versions and never receives the state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from flwr.app import ConfigRecord, Message, MessageType
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
 from posy.flower import record_in
-from posy.strategies.replies import BadReplyError
+from posy.strategies.replies import UNREADABLE, BadReplyError
+
+T = TypeVar("T")
 
 
 class LostStateError(BadReplyError):
@@ -18,21 +20,21 @@ class LostStateError(BadReplyError):
 class ClientStates:
     """The versions of the clients' states.
 
-    A version is named after the message that may write it: ``2-4-1`` by the evaluation of round 4 after the run has
-    been resumed twice. So no name is given twice in a run, and a client's newest has the largest numbers.
+    A version has the name of the message whose reply may store it: ``2-4-1`` for the evaluation of round 4 after the
+    run has been resumed twice. A run uses each name once, and the newest version of a client has the largest numbers.
     """
 
     attempt: int = 0
-    """How often the run has been resumed."""
+    """Number of times that the run has been resumed."""
     places: dict[str, str] = field(default_factory=dict)
-    """Where the clients keep their states: ``run``, the name of its folder, and in a simulation ``state-directory``."""
+    """Folders of the states: ``run``, the name of the run's folder, and in a simulation ``state-directory``."""
     versions: dict[int, str] = field(default_factory=dict)
-    """The version that each client has; only a good reply changes it. It is empty where a client keeps nothing."""
+    """The version of each client; only an accepted reply changes it. It is empty if a client stores no state."""
     needed: list[Mapping[int, str]] = field(default_factory=list)
-    """Versions that checkpoints need, each of a checkpoint or of the last round, by client."""
+    """Versions by client that the checkpoints or the last round need."""
 
     def config(self, phase: str, server_round: int, client: int) -> dict[str, Any]:
-        """Return what a message tells a client about its state."""
+        """Return the config entries about the state of a client."""
         return {
             **self.places,
             "state-from": self.versions.get(client, ""),
@@ -42,19 +44,41 @@ class ClientStates:
 
 
 def version_after(asked: Message, reply: Message) -> str:
-    """Return the version that a client has after it has answered a message, as its reply says.
+    """Return the version of a client's state after its reply to a message.
 
-    Raises :class:`LostStateError` if its node does not have the version to start from, :class:`BadReplyError` for one
-    that is none of the two that the message has named.
+    Raises
+    ------
+    LostStateError
+        If the node does not have the version that the message named.
+    BadReplyError
+        If the reply names a version that the message has not named.
     """
-    sent, told = (record_in(message.content, "config", ConfigRecord) for message in (asked, reply))
+    sent, answer = (record_in(message.content, "config", ConfigRecord) for message in (asked, reply))
     start = str(sent["state-from"])
-    if "state-missing" in told:
+    if "state-missing" in answer:
         since = f"of round {start.split('-')[1]} " if start else ""
         raise LostStateError(
             f"its state {since}is not on its node (a node keeps it over a restart only with state-dir); it begins anew"
         )
-    version = told["state"]
+    version = answer["state"]
     if version not in (start, sent["state-to"]):
         raise BadReplyError(f"state = {version!r}")
     return str(version)
+
+
+def decoded_reply(
+    asked: Message, reply: Message, decode: Callable[[RecordDict], T], *, stateful: bool
+) -> tuple[str | None, T]:
+    """Return the version of a client's state and the decoded content of its reply.
+
+    Raises
+    ------
+    BadReplyError
+        If the reply is malformed.
+    """
+    try:
+        return version_after(asked, reply) if stateful else None, decode(reply.content)
+    except BadReplyError:
+        raise
+    except UNREADABLE as error:
+        raise BadReplyError(f"malformed reply: {error!r}") from error

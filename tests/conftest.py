@@ -68,7 +68,7 @@ class Finished:
 
 
 class FailingGrid(InProcessGrid):
-    """Removes the arrays of some messages, so that the client raises, and clears the state of some nodes.
+    """Lets the nodes of some messages fail, and clears the state of some nodes.
 
     A message is identified by (type, round, client).
     """
@@ -81,7 +81,7 @@ class FailingGrid(InProcessGrid):
         config = message.content.config_records["config"]
         key = (message.metadata.message_type, config.get("server-round"), config.get("client"))
         if key in self.fail:
-            del message.content["arrays"]
+            raise ConnectionError("the node has failed")
         if key in self.forget:
             self._contexts[message.metadata.dst_node_id].state.clear()
         return super()._receive(message)

@@ -34,6 +34,7 @@ from posy.commands.deploy.policy import default_text
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.flower import record_of
+from posy.mistakes import MethodError
 from posy.settings import NodeConfigError
 from posy.strategies.registry import from_json, read_settings
 
@@ -471,10 +472,10 @@ def test_errors_of_a_node_with_data_name_their_place_only() -> None:
         raise ValueError("Patient A0")
 
     context = NodeGrid({"data": "x"}).nodes[1]
-    with pytest.raises(RuntimeError, match=r"ValueError at tests/test_policy.py:\d+; the log of the node"):
+    with pytest.raises(RuntimeError, match=r"ValueError at tests/test_policy.py, line \d+; the log of the node"):
         guarded(fails)(None, context)  # type: ignore[arg-type]
     context.node_config = {}
-    with pytest.raises(ValueError, match="Patient A0"):
+    with pytest.raises(MethodError, match=r"ValueError at tests/test_policy.py, line \d+: Patient A0"):
         guarded(fails)(None, context)  # type: ignore[arg-type]
     error = DataError("/srv/x.csv: row 2", "missing-value", "age", 13)
     assert shared_text(error) == (

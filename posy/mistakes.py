@@ -1,0 +1,64 @@
+"""Mistakes in the code of a method, which its author sees as a traceback.
+
+A client may fail: its training diverges, its data cannot be read, or its memory is full. The server then drops its
+reply, and the run goes on. Any other exception of a client is a mistake in the code of the method. In process and in a
+simulation it ends the run with a traceback. On a real node, the node's log has the traceback, and the server receives
+the type of the exception with file and line.
+"""
+
+import traceback
+from pathlib import Path
+
+from flwr.app import Error
+
+from posy.extensions import is_custom
+from posy.flower import in_simulation, of_simulation
+
+TRACEBACK = "Traceback (most recent call last):"
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+class MethodError(RuntimeError):
+    """The code of a method has raised an exception on a client. The message names the place, or is a traceback."""
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an exception is a failure of a client; any other exception is a mistake in code.
+
+    Failures are Posy's own exceptions and those of files, connections and memory.
+    """
+    own = type(error).__module__.partition(".")[0] == "posy" and not isinstance(error, MethodError)
+    return own or isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line in Posy or in custom code that have raised an exception, without the file's folder."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path = Path(frame.f_code.co_filename)
+        if is_custom(frame):
+            return f"{path.name}, line {line}"
+        if path.is_relative_to(_PACKAGE) and "site-packages" not in (inner := path.relative_to(_PACKAGE)).parts:
+            return f"{inner}, line {line}"
+    return "an unknown place"
+
+
+def method_error(error: Exception) -> MethodError:
+    """Return the exception that reports a mistake to the server: in a simulation its traceback, else its place."""
+    if of_simulation():
+        return MethodError("".join(traceback.format_exception(error)))
+    return MethodError(f"{type(error).__name__} at {place_of(error)}: {error}")
+
+
+def raise_mistake(client: int, error: Error) -> None:
+    """Raise the mistake that a client of a simulation reports; do nothing for another error."""
+    reason = str(error.reason or "")
+    if in_simulation() and MethodError.__name__ in reason and TRACEBACK in reason:
+        _, _, text = reason.rpartition(MethodError.__name__)
+        text = text.rstrip().removesuffix("'>")
+        raise MethodError(f"the code of the method has raised an exception on client {client}\n{text}")
+
+
+def with_traceback(error: BaseException) -> BaseException:
+    """Return an exception with a note that contains its traceback, for another process, which cannot have it."""
+    error.add_note("".join(traceback.format_exception(error)))
+    return error

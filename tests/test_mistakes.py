@@ -1,0 +1,178 @@
+"""Mistakes in the code of a method: its author sees where they are, and no client is blamed for them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Error, MetricRecord, RecordDict
+
+from posy import mistakes
+from posy.client_app.base import PersonalClient
+from posy.client_app.training.work import TrainingDivergedError
+from posy.client_app.workspace import Workspace
+from posy.commands.cli import main
+from posy.data.errors import DataError
+from posy.mistakes import MethodError, is_failure, method_error, place_of, raise_mistake, with_traceback
+from posy.settings import SettingsError
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.replies import BadReplyError, number_in, read_metrics
+
+METHOD = '''
+    """A method whose hooks fail."""
+
+    from posy.client_app.base import PersonalClient
+    from posy.strategies.base import PersonalisedStrategy
+    from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+
+    class MineSettings(MethodSettings, noise=ALLOWED):
+        """Settings of the method."""
+
+
+    class MineClient(PersonalClient):
+        """The client."""
+
+        def work(self, start):
+            """Return the training."""
+            {client}
+            return super().work(start)
+
+
+    class Mine(PersonalisedStrategy):
+        """The strategy."""
+
+        def check(self, arrays):
+            """Check a reply."""
+            {check}
+'''
+HOOKS = (
+    "check",
+    "check_samples",
+    "expected_shapes",
+    "check_metrics",
+    "acknowledged",
+    "enrolled",
+    "weight",
+    "aggregate",
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("error", [AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError])
+def test_an_exception_of_a_hook_on_the_server_ends_the_run(
+    hook: str, error: type[Exception], make_config: Any, federate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error("a mistake")
+
+    monkeypatch.setattr(PersonalisedStrategy, hook, fails)
+    with pytest.raises(error, match="a mistake"):
+        federate(make_config("fedavg", model="linear"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_exception_of_a_hook_on_a_client_ends_the_run_with_its_place(
+    workers: int, make_config: Any, federate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: PersonalClient, start: torch.Tensor) -> Any:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(Workspace, "workers", workers)
+    monkeypatch.setattr(PersonalClient, "work", fails)
+    with pytest.raises(KeyError) as raised:
+        federate(make_config("fedavg", model="linear", stack="loop"))
+    trace = "".join(mistakes.traceback.format_exception(raised.value))
+    assert "test_mistakes.py" in trace
+    assert "in fails" in trace
+    assert raised.value.__notes__[-1].startswith("It was raised by client ")
+    assert raised.value.__notes__[-1].endswith(" in round 1.")
+
+
+@pytest.mark.parametrize("error", [TrainingDivergedError, SettingsError, OSError, MemoryError])
+def test_a_failure_of_a_client_drops_its_reply(
+    error: type[Exception], make_config: Any, federate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = PersonalClient.work
+
+    def work(self: PersonalClient, start: torch.Tensor) -> Any:
+        if self.client == 1:
+            raise error("no luck")
+        return plain(self, start)
+
+    monkeypatch.setattr(PersonalClient, "work", work)
+    finished = federate(make_config("fedavg", model="linear"))
+    assert all([client for client, _ in record.dropped] == [1] for record in finished.records)
+    assert all("no luck" in reason for record in finished.records for _, reason in record.dropped)
+
+
+def test_failures_and_mistakes() -> None:
+    failures = (TrainingDivergedError(), DataError("x", "missing-value"), OSError(), MemoryError(), BadReplyError())
+    assert all(map(is_failure, (*failures, torch.OutOfMemoryError())))
+    assert not any(map(is_failure, (ValueError(), KeyError(), ArithmeticError(), RuntimeError(), MethodError())))
+
+
+@pytest.mark.parametrize(("where", "line"), [("client", "work"), ("check", "check")])
+def test_the_traceback_of_a_custom_method_shows_its_line(
+    where: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = {"client": "pass", "check": "pass"} | {where: "self.method.strenght"}
+    (tmp_path / f"mine_{where}.py").write_text(dedent(METHOD).format(**lines))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AttributeError, match="'MineSettings' object has no attribute 'strenght'") as raised:
+        main(["run", f"method=mine_{where}.py:Mine", "num-clients=2", "num-server-rounds=1", "max-samples=100"])
+    assert f"mine_{where}.py" in "".join(mistakes.traceback.format_exception(raised.value))
+    assert "left out" not in capfd.readouterr().err
+    assert place_of(raised.value).startswith(f"mine_{where}.py, line ") or raised.value.__notes__
+
+
+def test_the_place_is_in_posy_or_custom_code_and_not_in_a_library() -> None:
+    def raised_by(function: Callable[[], Any]) -> Exception:
+        try:
+            function()
+        except Exception as error:
+            return error
+        raise AssertionError("no exception")
+
+    assert place_of(raised_by(lambda: np.linalg.inv(np.zeros((2, 2))))).startswith("tests/test_mistakes.py, line ")
+    assert place_of(raised_by(lambda: number_in({}, "x"))).startswith("posy/strategies/replies.py, line ")
+    assert place_of(ValueError()) == "an unknown place"
+
+
+def test_a_real_node_reports_the_place_and_a_simulation_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        _ = {}["a mistake"]
+    except KeyError as error:
+        place = str(method_error(error))
+        monkeypatch.setattr(mistakes, "of_simulation", lambda: True)
+        trace = str(method_error(error))
+        noted = with_traceback(error)
+    assert place.startswith("KeyError at tests/test_mistakes.py, line ")
+    assert "Traceback" not in place
+    assert trace.startswith("Traceback")
+    assert trace.endswith("KeyError: 'a mistake'\n")
+    assert noted.__notes__[0].startswith("Traceback")
+
+
+def test_only_a_simulation_believes_the_traceback_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "<class 'posy.mistakes.MethodError'>:<'Traceback (most recent call last):\n  File x\nKeyError: 1\n'>"
+    raise_mistake(3, Error(1, reason))  # a real node cannot end a run
+    monkeypatch.setattr(mistakes, "in_simulation", lambda: True)
+    raise_mistake(3, Error(1, "the training diverged"))
+    with pytest.raises(MethodError, match=r"(?s)client 3\n.*KeyError: 1"):
+        raise_mistake(3, Error(1, reason))
+
+
+def test_metrics_are_finite_numbers() -> None:
+    def content(**values: Any) -> RecordDict:
+        return RecordDict({"metrics": MetricRecord(values)})
+
+    assert read_metrics(content(a=1, b=0.5)) == {"a": 1, "b": 0.5}
+    for value in (float("nan"), float("inf"), [1.0]):
+        with pytest.raises(BadReplyError, match=r"a (=|is a list)"):
+            read_metrics(content(a=value))
+    with pytest.raises(BadReplyError, match="lacks the metric a"):
+        number_in({}, "a")
