@@ -62,13 +62,13 @@ Steps = Generator[Train | Forward, Any, R]
 class Member:
     """One model of an ensemble: its parameters ``(d,)``, its network and its coefficient.
 
-    ``held`` contains the fixed tensors of the network by name, if the model was read from a file.
+    ``fixed`` contains the fixed tensors of the network by name, if the model was read from a file.
     """
 
     parameters: Tensor
     architecture: Architecture
     coefficient: float = 1.0
-    held: Mapping[str, FloatArray] = field(default_factory=dict)
+    fixed: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Predictor:
         arrays: dict[str, FloatArray] = {}
         for number, member in enumerate(self.members, start=1):
             prefix = f"stage{number}." if several else ""
-            named = {**member.architecture.layout.views(array_of(member.parameters)), **member.architecture.held}
+            named = {**member.architecture.layout.views(array_of(member.parameters)), **member.architecture.fixed}
             arrays |= {prefix + name: array for name, array in named.items()}
             if several:
                 arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
@@ -113,7 +113,7 @@ class Predictor:
             tensors = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
             coefficient = float(tensors.pop("coefficient", np.ones(1))[0])
             reduced = reduced_like(architecture, tensors)
-            fixed = {name: tensors[name] for name in reduced.held}
+            fixed = {name: tensors[name] for name in reduced.fixed}
             members.append(Member(torch.from_numpy(reduced.layout.flatten(tensors)), reduced, coefficient, fixed))
         return cls(members, logarithms=method.sums_logarithms)
 

@@ -199,7 +199,7 @@ class MemoryStore(DirectoryStore):
         super().__init__(path, durable=False)
         self.nbytes = 0  # in memory
         self._limit = limit
-        self._held: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
+        self._states: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
         # By client, in memory or in files: to look into a folder for each message would cost more than all else here.
         self._known: dict[int, set[str]] = {}
         self._unwritten: set[tuple[int, str]] = set()
@@ -214,7 +214,7 @@ class MemoryStore(DirectoryStore):
 
     def _read(self, client: int, version: str) -> Arrays:
         with self._lock:
-            arrays = self._held.get(client, {}).get(version)
+            arrays = self._states.get(client, {}).get(version)
             if arrays is None:
                 arrays = super()._read(client, version)
             self._hold(client, version, arrays)
@@ -229,7 +229,7 @@ class MemoryStore(DirectoryStore):
 
     def _remove(self, client: int, version: str) -> None:
         with self._lock:
-            self.nbytes -= _size(self._held.get(client, {}).pop(version, {}))
+            self.nbytes -= _size(self._states.get(client, {}).pop(version, {}))
             if (client, version) not in self._unwritten:
                 super()._remove(client, version)
             self._unwritten.discard((client, version))
@@ -252,26 +252,26 @@ class MemoryStore(DirectoryStore):
         return self._known[client]
 
     def _hold(self, client: int, version: str, arrays: Arrays) -> None:
-        held = self._held.setdefault(client, {})
-        self.nbytes += _size(arrays) - _size(held.get(version, {}))
-        held[version] = arrays
-        self._held.move_to_end(client)
+        versions = self._states.setdefault(client, {})
+        self.nbytes += _size(arrays) - _size(versions.get(version, {}))
+        versions[version] = arrays
+        self._states.move_to_end(client)
         while self._limit and self.nbytes > self._limit:
-            client, held = next(iter(self._held.items()))
+            client, versions = next(iter(self._states.items()))
             try:
-                for unused in held:
+                for unused in versions:
                     self._write_file(client, unused)
             except OSError as error:  # it is another client's whose turn it is, and nothing is lost yet
                 if not self._warned:
                     log(WARNING, "states of clients stay in memory, beyond state-memory: %s", error)
                 self._warned = True
                 return
-            self.nbytes -= sum(map(_size, held.values()))
-            del self._held[client]
+            self.nbytes -= sum(map(_size, versions.values()))
+            del self._states[client]
 
     def _write_file(self, client: int, version: str) -> None:
         if (client, version) in self._unwritten:
-            super()._write(client, version, self._held[client][version])
+            super()._write(client, version, self._states[client][version])
             self._unwritten.discard((client, version))
 
 

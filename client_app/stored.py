@@ -63,7 +63,7 @@ class ClientModel(nn.Module):
             network = member.architecture.build()
             # Not strict: a stored model does not contain BatchNorm's integer count of batches.
             tensors = member.architecture.layout.views(member.parameters)
-            tensors |= {name: torch.from_numpy(array) for name, array in member.held.items()}
+            tensors |= {name: torch.from_numpy(array) for name, array in member.fixed.items()}
             network.load_state_dict(tensors, strict=False)
             self.members.append(network)
         self.register_buffer("coefficients", torch.tensor([member.coefficient for member in predictor.members]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posy.server_app.resume import reached
 from posy.settings import RunError, Scalar
+from posy.strategies.registry import read_settings
 from posy.strategies.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def run_in_process(given: Mapping[str, Any], where: str) -> int:
         If a setting or the data is wrong.
     """
     begun: list[Path] = []
+    if not given.get("resume"):  # a wrong setting needs no PyTorch; a resumed run has stored settings
+        read_settings(given, where)
     try:
         record_in_process(given, where, begun.append)
     except (KeyboardInterrupt, Exception) as error:

@@ -1,23 +1,25 @@
-"""A hashable description of a network, from which server and clients build the same network."""
+"""A hashable description of a network, from which server and clients build the same network.
+
+This module imports no PyTorch, so that the settings of a method can be read without it. :mod:`posy.models.assembly`
+builds the networks.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from posy.data.task import Task
-from posy.models.build import build_model, resolve
-from posy.models.chain import ChainModel
-from posy.models.conditional import Conditional
-from posy.models.layers import CosineLinear, kaiming_linear
-from posy.models.parameters import Entry, FloatArray, Layout, Part, layout_of
-from posy.models.two_branch import TwoBranch
-from posy.models.weights import Weights, load_weights, weights_for
-from posy.randomness import seed_of, seeded
+from posy.models.parameters import Entry, FloatArray, Layout, Part
 from posy.settings import SettingsError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from posy.models.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -29,39 +31,16 @@ class Architecture:
     ranks: tuple[tuple[str, int], ...] = ()  # ranks of the fully connected layers that are two factors (PPFE)
     clients: int = 0  # outputs M of FedDRM's client branch; 0: no branch
     cosine: float = 0.0  # scale of a head that compares directions (FedNH); 0: a linear head
-    sharing: str = "deep"  # shared blocks of both branches, a key of posy.models.two_branch.SHARING
+    sharing: str = "deep"  # shared blocks of both branches, one of posy.models.catalogue.SHARING
     conditional: bool = False  # with FedCP's policy and global head
     linear_init: str = "default"  # initial weights of linear layers: default or kaiming
-    weights: Weights | None = None  # initial weights; None: random
+    weights: "Weights | None" = None  # initial weights; None: random
     frozen: tuple[str, ...] = ()  # layers whose parameters are built without gradient
 
-    def build(self, seed: int = 0) -> nn.Module:
+    def build(self, seed: int = 0) -> "nn.Module":
         """Build the network; the same seed gives the same weights."""
-        chain = build_model(self.model, self.task, seed=seed, ranks=dict(self.ranks))
-        if self.linear_init == "kaiming":
-            with seeded(seed_of(seed, "linear-init")):
-                kaiming_linear(chain)
-        if self.weights is not None:
-            load_weights(chain, self.weights, tuple(layer for layer, _ in self.ranks))
-        for layer in self.frozen:
-            chain.layer(layer).requires_grad_(False)
-        if self.ranks:  # a low-rank layer changes the random numbers of the layers after it
-            plain = replace(self, ranks=(), clients=0, cosine=0.0, conditional=False)
-            fixed = {name: torch.from_numpy(array) for name, array in plain.held.items()}
-            chain.load_state_dict(fixed, strict=False)
-        if self.cosine:
-            with seeded(seed_of(seed, "head")):
-                chain.head = CosineLinear(chain.embedding_dim, self.task.num_classes, self.cosine)
-        if self.conditional:
-            return Conditional(chain, seed=seed)
-        if not self.clients:
-            return chain
-        two = TwoBranch(chain, self.clients, self.sharing, seed=seed)
-        if self.linear_init == "kaiming":
-            with seeded(seed_of(seed, "linear-init", 1)):  # another stream than for the class branch
-                kaiming_linear(two.client_blocks)
-                kaiming_linear(two.client_head)
-        return two
+        module: nn.Module = _assembly().build(self, seed)
+        return module
 
     def initial(self, seed: int) -> FloatArray:
         """Return freshly initialised parameters as a flat vector ``(d,)``."""
@@ -78,13 +57,13 @@ class Architecture:
         return _layout(self)[0]
 
     @property
-    def held(self) -> Mapping[str, FloatArray]:
+    def fixed(self) -> Mapping[str, FloatArray]:
         """The fixed floating-point tensors by name, which are neither trained nor sent nor part of the flat vector.
 
         These are the parameters without gradient and the statistics of frozen BatchNorm layers. Their values are the
         initial values for seed 0, regardless of the run's seed.
         """
-        return _held(self)
+        return _fixed(self)
 
     @property
     def fingerprint(self) -> list[float]:
@@ -109,7 +88,7 @@ class Architecture:
         """Raise :class:`SettingsError` unless all these tensors are trained; ``use`` says why the method needs them."""
         trained = {entry.name for entry in self.layout.entries if entry.trainable}
         if missing := [name for name in tensors if name not in trained]:
-            state = "has no gradient" if missing[0] in self.held else "does not exist"
+            state = "has no gradient" if missing[0] in self.fixed else "does not exist"
             raise SettingsError(
                 f"model = {self.model!r}: the tensor {missing[0]} {state}, but {use}; train this tensor, or choose "
                 "another method"
@@ -125,19 +104,21 @@ class Architecture:
     def fully_connected(self) -> tuple[str, ...]:
         """The fully connected layers whose parameters are all trained."""
         chain = _chain(self)
-        return tuple(name for name in chain.fully_connected if _is_trained(chain.layer(name)))
+        return tuple(
+            name for name in chain.fully_connected if all(p.requires_grad for p in chain.layer(name).parameters())
+        )
 
     @property
     def normalisation(self) -> tuple[str, ...]:
         """Names of the tensors of normalisation layers."""
-        kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-        modules = [name for name, module in _chain(self).named_modules() if isinstance(module, kinds)]
+        modules = _assembly().normalisation_layers(_chain(self))
         return tuple(entry.name for entry in self.layout.entries if entry.name.rpartition(".")[0] in modules)
 
     @property
     def embedding_dim(self) -> int:
         """Number D of the head's inputs."""
-        return _chain(self).embedding_dim
+        dimension: int = _chain(self).embedding_dim
+        return dimension
 
     def weight(self, layer: str) -> Entry:
         """Return the entry of a dense fully connected layer's weight ``(outputs, inputs)``."""
@@ -175,8 +156,7 @@ def architecture_for(
     SettingsError
         If the network, the file of weights or a frozen layer does not exist.
     """
-    name = resolve(model, task)
-    start = weights_for(weights, name, digest, words, folder)
+    name, start = _assembly().resolved(model, task, weights, digest, words, folder)
     plain = Architecture(name, task, linear_init=linear_init, weights=start)
     names = tuple(filter(None, (layer.strip() for layer in frozen.split(","))))
     if not names:
@@ -191,17 +171,6 @@ def architecture_for(
     return replace(plain, frozen=tuple(layer for layer in allowed if layer in names))
 
 
-def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
-    """Return a network's layers by name."""
-    if isinstance(module, TwoBranch):
-        branch = nn.ModuleList([module.client_blocks, module.client_head])
-        return {**layers_of(module.model), "client-branch": branch}
-    if isinstance(module, Conditional):
-        return {**layers_of(module.model), "policy": module.policy, "global-head": module.global_head}
-    assert isinstance(module, ChainModel)
-    return {name: module.layer(name) for name in module.layer_names}
-
-
 @lru_cache(maxsize=64)
 def _divided(architecture: Architecture, personal: tuple[str, ...]) -> tuple[Part, Part]:
     layout = architecture.layout
@@ -214,7 +183,7 @@ def _divided(architecture: Architecture, personal: tuple[str, ...]) -> tuple[Par
 
 
 @lru_cache(maxsize=8)
-def _held(architecture: Architecture) -> Mapping[str, FloatArray]:
+def _fixed(architecture: Architecture) -> Mapping[str, FloatArray]:
     names = _layout(architecture)[1]
     tensors = architecture.build().state_dict() if names else {}
     return {name: tensors[name].numpy() for name in names}
@@ -223,7 +192,7 @@ def _held(architecture: Architecture) -> Mapping[str, FloatArray]:
 @lru_cache(maxsize=8)
 def _fingerprint(architecture: Architecture) -> tuple[float, ...]:
     numbers: list[float] = []
-    for array in architecture.held.values():
+    for array in architecture.fixed.values():
         values = array.ravel().astype(np.float64)
         norm = float(np.linalg.norm(values))
         numbers += [norm, float(values @ np.cos(np.arange(len(values)))) / (norm or 1.0)]
@@ -233,23 +202,21 @@ def _fingerprint(architecture: Architecture) -> tuple[float, ...]:
 @lru_cache(maxsize=64)
 def _layout(architecture: Architecture) -> tuple[Layout, tuple[str, ...]]:
     """Return the layout of the flat vector, and the names of the floating-point tensors that are not part of it."""
-    module = architecture.build()
-    layout = layout_of(module, layers_of(module))
+    layout, fixed = _assembly().layout(architecture.build())
     if not layout.trainable.size:
         raise SettingsError(
             f"model = {architecture.model!r}: none of its parameters has a gradient; set requires_grad = True for at "
             "least one parameter"
         )
-    trained = {entry.name for entry in layout.entries}
-    fixed = [name for name, tensor in module.state_dict().items() if tensor.is_floating_point() and name not in trained]
-    return layout, tuple(fixed)
+    return layout, fixed
 
 
 @lru_cache(maxsize=64)
-def _chain(architecture: Architecture) -> ChainModel:
-    module = architecture.build()
-    return module.model if isinstance(module, TwoBranch | Conditional) else module  # type: ignore[return-value]
+def _chain(architecture: Architecture) -> Any:
+    """Return the chain of layers of a network, without a method's further layers."""
+    return _assembly().chain_of(architecture.build())
 
 
-def _is_trained(layer: nn.Module) -> bool:
-    return all(parameter.requires_grad for parameter in layer.parameters())
+def _assembly() -> Any:
+    """Return the module that builds networks; it imports PyTorch."""
+    return import_module("posy.models.assembly")

@@ -10,6 +10,9 @@ from posy.data.task import Task
 if TYPE_CHECKING:
     from posy.models.chain import ChainModel
 
+SHARING = ("none", "shallow", "mid", "deep")
+"""The shared part of a body with two branches, from no block to all blocks (FedDRM, Section 3.1)."""
+
 
 @dataclass(frozen=True)
 class Network:

@@ -7,12 +7,13 @@ Messages, personal state and server mathematics work on flat float32 vectors of 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FloatArray = npt.NDArray[np.float32]
 A = TypeVar("A")  # a NumPy array or a tensor
@@ -50,7 +51,11 @@ class Part:
         pieces = [flat[..., s] for s in self.slices or (slice(0),)]
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate(pieces, axis=-1) if isinstance(flat, np.ndarray) else torch.cat(pieces, dim=-1)
+        if isinstance(flat, np.ndarray):
+            return np.concatenate(pieces, axis=-1)
+        import torch  # noqa: PLC0415 - only clients have tensors
+
+        return torch.cat(pieces, dim=-1)
 
     def put(self, flat: A, values: Any) -> A:
         """Write ``(..., size)`` values into the part of ``(..., d)`` in place, and return it."""
@@ -118,7 +123,7 @@ class Layout:
         return np.concatenate([np.asarray(named[e.name], np.float32).ravel() for e in self.entries])
 
 
-def layout_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> Layout:
+def layout_of(module: "nn.Module", layers: "Mapping[str, nn.Module]") -> Layout:
     """Describe a module's trained parameters and floating-point buffers as a flat vector.
 
     Each tensor belongs to the layer whose module holds it. The vector holds neither fixed tensors
@@ -137,7 +142,7 @@ def layout_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> Layout:
     return Layout(tuple(entries))
 
 
-def fixed_tensors(module: nn.Module) -> set[str]:
+def fixed_tensors(module: "nn.Module") -> set[str]:
     """Return the names of the parameters and buffers that training leaves alone.
 
     These are the parameters without gradient (``requires_grad_(False)``), and buffers such as the statistics of a

@@ -9,8 +9,6 @@ from posy.models.layers import reset_parameters
 from posy.models.own import OwnModel
 from posy.randomness import seed_of, seeded
 
-SHARING = ("none", "shallow", "mid", "deep")
-
 
 class TwoBranch(nn.Module):
     """Class branch and client branch on a shared body (FedDRM, Section 3.1 and Fig. 2).

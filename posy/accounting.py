@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import log_ndtr
 
 from posy.settings import SettingsError
 
@@ -76,6 +75,8 @@ def log_delta(noise_multiplier: float, epsilon: float) -> float:
 
     δ = Φ(1/(2z) − εz) − e^ε Φ(−1/(2z) − εz) for the noise multiplier z = σ/Δ.
     """
+    from scipy.special import log_ndtr  # noqa: PLC0415 - the settings need no SciPy
+
     upper = 0.5 / noise_multiplier - epsilon * noise_multiplier
     lower = -0.5 / noise_multiplier - epsilon * noise_multiplier
     first, second = float(log_ndtr(upper)), epsilon + float(log_ndtr(lower))

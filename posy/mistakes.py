@@ -1,8 +1,8 @@
 """Mistakes in the code of a method, which its author sees as a traceback.
 
 A client may fail: its training diverges, its data cannot be read, or its memory is full. The server then drops its
-reply, and the run goes on. Any other exception of a client is a mistake in the code of the method. In process and in a
-simulation it ends the run with a traceback. On a real node, the node's log has the traceback, and the server receives
+reply, and the run continues. Any other exception of a client is a mistake in the code of the method. In process and in
+a simulation it ends the run with a traceback. On a real node, the node's log has the traceback, and the server receives
 the type of the exception with file and line.
 """
 
@@ -25,10 +25,10 @@ class MethodError(RuntimeError):
 def is_failure(error: BaseException) -> bool:
     """Return whether an exception is a failure of a client; any other exception is a mistake in code.
 
-    Failures are Posy's own exceptions and those of files, connections and memory.
+    Failures are Posy's exceptions, and exceptions about files, connections and memory.
     """
-    own = type(error).__module__.partition(".")[0] == "posy" and not isinstance(error, MethodError)
-    return own or isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    posys = type(error).__module__.partition(".")[0] == "posy" and not isinstance(error, MethodError)
+    return posys or isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def place_of(error: BaseException) -> str:

@@ -47,6 +47,7 @@ from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.methods import drawing_of
 from posy.strategies.pooled import spreads
 from posy.strategies.replies import LIMITED, RoundRecord
 from posy.strategies.settings import Settings
@@ -275,9 +276,9 @@ class Recorder:
         """
         states = self.strategy.states
         states.attempt = len(self._resumed)
-        states.places["run"] = f"{self.directory.path.name}-{self.directory.id}"
+        states.folders["run"] = f"{self.directory.path.name}-{self.directory.id}"
         if one_file_system and (self.checkpoints.every or self._resumed):
-            states.places["state-directory"] = str(self.directory.state)
+            states.folders["state-directory"] = str(self.directory.state)
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -380,7 +381,8 @@ class Recorder:
                     for column in ("served_accuracy", "local_accuracy")
                 )
                 figures.client_accuracies(served, local, folder / "clients.png")
-                self.strategy.draw(folder)
+                if draw := drawing_of(type(self.strategy)):
+                    draw(self.strategy, folder)
         except (ValueError, OSError, ArithmeticError) as error:
             log(WARNING, "a picture could not be drawn: %r", error)
         self._drawn = time.perf_counter()

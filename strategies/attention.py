@@ -2,14 +2,12 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
-from posy import figures
 from posy.models.parameters import FloatArray
 from posy.strategies.latest import LatestModels
 from posy.strategies.replies import Update
@@ -62,18 +60,6 @@ class AttentionStrategy(LatestModels):
         """Load a state, and prepare the model for clients without one."""
         super().load_server_state(arrays)
         self._prepare_unseen()
-
-    def draw(self, folder: Path) -> None:
-        """Draw the attention matrix over the rounds, with similar clients next to each other."""
-        if not len(self.pictured):
-            return
-        counts = self.class_counts
-        order = np.arange(self.num_clients) if counts is None else figures.similarity_order(counts)
-        panels = [
-            figures.Panel(matrix[np.ix_(order, order)], f"round {number}", "client j", "client i", "attention")
-            for number, matrix in zip(self.pictured, self.pictures, strict=True)
-        ]
-        figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, similar data side by side")
 
     def _prepare_unseen(self) -> None:
         if 0 < len(self.seen) < self.num_clients:

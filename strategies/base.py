@@ -256,9 +256,6 @@ class PersonalisedStrategy(Strategy):
         """Names of the arrays of the server's state; with adaptive clipping also the clipping norm."""
         return (*self.state, "dp_clip") if self.settings.train.dp_clip_quantile else self.state
 
-    def draw(self, folder: Path) -> None:
-        """Draw the method's pictures into a folder."""
-
     def extra_summary(self) -> dict[str, Any]:
         """Return the method's results for the summary."""
         return {}
@@ -584,11 +581,11 @@ class PersonalisedStrategy(Strategy):
                 f"lr-schedule = {train.lr_schedule!r} has no effect: lr is {train.lr:g} in all rounds from 1 to "
                 f"{num_rounds}; {remedy}"
             )
-        others = max(len(self.cohort(number)) for number in (1, num_rounds)) - 1
-        if run.secure_aggregation and run.secure_neighbours > others:
+        neighbours = max(len(self.cohort(number)) for number in (1, num_rounds)) - 1
+        if run.secure_aggregation and run.secure_neighbours > neighbours:
             notices.append(
-                f"secure-neighbours = {run.secure_neighbours}: a round has at most {others} other clients, with all of "
-                f"which each client shares secrets; set it to at most {others}"
+                f"secure-neighbours = {run.secure_neighbours}: a round has at most {neighbours} other clients, with "
+                f"all of which each client shares secrets; set it to at most {neighbours}"
             )
         return tuple(notices)
 
@@ -971,7 +968,7 @@ class PersonalisedStrategy(Strategy):
         return MetricRecord({"served-accuracy": served["mean"]}) if served else None
 
     def _add_sums(self, numbers: list[int], *, training: bool) -> None:
-        """Record the sums of the scores; scores after the training take precedence over those of the evaluation."""
+        """Record the sums of the scores; scores after the training take precedence over scores of the evaluation."""
         summed, samples = tallies(self.settings, numbers, training=training)
         before = {key: tally for key, tally in self.record.sums.items() if tally.samples}
         self.record.sums = summed | before

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize
 
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
@@ -213,6 +212,8 @@ def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
     numpy.ndarray, (M,)
         Weight of each update in d.
     """
+    from scipy.optimize import minimize  # noqa: PLC0415 - the settings need no SciPy
+
     length = norm_of_mix(products, guide)
     if not c * length:
         return guide

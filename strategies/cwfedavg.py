@@ -5,14 +5,12 @@ clients in proportion to their share of the class; every client is served the mi
 distribution.
 """
 
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
-from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, setting
@@ -170,7 +168,7 @@ class CwFedAvg(PersonalisedStrategy):
         """Average class-wise (Eqs. 5 and 6) and update the clients' class distributions (Eq. 4)."""
         models = stacked(updates)
         n = num_examples(updates)
-        weights = self._output_weights(models)
+        weights = self.output_weights(models)
         norms = np.linalg.norm(weights.astype(np.float64), axis=2)
         if self.method.distribution == "empirical":
             distributions = stacked(updates, 1).astype(np.float64)
@@ -191,21 +189,7 @@ class CwFedAvg(PersonalisedStrategy):
         distances = np.linalg.norm(empirical - self.distributions[clients], axis=1)
         return {"distribution_distance": float(distances.mean())}
 
-    def draw(self, folder: Path) -> None:
-        """Draw the norms of the output rows of local and class models (Fig. 3) and p̃ against p (Fig. 8)."""
-        panels = [figures.Panel(self.local_norms, title="local models: row norms", xlabel="class", ylabel="client")]
-        if self.class_counts is not None:
-            panels.insert(0, figures.Panel(self.class_counts, title="samples", xlabel="class", ylabel="client"))
-            share = self.class_counts / self.class_counts.sum(axis=1, keepdims=True)
-            names = {"xlabel": "empirical p", "ylabel": "read off the weights"}
-            path, title = folder / "distribution.png", "Class distribution of the clients"
-            figures.scatter(share, self.distributions, path, title=title, **names)
-        models = self.classwise.put(np.zeros((self.num_classes, self.size), np.float32), self.class_models)
-        norms = np.linalg.norm(self._output_weights(models), axis=2)
-        panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
-        figures.heatmaps(panels, folder / "norms.png", title="Data and output weights")
-
-    def _output_weights(self, models: FloatArray) -> FloatArray:
+    def output_weights(self, models: FloatArray) -> FloatArray:
         """Return the output weights ``(M, C, E)`` of whole models ``(M, d)``."""
         return models[:, self.output.start : self.output.stop].reshape(len(models), *self.output.shape)
 

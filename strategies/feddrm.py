@@ -6,23 +6,21 @@ estimate the log density ratios of the clients' inputs.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from posy import figures
 from posy.models.architecture import Architecture
-from posy.models.two_branch import SHARING
+from posy.models.catalogue import SHARING
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from posy.strategies.settings import Settings
 
 
@@ -125,31 +123,26 @@ class FedDRM(PersonalisedStrategy):
     routed: npt.NDArray[np.int64] | None = None
     routing_accuracy: float | None = None
 
-    def choose(self, client_logits: Tensor) -> Tensor:
+    def choose(self, client_logits: "Tensor") -> "Tensor":
         """Return the client ``(n,)`` for each query, from the logits ``(n, M)`` of the client branch."""
         sizes = np.ones(self.num_clients)  # also of a newcomer without a node, which no query is routed to
         for client in self.clients:
             sizes[client] = self.weight(client)  # the weight in the mean is the client's prior in the averaged loss
-        newcomers = torch.tensor(self.newcomers, dtype=torch.int64, device=client_logits.device)
-        return route_queries(client_logits.index_fill(-1, newcomers, -torch.inf), sizes, self.method.routing)
+        allowed = client_logits.clone()
+        allowed[..., list(self.newcomers)] = -np.inf
+        return route_queries(allowed, sizes, self.method.routing)
 
     def note_routing(self, owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> None:
         """Record the true and the chosen client of each query, both ``(n,)``."""
         self.routed = routing_matrix(owner, chosen, self.num_clients)
         self.routing_accuracy = float(np.trace(self.routed) / self.routed.sum())
 
-    def draw(self, folder: Path) -> None:
-        """Draw the routing matrix: true client by chosen client."""
-        if self.routed is not None:
-            panel = figures.Panel(self.routed, xlabel="chosen client", ylabel="true client", label="samples")
-            figures.heatmaps([panel], folder / "routing.png", title="Routing of the pooled test samples")
-
     def extra_summary(self) -> dict[str, Any]:
         """Return the routing accuracy."""
         return {"routing-accuracy": self.routing_accuracy}
 
 
-def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str = "density") -> Tensor:
+def route_queries(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: str = "density") -> "Tensor":
     """Return the client that each query is sent to.
 
     Parameters
@@ -165,12 +158,12 @@ def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: st
     return routing_logits(client_logits, n, routing).argmax(dim=-1)
 
 
-def routing_logits(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str) -> Tensor:
+def routing_logits(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: str) -> "Tensor":
     """Return the logits ``(n, M)`` whose largest entry :func:`route_queries` chooses; the arguments are the same."""
     if routing != "density":
         return client_logits
-    log_prior = torch.as_tensor(np.log(n / n.sum()), dtype=client_logits.dtype, device=client_logits.device)
-    return client_logits - log_prior
+    log_prior = np.log(n / n.sum())
+    return client_logits - client_logits.new_tensor(log_prior)
 
 
 def routing_matrix(

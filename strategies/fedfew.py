@@ -6,7 +6,6 @@ for each. The server weighs the updates by these losses. Each client uses the mo
 
 from collections.abc import Mapping
 from logging import WARNING
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy.typing as npt
 from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 
-from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
@@ -263,19 +261,6 @@ class FedFew(PersonalisedStrategy):
                 len(in_use),
                 IDLE_ROUNDS,
             )
-
-    def draw(self, folder: Path) -> None:
-        """Draw the objective, and which models serve which clients."""
-        objectives = [(number, objective) for number, objective in self.objectives.tolist()]
-        figures.lines({"g": objectives}, folder / "objective.png", title="STCH-Set objective", ylabel="g")
-        figures.heatmaps(
-            [
-                figures.Panel(self.losses, title="training loss", xlabel="server model", ylabel="client"),
-                figures.Panel(self.weights, title="inner weight w_ik", xlabel="server model", ylabel="client"),
-            ],
-            folder / "models.png",
-            title="Clients and server models in their last round",
-        )
 
 
 def weighted_losses(losses: Float64, n: Float64) -> Float64:

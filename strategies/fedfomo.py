@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
-from posy.data.partitions import count_aside
 from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
@@ -181,6 +180,8 @@ class FedFomo(LatestModels):
 
     def enrolled(self, client: int) -> int:
         """Return the number of samples that a client trains on, without those on which it compares models."""
+        from posy.data.partitions import count_aside  # noqa: PLC0415 - the settings need no PyTorch
+
         count = super().enrolled(client)
         aside = 0.0 if self.settings.data.validation_fraction else self.method.validation
         return count - count_aside(count, aside) if aside else count

@@ -1,14 +1,20 @@
 """The registry of methods: it maps a name to settings and strategy."""
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from posy.extensions import is_own, module_of, word_of
 from posy.settings import SettingsError, at, nearest, shown
 from posy.strategies.method_settings import MethodSettings
 
 T = TypeVar("T")
+PICTURES = "posy.strategies.pictures"
+"""Package of the modules that draw the pictures of single methods."""
 
 METHODS = {
     "fedfew": "FedFew",
@@ -79,6 +85,21 @@ def strategy_class(method: str) -> Any:
     if is_own(method):
         return own_class(method, "", PersonalisedStrategy)
     return getattr(_module(method), METHODS[method], PersonalisedStrategy)
+
+
+def drawing_of(strategy: type[Any]) -> Callable[[Any, Path], None] | None:
+    """Return the function that draws the pictures of a strategy into a folder: ``draw(strategy, folder)``.
+
+    The function belongs to the class or to its next base class that has one. It is in the module of the same name in
+    :mod:`posy.strategies.pictures`, and for a custom method in the file of the method.
+    """
+    for kind in strategy.__mro__:
+        package, _, name = kind.__module__.rpartition(".")
+        if package == __package__ and find_spec(f"{PICTURES}.{name}"):
+            return cast("Callable[[Any, Path], None]", import_module(f"{PICTURES}.{name}").draw)
+        if package != __package__ and (draw := getattr(sys.modules.get(kind.__module__), "draw", None)):
+            return cast("Callable[[Any, Path], None]", draw)
+    return None
 
 
 def own_class(method: str, end: str, base: type[T]) -> type[T]:

@@ -13,19 +13,14 @@ while the convolutions continue. ``svd-fedavg`` transmits the fractions of the p
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from logging import INFO
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from flwr.common.logger import log
 from flwr.common.typing import NDArrays
-from torch import Tensor
 
-from posy import figures
 from posy.models.architecture import Architecture
-from posy.models.layers import capped_rank, low_rank_factors
 from posy.models.parameters import FloatArray, Layout, Part
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
@@ -33,6 +28,9 @@ from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, number_in
 from posy.strategies.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
@@ -335,6 +333,8 @@ class PPFE(PersonalisedStrategy):
             self.finished.append(self.model)
             self.rounds_done[...] = 0
             if self.stage is not before:
+                import torch  # noqa: PLC0415 - the settings need no PyTorch
+
                 model = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
                 begun = open_stage(before, self.stage, torch.from_numpy(model), torch.from_numpy(self.finished[0]))
                 self.model = np.ascontiguousarray(self.stage.shared_part.take(begun.numpy()))
@@ -347,14 +347,6 @@ class PPFE(PersonalisedStrategy):
     def weight(self, client: int) -> int:
         """Return 1 from stage 2 on: the mean is uniform."""
         return super().weight(client) if self.stage.number == 1 else 1
-
-    def draw(self, folder: Path) -> None:
-        """Draw the coefficients of the clients' stages; with secure aggregation the clients keep them."""
-        if self.settings.run.secure_aggregation:
-            return
-        names = [f"stage {stage.number}" for stage in self.stages]
-        panel = figures.Panel(self.betas, ylabel="client", label="beta", xticks=names)
-        figures.heatmaps([panel], folder / "coefficients.png", title="Coefficients of the stages")
 
     @property
     def stage(self) -> Stage:
@@ -406,7 +398,7 @@ def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
     return stages
 
 
-def open_stage(before: Stage, after: Stage, model: Tensor, fedavg: Tensor | None = None) -> Tensor:
+def open_stage(before: Stage, after: Stage, model: "Tensor", fedavg: "Tensor | None" = None) -> "Tensor":
     """Return the parameters ``(d',)`` with which a stage begins.
 
     They continue from the previous stage, except for restarted layers, which start from stage 1's model (Appendix A.4).
@@ -422,6 +414,8 @@ def open_stage(before: Stage, after: Stage, model: Tensor, fedavg: Tensor | None
     fedavg : Tensor, (d_1,), optional
         Stage 1's model, for restarted layers.
     """
+    from posy.models.layers import low_rank_factors  # noqa: PLC0415 - the settings need no PyTorch
+
     layout = before.architecture.layout
     sources = layout.views(model)
     if after.restarted:
@@ -430,7 +424,7 @@ def open_stage(before: Stage, after: Stage, model: Tensor, fedavg: Tensor | None
         dense = first.views(fedavg)
         sources = {e.name: sources[e.name] for e in layout.entries if e.layer not in after.restarted}
         sources |= {e.name: dense[e.name] for e in first.entries if e.layer in after.restarted}
-    result = torch.empty(after.architecture.layout.size, device=model.device)
+    result = model.new_empty(after.architecture.layout.size)
     new = after.architecture.layout.views(result)
     for name, view in new.items():
         if name in sources:
@@ -468,6 +462,8 @@ def reduced_ranks(plain: Architecture, reduced: tuple[str, ...], ranks: list[int
 
     ``ranks`` are the ranks of the last fully connected layers in order; the last number is the head's.
     """
+    from posy.models.layers import capped_rank  # noqa: PLC0415 - the settings need no PyTorch
+
     layers = plain.fully_connected[-len(ranks) :]
     wanted = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))
     shapes = {layer: plain.weight(layer).shape for layer in reduced if layer in wanted}

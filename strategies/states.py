@@ -26,7 +26,7 @@ class ClientStates:
 
     attempt: int = 0
     """Number of times that the run has been resumed."""
-    places: dict[str, str] = field(default_factory=dict)
+    folders: dict[str, str] = field(default_factory=dict)
     """Folders of the states: ``run``, the name of the run's folder, and in a simulation ``state-directory``."""
     versions: dict[int, str] = field(default_factory=dict)
     """The version of each client; only an accepted reply changes it. It is empty if a client stores no state."""
@@ -36,14 +36,14 @@ class ClientStates:
     def config(self, phase: str, server_round: int, client: int) -> dict[str, Any]:
         """Return the config entries about the state of a client."""
         return {
-            **self.places,
+            **self.folders,
             "state-from": self.versions.get(client, ""),
             "state-to": f"{self.attempt}-{server_round}-{int(phase == MessageType.EVALUATE)}",
             "state-keep": sorted({needed.get(client, "") for needed in self.needed} - {""}),
         }
 
 
-def version_after(asked: Message, reply: Message) -> str:
+def version_after(message: Message, reply: Message) -> str:
     """Return the version of a client's state after its reply to a message.
 
     Raises
@@ -53,12 +53,13 @@ def version_after(asked: Message, reply: Message) -> str:
     BadReplyError
         If the reply names a version that the message has not named.
     """
-    sent, answer = (record_in(message.content, "config", ConfigRecord) for message in (asked, reply))
+    sent, answer = (record_in(each.content, "config", ConfigRecord) for each in (message, reply))
     start = str(sent["state-from"])
     if "state-missing" in answer:
         since = f"of round {start.split('-')[1]} " if start else ""
         raise LostStateError(
-            f"its state {since}is not on its node (a node keeps it over a restart only with state-dir); it begins anew"
+            f"its state {since}is not on its node (a node keeps it over a restart only with state-dir); "
+            "it starts from scratch"
         )
     version = answer["state"]
     if version not in (start, sent["state-to"]):
@@ -67,7 +68,7 @@ def version_after(asked: Message, reply: Message) -> str:
 
 
 def decoded_reply(
-    asked: Message, reply: Message, decode: Callable[[RecordDict], T], *, stateful: bool
+    message: Message, reply: Message, decode: Callable[[RecordDict], T], *, stateful: bool
 ) -> tuple[str | None, T]:
     """Return the version of a client's state and the decoded content of its reply.
 
@@ -77,7 +78,7 @@ def decoded_reply(
         If the reply is malformed.
     """
     try:
-        return version_after(asked, reply) if stateful else None, decode(reply.content)
+        return version_after(message, reply) if stateful else None, decode(reply.content)
     except BadReplyError:
         raise
     except UNREADABLE as error:

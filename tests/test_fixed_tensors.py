@@ -187,7 +187,7 @@ def test_the_flat_vector_holds_only_trained_tensors() -> None:
     assert plain.layout.size == 3 * 24 + 16 * 3 + 12 * 16 + 12 + 10 * 12 + 10
     assert plain.layer_names == ("3", "5", "head")
     assert plain.fully_connected == ("5", "head")
-    assert {name: array.shape for name, array in plain.held.items()} == {
+    assert {name: array.shape for name, array in plain.fixed.items()} == {
         "blocks.body.1.module.weight": (24, 64), "blocks.body.1.module.bias": (24,),
         "blocks.body.3.base.weight": (16, 24), "blocks.body.3.base.bias": (16,),
     }  # fmt: skip
@@ -212,7 +212,7 @@ def test_a_fixed_tensor_is_a_constant_for_every_method(method: str) -> None:
     assert (visible.summary["bytes-up"], visible.summary["bytes-down"]) == tuple(
         hidden.summary[key] for key in ("bytes-up", "bytes-down")
     )
-    fixed = network("fixed").held
+    fixed = network("fixed").fixed
     for name, array in fixed.items():
         assert set(bits(visible, name)) == {array.tobytes()}
     stored = load_arrays(hidden.models / "client-0.safetensors")
@@ -328,7 +328,7 @@ def test_a_run_with_fixed_tensors_is_resumed_to_the_bit() -> None:
 def test_noise_and_norms_leave_fixed_tensors_alone() -> None:
     settings = {**SMALL, "model": "nets:fixed", "dp": "local", "dp_clip": 0.001, "dp_epsilon": 1.0, "dp_delta": 1e-5}
     record = posy.run(method="fedavg", run_name="noise", **settings)
-    for name, array in network("fixed").held.items():
+    for name, array in network("fixed").fixed.items():
         assert set(bits(record, name)) == {array.tobytes()}
     assert posy.run(method="fedavg", run_name="batchnorm", **{**settings, "model": "nets:norm_fixed"}).summary["status"]
 
@@ -340,7 +340,7 @@ def test_weights_of_a_file_fill_fixed_tensors_and_not_adapters() -> None:
     base = {k: v for k, v in namespace["fixed"](DIGITS).state_dict().items() if k not in ("3.a", "3.b")}
     safetensors.torch.save_file(base, "base.safetensors")
     started = network("fixed", weights=str(Path("base.safetensors").absolute()))
-    assert np.array_equal(started.held["blocks.body.3.base.weight"], base["3.base.weight"].numpy())
+    assert np.array_equal(started.fixed["blocks.body.3.base.weight"], base["3.base.weight"].numpy())
     plain = network("fixed")
     np.testing.assert_array_equal(started.layout.views(started.initial(1))["blocks.body.3.a"],
                                   plain.layout.views(plain.initial(1))["blocks.body.3.a"])  # fmt: skip
@@ -357,8 +357,8 @@ def test_low_rank_layers_do_not_change_fixed_layers() -> None:
     dense, reduced = (Architecture("mlp", DIGITS, frozen=("fc2",), ranks=ranks) for ranks in ((), (("fc1", 4),)))
     built = reduced.build(seed=3).state_dict()
     assert built["blocks.fc1.linear.down.weight"].shape == (4, 64)
-    for name, array in dense.held.items():
-        np.testing.assert_array_equal(reduced.held[name], array)
+    for name, array in dense.fixed.items():
+        np.testing.assert_array_equal(reduced.fixed[name], array)
         np.testing.assert_array_equal(built[name], array)
 
 
@@ -376,7 +376,7 @@ def test_a_fixed_head_works_or_is_refused_by_name(method: str) -> None:
         assert not Path("runs").exists()
         return
     assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})
-    assert set(bits(record, "head.weight")) == {network("head_fixed").held["head.weight"].tobytes()}
+    assert set(bits(record, "head.weight")) == {network("head_fixed").fixed["head.weight"].tobytes()}
 
 
 def test_what_cannot_be_fixed_is_told() -> None:
@@ -401,7 +401,7 @@ def test_the_documented_adapter_runs() -> None:
     record = posy.run(method="fedrep", model="mylora:lora", run_name="a", **SMALL)
     assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})
     (tensor,) = set(bits(record, "1.base.weight"))
-    assert tensor == architecture_for("mylora:lora", DIGITS).held["blocks.body.1.base.weight"].tobytes()
+    assert tensor == architecture_for("mylora:lora", DIGITS).fixed["blocks.body.1.base.weight"].tobytes()
 
 
 def test_a_node_with_other_fixed_tensors_is_refused() -> None:
@@ -417,7 +417,7 @@ def test_a_node_with_other_fixed_tensors_is_refused() -> None:
 
 def test_the_fingerprint_of_fixed_tensors_by_hand() -> None:
     plain = network("bias_only")
-    (weight,) = plain.held.values()
+    (weight,) = plain.fixed.values()
     norm = float(np.sqrt(np.square(weight.astype(np.float64)).sum()))
     projection = sum(float(value) * np.cos(index) for index, value in enumerate(weight.ravel())) / norm
     assert plain.fingerprint == pytest.approx([norm, projection])

@@ -11,7 +11,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from posy.data.task import Task
 from posy.models.architecture import Architecture
 from posy.models.build import build_model, resolve
-from posy.models.catalogue import MODELS
+from posy.models.catalogue import MODELS, SHARING
 from posy.models.chain import ChainModel
 from posy.models.conditional import Conditional
 from posy.models.layers import (
@@ -24,7 +24,7 @@ from posy.models.layers import (
 )
 from posy.models.resnet import ResidualBlock
 from posy.models.text import LSTM
-from posy.models.two_branch import SHARING, TwoBranch, shared_blocks
+from posy.models.two_branch import TwoBranch, shared_blocks
 from posy.randomness import seeded
 from posy.settings import SettingsError
 

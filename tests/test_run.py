@@ -364,7 +364,7 @@ def test_a_run_that_ends_half_way_keeps_what_it_has(
 def test_a_clients_error_is_a_dropped_reply_not_the_end(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt_client(monkeypatch, RuntimeError("out of memory"))
+    interrupt_client(monkeypatch, torch.OutOfMemoryError("out of memory"))
     path = started(make_config("fedavg", num_server_rounds=5)).directory.path
     summary = summary_of(path)
     assert summary["rounds"] == 5

@@ -160,7 +160,7 @@ def test_a_name_that_is_no_version_is_refused(name: str) -> None:
 
 
 def test_no_version_is_named_twice_and_those_that_checkpoints_need_are_told() -> None:
-    states = ClientStates(places={"run": "mine"})
+    states = ClientStates(folders={"run": "mine"})
     config = states.config("train", 1, 3)
     assert config == {"run": "mine", "state-from": "", "state-to": "0-1-0", "state-keep": []}
     states.versions = {3: "0-1-0", 4: ""}
@@ -184,7 +184,7 @@ def test_a_reply_names_the_version_that_the_client_has() -> None:
     for lie in ("0-6-0", "", ["0-5-0"], 0):
         with pytest.raises(BadReplyError, match="state = "):
             after("0-4-1", state=lie)
-    with pytest.raises(BadReplyError, match=r"its state of round 4 is not on its node .* it begins anew"):
+    with pytest.raises(BadReplyError, match=r"its state of round 4 is not on its node .* it starts from scratch"):
         after("0-4-1", **{"state-missing": "0-4-1"})
     with pytest.raises(BadReplyError, match="its state is not on its node"):  # a lie
         after("", **{"state-missing": ""})
@@ -199,9 +199,9 @@ def test_a_client_without_its_state_says_so_once_and_begins_anew(
     since = {"fedrep": 3, "ppfe": 3}[method]
     reason = f"its state of round {since} is not on its node (a node keeps it over a restart only with state-dir)"
     dropped = [(record.number, *drop) for record in finished.records for drop in record.dropped]
-    assert dropped == [(4, 1, f"{reason}; it begins anew")]
-    told = {id(r): r.getMessage() for r in warnings.records if "begins anew" in r.getMessage()}
-    assert list(told.values()) == [f"round 4: client 1 is dropped: {reason}; it begins anew"]
+    assert dropped == [(4, 1, f"{reason}; it starts from scratch")]
+    told = {id(r): r.getMessage() for r in warnings.records if "it starts from scratch" in r.getMessage()}
+    assert list(told.values()) == [f"round 4: client 1 is dropped: {reason}; it starts from scratch"]
     assert finished.kept(1).keys() == finished.kept(0).keys()
     assert "served_accuracy" in finished.records[4].clients[1]
 

@@ -1,0 +1,91 @@
+"""Builds the networks that :class:`posy.models.architecture.Architecture` describes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from posy.data.task import Task
+from posy.models.architecture import Architecture
+from posy.models.build import build_model, resolve
+from posy.models.chain import ChainModel
+from posy.models.conditional import Conditional
+from posy.models.layers import CosineLinear, kaiming_linear
+from posy.models.parameters import Layout, layout_of
+from posy.models.two_branch import TwoBranch
+from posy.models.weights import Weights, load_weights, weights_for
+from posy.randomness import seed_of, seeded
+
+
+def build(architecture: Architecture, seed: int) -> nn.Module:
+    """Return the network of an architecture; the same seed gives the same weights."""
+    chain = build_model(architecture.model, architecture.task, seed=seed, ranks=dict(architecture.ranks))
+    if architecture.linear_init == "kaiming":
+        with seeded(seed_of(seed, "linear-init")):
+            kaiming_linear(chain)
+    if architecture.weights is not None:
+        load_weights(chain, architecture.weights, tuple(layer for layer, _ in architecture.ranks))
+    for layer in architecture.frozen:
+        chain.layer(layer).requires_grad_(False)
+    if architecture.ranks:  # a low-rank layer changes the random numbers of the layers after it
+        plain = replace(architecture, ranks=(), clients=0, cosine=0.0, conditional=False)
+        fixed = {name: torch.from_numpy(array) for name, array in plain.fixed.items()}
+        chain.load_state_dict(fixed, strict=False)
+    if architecture.cosine:
+        with seeded(seed_of(seed, "head")):
+            chain.head = CosineLinear(chain.embedding_dim, architecture.task.num_classes, architecture.cosine)
+    if architecture.conditional:
+        return Conditional(chain, seed=seed)
+    if not architecture.clients:
+        return chain
+    two = TwoBranch(chain, architecture.clients, architecture.sharing, seed=seed)
+    if architecture.linear_init == "kaiming":
+        with seeded(seed_of(seed, "linear-init", 1)):  # another stream than for the class branch
+            kaiming_linear(two.client_blocks)
+            kaiming_linear(two.client_head)
+    return two
+
+
+def resolved(
+    model: str, task: Task, weights: str, digest: str, words: Sequence[str], folder: str
+) -> tuple[str, Weights | None]:
+    """Return the name of a network, with ``auto`` replaced, and its initial weights.
+
+    Raises
+    ------
+    SettingsError
+        If the network or the file of weights does not exist.
+    """
+    name = resolve(model, task)
+    return name, weights_for(weights, name, digest, words, folder)
+
+
+def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
+    """Return a network's layers by name."""
+    if isinstance(module, TwoBranch):
+        branch = nn.ModuleList([module.client_blocks, module.client_head])
+        return {**layers_of(module.model), "client-branch": branch}
+    if isinstance(module, Conditional):
+        return {**layers_of(module.model), "policy": module.policy, "global-head": module.global_head}
+    assert isinstance(module, ChainModel)
+    return {name: module.layer(name) for name in module.layer_names}
+
+
+def chain_of(module: nn.Module) -> ChainModel:
+    """Return the chain of layers of a network, without a method's further layers."""
+    return module.model if isinstance(module, TwoBranch | Conditional) else module  # type: ignore[return-value]
+
+
+def layout(module: nn.Module) -> tuple[Layout, tuple[str, ...]]:
+    """Return the layout of the flat vector, and the names of the floating-point tensors that are not part of it."""
+    trained = layout_of(module, layers_of(module))
+    names = {entry.name for entry in trained.entries}
+    fixed = [name for name, tensor in module.state_dict().items() if tensor.is_floating_point() and name not in names]
+    return trained, tuple(fixed)
+
+
+def normalisation_layers(chain: ChainModel) -> list[str]:
+    """Return the names of the normalisation layers."""
+    kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+    return [name for name, module in chain.named_modules() if isinstance(module, kinds)]

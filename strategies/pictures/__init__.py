@@ -1,0 +1,1 @@
+"""Pictures of single methods: the module of a method has a function ``draw(strategy, folder)``."""

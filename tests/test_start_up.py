@@ -1,0 +1,60 @@
+"""Commands that only read settings load no PyTorch, pandas or matplotlib."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from posy.strategies.methods import METHODS
+
+HEAVY = ("torch", "torchvision", "matplotlib", "pandas", "pyarrow", "scipy", "sklearn", "ray")
+SCRIPT = """
+import contextlib, io, json, sys
+from posy.commands.cli import main
+
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    try:
+        status = main(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code
+print(json.dumps([status, shown.getvalue(), sorted(name for name in sys.modules if "." not in name)]))
+"""
+
+
+def loaded(*words: str) -> tuple[int, str, set[str]]:
+    """Return the status and the screen of a command, and the packages that it has loaded."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=True)
+    status, shown, packages = json.loads(done.stdout)
+    return status, shown + done.stderr, set(packages)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (("--help",), 0, "Personalised federated learning on Flower"),
+        (("run", "method=fedavgg"), 2, "method = 'fedavgg'"),
+        (("run", "method=ppfe", "lr=-1"), 2, "lr = -1"),
+        (("settings",), 0, "num-server-rounds"),
+        (("settings", "confree"), 0, "confree-"),
+        (("methods",), 0, "FedFew"),
+    ],
+)
+def test_commands_about_settings_load_no_heavy_package(words: tuple[str, ...], status: int, text: str) -> None:
+    ended, shown, packages = loaded(*words)
+    assert (ended, packages & set(HEAVY)) == (status, set())
+    assert text in shown
+
+
+def test_the_help_loads_no_flower() -> None:
+    assert "flwr" not in loaded("--help")[2]
+
+
+def test_the_strategies_load_no_heavy_package() -> None:
+    script = (
+        f"import sys\nfrom posy.strategies.methods import strategy_class\n"
+        f"for method in {list(METHODS)}:\n    strategy_class(method)\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
