@@ -75,7 +75,7 @@ class Member:
 class Predictor:
     """One model, or an ensemble whose probabilities are summed (log-probabilities with ``logarithms``).
 
-    ``chosen`` is the method's choice for this client, for the record (FedFew: the number of the server's model).
+    ``chosen`` is the method's choice for this client, such as the number of the server's model, for the record.
     """
 
     members: list[Member]

@@ -39,7 +39,7 @@ class ClientModel(nn.Module):
     client, round : int
         The model's client and round.
     site, chosen : str
-        The client's name, or empty; the method's choice for the client (FedFew: the number of the server's model).
+        The client's name, or empty; the method's choice for the client, such as the number of the server's model.
     point : str
         ``served``: the model from the server; ``local``: the model after local training.
     preprocessing : Preprocessing
@@ -99,7 +99,7 @@ class ClientModel(nn.Module):
         return (outputs[0] if len(outputs) == 1 else combined(outputs, self.coefficients, self._logarithms)).exp()
 
     def client_logits(self, x: Tensor) -> Tensor:
-        """Return the outputs ``(B, M)`` of FedDRM's client branch."""
+        """Return the second output ``(B, M)`` of the network, for the clients."""
         return _outputs(self.members[0](x))[1]
 
     def prepare(self, samples: Iterable[Any]) -> Tensor:

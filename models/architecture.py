@@ -4,7 +4,7 @@ This module imports no PyTorch, so that the settings of a method can be read wit
 builds the networks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from posy.models.weights import Weights
 
 
+Extend = Callable[..., Any]
+"""Adds layers to the chain of layers of a network."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The network of a method for a task: one of :data:`posy.models.catalogue.MODELS`, or a custom network."""
 
     model: str
     task: Task
-    ranks: tuple[tuple[str, int], ...] = ()  # ranks of the fully connected layers that are two factors (PPFE)
-    clients: int = 0  # outputs M of FedDRM's client branch; 0: no branch
-    cosine: float = 0.0  # scale of a head that compares directions (FedNH); 0: a linear head
-    sharing: str = "deep"  # shared blocks of both branches, one of posy.models.catalogue.SHARING
-    conditional: bool = False  # with FedCP's policy and global head
+    ranks: tuple[tuple[str, int], ...] = ()  # ranks of the fully connected layers that are two factors
+    extension: tuple[Extend, tuple[tuple[str, Any], ...]] | None = None  # further layers of a method; see `extended`
     linear_init: str = "default"  # initial weights of linear layers: default or kaiming
     weights: "Weights | None" = None  # initial weights; None: random
     frozen: tuple[str, ...] = ()  # layers whose parameters are built without gradient
@@ -42,6 +43,18 @@ class Architecture:
         module: nn.Module = _assembly().build(self, seed)
         return module
 
+    def extended(self, extend: Extend, **arguments: Any) -> "Architecture":
+        """Return the architecture of the network ``extend(chain, seed=seed, **arguments)``.
+
+        Parameters
+        ----------
+        extend : callable
+            Receives the chain of layers. It returns this chain, with other layers, or a module whose attribute
+            ``model`` is the chain and whose property ``layers`` has the further layers by name. The arguments must be
+            hashable.
+        """
+        return replace(self, extension=(extend, tuple(sorted(arguments.items()))))
+
     def initial(self, seed: int) -> FloatArray:
         """Return freshly initialised parameters as a flat vector ``(d,)``."""
         tensors = self.build(seed).state_dict()
@@ -49,11 +62,7 @@ class Architecture:
 
     @property
     def layout(self) -> Layout:
-        """The tensors of the flat vector, in their order.
-
-        FedDRM's client branch is the layer ``client-branch``. FedCP's additional layers are ``policy`` and
-        ``global-head``.
-        """
+        """The tensors of the flat vector, in their order."""
         return _layout(self)[0]
 
     @property

@@ -1,7 +1,8 @@
 """Builds the networks that :class:`posy.models.architecture.Architecture` describes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +11,8 @@ from posy.data.task import Task
 from posy.models.architecture import Architecture
 from posy.models.build import build_model, resolve
 from posy.models.chain import ChainModel
-from posy.models.conditional import Conditional
-from posy.models.layers import CosineLinear, kaiming_linear
+from posy.models.layers import kaiming_linear
 from posy.models.parameters import Layout, layout_of
-from posy.models.two_branch import TwoBranch
 from posy.models.weights import Weights, load_weights, weights_for
 from posy.randomness import seed_of, seeded
 
@@ -29,22 +28,18 @@ def build(architecture: Architecture, seed: int) -> nn.Module:
     for layer in architecture.frozen:
         chain.layer(layer).requires_grad_(False)
     if architecture.ranks:  # a low-rank layer changes the random numbers of the layers after it
-        plain = replace(architecture, ranks=(), clients=0, cosine=0.0, conditional=False)
+        plain = replace(architecture, ranks=(), extension=None)
         fixed = {name: torch.from_numpy(array) for name, array in plain.fixed.items()}
         chain.load_state_dict(fixed, strict=False)
-    if architecture.cosine:
-        with seeded(seed_of(seed, "head")):
-            chain.head = CosineLinear(chain.embedding_dim, architecture.task.num_classes, architecture.cosine)
-    if architecture.conditional:
-        return Conditional(chain, seed=seed)
-    if not architecture.clients:
+    if architecture.extension is None:
         return chain
-    two = TwoBranch(chain, architecture.clients, architecture.sharing, seed=seed)
-    if architecture.linear_init == "kaiming":
-        with seeded(seed_of(seed, "linear-init", 1)):  # another stream than for the class branch
-            kaiming_linear(two.client_blocks)
-            kaiming_linear(two.client_head)
-    return two
+    extend, arguments = architecture.extension
+    module: nn.Module = extend(chain, seed=seed, **dict(arguments))
+    initialise: Callable[[], object] | None = getattr(module, "initialise_linear", None)
+    if architecture.linear_init == "kaiming" and initialise is not None:
+        with seeded(seed_of(seed, "linear-init", 1)):  # another stream than for the chain
+            initialise()
+    return module
 
 
 def resolved(
@@ -63,18 +58,16 @@ def resolved(
 
 def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
     """Return a network's layers by name."""
-    if isinstance(module, TwoBranch):
-        branch = nn.ModuleList([module.client_blocks, module.client_head])
-        return {**layers_of(module.model), "client-branch": branch}
-    if isinstance(module, Conditional):
-        return {**layers_of(module.model), "policy": module.policy, "global-head": module.global_head}
-    assert isinstance(module, ChainModel)
-    return {name: module.layer(name) for name in module.layer_names}
+    chain = chain_of(module)
+    further: Any = {} if module is chain else module.layers
+    return {**{name: chain.layer(name) for name in chain.layer_names}, **further}
 
 
 def chain_of(module: nn.Module) -> ChainModel:
     """Return the chain of layers of a network, without a method's further layers."""
-    return module.model if isinstance(module, TwoBranch | Conditional) else module  # type: ignore[return-value]
+    chain = module if isinstance(module, ChainModel) else module.model
+    assert isinstance(chain, ChainModel)
+    return chain
 
 
 def layout(module: nn.Module) -> tuple[Layout, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The networks: one table to look up and to add to. It is read without importing PyTorch."""
+"""The table of the networks. Reading it does not import PyTorch."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -24,17 +24,17 @@ class Network:
     minimum_size: int = 1  # least height and width of images, or length of texts and features
 
     def suits(self, task: Task) -> bool:
-        """Tell whether it can be built for a task."""
+        """Return whether the network can be built for a task."""
         sizes = task.input_shape[1:] if task.kind == "image" else task.input_shape
         return task.kind in self.kinds and min(sizes) >= self.minimum_size
 
     def build(self, task: Task, ranks: Mapping[str, int]) -> "ChainModel":
-        """Build it with initial weights from the global generator; layers without a rank are dense."""
+        """Build the network with initial weights from the global generator; layers without a rank are dense."""
         return pkgutil.resolve_name(f"{__package__}.{self.builder}")(task, ranks)
 
 
 PRETRAINED = "torchvision"
-"""What the setting ``weights`` says for torchvision's own."""
+"""The value of the setting ``weights`` for the weights of torchvision."""
 MODELS = {
     "linear": Network("linear classifier of the flattened input", ("image", "features"), "small:linear_model"),
     "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "small:mlp"),

@@ -1,4 +1,4 @@
-"""The form that all networks share: a chain of named blocks with a linear head."""
+"""The common form of all networks: a chain of named blocks with a linear head."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,9 +10,9 @@ from posy.models.layers import FullyConnected, LowRankLinear
 class ChainModel(nn.Module):
     """A chain of named blocks and a linear head.
 
-    Methods choose layers by these names: what is personal, what is averaged class-wise, what two
-    branches share. Every block holds parameters; pooling and activations live inside the blocks.
-    Without blocks the head sees the flattened input.
+    Methods choose layers by these names, for example personal layers, or the layers that two branches share. Every
+    block has parameters and contains its pooling and activation. Without blocks the input of the head is the flattened
+    input of the network.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], head: nn.Linear | LowRankLinear) -> None:
@@ -25,18 +25,18 @@ class ChainModel(nn.Module):
         return run_blocks(self.blocks.values(), x).flatten(1)
 
     def forward(self, x: Tensor, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``, on demand after what the head has seen."""
-        seen = self.body(x)
-        logits = self.head(seen)
-        return (seen, logits) if features else logits
+        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``; with ``features`` the head's input, first."""
+        embedded = self.body(x)
+        logits = self.head(embedded)
+        return (embedded, logits) if features else logits
 
     def given_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Return what tensors are called in the module that somebody has given, by their names here."""
+        """Return the names of tensors in the user's module, by their names in this network."""
         return {name: name for name in names}
 
     @property
     def embedding_dim(self) -> int:
-        """Number of features that the head sees."""
+        """Number D of the head's inputs."""
         return self.head.in_features
 
     @property
@@ -50,7 +50,7 @@ class ChainModel(nn.Module):
         return (*(name for name, block in self.blocks.items() if isinstance(block, FullyConnected)), "head")
 
     def stem(self, name: str) -> str:
-        """Return what the names of a fully connected layer's tensors begin with."""
+        """Return the prefix of the names of a fully connected layer's tensors."""
         return "head." if name == "head" else f"blocks.{name}.linear."
 
     def layer(self, name: str) -> nn.Module:

@@ -45,7 +45,7 @@ class Stem(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut.
+    """Two 3×3 convolutions and a shortcut.
 
     The last norm starts at scale zero, so that the block starts as ``relu(shortcut(x))``.
     """

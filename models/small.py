@@ -41,9 +41,9 @@ def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-10: 64 and 64 channels, 120 and 64 units.
 
-    PPFE has two convolutions and three fully connected layers (Appendix A.1), and prints no widths. Of these 307,842
-    parameters its ranks (100, 50, 24) and (80, 40, 16), none above the layer's own, take 5.97 % and 17.74 %: its "6 %"
-    and "18 %". Capped at what saves parameters they take 6.56 % and 17.79 %.
+    PPFE has two convolutions and three fully connected layers (Appendix A.1), and prints no widths. Its ranks
+    (100, 50, 24) and (80, 40, 16), each at most the rank of the layer, take 5.97 % and 17.74 % of 307,842 parameters:
+    its "6 %" and "18 %". Ranks that are capped so that they save parameters take 6.56 % and 17.79 %.
     """
     return _cnn_3fc(task, ranks, (64, 64), (120, 64))
 

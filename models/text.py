@@ -100,14 +100,14 @@ class LSTM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map vectors ``(B, L, inputs)`` to ``(B, units)``."""
-        there = (x != 0).any(-1, keepdim=True)
-        seen = F.linear(x, self.input, self.bias)  # of all tokens at once
-        h = c = seen[:, 0, : self.units] * 0
+        present = (x != 0).any(-1, keepdim=True)
+        inputs = F.linear(x, self.input, self.bias)  # for all tokens in one product
+        h = c = inputs[:, 0, : self.units] * 0
         for token in range(x.shape[1]):
-            i, f, g, o = (seen[:, token] + F.linear(h, self.recurrent)).chunk(4, dim=-1)
+            i, f, g, o = (inputs[:, token] + F.linear(h, self.recurrent)).chunk(4, dim=-1)
             memory = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            c = torch.where(there[:, token], memory, c)
-            h = torch.where(there[:, token], o.sigmoid() * memory.tanh(), h)
+            c = torch.where(present[:, token], memory, c)
+            h = torch.where(present[:, token], o.sigmoid() * memory.tanh(), h)
         return h
 
 

@@ -1,11 +1,11 @@
-"""FedDRM's network: one body, a branch that tells classes apart and one that tells clients apart."""
+"""FedDRM's network: one body, a branch that predicts classes, and a branch that predicts clients."""
 
 import copy
 
 from torch import Tensor, nn
 
 from posy.models.chain import ChainModel, run_blocks
-from posy.models.layers import reset_parameters
+from posy.models.layers import kaiming_linear, reset_parameters
 from posy.models.own import OwnModel
 from posy.randomness import seed_of, seeded
 
@@ -24,9 +24,19 @@ class TwoBranch(nn.Module):
         self.client_blocks = nn.ModuleDict(
             {name: copy.deepcopy(block) for name, block in list(model.blocks.items())[self.shared_blocks :]}
         )
-        with seeded(seed_of(seed, "client-branch")):  # a stream apart from the class branch's
+        with seeded(seed_of(seed, "client-branch")):  # another stream than for the class branch
             reset_parameters(self.client_blocks)
             self.client_head = nn.Linear(model.embedding_dim, num_clients)
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers other than the model's, by name."""
+        return {"client-branch": nn.ModuleList([self.client_blocks, self.client_head])}
+
+    def initialise_linear(self) -> None:
+        """Draw Kaiming's initial weights for the linear layers of the client branch."""
+        kaiming_linear(self.client_blocks)
+        kaiming_linear(self.client_head)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return class logits ``(B, C)`` and client logits ``(B, M)``; shared blocks run once."""
@@ -40,9 +50,8 @@ class TwoBranch(nn.Module):
 def shared_blocks(model: ChainModel, level: str) -> int:
     """Return how many blocks the branches share at one of FedDRM's levels (Figs. 6 and 12).
 
-    `none` is 0, `shallow` the first block, `deep` all but the last, `mid` half way between the two.
-    The levels differ from each other in networks of four blocks or more; in smaller ones some agree. A network of
-    people's own is a single block: the branches share it or not.
+    `none` is 0, `shallow` the first block, `deep` all but the last, and `mid` half way between shallow and deep. In
+    networks of fewer than four blocks some levels are equal. A custom network is a single block.
     """
     if isinstance(model, OwnModel):
         return 0 if level == "none" else 1

@@ -164,6 +164,12 @@ def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] =
     heatmaps([panel], path, title="Samples of each class on each client")
 
 
+def routing(matrix: npt.NDArray[Any], path: Path) -> None:
+    """Draw the number of pooled test samples ``(M, M)`` by true client and by chosen client."""
+    panel = Panel(matrix, xlabel="chosen client", ylabel="true client", label="samples")
+    heatmaps([panel], path, title="Routing of the pooled test samples")
+
+
 def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
     """Draw heat maps side by side, four a row at most. Small ones show their values; empty ones are skipped."""
     panels = [panel for panel in panels if np.isfinite(_numbers(panel.matrix)).any()]

@@ -16,10 +16,10 @@ from posy.metrics import majority_vote
 from posy.paths import absolute
 from posy.server_app.results import POINTS
 from posy.server_app.resume import CONFIG, read_summary
+from posy.server_app.system import routing_scores
 from posy.settings import SettingsError
 from posy.storage import read_metadata
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.feddrm import FedDRMSettings, routing_logits
 from posy.strategies.settings import RunSettings
 from posy.words import title
 from posy.yaml12 import read_yaml
@@ -152,7 +152,7 @@ class Record:
     def route(self, samples: Iterable[Any]) -> list[Answer]:
         """Return the answers to queries that name no client, as for system accuracy.
 
-        FedDRM routes each query to the client whose data it resembles. For all other methods the local models vote.
+        A method with ``routes`` chooses the client that answers. The local models vote in all other methods.
 
         Parameters
         ----------
@@ -166,7 +166,7 @@ class Record:
         """
         queries, members = list(samples), self._members()
         first = self.predictor(members[0])
-        if isinstance(first.settings.method, FedDRMSettings):
+        if first.settings.method.routes:
             return self._routed(first, queries, members)
         votes = [[p.label for p in ClientModel.load(self._files[c]).predict_all(queries)] for c in members]
         names = first.class_names
@@ -180,15 +180,14 @@ class Record:
 
     @torch.no_grad()
     def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
-        """Return FedDRM's answers; routing uses layers that all clients share."""
+        """Return the answers of the chosen clients; the choice depends on layers that all clients share."""
         logits = first.client_logits(first.prepare(samples))
         sizes = np.ones(logits.shape[1])  # weights of the clients in the mean: their priors in the client loss
         if first.settings.run.client_weights == "samples":
             for client, counts in self.clients.groupby("partition")["n_train"]:
                 sizes[client] = counts.iloc[-1]
-        method: FedDRMSettings = first.settings.method
-        absent = torch.tensor([c for c in range(logits.shape[1]) if c not in members], dtype=torch.int64)
-        probabilities = routing_logits(logits.index_fill(-1, absent, -torch.inf), sizes, method.routing).softmax(dim=-1)
+        absent = [client for client in range(logits.shape[1]) if client not in members]
+        probabilities = routing_scores(first.settings.method, logits, sizes, absent).softmax(dim=-1)
         models = {client: self.predictor(client) for client in set(probabilities.argmax(dim=-1).tolist())}
         answers = []
         for sample, row in zip(samples, probabilities, strict=True):

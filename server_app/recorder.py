@@ -40,7 +40,7 @@ from posy.server_app.results import (
     spread_of,
 )
 from posy.server_app.run_status import RunStatus
-from posy.server_app.system import system_accuracy
+from posy.server_app.system import SystemAccuracy, system_accuracy
 from posy.server_app.trackers.tracker import TrackedRun
 from posy.server_app.trackers.tracking import Tracking
 from posy.settings import DivergedError, NothingTrainedError, RunError
@@ -113,7 +113,7 @@ class Recorder:
         # After the last finished round; the server's state is None during the end of a round, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
-        self._system_accuracy: float | None = None
+        self.system: SystemAccuracy | None = None
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._drawn = 0.0
@@ -155,7 +155,7 @@ class Recorder:
         if self.settings.run.save_models:
             write_arrays(self.directory.models / ARRAYS, self._server_state or self.strategy.server_state())
         if status == "completed" and not self.settings.train.withholds_scores:
-            self._system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
+            self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
         self._write_summary(status)
 
@@ -261,10 +261,18 @@ class Recorder:
         due = self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)
         if not due or self.settings.train.withholds_scores:
             return None
-        accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
-        if accuracy is not None:
-            self.totals.system.append((server_round, accuracy))
-        return accuracy
+        system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
+        if system is None:
+            return None
+        self.totals.system.append((server_round, system.accuracy))
+        return system.accuracy
+
+    def _system_summary(self) -> dict[str, float | None]:
+        """Return the accuracy of the federation as a whole for the summary."""
+        summary = {"system-accuracy": self.system.accuracy if self.system else None}
+        if self.settings.method.routes:
+            summary["routing-accuracy"] = self.system.routing_accuracy if self.system else None
+        return summary
 
     def _note_round(self) -> None:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
@@ -334,11 +342,10 @@ class Recorder:
                 "seconds": time.perf_counter() - self._started,
                 **peak_memory(self.workspace.device),
                 **self.totals.summary(settings.run.average_rounds),
-                "system-accuracy": self._system_accuracy,
+                **self._system_summary(),
                 **({"client-scores": NOT_AVAILABLE} if settings.run.secure_aggregation else {}),
                 **self.privacy.summary(),
                 **self._newcomers(),
-                **self.strategy.extra_summary(),
                 **self.federation.summary(),
                 **self._client_names(),
             }
@@ -381,6 +388,8 @@ class Recorder:
                     for column in ("served_accuracy", "local_accuracy")
                 )
                 figures.client_accuracies(served, local, folder / "clients.png")
+                if self.system and self.system.routed is not None:
+                    figures.routing(self.system.routed, folder / "routing.png")
                 if draw := drawing_of(type(self.strategy)):
                     draw(self.strategy, folder)
         except (ValueError, OSError, ArithmeticError) as error:

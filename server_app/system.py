@@ -1,10 +1,12 @@
-"""System accuracy: how well the federation as a whole answers a query that names no client."""
+"""System accuracy: the accuracy of the federation as a whole for queries that name no client."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from logging import WARNING
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.common.logger import log
 from torch import Tensor
@@ -19,20 +21,30 @@ from posy.models.parameters import FloatArray
 from posy.server_app.results import RunDirectory
 from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.feddrm import FedDRM
 from posy.strategies.settings import Settings
+
+
+class SystemAccuracy(NamedTuple):
+    """The accuracy of the federation as a whole."""
+
+    accuracy: float
+    routed: npt.NDArray[np.int64] | None = None
+    """Number of samples by true and by chosen client ``(M, M)``, if the method chooses clients."""
+
+    @property
+    def routing_accuracy(self) -> float | None:
+        """The share of the samples for which the chosen client is the true client."""
+        return None if self.routed is None else float(np.trace(self.routed) / self.routed.sum())
 
 
 def system_accuracy(
     settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace, directory: RunDirectory
-) -> float | None:
-    """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for or to be had.
+) -> SystemAccuracy | None:
+    """Return the accuracy on the pooled test sets of all members, or None if it is not wanted or not available.
 
-    Clients that are set aside have no part in it. FedDRM routes queries. The clients' local models vote with all other
-    methods (the FedDRM paper, Section 3.2).
+    A method with ``routes`` chooses the client that answers. The clients' local models vote in all other methods.
     """
-    wanted = settings.run.system_accuracy
-    routes = isinstance(strategy, FedDRM)
+    wanted, routes = settings.run.system_accuracy, settings.method.routes
     if wanted == "off" or (wanted == "auto" and not routes):
         return None
     paths = {c: directory.models / f"client-{c}.safetensors" for c in strategy.members}
@@ -55,45 +67,71 @@ def system_accuracy(
         if routes or not stored:
             return None
     x, y, owner = pooled_test(workspace, strategy.members)
-    if isinstance(strategy, FedDRM):
+    if routes:
         return routed_accuracy(strategy, workspace, directory.models, x, y, owner)
     outputs = (stored_probabilities(workspace, strategy.architecture, load_arrays(paths[c]), x, y) for c in stored)
     winners = majority_vote((output.argmax(-1).cpu().numpy() for output in outputs), workspace.task.num_classes)
-    return float((winners == y.cpu().numpy()).mean())
+    return SystemAccuracy(float((winners == y.cpu().numpy()).mean()))
 
 
-def routed_accuracy(strategy: FedDRM, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor) -> float:
-    """Return the accuracy where each pooled test sample is answered by the classifier of the client it is routed to.
+def routed_accuracy(
+    strategy: PersonalisedStrategy, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor
+) -> SystemAccuracy:
+    """Return the accuracy on the pooled test samples, which the head of the chosen client classifies.
 
-    The classifiers belong to the stored ``models``; ``owner`` ``(n,)`` is the client that each sample is from.
+    The heads are in the folder ``models``; ``owner`` ``(n,)`` is the true client of each sample.
     """
     layout = strategy.architecture.layout
-    whole = np.empty(strategy.size, np.float32)
-    strategy.shared.put(whole, strategy.model)
+    model = np.empty(strategy.size, np.float32)
+    strategy.shared.put(model, strategy.model)
     head = layout.part(["head"])
     network = workspace.network(strategy.architecture)
     chosen: Tensor | None = None
     correct = torch.zeros(len(y), dtype=torch.bool, device=y.device)
     for client in strategy.members:
         arrays = load_arrays(models / f"client-{client}.safetensors")
-        head.put(whole, head.take(layout.flatten(arrays)))
-        parameters = torch.from_numpy(whole).to(workspace.device)
+        head.put(model, head.take(layout.flatten(arrays)))
+        parameters = torch.from_numpy(model).to(workspace.device)
         classes, clients = workspace.trainer.forward(Forward(parameters), network, Samples(x, y))
-        if chosen is None:  # the same for every classifier: routing uses shared layers alone
-            chosen = strategy.choose(clients)
-        mine = chosen == client
-        correct[mine] = classes[mine].argmax(dim=-1) == y[mine]
+        if chosen is None:  # the same for every head: routing uses shared layers only
+            chosen = chosen_clients(strategy, clients)
+        routed_here = chosen == client
+        correct[routed_here] = classes[routed_here].argmax(dim=-1) == y[routed_here]
     assert chosen is not None
-    strategy.note_routing(owner.cpu().numpy(), chosen.cpu().numpy())
-    return float(correct.float().mean())
+    routed = routing_matrix(owner.cpu().numpy(), chosen.cpu().numpy(), strategy.num_clients)
+    return SystemAccuracy(float(correct.float().mean()), routed)
+
+
+def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
+    """Return the client ``(n,)`` that answers each query, from the outputs ``(n, M)`` for the clients."""
+    weights = np.ones(strategy.num_clients)  # also of a newcomer without a node, which answers no query
+    for client in strategy.clients:
+        weights[client] = strategy.weight(client)  # the prior of the client in the averaged loss
+    return routing_scores(strategy.method, outputs, weights, strategy.newcomers).argmax(dim=-1)
+
+
+def routing_scores(method: Any, outputs: Tensor, weights: npt.NDArray[np.float64], absent: Collection[int]) -> Tensor:
+    """Return a method's scores ``(n, M)`` of the clients for each query; absent clients have minus infinity."""
+    scores: Tensor = method.client_scores(outputs, weights).clone()
+    scores[..., list(absent)] = -torch.inf
+    return scores
+
+
+def routing_matrix(
+    owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], num_clients: int
+) -> npt.NDArray[np.int64]:
+    """Return the number of samples by true client (row) and by chosen client (column)."""
+    matrix = np.zeros((num_clients, num_clients), np.int64)
+    np.add.at(matrix, (owner, chosen), 1)
+    return matrix
 
 
 def pooled_test(workspace: Workspace, clients: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the test samples, labels and true client of some clients' test splits."""
     data = {client: workspace.client_data(client) for client in clients}
-    x = torch.cat([own.x_test for own in data.values()])
-    y = torch.cat([own.y_test for own in data.values()])
-    owner = torch.cat([torch.full((len(own.y_test),), client) for client, own in data.items()])
+    x = torch.cat([split.x_test for split in data.values()])
+    y = torch.cat([split.y_test for split in data.values()])
+    owner = torch.cat([torch.full((len(split.y_test),), client) for client, split in data.items()])
     return x, y, owner
 
 

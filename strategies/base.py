@@ -256,10 +256,6 @@ class PersonalisedStrategy(Strategy):
         """Names of the arrays of the server's state; with adaptive clipping also the clipping norm."""
         return (*self.state, "dp_clip") if self.settings.train.dp_clip_quantile else self.state
 
-    def extra_summary(self) -> dict[str, Any]:
-        """Return the method's results for the summary."""
-        return {}
-
     # -- Flower's Strategy -----------------------------------------------------------------------------
 
     def summary(self) -> None:

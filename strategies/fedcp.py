@@ -4,7 +4,6 @@ Body, policy and global head are shared, the personal head stays. A client holds
 and sends the mean of both heads in its place. The loss draws the features to the served body's features.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
@@ -65,7 +64,9 @@ class FedCPSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED,
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
         """Add the policy and the global head."""
-        return replace(plain, conditional=True)
+        from posy.models.conditional import Conditional  # noqa: PLC0415 - the settings need no PyTorch
+
+        return plain.extended(Conditional)
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Keep the personal head."""

@@ -5,8 +5,7 @@ branch ends in a personal classifier. The client branch predicts which client a 
 estimate the log density ratios of the clients' inputs.
 """
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +47,7 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED
         source="Section 3.1 (Architecture) and Figure 6",
     )
 
+    routes = True
     card = MethodCard(
         paper=Paper(
             "Wang, Zhang, Zhang, Liu and Zhang",
@@ -110,36 +110,21 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED
         """Add the client branch; raise :class:`SettingsError` for fewer than two clients."""
         if num_clients < 2:
             raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to distinguish")
-        return replace(plain, clients=num_clients, sharing=self.sharing)
+        from posy.models.two_branch import TwoBranch  # noqa: PLC0415 - the settings need no PyTorch
+
+        return plain.extended(TwoBranch, num_clients=num_clients, sharing=self.sharing)
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
         """Keep the class classifier."""
         return ("head",)
 
+    def client_scores(self, outputs: "Tensor", weights: npt.NDArray[np.float64]) -> "Tensor":
+        """Return the logits of the client branch for routing."""
+        return routing_logits(outputs, weights, self.routing)
+
 
 class FedDRM(PersonalisedStrategy):
     """Average all layers but the class classifiers with weights n_i / N (Algorithm 1, line 17), and route queries."""
-
-    routed: npt.NDArray[np.int64] | None = None
-    routing_accuracy: float | None = None
-
-    def choose(self, client_logits: "Tensor") -> "Tensor":
-        """Return the client ``(n,)`` for each query, from the logits ``(n, M)`` of the client branch."""
-        sizes = np.ones(self.num_clients)  # also of a newcomer without a node, which no query is routed to
-        for client in self.clients:
-            sizes[client] = self.weight(client)  # the weight in the mean is the client's prior in the averaged loss
-        allowed = client_logits.clone()
-        allowed[..., list(self.newcomers)] = -np.inf
-        return route_queries(allowed, sizes, self.method.routing)
-
-    def note_routing(self, owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> None:
-        """Record the true and the chosen client of each query, both ``(n,)``."""
-        self.routed = routing_matrix(owner, chosen, self.num_clients)
-        self.routing_accuracy = float(np.trace(self.routed) / self.routed.sum())
-
-    def extra_summary(self) -> dict[str, Any]:
-        """Return the routing accuracy."""
-        return {"routing-accuracy": self.routing_accuracy}
 
 
 def route_queries(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: str = "density") -> "Tensor":
@@ -164,12 +149,3 @@ def routing_logits(client_logits: "Tensor", n: npt.NDArray[np.float64], routing:
         return client_logits
     log_prior = np.log(n / n.sum())
     return client_logits - client_logits.new_tensor(log_prior)
-
-
-def routing_matrix(
-    owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], num_clients: int
-) -> npt.NDArray[np.int64]:
-    """Return how many samples of each client (row) were routed to each client (column)."""
-    matrix = np.zeros((num_clients, num_clients), np.int64)
-    np.add.at(matrix, (owner, chosen), 1)
-    return matrix

@@ -4,7 +4,6 @@ The prototypes are directions: the logits are the scaled cosines between them an
 under fixed prototypes. In place of the head they send the mean directions of their classes.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +92,9 @@ class FedNHSettings(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and this network has only a head; "
                 "it must be a network with more layers"
             )
-        return replace(plain, cosine=self.scale)
+        from posy.models.layers import with_cosine_head  # noqa: PLC0415 - the settings need no PyTorch
+
+        return plain.extended(with_cosine_head, classes=plain.task.num_classes, scale=self.scale)
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the served body, and zeros for the head: the mean directions are not a change of the prototypes."""

@@ -8,7 +8,10 @@ from posy.settings import setting
 if TYPE_CHECKING:  # settings are read without PyTorch
     from collections.abc import Mapping
 
+    import numpy as np
+    import numpy.typing as npt
     from flwr.common.typing import NDArrays
+    from torch import Tensor
 
     from posy.models.architecture import Architecture
     from posy.strategies.card import MethodCard
@@ -52,6 +55,8 @@ class MethodSettings:
     sums: ClassVar[Refused | None]
     """Why the method does not support secure aggregation; :data:`ALLOWED` if it does. It then serves the same arrays
     to all clients of a round, and its server needs only the weighted mean of their arrays."""
+    routes: ClassVar[bool] = False
+    """Whether :meth:`client_scores` chooses the client that answers a query; otherwise the clients' models vote."""
     per_client: ClassVar[frozenset[str]] = frozenset()
     """Entries of ``train_config`` that differ between the clients of a round. With secure aggregation all other entries
     must be the same, or the masks do not cancel."""
@@ -116,6 +121,18 @@ class MethodSettings:
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
         """Return the network that clients train; by default the plain network of the run."""
         return plain
+
+    def client_scores(self, outputs: "Tensor", weights: "npt.NDArray[np.float64]") -> "Tensor":
+        """Return the scores ``(n, M)`` whose largest entry is the client that answers a query; with :attr:`routes`.
+
+        Parameters
+        ----------
+        outputs : Tensor, (n, M)
+            The second output of the network that all clients share.
+        weights : numpy.ndarray, (M,)
+            The weights of the clients in the server's mean.
+        """
+        raise NotImplementedError
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Return the names of the layers or single tensors that stay on the client; by default none."""

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 import posy
 from posy.client_app.workspace import Workspace
 from posy.server_app.app import run
+from posy.server_app.system import chosen_clients
 from posy.settings import SettingsError
 from posy.strategies.fedacs import attention_weights, cosine_similarity, mixes_alone
 from posy.strategies.methods import settings_class
@@ -120,7 +121,7 @@ def test_newcomers_do_not_enter_the_servers_state(make_config: Make, federate: M
         assert (strategy.distributions[list(strategy.newcomers)] == 1 / 3).all()
     if method == "feddrm":
         logits = torch.zeros(5, 4).index_fill(1, torch.tensor(strategy.newcomers), 50.0)
-        assert set(strategy.choose(logits).tolist()) <= set(strategy.members)
+        assert set(chosen_clients(strategy, logits).tolist()) <= set(strategy.members)
 
 
 def test_feddrm_routes_while_a_newcomer_has_no_node(make_strategy: Make) -> None:
@@ -129,16 +130,16 @@ def test_feddrm_routes_while_a_newcomer_has_no_node(make_strategy: Make) -> None
     (new,) = strategy.newcomers
     del strategy.clients[new]
     smallest = max(set(range(4)) - {new})
-    assert strategy.choose(torch.zeros(2, 4)).tolist() == [smallest, smallest]
+    assert chosen_clients(strategy, torch.zeros(2, 4)).tolist() == [smallest, smallest]
 
 
 def test_feddrms_prior_is_the_weight_in_the_mean(make_strategy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal weights in the mean the client branch learns a uniform prior, so that only the logits decide."""
     strategy = make_strategy("feddrm")
     logits = torch.tensor([[0.2, 0.1, 0.0, 0.0]])
-    assert strategy.choose(logits).tolist() == [3]
+    assert chosen_clients(strategy, logits).tolist() == [3]
     monkeypatch.setattr(strategy, "weight", lambda client: 1)
-    assert strategy.choose(logits).tolist() == [0]
+    assert chosen_clients(strategy, logits).tolist() == [0]
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
@@ -148,7 +149,7 @@ def test_stored_feddrm_models_route_as_the_server_does(make_config: Make, weight
     workspace = Workspace(read_settings(config))
     x = workspace.dataset.x[np.concatenate(workspace.partition.test)]
     chosen = [next(iter(answer.clients)) for answer in posy.load(done.directory.path).route(x)]
-    assert np.bincount(chosen, minlength=4).tolist() == done.strategy.routed.sum(axis=0).tolist()
+    assert np.bincount(chosen, minlength=4).tolist() == done.system.routed.sum(axis=0).tolist()
 
 
 def test_local_models_of_fedacs_are_scored_after_rounds_without_training(make_config: Make, federate: Make) -> None:

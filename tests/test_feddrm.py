@@ -15,9 +15,9 @@ from posy.client_app.training.work import cross_entropy
 from posy.client_app.workspace import Workspace
 from posy.server_app.app import run
 from posy.server_app.results import RunDirectory
-from posy.server_app.system import pooled_test, system_accuracy
+from posy.server_app.system import pooled_test, routing_matrix, system_accuracy
 from posy.settings import SettingsError
-from posy.strategies.feddrm import route_queries, routing_matrix
+from posy.strategies.feddrm import route_queries
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import read_settings
 from posy.strategies.replies import ClientInfo
@@ -243,32 +243,33 @@ def known(make_config, tmp_path):
 
 def test_system_accuracy_with_perfect_routing(known):
     settings, strategy, workspace, directory = known(5.0, 0.0)
-    assert system_accuracy(settings, strategy, workspace, directory) == 1.0
-    np.testing.assert_array_equal(strategy.routed, [[4, 0], [0, 4]])
-    assert strategy.routing_accuracy == 1.0
+    system = system_accuracy(settings, strategy, workspace, directory)
+    assert (system.accuracy, system.routing_accuracy) == (1.0, 1.0)
+    np.testing.assert_array_equal(system.routed, [[4, 0], [0, 4]])
 
 
 def test_system_accuracy_with_reversed_routing(known):
     """Everybody is answered by the wrong client, whose classes are the other way round."""
     settings, strategy, workspace, directory = known(-5.0, 0.0)
-    assert system_accuracy(settings, strategy, workspace, directory) == 0.0
-    np.testing.assert_array_equal(strategy.routed, [[0, 4], [4, 0]])
+    system = system_accuracy(settings, strategy, workspace, directory)
+    assert system.accuracy == 0.0
+    np.testing.assert_array_equal(system.routed, [[0, 4], [4, 0]])
 
 
 def test_system_accuracy_when_all_go_to_one_client(known):
     """Posterior logits 1 against 0 send all to client 0: its own samples are right, the others wrong."""
     settings, strategy, workspace, directory = known(0.0, 1.0, feddrm_routing="posterior")
-    assert system_accuracy(settings, strategy, workspace, directory) == 0.5
-    np.testing.assert_array_equal(strategy.routed, [[4, 0], [4, 0]])
-    assert strategy.routing_accuracy == 0.5
+    system = system_accuracy(settings, strategy, workspace, directory)
+    assert (system.accuracy, system.routing_accuracy) == (0.5, 0.5)
+    np.testing.assert_array_equal(system.routed, [[4, 0], [4, 0]])
 
 
 def test_sizes_turn_the_routing(known):
     """n = 4 and 2: logits 0.5 against 0 are client 0's by posterior, client 1's by density (log 2 > 0.5)."""
     for routing, chosen in (("posterior", 0), ("density", 1)):
         settings, strategy, workspace, directory = known(0.0, 0.5, feddrm_routing=routing)
-        system_accuracy(settings, strategy, workspace, directory)
-        np.testing.assert_array_equal(strategy.routed[:, chosen], [4, 4])
+        system = system_accuracy(settings, strategy, workspace, directory)
+        np.testing.assert_array_equal(system.routed[:, chosen], [4, 4])
 
 
 def test_pooled_test_names_each_samples_client(known):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from posy.server_app.system import chosen_clients
 from posy.settings import Scalar, Setting, SettingsError
 from posy.strategies.feddrm import FedDRM
 from posy.strategies.methods import METHODS
@@ -83,7 +84,7 @@ def digest(finished: Any) -> str:
         content.update(repr(finished.column(column)).encode())
     if isinstance(finished.strategy, FedDRM):
         logits = torch.from_numpy(np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32))
-        content.update(finished.strategy.choose(logits).numpy().tobytes())
+        content.update(chosen_clients(finished.strategy, logits).numpy().tobytes())
     return content.hexdigest()
 
 

@@ -21,6 +21,7 @@ from posy.models.layers import (
     capped_rank,
     low_rank_factors,
     reset_parameters,
+    with_cosine_head,
 )
 from posy.models.resnet import ResidualBlock
 from posy.models.text import LSTM
@@ -457,7 +458,7 @@ def test_a_conditional_policy_goes_with_every_network(name: str) -> None:
     features, logits = first(x, True)
     assert logits.shape == (2, task.num_classes) and torch.equal(features, model.body(x))
     assert torch.equal(logits, second(x)) and not torch.equal(logits, other(x))
-    layers = Architecture(name, task, conditional=True).layout.layers
+    layers = Architecture(name, task).extended(Conditional).layout.layers
     assert set(layers) == {*model.layer_names, "policy", "global-head"}
 
 
@@ -480,7 +481,7 @@ def test_client_branch_has_weights_of_its_own_from_its_seed() -> None:
 
 def test_linear_layers_after_kaiming() -> None:
     """Weights of standard deviation √(2 / inputs) and biases of 0; convolutions and norms stay as they are."""
-    plain = Architecture("lenet-gn", CIFAR, clients=5)
+    plain = Architecture("lenet-gn", CIFAR).extended(TwoBranch, num_clients=5)
     first, again = (replace(plain, linear_init="kaiming").build(3) for _ in range(2))
     tensors, before = first.state_dict(), plain.build(3).state_dict()
     for name, module in first.named_modules():
@@ -497,7 +498,7 @@ def test_linear_layers_after_kaiming() -> None:
 
 
 def test_directions_of_a_head_are_no_weights_of_a_linear_layer() -> None:
-    plain = Architecture("mlp", FEATURES, cosine=10.0)
+    plain = Architecture("mlp", FEATURES).extended(with_cosine_head, classes=FEATURES.num_classes, scale=10.0)
     kaiming = replace(plain, linear_init="kaiming")
     assert torch.equal(plain.build(1).head.weight, kaiming.build(1).head.weight)
     assert not torch.equal(plain.build(1).blocks["fc1"].linear.weight, kaiming.build(1).blocks["fc1"].linear.weight)

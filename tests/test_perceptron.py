@@ -13,6 +13,9 @@ from posy.client_app.training.perceptron import gradients, linear_layers
 from posy.client_app.training.work import Train, classification, cross_entropy
 from posy.data.task import Task
 from posy.models.architecture import Architecture
+from posy.models.conditional import Conditional
+from posy.models.layers import with_cosine_head
+from posy.models.two_branch import TwoBranch
 
 TASK = Task("features", (6,), ("a", "b", "c"))
 
@@ -76,6 +79,11 @@ def with_features(net, batch, context):
     return net.loss(net.features(batch.x)[1], batch)
 
 
+def extended(extend, **arguments):
+    architecture = Architecture("mlp", TASK).extended(extend, **arguments)
+    return Network(architecture.build, architecture.layout, torch.device("cpu"), None)
+
+
 def network(model="mlp", criterion=None, **options):
     architecture = Architecture(model, TASK, **options)
     return Network(architecture.build, architecture.layout, torch.device("cpu"), criterion)
@@ -86,8 +94,8 @@ def test_only_a_perceptron_under_the_cross_entropy_has_one():
     assert network().linear_layers == names
     assert network("linear").linear_layers == ["head"]
     for other in (
-        network(ranks=(("fc1", 2),)), network(cosine=30.0), network(frozen=("fc1",)),
-        network(clients=2), network(conditional=True),
+        network(ranks=(("fc1", 2),)), extended(with_cosine_head, classes=3, scale=30.0), network(frozen=("fc1",)),
+        extended(TwoBranch, num_clients=2), extended(Conditional),
         network(criterion=lambda logits, y: F.cross_entropy(logits, y, reduction="none")),
     ):  # fmt: skip
         assert other.linear_layers == []

@@ -245,9 +245,9 @@ def test_answers_are_those_behind_the_system_accuracy(method: str, holdout: floa
     right = [answer.prediction.label == names[number] for answer, number in zip(answers, y, strict=True)]
     assert np.mean(right) == pytest.approx(done.summary["system-accuracy"])
     if isinstance(done.strategy, FedDRM):
-        assert done.strategy.routed is not None
+        assert done.system is not None and done.system.routed is not None
         chosen = [next(iter(answer.clients)) for answer in answers]
-        assert np.bincount(chosen, minlength=4).tolist() == done.strategy.routed.sum(axis=0).tolist()
+        assert np.bincount(chosen, minlength=4).tolist() == done.system.routed.sum(axis=0).tolist()
         assert all(sorted(answer.clients) == members for answer in answers)
         assert all(sum(answer.clients.values()) == pytest.approx(1) for answer in answers)
     else:

@@ -35,6 +35,7 @@ from posy.data.task import Task
 from posy.models.architecture import Architecture
 from posy.models.catalogue import MODELS
 from posy.models.parameters import Layout, layout_of
+from posy.models.two_branch import TwoBranch
 from posy.strategies.settings import TrainSettings
 
 CPU = torch.device("cpu")
@@ -514,7 +515,7 @@ def test_a_strong_pull_ends_at_the_anchor() -> None:
 
 # -- K models at once -----------------------------------------------------------------------------------
 
-TWO = Architecture("mlp", OBJECTIVE_TASK, clients=5)
+TWO = Architecture("mlp", OBJECTIVE_TASK).extended(TwoBranch, num_clients=5)
 PROTOTYPES = {
     "prototypes": torch.randn(CLASSES, 64, generator=torch.Generator().manual_seed(1)),
     "known": torch.tensor([1.0, 0.0, 1.0]),

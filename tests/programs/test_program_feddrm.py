@@ -15,6 +15,8 @@ import torch
 from problem import LR, NAMES, STEPS, check, config, samples, weights
 from safetensors.numpy import load_file
 
+from posy.server_app.system import chosen_clients
+
 # fmt: off
 SHARED = (
     -0.26268929, -0.069833308, -0.41066301, 0.091987878, 0.29270795, 0.3671447, -0.14651482, -0.36520237,
@@ -74,6 +76,6 @@ def test_feddrm_computes_the_models_of_the_published_program(tmp_path: Path, fed
     layers = strategy.architecture.build()
     layers.load_state_dict({name: torch.from_numpy(served[0][name]) for name in stored})
     layers.eval()
-    assert tuple(strategy.choose(layers(x)[1].detach()).tolist()) == BY_DENSITY
+    assert tuple(chosen_clients(strategy, layers(x)[1].detach()).tolist()) == BY_DENSITY
     scores = [row["served_accuracy"] for _, row in sorted(finished.records[-1].clients.items())]
     assert abs(np.average(scores, weights=(8, 6, 10)) - ACCURACY) < 1e-6
