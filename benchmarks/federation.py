@@ -206,7 +206,7 @@ def growth(deployment: Deployment, nodes: int, rounds: int) -> dict[str, Any]:
 
 
 def wait_for_round(deployment: Deployment, process: "subprocess.Popen[bytes]", run: str, number: int) -> None:
-    """Wait until ``number`` rounds of a run are finished; end this process if the run ends earlier."""
+    """Wait until ``number`` rounds of a run are finished. Exit if the run ends earlier."""
     while len(deployment.rounds(run)) < number:
         if process.poll() is not None:
             raise SystemExit(f"the run ended early: {deployment.log(f'run-{run}')}")

@@ -1,9 +1,10 @@
-"""What JPEG costs: ``python -m benchmarks.jpeg --data-dir datasets``, where cifar10.npz holds images stored as JPEG.
+"""Measures how much accuracy JPEG compression costs: ``python -m benchmarks.jpeg --data-dir datasets``.
 
-The images of the original files are not to be had from them. Instead they are compressed once and twice more, as they
-were the first time (quality 75, colours at half the resolution), each time on blocks that begin elsewhere: a block that
-is compressed again in its place hardly changes. What the further times cost tells what the first one may have cost.
-Clients of PPFE's CIFAR-10 setting (two classes, 150 training samples) train on each, alone, or together and then alone.
+cifar10.npz in the data folder holds images stored as JPEG, from which the originals cannot be recovered. The benchmark
+compresses them once and twice more with the same options (quality 75, colours at half the resolution). Each compression
+shifts the block grid, because a second compression of the same block hardly changes it. The cost of the additional
+compressions indicates the cost of the first. Clients of PPFE's CIFAR-10 setting (two classes, 150 training samples)
+train on each version, alone, or together and then alone.
 """
 
 import io
@@ -29,26 +30,26 @@ Images = npt.NDArray[np.uint8]
 FOLDER = "POSY_JPEG_DATA"
 QUALITY, HALF_COLOURS = 75, "4:2:0"
 BORDERS = (5, 2)
-"""Pixels that are put around an image for each further compression: where its blocks begin, modulo 8."""
+"""Pixels of padding around an image in each additional compression. They shift the block grid, modulo 8."""
 METHODS = {"local": {}, "fedavg-ft": {"fedavg_ft_epochs": 5}}
 SEEDS = (0, 1, 2)
 CLIENTS, ROUNDS = 12, 16
-"""In the paper's setting a client takes part in 16 rounds, too."""
+"""In the paper's setting a client also participates in 16 rounds."""
 
 
 def compressed(images: Images, border: int) -> Images:
-    """Return images ``(n, H, W, 3)`` as JPEG leaves them, whose blocks begin ``border`` pixels before their corner."""
-    around = np.pad(images, ((0, 0), (border, border), (border, border), (0, 0)), mode="reflect")
-    found = np.empty_like(around)
-    for place, image in enumerate(around):
+    """Return images ``(n, H, W, 3)`` after JPEG compression with blocks that start ``border`` pixels outside."""
+    padded = np.pad(images, ((0, 0), (border, border), (border, border), (0, 0)), mode="reflect")
+    decoded = np.empty_like(padded)
+    for index, image in enumerate(padded):
         file = io.BytesIO()
         Image.fromarray(image).save(file, "JPEG", quality=QUALITY, subsampling=HALF_COLOURS)
-        found[place] = np.asarray(Image.open(file))
-    return found[:, border:-border, border:-border]
+        decoded[index] = np.asarray(Image.open(file))
+    return decoded[:, border:-border, border:-border]
 
 
 def images(further: int) -> tuple[Images, npt.NDArray[Any]]:
-    """Return the training images, compressed so many further times, and their classes."""
+    """Return the training images after ``further`` additional compressions, and their classes."""
     archive = NpzFile(Path(os.environ[FOLDER]) / "cifar10.npz")
     x = archive.read("x_train")[:10_000]
     for border in BORDERS[:further]:
@@ -63,12 +64,12 @@ STORED = ("once", "twice", "thrice")
 def main(
     data_dir: Annotated[Path, typer.Option(help="Folder that holds cifar10.npz.")] = Path("datasets"),
     output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("results/jpeg"),
-    report: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("benchmarks/results/jpeg.json"),
+    report: Annotated[Path, typer.Option(help="Output file.")] = Path("benchmarks/results/jpeg.json"),
 ) -> None:
-    """Train on images that have been compressed once, twice, three times; a run that is there is not made again."""
+    """Train on images compressed once, twice and three times. Skip runs that already exist."""
     os.environ[FOLDER] = str(data_dir.absolute())
     rows: list[dict[str, Any]] = []
-    for method, own in METHODS.items():
+    for method, hparams in METHODS.items():
         accuracy: dict[str, list[float]] = {}
         for seed in SEEDS:
             for stored in STORED:
@@ -78,22 +79,22 @@ def main(
                         experiment="ppfe-cifar10-s2", run_name=name, output_dir=str(output), method=method, seed=seed,
                         dataset=f"benchmarks.jpeg:{stored}", num_clients=CLIENTS, fraction_train=1.0,
                         test_fraction=0.75, num_server_rounds=ROUNDS, evaluate_every=ROUNDS, checkpoint_every=0,
-                        save_models=False, **own,
+                        save_models=False, **hparams,
                     )  # fmt: skip
                 last = posy.load(output / name).summary["local"]["last"]
                 accuracy.setdefault(stored, []).append(last["weighted"])
         rows.append({"method": method, "accuracy": accuracy})
     report.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
     table = [
-        (row["method"], *map(percent, row["accuracy"].values()), *(percent(_lost(row["accuracy"], i)) for i in (1, 2)))
+        (row["method"], *map(percent, row["accuracy"].values()), *(percent(_loss(row["accuracy"], i)) for i in (1, 2)))
         for row in rows
     ]
     print_table("accuracy after local training", ("method", *STORED, "second costs", "third costs"), table)
 
 
-def _lost(accuracy: dict[str, list[float]], which: int) -> list[float]:
-    """Return what a further compression has cost, by seed."""
-    before, after = (accuracy[STORED[i]] for i in (which - 1, which))
+def _loss(accuracy: dict[str, list[float]], further: int) -> list[float]:
+    """Return the accuracy that an additional compression costs, by seed."""
+    before, after = (accuracy[STORED[i]] for i in (further - 1, further))
     return [b - a for b, a in zip(before, after, strict=True)]
 
 

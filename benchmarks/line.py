@@ -1,9 +1,11 @@
 """A slow and unreliable line between nodes and the Fleet API of a SuperLink on this machine.
 
-The proxy decrypts what it carries, with the SuperLink's own certificate, so that it can tell calls apart: one is a
-stream of HTTP/2. Each frame takes its time; of the calls a share fails, half of them by a cut of their connection (with
-all calls that are under way on it), half by a reset of their stream once the SuperLink has answered, so that work is
-done and nobody hears of it. gRPC calls the first UNAVAILABLE and the second INTERNAL.
+The proxy decrypts the traffic with the SuperLink's certificate to identify calls, each of which is an HTTP/2 stream. It
+delays every frame. A share of the calls fails in one of two ways, with equal probability:
+
+- The proxy cuts the connection, with all its active calls. gRPC reports UNAVAILABLE.
+- The proxy resets the stream after the SuperLink replies, so the work is done but its result is lost. gRPC reports
+  INTERNAL.
 """
 
 import asyncio
@@ -22,19 +24,19 @@ INTERNAL_ERROR = (2).to_bytes(4)
 PREFACE = 24
 """Bytes that a client sends before its first frame."""
 HEAD = 9
-"""Bytes of a frame before its content: three of its length, type, flags, and four of its stream."""
-UNDER_WAY = 16
-"""Frames of a direction that are under way at the most, of 16 KiB."""
+"""Bytes of a frame header: three for the length, one for the type, one for the flags, and four for the stream."""
+MAX_IN_TRANSIT = 16
+"""Most frames in transit in each direction, of 16 KiB."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What a line is like."""
+    """Delay, bandwidth and failure rate of a line."""
 
     delay: float = 0.0
-    """Seconds in each direction."""
+    """Seconds, in each direction."""
     bytes_per_second: float = float("inf")
-    """Of each direction of each connection."""
+    """Bandwidth of each connection, in each direction."""
     failing: float = 0.0
     """Share of the calls that fail."""
     cut_after: float = float("inf")
@@ -43,12 +45,12 @@ class Quality:
 
 @dataclass
 class Counts:
-    """What has happened on a line."""
+    """Counts of the events on a line."""
 
     connections: int = 0
     calls: int = 0
     failed: int = 0
-    """Calls that were reset, or under way when their connection was cut."""
+    """Calls that were reset, or active when their connection was cut."""
     cuts: int = 0
     up: int = 0
     """Bytes from nodes to the SuperLink."""
@@ -57,19 +59,19 @@ class Counts:
 
 @dataclass
 class Connection:
-    """One connection of a node."""
+    """A connection of a node."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
     calls: set[int] = field(default_factory=set)
-    """Streams that are open."""
+    """Open streams."""
     to_cut: set[int] = field(default_factory=set)
     to_reset: set[int] = field(default_factory=set)
     nbytes: int = 0
 
 
 class Line(threading.Thread):
-    """A proxy to ``target``, HOST:PORT, with the certificate in a folder of `posy certificates`."""
+    """A proxy to ``target``, HOST:PORT, with the certificate in a folder that `posy certificates` wrote."""
 
     def __init__(self, target: str, certificates: Path, quality: Quality, seed: int = 1) -> None:
         super().__init__(daemon=True)
@@ -95,7 +97,7 @@ class Line(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Serve until the end."""
+        """Serve until :meth:`__exit__` stops the loop."""
         server = self._loop.run_until_complete(
             asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._towards_nodes)
         )
@@ -110,35 +112,35 @@ class Line(threading.Thread):
         self._loop.close()
 
     def facts(self) -> dict[str, int]:
-        """Return what has happened so far."""
+        """Return the counts so far."""
         return asdict(self.counts)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.counts.connections += 1
         try:
             onwards = await asyncio.open_connection(self._host, self._port, ssl=self._onwards)
-        except OSError:  # the SuperLink is away
+        except OSError:  # the SuperLink is unreachable
             writer.transport.abort()
             return
         connection = Connection(writer, onwards[1])
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # the last: at the end
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # cancelled: shutdown
             onwards[1].write(await reader.readexactly(PREFACE))
             await asyncio.gather(
-                self._carry(connection, reader, onwards[1], up=True),
-                self._carry(connection, onwards[0], writer, up=False),
+                self._forward(connection, reader, onwards[1], up=True),
+                self._forward(connection, onwards[0], writer, up=False),
             )
         for end in (writer, onwards[1]):
             end.transport.abort()
 
-    async def _carry(
+    async def _forward(
         self, connection: Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool
     ) -> None:
-        """Carry the frames of one direction, each of which arrives when its bytes have passed and the delay is over."""
-        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(UNDER_WAY)
+        """Forward the frames of one direction, each after its transmission time and the delay."""
+        in_transit: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_IN_TRANSIT)
 
         async def deliver() -> None:
             while True:
-                due, frame = await under_way.get()
+                due, frame = await in_transit.get()
                 await asyncio.sleep(due - time.monotonic())
                 writer.write(frame)
                 await writer.drain()
@@ -149,7 +151,7 @@ class Line(threading.Thread):
             while True:
                 frame = await reader.readexactly(HEAD)
                 frame += await reader.readexactly(int.from_bytes(frame[:3]))
-                self._look_at(connection, frame, up=up)
+                self._inspect(connection, frame, up=up)
                 connection.nbytes += len(frame)
                 if connection.nbytes > self.quality.cut_after:
                     self._cut(connection)
@@ -158,17 +160,17 @@ class Line(threading.Thread):
                 if not up and stream in connection.to_reset:
                     connection.to_reset.remove(stream)
                     self.counts.failed += 1
-                    # What else comes of this stream is carried too: its headers change the state of the decompression.
+                    # Still forward this frame, because its headers change the state of the header compression.
                     frame += (4).to_bytes(3) + bytes([RESET, 0]) + frame[5:HEAD] + INTERNAL_ERROR
-                await under_way.put((free + self.quality.delay, frame))
+                await in_transit.put((free + self.quality.delay, frame))
                 if delivery.done():
                     await delivery
         finally:
             delivery.cancel()
             self._abort(connection)
 
-    def _look_at(self, connection: Connection, frame: bytes, *, up: bool) -> None:
-        """Count calls and bytes, and choose which calls fail."""
+    def _inspect(self, connection: Connection, frame: bytes, *, up: bool) -> None:
+        """Count calls and bytes, and select the calls that fail."""
         kind, flags, stream = frame[3], frame[4], int.from_bytes(frame[5:HEAD])
         if up:
             self.counts.up += len(frame)

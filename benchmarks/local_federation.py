@@ -43,7 +43,7 @@ class Deployment:
         self.posy("register", *(f"certificates/{name}.pub" for name in names), *self.where)
 
     def _listens(self) -> bool:
-        """Return whether the SuperLink answers nodes; raise :class:`LaunchError` if it has ended."""
+        """Return whether the SuperLink accepts nodes, or raise :class:`LaunchError` if it has ended."""
         if (status := self.processes["superlink"].poll()) is not None:
             raise LaunchError(f"the SuperLink ended with status {status}; its log:\n{self.log('superlink')[-3000:]}")
         return "Starting Fleet API" in self.log("superlink")
@@ -77,17 +77,19 @@ class Deployment:
         return process
 
     def posy(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Run a `posy` command to its end; raise :class:`LaunchError` if it fails."""
-        done = subprocess.run(
+        """Run a `posy` command to its end, or raise :class:`LaunchError` if it fails."""
+        result = subprocess.run(
             [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=False,
             timeout=MOST_SECONDS,
         )  # fmt: skip
-        if done.returncode:
-            raise LaunchError(f"`posy {words[0]}` ended with status {done.returncode}: {done.stdout}{done.stderr}")
-        return done
+        if result.returncode:
+            raise LaunchError(
+                f"`posy {words[0]}` ended with status {result.returncode}: {result.stdout}{result.stderr}"
+            )
+        return result
 
     def node(self, name: str, *config: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
-        """Start a node; :meth:`ready` returns whether it can work."""
+        """Start a node. :meth:`ready` returns whether it is ready for work."""
         words = ["--superlink", self.fleet, "--root-certificates", str(self.ca), "--key", f"certificates/{name}.key"]
         return self.start(name, "supernode", *words, *config, python_path=python_path)
 
@@ -116,7 +118,7 @@ class Deployment:
         return self.start(f"run-{name}", "run", *self.where, *words)
 
     def run(self, name: str, *settings: str, timeout: float = MOST_SECONDS) -> dict[str, Any]:
-        """Run an experiment and return its summary; raise :class:`LaunchError` if it fails."""
+        """Run an experiment and return its summary, or raise :class:`LaunchError` if it fails."""
         self.submit(name, *settings)
         if status := self.ended(f"run-{name}", timeout):
             raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")

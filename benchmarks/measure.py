@@ -1,4 +1,4 @@
-"""What benchmarks share: a bare PyTorch loop as the limit, and federated runs timed from their own records."""
+"""Shared measurements: the speed of a bare PyTorch loop, as the limit, and of federated runs, from their records."""
 
 import json
 import multiprocessing
@@ -50,11 +50,11 @@ def main(grid, context):
 resources = {"num_cpus": 1, "num_gpus": float(sys.argv[2])}
 run_simulation(server, clients, settings["num-clients"], backend_config={"client_resources": resources})
 """
-TOLD = "print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)"
-"""A run in one process, or in Flower's simulation, between its imports and the line that prints the seconds of both."""
+PRINT_SECONDS = "print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)"
+"""The parts of a program: imports, a run in one process or in Flower's simulation, and the output of their seconds."""
 CLIENTS_PER_GPU = 4
 BARE_SECONDS = 1.0
-"""Shortest time for which the bare loop is measured, in as many passes as it takes."""
+"""Shortest time of a measurement of the bare loop, which repeats passes over the data until then."""
 
 
 def machine() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
-    """Train the method's network on some clients' batches with nothing but PyTorch; as Posy, it keeps freed memory."""
+    """Train the method's network on some clients' batches with plain PyTorch. Like Posy, it keeps freed memory."""
     torch.set_num_threads(1)
     workspace = Workspace(read_settings(config))
     size = workspace.settings.train.batch_size
@@ -102,17 +102,16 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
     barrier.wait()
     start, passes = settled(), 0
     while passes == 0 or settled() - start < BARE_SECONDS:
-        for each in data:
-            epoch(each.x_train, each.y_train)
+        for client_data in data:
+            epoch(client_data.x_train, client_data.y_train)
         passes += 1
-    queue.put((sum(len(each.y_train) for each in data), (settled() - start) / passes))
+    queue.put((sum(len(client_data.y_train) for client_data in data), (settled() - start) / passes))
 
 
 def bare_speed(config: dict[str, Any]) -> float:
     """Return samples per second of the bare loop over the clients of one round, with the network of the method.
 
-    On a CPU it runs in as many processes as there are cores, one thread each, on shares of about equal work;
-    on a GPU in one process.
+    On a CPU it runs one process with one thread per core, each with about the same work. On a GPU it runs one process.
     """
     workspace = Workspace(read_settings(config))
     processes = cores() if workspace.device.type == "cpu" else 1
@@ -149,7 +148,7 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
             "output-dir": folder, "run-name": "run",
         }  # fmt: skip
         gpu = 1 / CLIENTS_PER_GPU if torch.cuda.is_available() else 0
-        program = COMMON + (RAY if ray else IN_PROCESS) + TOLD
+        program = COMMON + (RAY if ray else IN_PROCESS) + PRINT_SECONDS
         command = [sys.executable, "-c", program, json.dumps(settings), str(gpu)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None

@@ -1,8 +1,8 @@
 """Plain PyTorch programs of published methods, for :mod:`benchmarks.curves`.
 
 The programs use neither Posy nor Flower. Each follows the pseudocode of its paper, on flat vectors of parameters. If
-the paper leaves a detail open, a comment names the source of the choice. It is mostly PFLlib, the library of published
-programs that defines the format of the splits. As in PFLlib, all means over clients weight them by their samples.
+the paper leaves a detail open, a comment names the source of the choice. The source is usually PFLlib, which also
+defines the format of the splits. As in PFLlib, all means over clients weight them by their samples.
 
 A program is a generator. After each round, it yields the models to evaluate: the models that the clients receive next,
 or their trained models. Local variables hold the state of server and clients.
@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 EPOCHS, BATCH, LR = 1, 10, 0.005
 WDR_LAMBDA = 10.0
 MODELS, MU = 3, 0.01
-PROX_MU = 1.0  # the largest value of the paper: with 0.001 all shown digits equal FedAvg's
+PROX_MU = 1.0  # the largest value in the paper: with 0.001 the reported results equal FedAvg's
 DITTO_LAMBDA = 1.0
 APFL_ALPHA, APFL_ADAPTIVE = 0.5, True
-# FedAMP: squared distances of models are 0.1 to 0.4 after a round. This choice leaves each client weight on itself.
+# FedAMP: squared distances of models are 0.1 to 0.4 after a round. With this choice clients keep weight on themselves.
 AMP_ALPHA, AMP_LAMBDA, AMP_SIGMA = 0.02, 0.1, 0.3
 # pFedMe: PFLlib's learning rate of the personal steps. With the paper's 0.09, this network diverges in round 2.
 PFEDME_LAMBDA, PFEDME_STEPS, PFEDME_LR, PFEDME_BETA = 15.0, 5, 0.01, 1.0
@@ -108,7 +108,7 @@ def train(
     layers: nn.Module | None = None,
     lr: float | None = None,
 ) -> tuple[Tensor, float]:
-    """Train all or some layers for a round; return the new parameters, and the mean loss of the last epoch."""
+    """Train all or some layers for a round. Return the new parameters, and the mean loss of the last epoch."""
     vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of the copy, changed in place
     optimiser = torch.optim.SGD((layers or model).parameters(), lr=lr or LR)
     losses = []

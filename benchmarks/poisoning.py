@@ -1,8 +1,8 @@
-"""Accuracy of honest clients under two attackers of ten, for each attack and each defence.
+"""Measures the accuracy of honest clients if two of ten clients attack, for each attack and each defence.
 
 ``python -m benchmarks.poisoning digits`` trains FedAvg on ten clients in this process. The attackers flip the labels of
 their training samples, or change their updates: they reverse and triple them (sign flip), or scale them ten times.
-Each finished run is one line of a file (``.jsonl``). A further start skips the runs of the same number of rounds, and
+Each finished run is one line of a file (``.jsonl``). A restart skips finished runs with the same number of rounds, and
 draws the figure. A run whose training diverges has no accuracy. The figure leaves the cell of such an attack and
 defence empty, and the table says how many seeds diverged.
 """
@@ -42,7 +42,7 @@ def reversed_update(received: npt.NDArray[Any], trained: npt.NDArray[Any]) -> np
 
 
 def scaled_update(received: npt.NDArray[Any], trained: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a model ten honest updates away, in the direction of a training on flipped labels."""
+    """Return a model ten honest updates away, in the direction of training on flipped labels."""
     return received + 10 * (trained - received)
 
 
@@ -106,7 +106,7 @@ class PoisoningGrid(InProcessGrid):
 
 
 def write_data(folder: Path, settings: dict[str, Any], flips: bool) -> dict[str, Any]:
-    """Write the samples and the partition of a run, with the attackers' labels flipped; return the settings for them.
+    """Write the samples and the partition of a run, with flipped labels for attackers, and return their settings.
 
     Label y of a training sample becomes C − 1 − y. Test samples keep their labels.
     """
@@ -128,7 +128,7 @@ def write_data(folder: Path, settings: dict[str, Any], flips: bool) -> dict[str,
 
 
 def accuracy(settings: dict[str, Any], attack: str, defence: str) -> dict[str, Any]:
-    """Run one cell; return the honest clients' mean accuracy with the served model, and the limited clients.
+    """Run one cell, and return the honest clients' mean accuracy with the served model, and the limited clients.
 
     The accuracy is None if the training diverged.
     """

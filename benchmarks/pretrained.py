@@ -1,8 +1,8 @@
-"""What a pretrained start is worth: ``python -m benchmarks.pretrained --data-dir datasets``.
+"""Measures the benefit of pretrained weights: ``python -m benchmarks.pretrained --data-dir datasets``.
 
-A network is trained on some images of CIFAR-10 in one place, for a few epochs. Clients with other images then train
-from its weights, from these with the convolutions frozen, and from random ones: served and local accuracy, three seeds.
-All runs differ in the start alone.
+A network trains centrally on a part of CIFAR-10 for a few epochs. Clients with other images then start from its
+weights, from its weights with frozen convolutions, or from random weights. The benchmark reports served and local
+accuracy for three seeds. All runs of a method and seed differ only in their initial weights and frozen layers.
 """
 
 import json
@@ -20,7 +20,7 @@ from posy.data.npz import NpzFile
 from posy.listing import print_table
 
 CENTRAL, FEDERATED = 20_000, 6_000
-"""Images of the first training, and of the clients."""
+"""Number of images for central training, and for the clients."""
 FOLDER = "POSY_PRETRAINED_DATA"
 METHODS = ("fedavg", "fedrep")
 STARTS = {"random": {}, "pretrained": {"weights": "W"}, "pretrained, frozen": {"weights": "W", "frozen": "conv1,conv2"}}
@@ -29,55 +29,56 @@ COMMON = {"model": "cnn", "batch_size": 10, "lr": 0.005, "evaluate_every": 5, "c
 
 
 def images(begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images of the training set in an order drawn once, and their classes."""
+    """Return ``count`` images of the training set from ``begin`` on, in a fixed random order, and their classes."""
     archive = NpzFile(Path(os.environ[FOLDER]) / "cifar10.npz")
     chosen = np.random.default_rng(0).permutation(50_000)[begin : begin + count]
     return archive.read("x_train")[chosen], archive.read("y_train")[chosen]
 
 
 def central() -> tuple[np.ndarray, np.ndarray]:
-    """Return the images of the first training."""
+    """Return the images and classes for central training."""
     return images(0, CENTRAL)
 
 
 def federated() -> tuple[np.ndarray, np.ndarray]:
-    """Return the clients' images, of which the first training has seen none."""
+    """Return the clients' images and classes, which do not overlap with central training."""
     return images(CENTRAL, FEDERATED)
 
 
 def main(
     data_dir: Annotated[Path, typer.Option(help="Folder that holds cifar10.npz.")] = Path("datasets"),
     output: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("results/pretrained"),
-    report: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("benchmarks/results/pretrained.json"),
+    report: Annotated[Path, typer.Option(help="Output file.")] = Path("benchmarks/results/pretrained.json"),
     epochs: Annotated[int, typer.Option(min=1)] = 5,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
 ) -> None:
-    """Train in one place, then on clients; a run that is there already is not made again."""
+    """Train centrally, then on clients. Skip runs that already exist."""
     os.environ[FOLDER] = str(data_dir.absolute())
 
-    def made(name: str, **settings: Any) -> Any:
+    def load_or_run(name: str, **settings: Any) -> Any:
         if not (output / name / "summary.json").is_file():
             posy.run(run_name=name, output_dir=str(output), **{**COMMON, **settings})
         return posy.load(output / name)
 
-    first = made(
+    first = load_or_run(
         f"central-{epochs}", method="fedavg", dataset="benchmarks.pretrained:central", num_clients=1, partition="iid",
         num_server_rounds=1, local_epochs=epochs, lr=0.01, test_fraction=0.1,
     )  # fmt: skip
     weights = str((first.models / "client-0.safetensors").absolute())
     rows: list[dict[str, Any]] = []
     for method in METHODS:
-        for start, own in STARTS.items():
-            found: dict[str, list[float]] = {"served": [], "local": []}
+        for start, start_settings in STARTS.items():
+            accuracy: dict[str, list[float]] = {"served": [], "local": []}
             for seed in SEEDS:
-                record = made(
+                record = load_or_run(
                     f"{method}-{start.replace(', ', '-')}-{epochs}-{rounds}-{seed}",
                     method=method, dataset="benchmarks.pretrained:federated", num_clients=20, dirichlet_alpha=0.1,
-                    num_server_rounds=rounds, local_epochs=1, seed=seed, **(own | {"weights": weights} if own else {}),
+                    num_server_rounds=rounds, local_epochs=1, seed=seed,
+                    **(start_settings | {"weights": weights} if start_settings else {}),
                 )  # fmt: skip
-                for point, values in found.items():
+                for point, values in accuracy.items():
                     values.append(record.summary[point]["last"]["mean"])
-            rows.append({"method": method, "start": start, **found, "bytes-up": record.summary["bytes-up"]})
+            rows.append({"method": method, "start": start, **accuracy, "bytes-up": record.summary["bytes-up"]})
     central_accuracy = first.summary["served"]["last"]["mean"]
     report.write_text(json.dumps({"central": central_accuracy, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     table = [

@@ -4,8 +4,8 @@ Each run has 100 clients and a budget (ε, δ) for the whole run. The script app
 lines and skips the runs that the file contains, so you can resume an interrupted measurement and add runs. The figure
 has a panel for each data set and a line for each mode. The dashed line is FedAvg without noise.
 
-The settings of each mode are not tuned. ``dp-scores=exact`` publishes the accuracy, which the budget does not cover:
-the data are public.
+The settings of each mode are not tuned. ``dp-scores=exact`` publishes the accuracy, which the budget does not
+cover, because the data are public.
 """
 
 import json
@@ -78,7 +78,7 @@ def settings_of(key: Key, clients: int, delta: float, rounds: int) -> dict[str, 
 def measured(settings: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
     """Run one federation, and return the accuracy of the served model in the last round and the spent ε.
 
-    A run whose training loss has diverged has an accuracy too, near the share of the largest class.
+    A diverged run also has an accuracy, near the share of the largest class.
     """
     with tempfile.TemporaryDirectory() as output, redirect_stdout(sys.stderr):
         with suppress(DivergedError):
@@ -94,12 +94,12 @@ def measured(settings: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the finished runs of a file; none if it does not exist."""
+    """Return the finished runs in a file, or an empty list if it does not exist."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def runs_of(rows: Iterable[Mapping[str, Any]], clients: int, delta: float, rounds: int) -> dict[Key, Mapping[str, Any]]:
-    """Return the rows that were measured under the present settings, by key; other rows of the file are ignored."""
+    """Return the rows with the current settings, by key. Ignore other rows of the file."""
     keyed = [((row["dataset"], row["mode"], row["epsilon"], row["seed"]), row) for row in rows]
     return {key: row for key, row in keyed if row["settings"] == settings_of(key, clients, delta, rounds)}
 

@@ -1,8 +1,8 @@
-"""Nodes behind a slow line: whether runs end, whether anything is lost, and how near a round is to what its bytes need.
+"""Measures runs over a slow line: their completion, their losses, and the time of a round beyond its transmission.
 
-Five nodes with a CNN of 0.6 M parameters reach their SuperLink through :mod:`benchmarks.line`: 100 ms for a way and
-back, 5 Mbit/s for each node and direction, 1 % of the calls failing. ``--cut-after 2e6`` cuts every connection after so
-many bytes as well. Prints JSON.
+Five nodes with a CNN of 0.6 M parameters reach their SuperLink through :mod:`benchmarks.line`. The round trip takes
+100 ms, each node has 5 Mbit/s in each direction, and 1 % of the calls fail. ``--cut-after 2e6`` also cuts every
+connection after 2 MB. The benchmark prints JSON.
 """
 
 import json
@@ -30,7 +30,7 @@ def main(
     failing: float = typer.Option(0.01, help="share of the calls that fail"),
     cut_after: float = typer.Option(float("inf"), help="bytes after which a connection is cut"),
 ) -> None:
-    """Start a federation behind a slow line, carry out a run, and print JSON."""
+    """Start a federation over a slow line, run it, and print JSON."""
     quality = Quality(delay, megabits * 1e6 / 8, failing, cut_after)
     with tempfile.TemporaryDirectory(prefix="posy-benchmark-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -43,15 +43,15 @@ def main(
             with Line(deployment.fleet, folder / "certificates", quality) as line:
                 deployment.nodes("nodes", names, fleet=line.address)
                 deployment.until(lambda: deployment.ready("nodes", nodes), "nodes", 300.0)
-                found = behind(deployment, line, nodes, rounds)
+                results = run_over(deployment, line, nodes, rounds)
         finally:
             deployment.stop()
-    asked = {"delay": delay, "megabits": megabits, "failing": failing, "cut-after": f"{cut_after:g}"}
-    print(json.dumps({**asked, **found, "machine": machine()}, indent=2))
+    options = {"delay": delay, "megabits": megabits, "failing": failing, "cut-after": f"{cut_after:g}"}
+    print(json.dumps({**options, **results, "machine": machine()}, indent=2))
 
 
-def behind(deployment: Deployment, line: Line, nodes: int, rounds: int) -> dict[str, Any]:
-    """Return what a run behind the line took and lost."""
+def run_over(deployment: Deployment, line: Line, nodes: int, rounds: int) -> dict[str, Any]:
+    """Return the duration and the losses of a run over the line."""
     config = {
         "method": "fedavg", "dataset": deployment.folder / "data.npz", "model": "cnn", "device": "cpu",
         "batch-size": 50, "num-clients": nodes, "num-server-rounds": rounds, "save-models": "false",
@@ -64,7 +64,7 @@ def behind(deployment: Deployment, line: Line, nodes: int, rounds: int) -> dict[
     return {
         "nodes": nodes,
         "rounds": summary["rounds"],
-        "round-seconds": [round(one, 1) for one in seconds],
+        "round-seconds": [round(value, 1) for value in seconds],
         "round-seconds-median": round(median(seconds[WARM_ROUNDS:]), 2),
         "seconds-that-the-bytes-need": round(needed, 2),
         "dropped": summary["dropped"],

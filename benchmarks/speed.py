@@ -190,7 +190,7 @@ def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> flo
 
 
 def measured(workload: str, clients: int, data_dir: str, rounds: int, engines: Sequence[str]) -> dict[str, Any]:
-    """Measure engines on one workload; the limit of each is the mean of the bare loops before and after it."""
+    """Measure engines on one workload. Each limit is the mean of the bare loops before and after the engine's run."""
     config = {
         "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
         "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,

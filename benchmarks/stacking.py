@@ -1,8 +1,8 @@
-"""How far models that train side by side part from those that train one after the other.
+"""Measures how much models that train in parallel differ from models that train sequentially.
 
-``python -m benchmarks.stacking`` runs every method on digits with ``stack=loop`` and ``stack=vmap``, for three seeds,
-and prints the largest difference between stored models, the server's and the clients': ||a - b|| / ||a||. With
-``--device cuda`` those that train side by side do so on the GPU, the others on the CPU.
+``python -m benchmarks.stacking`` runs every method on digits with ``stack=loop`` and ``stack=vmap``, for three seeds.
+It prints the largest difference ||a - b|| / ||a|| between stored models of the server and the clients. With
+``--device cuda`` the models train in parallel on the GPU and sequentially on the CPU.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SEEDS, ROUNDS = (0, 1, 2), 5
 
 
 def vector(file: Path) -> np.ndarray:
-    """Return the numbers of a stored model as one vector, NaN as 0."""
+    """Return the floating-point values of a stored model as one vector, with 0 for NaN."""
     arrays = [array for _, array in sorted(load_arrays(file).items()) if array.dtype.kind == "f"]
     return np.nan_to_num(np.concatenate([np.ravel(array).astype(np.float64) for array in arrays] or [np.zeros(0)]))
 
@@ -37,8 +37,8 @@ def difference(first: Path, other: Path) -> float:
 
 
 def row(method: str, device: str) -> str:
-    """Return a method's differences, one a seed."""
-    found = []
+    """Return the table row of a method, with a difference per seed."""
+    differences = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
             pair = [
@@ -48,13 +48,13 @@ def row(method: str, device: str) -> str:
                 ).models
                 for stack, where in (("loop", "cpu"), ("vmap", device))
             ]  # fmt: skip
-            found.append(difference(*pair))
-    return f"{method:10} " + "  ".join(f"{value:.1e}" for value in found)
+            differences.append(difference(*pair))
+    return f"{method:10} " + "  ".join(f"{value:.1e}" for value in differences)
 
 
 def main(
-    device: str = typer.Option("cpu", help="where models train side by side: cpu or cuda"),
-    jobs: int = typer.Option(1, help="methods at a time"),
+    device: str = typer.Option("cpu", help="device for parallel training: cpu or cuda"),
+    jobs: int = typer.Option(1, help="number of methods that run at once"),
 ) -> None:
     """Print a row for each method."""
     print(f"{machine()}, {ROUNDS} rounds, side by side on {device}", flush=True)

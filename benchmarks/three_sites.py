@@ -1,7 +1,7 @@
-"""Three real sites, one with a damaged image, one killed and restarted: the output that a user sees, as a page of docs.
+"""Runs three sites, of which one has a damaged image and one is killed and restarted, and documents the output.
 
 ``python -m benchmarks.three_sites`` starts a SuperLink and three SuperNodes with TLS and node authentication on this
-machine, submits a run, and writes the submitter's screen into docs/three-sites.md.
+machine. It submits a run and writes the output that the user sees into docs/three-sites.md.
 """
 
 import re
@@ -37,12 +37,12 @@ SETTINGS = (
 
 
 def make_sites(folder: Path) -> None:
-    """Write each site's images into class folders, and damage one of site-b."""
+    """Write each site's images into class folders, and damage an image of site-b."""
     digits = load_dataset(DataSettings(), Path(), 0)
     start = 0
     for name in NAMES:
-        having = np.flatnonzero(np.isin(digits.y, CLASSES[name]))
-        for index in having[having >= start][:IMAGES]:
+        indices = np.flatnonzero(np.isin(digits.y, CLASSES[name]))
+        for index in indices[indices >= start][:IMAGES]:
             class_folder = folder / name / str(digits.y[index])
             class_folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.asarray(digits.x[index, :, :, 0])).save(class_folder / f"{index:04d}.png")
@@ -86,12 +86,12 @@ def node(deployment: Deployment, name: str) -> None:
 
 def page(shown: list[tuple[str, str]], folder: Path) -> str:
     """Return the transcript as Markdown, with example paths instead of the paths of this machine."""
-    where = machine()
+    hardware = machine()
     parts = [
         "# Three sites, one damaged image, one site killed and brought back\n",
         "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three SuperNodes, each in a "
-        f"separate process, with TLS and node authentication ({where['cores']} cores of an {where['cpu']}, "
-        f"{where['date']}). site-b has a damaged image, which its node skips. The benchmark kills site-c with "
+        f"separate process, with TLS and node authentication ({hardware['cores']} cores of an {hardware['cpu']}, "
+        f"{hardware['date']}). site-b has a damaged image, which its node skips. The benchmark kills site-c with "
         "`kill -9` after round 4, and starts it again after round 9.\n",
         "The sites have the default [policy](federation.md#the-policy-of-a-site). The nodes therefore send accuracies "
         "and losses rounded to two decimals, and the name of the damaged file stays at site-b. The server "

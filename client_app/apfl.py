@@ -1,4 +1,4 @@
-"""APFL's client: it trains the global model w, and a personal v as a part of the mixture of both."""
+"""APFL's client: it trains the global model w, and a personal model v in a mixture with w."""
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class APFLClient(PersonalClient):
         return min(1.0, max(0.0, alpha + float(step)))
 
     def mixture(self, personal: Tensor, shared: Tensor, alpha: float) -> Tensor:
-        """Return alpha v + (1 - alpha) w ``(d,)`` with the mixture's running statistics, which v's vector holds."""
+        """Return alpha v + (1 - alpha) w ``(d,)`` with the mixture's running statistics, which v's vector contains."""
         parameters = self.layout.trainable
         mixed = torch.lerp(parameters.take(shared), parameters.take(personal), alpha)
         return parameters.put(personal.clone(), mixed)

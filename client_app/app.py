@@ -230,7 +230,7 @@ class Call:
 
     @property
     def travels(self) -> bool:
-        """Whether another process may run the call; the keys of secure aggregation stay in this process."""
+        """Whether another process may run the call. The keys of secure aggregation stay in this process."""
         return self._masking is None
 
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
@@ -299,7 +299,7 @@ def packed(client: PersonalClient, result: Result) -> Parcel:
 
 
 def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:
-    """Return a reply; texts and the client's index are in its config, because Flower would average them as metrics."""
+    """Return a reply. Texts and the client's index are in its config, because Flower would average them as metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]

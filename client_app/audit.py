@@ -45,7 +45,7 @@ NOTES = "_posy_audit"
 
 
 class AuditError(RuntimeError):
-    """The node cannot write its audit log, so it keeps its reply."""
+    """The node cannot write its audit log, so it sends no reply."""
 
     shareable = True
 
@@ -86,7 +86,7 @@ def _hash(event: Mapping[str, Any]) -> str:
 
 
 def _event_in(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line, whatever its hash, or None if the line holds none."""
+    """Return the event in a line, with any hash, or None if the line contains no event."""
     try:
         event = json.loads(line)
         is_chained = isinstance(event, dict) and isinstance(event["number"], int) and isinstance(event["previous"], str)
@@ -209,7 +209,7 @@ class AuditLog:
             self._record(head)
 
     def check(self) -> Checked:
-        """Check the log; raise :class:`OSError` if it cannot be read."""
+        """Check the log. Raise :class:`OSError` if it cannot be read."""
         with self.path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
             return check_lines(file.read(), self.recorded())
@@ -228,7 +228,7 @@ class AuditLog:
         return True
 
     def recorded(self) -> Head | None:
-        """Return the head that the second file records, or None without one; a new log has an empty head."""
+        """Return the head that the second file records, or None without one. A new log has an empty head."""
         try:
             return Head.parse(self._head_path.read_text(encoding="ascii"))
         except FileNotFoundError:
@@ -271,7 +271,7 @@ def _write(file: int, content: bytes) -> None:
 
 
 def _end_of(file: int) -> tuple[Head, bytes]:
-    """Return the head of a log by its last line that holds an event, and all bytes after this line."""
+    """Return the head at the last line of a log that contains an event, and all bytes after this line."""
     size = os.fstat(file).st_size
     length = min(size, TAIL_BYTES)
     while True:
@@ -296,7 +296,7 @@ def _now() -> str:
 
 
 def log_of(node_config: Mapping[str, Any]) -> AuditLog | None:
-    """Return the audit log of a node, or None if the node keeps none.
+    """Return the audit log of a node, or None if the node has no log.
 
     A node with data keeps its log in ``state-dir``. The word ``audit`` names another file, for any node.
     """
@@ -328,9 +328,9 @@ def note(context: Context, **facts: Any) -> None:
     context : Context
         Flower's context of the message.
     **facts
-        ``submitter``, ``signers`` and ``code`` of the run; ``error``, the type of the error that the node keeps to
-        itself; ``rule``, the rule of the site that refuses the message;
-        ``epsilon`` and ``delta``, the privacy budget that the run has spent.
+        ``submitter``, ``signers`` and ``code`` of the run. ``error``, the type of an error that stays on the node.
+        ``rule``, the rule of the site that refuses the message. ``epsilon`` and ``delta``, the privacy budget that the
+        run has spent.
     """
     vars(context).setdefault(NOTES, {}).update(facts)
 
@@ -341,7 +341,7 @@ def notes_on(context: Context) -> dict[str, Any]:
 
 
 def record_reply(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Record the reply to a message in the node's audit log; a mod, as Flower calls this.
+    """Record the reply to a message in the node's audit log. This function is a Flower mod.
 
     Raises
     ------
@@ -437,7 +437,7 @@ def _settings_in(text: str) -> tuple[str, str]:
 
 
 def _type_of(message: Message, config: Mapping[str, Any]) -> str:
-    """Return the type of a message; a query is named by its question."""
+    """Return the type of a message. A query is named by its question."""
     kind = _safe(message.metadata.message_type)
     if kind != MessageType.QUERY:
         return kind
@@ -485,7 +485,7 @@ def _sizes(content: RecordDict) -> dict[str, int]:
 def _kinds(content: RecordDict) -> dict[str, Any]:
     """Return the kinds of values in each record of a content, with their bytes, by the name of the record.
 
-    Arrays are counted; other values have their names, at most ``MAX_NAMES`` in a record.
+    Arrays are counted. Other values are listed by name, at most ``MAX_NAMES`` in a record.
     """
     kinds: dict[str, Any] = {}
     for name, size in _sizes(content).items():

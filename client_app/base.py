@@ -53,7 +53,7 @@ Config = Mapping[str, Any]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """The splits of a client's samples."""
 LARGEST_LOSS = 1e6
-"""Largest loss in a masked sum; a larger loss counts as missing."""
+"""Largest loss in a masked sum. A larger loss counts as missing."""
 R = TypeVar("R")
 Steps = Generator[Train | Forward, Any, R]
 
@@ -153,7 +153,7 @@ class PersonalClient(NumPyClient):
         self.round = 0
         self.lr = 0.0
         self.processed = 0
-        """Samples that models were trained on in this call; K models count each sample K times."""
+        """Samples that models were trained on in this call. K models count each sample K times."""
         self._samples_private = False  # whether trainings are DP-SGD: the replies depend on them
         self._moments: dict[str, Moments] | None = None  # of the round's trainings, with optimizer-state = kept
         self.acknowledgement: dict[str, float] = {}
@@ -212,7 +212,7 @@ class PersonalClient(NumPyClient):
         return update, self.plain(trained.parameters)
 
     def weight(self, config: Config) -> int:
-        """Return the client's weight in the mean of the round; the strategy uses the same weight."""
+        """Return the client's weight in the mean of the round. The strategy uses the same weight."""
         return 1 if self.settings.run.client_weights == "uniform" else len(self.data.y_train)
 
     def common(self, received: NDArrays, config: Config) -> NDArrays:
@@ -274,7 +274,7 @@ class PersonalClient(NumPyClient):
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, number: int = 0) -> Tensor:
-        """Return the initial parameters ``(d,)`` of one of several models, as on the server; do not change them."""
+        """Return the initial parameters ``(d,)`` of one of several models, as on the server. Do not change them."""
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def recall(self, name: str) -> Tensor | None:
@@ -283,7 +283,7 @@ class PersonalClient(NumPyClient):
         return None if array is None else torch.from_numpy(array).to(self.device)
 
     def keep(self, name: str, tensor: Tensor) -> None:
-        """Store a tensor in the client's state; a view is copied, so that its larger tensor can be freed."""
+        """Store a tensor in the client's state. A view is copied, so that its larger tensor can be freed."""
         is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
         self.state[name] = array_of(tensor.clone() if is_view else tensor)
 
@@ -317,7 +317,7 @@ class PersonalClient(NumPyClient):
         return Samples(getattr(self.data, f"x_{split}"), getattr(self.data, f"y_{split}"))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
-        """Return log-probabilities ``(n, C)``; :func:`combined` computes them for an ensemble."""
+        """Return log-probabilities ``(n, C)``. :func:`combined` computes them for an ensemble."""
         outputs = []
         for member in predictor.members:
             logits = yield Forward(member.parameters, split, member.architecture)
@@ -328,7 +328,7 @@ class PersonalClient(NumPyClient):
         return combined(torch.stack(outputs), coefficients, predictor.logarithms)
 
     def losses(self, models: Tensor, split: Split = "train") -> Steps[Tensor]:
-        """Return the loss ``(K,)`` of each of K models ``(K, d)`` on a split; a diverged model has an infinite loss.
+        """Return the loss ``(K,)`` of each of K models ``(K, d)`` on a split. A diverged model has an infinite loss.
 
         This is the loss that training minimises, with the run's class weights.
         """
@@ -508,7 +508,7 @@ class PersonalClient(NumPyClient):
         return [self.workspace.tensor(np.asarray(array)) for array in parameters]
 
     def drive(self, steps: Steps[R]) -> R:
-        """Run a method's requests in order and return its result; an error is raised inside the method."""
+        """Run a method's requests in order and return its result. An error is raised inside the method."""
         try:
             request = next(steps)
             while True:
@@ -562,7 +562,7 @@ class PersonalClient(NumPyClient):
         return self._job_of(work)
 
     def _job_of(self, work: Train, model: int = 0) -> Job:
-        """Return the job of one of several models; model 0 has the same random streams as a single model."""
+        """Return the job of one of several models. Model 0 has the same random streams as a single model."""
 
         def stream(purpose: str) -> torch.Generator:
             key = (self.round, self.client, work.stream, model)

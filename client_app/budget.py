@@ -67,7 +67,7 @@ class Budget:
         Raises
         ------
         BudgetExceededError
-            If the training does not fit; the ledger then stays as it is.
+            If the training does not fit. The ledger then stays as it is.
         BudgetError
             If the ledger is damaged.
         """
@@ -93,7 +93,7 @@ class Budget:
 
 
 def remove_incomplete_line(file: Path) -> None:
-    """Remove a last line that an interrupted write has left without its end; the caller holds the lock of the file."""
+    """Remove a last line that an interrupted write has left without its end. The caller holds the lock of the file."""
     content = file.read_bytes() if file.exists() else b""
     complete = content[: content.rfind(b"\n") + 1]
     if complete != content:

@@ -1,7 +1,7 @@
-"""ConFREE's client is FedRep's; only the server differs."""
+"""ConFREE's client is FedRep's. Only the server differs."""
 
 from posy.client_app.fedrep import FedRepClient
 
 
 class ConFREEClient(FedRepClient):
-    """Train the head, then the body; send the body."""
+    """Train the head, then the body. Send the body."""

@@ -15,7 +15,7 @@ class CwFedAvgClient(PersonalClient):
     """Minimise cross-entropy + λ ||p_i − p̃_i||₂ (Eq. 8)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train as FedAvg does; send the class distribution too in the `empirical` ablation."""
+        """Train as FedAvg does. Send the class distribution too in the `empirical` ablation."""
         update, local = yield from super().local_round(received, config)
         if self.method.distribution == "empirical":
             update.arrays.append(self.class_distribution())

@@ -1,4 +1,4 @@
-"""Carries out the calls of many clients on one machine: as one stacked computation, or each on a core of its own."""
+"""Runs the calls of many clients on one machine, as one stacked computation or each on a separate core."""
 
 import itertools
 import time
@@ -20,12 +20,12 @@ from posy.client_app.workspace import Workspace
 from posy.forked import Parcel, Workers
 
 Finish = Callable[[int, Any], None]
-"""Takes a call's place and its result, or the exception that ended it."""
+"""Receives a call's index and its result, or the exception that ended it."""
 
 
 @dataclass
 class Running:
-    """A client in the middle of its round, and what it waits for."""
+    """A client in the middle of its round, and the request that it waits for."""
 
     client: PersonalClient
     steps: Steps[Any]
@@ -33,12 +33,12 @@ class Running:
 
 
 class Engine:
-    """Carries out clients' rounds with the resources of one process.
+    """Runs clients' rounds with the resources of one process.
 
-    Where stacking pays (see :meth:`Trainer.stacks`), groups of clients advance together: what they ask for at the same
-    time and is of one kind is one computation. Elsewhere each client trains by itself. Several groups, or clients, are
-    at work at a time, in processes forked from this one; where that cannot be, groups come one after the other, and
-    clients that train by themselves go on threads, which wait for each other in Python.
+    Where stacking pays (see :meth:`Trainer.stacks`), groups of clients advance together, and their simultaneous
+    requests of one kind are one computation. Elsewhere each client trains alone. Several groups or clients run in
+    parallel, in processes forked from this one. If processes cannot be forked, groups run one after the other. Clients
+    that train alone then run on threads, which wait for each other in Python.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -46,22 +46,22 @@ class Engine:
         self._group = Group(workspace)
         self._pool: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
-        workspace.load_clients()  # what is there before processes are forked is in memory once
+        workspace.load_clients()  # forked processes share the memory that is loaded before the fork
 
     def run(self, calls: Sequence[Call], finish: Finish, end: float = float("inf")) -> None:
-        """Carry out some calls, the largest clients' first.
+        """Run calls in decreasing order of the clients' training samples.
 
-        ``finish`` is called once for each, with its place and result, perhaps on another thread. After the monotonic
-        time ``end`` none is begun.
+        ``finish`` is called once for each call, perhaps on another thread. No call begins after the monotonic time
+        ``end``.
         """
         trainer = self.workspace.trainer
-        trainer.interrupted.clear()  # an interrupt ends only the run in which it comes
+        trainer.interrupted.clear()  # an interrupt ends only the run in which it arrives
         order = sorted(range(len(calls)), key=lambda i: -calls[i].num_train)
-        plain = self.workspace.network(self.workspace.architecture)
-        stacked = trainer.stacks(plain, len(order))
-        groups = evenly(order, trainer.together(plain, len(order))) if stacked else [[number] for number in order]
+        network = self.workspace.network(self.workspace.architecture)
+        stacked = trainer.stacks(network, len(order))
+        groups = evenly(order, trainer.together(network, len(order))) if stacked else [[number] for number in order]
 
-        def alone(number: int) -> None:
+        def run_alone(number: int) -> None:
             if time.monotonic() >= end or trainer.interrupted.is_set():
                 return
             try:
@@ -73,21 +73,21 @@ class Engine:
                 result = error
             finish(number, result)
 
-        several = self.workspace.workers > 1 and len(groups) > 1
-        if several and Workers.possible() and self.workspace.forks and all(call.travels for call in calls):
+        is_parallel = self.workspace.workers > 1 and len(groups) > 1
+        if is_parallel and Workers.possible() and self.workspace.forks and all(call.travels for call in calls):
             self._in_processes(groups, calls, finish, end)
         elif stacked:
             for group in groups:
                 if time.monotonic() < end:
                     self._group.run(group, lambda number: calls[number].open(), finish)
-        elif several:
-            self._on_threads(alone, order)
+        elif is_parallel:
+            self._on_threads(run_alone, order)
         else:
             for number in order:
-                alone(number)
+                run_alone(number)
 
     def end(self) -> None:
-        """End the processes and threads."""
+        """Stop the processes and threads."""
         if self._workers is not None:
             self._workers.end()
         if self._pool is not None:
@@ -97,19 +97,19 @@ class Engine:
         if self._workers is None:
             self._workers = Workers(self.workspace.workers, self._group.answers)
 
-        def take(number: int, answer: Parcel | Exception) -> None:
+        def take_answer(number: int, answer: Parcel | Exception) -> None:
             finish(number, answer if isinstance(answer, Exception) else calls[number].take_up(answer))
 
-        held = Counter(id(array) for call in calls for array in call.received)
-        common = {id(array): array for call in calls for array in call.received if held[id(array)] > 1}
-        self._workers.run(groups, lambda number: calls[number].packed(), take, list(common.values()), end)
+        counts = Counter(id(array) for call in calls for array in call.received)
+        common = {id(array): array for call in calls for array in call.received if counts[id(array)] > 1}
+        self._workers.run(groups, lambda number: calls[number].packed(), take_answer, list(common.values()), end)
 
-    def _on_threads(self, work: Callable[[int], None], order: Sequence[int]) -> None:
+    def _on_threads(self, run_call: Callable[[int], None], order: Sequence[int]) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self.workspace.workers, thread_name_prefix="client")
         futures: list[Future[None]] = []
         try:
             for number in order:
-                futures.append(self._pool.submit(work, number))
+                futures.append(self._pool.submit(run_call, number))
             wait(futures, return_when=FIRST_EXCEPTION)
             for future in futures:
                 future.result()
@@ -122,31 +122,31 @@ class Engine:
 
 
 class Group:
-    """Clients that advance together, and what was found out about the memory that they take."""
+    """Clients that advance together, and the number of clients that has fitted into memory."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self._capacity: dict[Network, int] = {}
 
     def answers(self, parcels: Sequence[Parcel]) -> list[Parcel | Exception]:
-        """Return what packed calls come to, in another process than the one that has packed them."""
+        """Run packed calls in a worker process, and return their packed results or errors."""
         clients: dict[int, PersonalClient] = {}
-        found: dict[int, Parcel | Exception] = {}
+        answers: dict[int, Parcel | Exception] = {}
 
-        def begin(place: int) -> tuple[PersonalClient, Steps[Any]]:
-            clients[place], steps = unpacked(self.workspace, parcels[place])
-            return clients[place], steps
+        def begin(index: int) -> tuple[PersonalClient, Steps[Any]]:
+            clients[index], steps = unpacked(self.workspace, parcels[index])
+            return clients[index], steps
 
-        def finish(place: int, result: Any) -> None:
-            found[place] = result if isinstance(result, Exception) else packed(clients[place], result)
+        def finish(index: int, result: Any) -> None:
+            answers[index] = result if isinstance(result, Exception) else packed(clients[index], result)
 
         self.run(range(len(parcels)), begin, finish)
-        return [found[place] for place in range(len(parcels))]
+        return [answers[index] for index in range(len(parcels))]
 
     def run(
         self, numbers: Sequence[int], begin: Callable[[int], tuple[PersonalClient, Steps[Any]]], finish: Finish
     ) -> None:
-        """Advance clients in step: one request of each at a time."""
+        """Advance clients in lockstep, by one request of each client at a time."""
         running: dict[int, Running] = {}
         answers: dict[int, Any] = dict.fromkeys(numbers)
         while answers:
@@ -167,71 +167,71 @@ class Group:
                     result = error
                 running.pop(number, None)
                 finish(number, result)
-            answers = self._answers(running)
+            answers = self._answer_requests(running)
 
-    def _answers(self, running: Mapping[int, Running]) -> dict[int, Any]:
-        """Answer one request of each client; those of one kind together."""
+    def _answer_requests(self, running: Mapping[int, Running]) -> dict[int, Any]:
+        """Answer one request of each client, and requests of one kind together."""
         groups: dict[Hashable, list[int]] = {}
         answers: dict[int, Any] = {}
-        for number, one in running.items():
+        for number, member in running.items():
             try:
-                groups.setdefault(self._kind(one), []).append(number)
-            except Exception as error:  # the client has asked for what is no request
+                groups.setdefault(self._kind(member), []).append(number)
+            except Exception as error:  # the client's request is invalid
                 answers[number] = error
         for numbers in groups.values():
-            answers |= zip(numbers, self._together([running[number] for number in numbers]), strict=True)
+            answers |= zip(numbers, self._answer_group([running[number] for number in numbers]), strict=True)
         return answers
 
-    def _kind(self, one: Running) -> Hashable:
-        """Return what is equal in requests that are carried out together."""
-        network, request = one.client.network(one.request), one.request
+    def _kind(self, running: Running) -> Hashable:
+        """Return a key that is equal for requests that can be answered together."""
+        network, request = running.client.network(running.request), running.request
         stacks = self.workspace.trainer.stacks(network, 2, request if isinstance(request, Train) else None)
         if isinstance(request, Train):
-            return network, request.kind if stacks else id(one), one.client.lr
-        # One model for all is one pass over all samples, whatever the network.
+            return network, request.kind if stacks else id(running), running.client.lr
+        # One model for all clients needs one pass over all samples, with any network.
         return network, request.parameters.shape, request.features, None if stacks else id(request.parameters)
 
-    def _together(self, group: Sequence[Running]) -> list[Any]:
-        """Answer requests of one kind, in as many pieces as memory asks for."""
+    def _answer_group(self, group: Sequence[Running]) -> list[Any]:
+        """Answer requests of one kind, in as many pieces as memory requires."""
         trainer, network = self.workspace.trainer, group[0].client.network(group[0].request)
         if len(group) == 1:
-            return [self._one(group[0])]
+            return [self._answer_alone(group[0])]
         first = group[0].request
         shape = (first.start if isinstance(first, Train) else first.parameters).shape
         models = 1 if len(shape) == 1 else shape[0]
-        at_once = min(self._capacity.get(network, len(group)), max(1, trainer.capacity(network) // models))
-        if len(group) > at_once:
-            pieces = [group[i : i + at_once] for i in range(0, len(group), at_once)]
-            return [answer for piece in pieces for answer in self._together(piece)]
+        most = min(self._capacity.get(network, len(group)), max(1, trainer.capacity(network) // models))
+        if len(group) > most:
+            pieces = [group[i : i + most] for i in range(0, len(group), most)]
+            return [answer for piece in pieces for answer in self._answer_group(piece)]
         try:
             if isinstance(first, Train):
-                jobs = [one.client.job(one.request) for one in group if isinstance(one.request, Train)]
+                jobs = [member.client.job(member.request) for member in group if isinstance(member.request, Train)]
                 return list(trainer.train_together(jobs, network))
-            works = [one.request for one in group if isinstance(one.request, Forward)]
-            samples = [one.client.samples(work.split) for one, work in zip(group, works, strict=True)]
-            return trainer.forward_together(works, network, samples)
+            requests = [member.request for member in group if isinstance(member.request, Forward)]
+            samples = [member.client.samples(request.split) for member, request in zip(group, requests, strict=True)]
+            return trainer.forward_together(requests, network, samples)
         except torch.OutOfMemoryError:
             self._capacity[network] = len(group) // 2
-            log(WARNING, "%s clients at once do not fit into memory: going on with half as many", len(group))
+            log(WARNING, "%s clients do not fit into memory together: retrying with half as many", len(group))
         except TrainingInterruptedError:
             raise
         except Exception as error:
-            log(WARNING, "%s clients cannot be trained as one computation (%r): one after the other", len(group), error)
-            return [self._one(one) for one in group]
+            log(WARNING, "%s clients cannot run as one computation (%r): running one by one", len(group), error)
+            return [self._answer_alone(member) for member in group]
         torch.cuda.empty_cache()
-        return self._together(group)
+        return self._answer_group(group)
 
-    def _one(self, one: Running) -> Any:
+    def _answer_alone(self, running: Running) -> Any:
         try:
-            return one.client.carry_out(one.request)
+            return running.client.carry_out(running.request)
         except Exception as error:
             return error
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Cut numbers into as few groups of at most ``most`` as there can be, and of about one size.
+    """Return numbers in the fewest groups of about equal size with at most ``most`` numbers each.
 
-    Several groups are an even number, as cores are.
+    Several groups are rounded up to an even count, because machines have an even number of cores.
     """
     count = -(-len(numbers) // most)
     count += count > 1 and count % 2

@@ -8,9 +8,9 @@ from posy.strategies.replies import Update
 
 
 class FedACSClient(PersonalClient):
-    """Take local steps from u_i (Eq. 5); the result w_i is the client's personalised model."""
+    """Take local steps from u_i (Eq. 5). The result w_i is the client's personalised model."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train u_i; send and store w_i."""
+        """Train u_i. Send and store w_i."""
         trained: Trained = yield Train(received[0])
         return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)

@@ -21,7 +21,7 @@ class FedALAClient(PersonalClient):
     """Train from θ_i + (θ − θ_i) ⊙ W with W in [0, 1] (FedALA, Algorithm 1)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Aggregate, train and send the model; store the model and the weights."""
+        """Aggregate, train and send the model. Store the model and the weights."""
         start, weights = yield from self.aggregated(received[0])
         trained: Trained = yield self.work(start)
         if weights is not None:
@@ -34,13 +34,13 @@ class FedALAClient(PersonalClient):
         return self.plain(start)
 
     def mixed_part(self) -> tuple[Part, list[Entry]]:
-        """Return the parameters that are mixed; BatchNorm's running statistics are the global model's."""
+        """Return the parameters that are mixed. BatchNorm's running statistics are the global model's."""
         upper = self.method.mixed(self.architecture)
         entries = [entry for entry in self.layout.entries if entry.layer in upper and entry.trainable]
         return self.layout.select(lambda entry: entry in entries), entries
 
     def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Return the start of the training ``(d,)`` and the weights; before the first round it is the global model."""
+        """Return the start of the training ``(d,)`` and the weights. Before the first round it is the global model."""
         model, weights = self.recall("model"), self.recall("weights")
         if model is None:
             return shared, None
@@ -72,7 +72,7 @@ class FedALAClient(PersonalClient):
 
 
 def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the loss of θ − (1 − W) ⊙ (θ − θ_i); the parameters of the mixed layers are W."""
+    """Return the loss of θ − (1 − W) ⊙ (θ − θ_i). The parameters of the mixed layers are W."""
     mixed = {
         name: context[f"global {name}"] - (1 - tensor) * context[f"gap {name}"] if f"gap {name}" in context else tensor
         for name, tensor in net.tensors.items()

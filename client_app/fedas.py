@@ -59,6 +59,6 @@ def alignment(net: Net, batch: Batch, context: Context) -> Tensor:
     features, _ = net.features(batch.x)
     squares = (features - prototypes[batch.y]).square().mean(dim=-1)
     members = (batch.y[:, None] == torch.arange(len(prototypes), device=batch.y.device)).to(squares.dtype)
-    if batch.weight is not None:  # weight 0 fills up a batch
+    if batch.weight is not None:  # padding has weight 0
         members = members * (batch.weight != 0)[:, None]
     return ((squares @ members) / members.sum(dim=0).clamp_min(1)).sum()

@@ -6,7 +6,7 @@ from posy.client_app.base import Config, PersonalClient, Predictor, Result, Step
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
 
-FINE_TUNING = 1  # its own stream of batches
+FINE_TUNING = 1  # a separate stream of batches
 
 
 class FedAvgFTClient(PersonalClient):
@@ -27,7 +27,7 @@ class FedAvgFTClient(PersonalClient):
         return update, None
 
     def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
-        """Fine-tune the served model; with rounds of fine-tuning, return the stored model, if there is one."""
+        """Fine-tune the served model. With rounds of fine-tuning, return the stored model, if there is one."""
         if self.tuning_rounds:
             stored = self.recall("model")
             return None if stored is None else self.plain(stored)

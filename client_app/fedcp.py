@@ -19,7 +19,7 @@ class FedCPClient(PersonalClient):
     """
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train with the global head fixed; send the mean of both heads in its place."""
+        """Train with the global head fixed. Send the mean of both heads in its place."""
         start = self.assembled(received)
         work = Train(start, rates={"global-head": 0.0})
         if self.method.strength:

@@ -38,7 +38,7 @@ class FedFomoClient(PersonalClient):
         )
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Move towards the better models and train; send the trained model and the weights of Eq. 3."""
+        """Move towards the better models and train. Send the trained model and the weights of Eq. 3."""
         start, weights = yield from self.moved(received[0])
         trained: Trained = yield self.work(start)
         self.keep("start", start)

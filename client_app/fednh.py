@@ -9,7 +9,7 @@ from posy.strategies.replies import Update
 
 
 class FedNHClient(PersonalClient):
-    """Train all layers except the head; in its place send the classes' mean directions (Algorithm 1).
+    """Train all layers except the head. In its place send the classes' mean directions (Algorithm 1).
 
     The local model is the trained body under the prototypes of its training.
     """

@@ -16,7 +16,7 @@ class FedProtoClient(PersonalClient):
     """Minimise cross-entropy + λ times the distance of features to the prototypes (FedProto, Eq. 7)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train the client's network; send its prototypes, and their numbers of samples."""
+        """Train the client's network. Send its prototypes, and their numbers of samples."""
         prototypes, defined = received
         strength = torch.tensor(self.method.strength, device=self.device)
         context = {"prototypes": prototypes, "known": defined, "lambda": strength}

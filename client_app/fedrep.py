@@ -15,7 +15,7 @@ class FedRepClient(PersonalClient):
     """Alternate head and body (FedRep, Algorithm 1, client update)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train the head, then the body; send the body."""
+        """Train the head, then the body. Send the body."""
         return self.share((yield from self.alternated(Train(self.assembled(received), stream=BODY))))
 
     def alternated(self, work: Train) -> Steps[Trained]:

@@ -25,7 +25,7 @@ class FedUVClient(PersonalClient):
 
 
 def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy + α L_V + β L_U; rows of weight 0, which fill up a batch, enter neither regulariser."""
+    """Return cross-entropy + α L_V + β L_U. Padding rows, with weight 0, enter neither regulariser."""
     features, logits = net.features(batch.x)
     present = torch.ones(len(logits), device=logits.device) if batch.weight is None else (batch.weight != 0).float()
     loss = net.loss(logits, batch) + context["variance"] * too_little_variance(logits, present)
@@ -42,7 +42,7 @@ def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
     logits : torch.Tensor, (B, C)
         Outputs of the classifier.
     present : torch.Tensor, (B,)
-        1 for a sample, 0 for a row that fills up the batch.
+        1 for a sample, 0 for padding.
     """
     probabilities, mask, count = logits.softmax(dim=-1), present[:, None], present.sum()
     centred = (probabilities - (probabilities * mask).sum(dim=0) / count) * mask
@@ -51,7 +51,7 @@ def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
 
 
 def closeness(features: Tensor, present: Tensor) -> Tensor:
-    """Return L_U, the mean over pairs of exp(−||z_i − z_j||² / σ). Evenly spread features have the least.
+    """Return L_U, the mean over pairs of exp(−||z_i − z_j||² / σ). Evenly spread features minimise it.
 
     σ is the median of the squared distances other than 0, as in the authors' program. The scale of the features
     therefore makes no difference, and they need no normalisation.
@@ -61,7 +61,7 @@ def closeness(features: Tensor, present: Tensor) -> Tensor:
     features : torch.Tensor, (B, D)
         The inputs of the head.
     present : torch.Tensor, (B,)
-        1 for a sample, 0 for a row that fills up the batch.
+        1 for a sample, 0 for padding.
     """
     i, j = torch.triu_indices(len(features), len(features), 1, device=features.device)
     if not len(i):

@@ -14,7 +14,7 @@ NODE_WORDS = (
 )  # fmt: skip
 """The words that a node reads in its config."""
 AUDIT_NAME = "audit.jsonl"
-"""Name of the audit log in a node's ``state-dir``; the word ``audit`` names another file."""
+"""Name of the audit log in a node's ``state-dir``. The word ``audit`` names another file."""
 NODE_NAME = "{name}"
 """The placeholder for the name of a node's key."""
 LEAST = {"partition-id": 0, "num-partitions": 1}

@@ -1,4 +1,4 @@
-"""Per-FedAvg's client: it trains for the loss after adaptation; the local model is the served one, adapted."""
+"""Per-FedAvg's client: it trains for the loss after adaptation. The local model is the served one, adapted."""
 
 from torch import Tensor
 

@@ -25,7 +25,7 @@ class PFedFDAClient(PersonalClient):
     """Train the body (Algorithm 1), and interpolate between the local and the global Gaussians by cross-validation."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train under the global discriminant; send the body, and the Gaussians that fit its features."""
+        """Train under the global discriminant. Send the body, and the Gaussians that fit its features."""
         body, *statistics = received
         overall = statistics[0].double(), statistics[1].double()
         work = Train(self.with_head(body, overall), rates={"head": 0.0})
@@ -94,8 +94,8 @@ class PFedFDAClient(PersonalClient):
 class CollectedFeatures:
     """The plain objective, which also collects the features and labels of every mini-batch.
 
-    Each client has an instance. Trainings with different objectives are never one stacked computation, so an instance
-    collects the mini-batches of a single client.
+    Each client has an instance. Trainings with different objectives are never one stacked computation. An instance
+    therefore collects the mini-batches of a single client.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def gaussians(features: Tensor, labels: Tensor, means: Tensor, ridge: float, few
     ridge : float
         Number added to the diagonal of the covariance.
     few : int
-        Samples of a class up to which its global mean is taken.
+        Largest number of samples at which a class takes its global mean.
     """
     members = F.one_hot(labels, len(means)).to(features.dtype)
     counts = members.sum(dim=0)[:, None]
@@ -145,7 +145,7 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
     means : torch.Tensor, (..., C, D)
         μ.
     covariance : torch.Tensor, (..., D, D)
-        Σ, of which the symmetric part is taken.
+        Σ; only its symmetric part is used.
     log_prior : torch.Tensor, (C,)
         log π.
 

@@ -37,7 +37,7 @@ DIGITS = 2
 LARGEST_LOSS = 1000.0
 """The largest rounded loss."""
 LONGEST_SETTINGS = 1 << 24
-"""Largest number of characters of the settings in a message; a node keeps the texts of several runs."""
+"""Largest number of characters of the settings in a message. A node keeps the texts of several runs."""
 PINNED = "run.json"
 """File in the state folder of a run with the digest of its settings."""
 _RECORD, _COUNTED, _CLIENT = "site-run", "site-run-counted", "site-client"
@@ -93,7 +93,7 @@ def site_policy(node_config: Mapping[str, Any]) -> Policy | None:
 
 @lru_cache(maxsize=8)
 def _stored_policy(path: Path, modified: int, size: int) -> Policy:
-    """Return the policy in a file; another time or size of the file reads it again."""
+    """Return the policy in a file. Posy reads the file again if its time or size changes."""
     return read_policy(path)
 
 
@@ -108,7 +108,7 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
     policy : Policy
         The policy of the site.
     config : mapping
-        The settings by key; a missing shared setting has its default.
+        The settings by key. A missing shared setting has its default.
     """
     values = {**_shared_defaults(), **config}
     return [violation for rule in (_sources, _rows, _limits) for violation in rule(policy, values)]
@@ -272,7 +272,7 @@ def too_many_parameters(parameters: int, policy: Policy) -> Violation:
 
 
 def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, pin: bool = True) -> None:
-    """Check a message's run against the policy; the first message with complete settings pins them for the run.
+    """Check a message's run against the policy. The first message with complete settings pins them for the run.
 
     Raises
     ------
@@ -305,7 +305,7 @@ _begun: dict[str, list[int]] = {}
 
 
 def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> None:
-    """Count the runs of a day (UTC); the count survives a restart if the node has a ``state-dir``."""
+    """Count the runs of a day (UTC). The count survives a restart if the node has a ``state-dir``."""
     global _begun  # noqa: PLW0603 - the count of a node without state-dir
     folder = str(node_config.get("state-dir", ""))
     if not folder:
@@ -317,7 +317,7 @@ def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> N
 
 
 def _with_run(policy: Policy, begun: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
-    """Return the runs of today, by day, with one more; :class:`PolicyError` beyond the limit."""
+    """Return today's runs, by day, with a further run. Raise :class:`PolicyError` beyond the limit."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     runs = begun.get(today, [])
     if run_id not in runs and len(runs) >= policy.max_runs_per_day:
@@ -369,7 +369,7 @@ def check_budget(policy: Policy, settings: Settings, context: Context, num_train
 
 
 def spend_budget(policy: Policy, settings: Settings, context: Context, num_train: int, server_round: int) -> None:
-    """Record a training in the site's privacy ledger before it begins; raise :class:`PolicyError` beyond the budget."""
+    """Record a training in the site's privacy ledger before it begins. Raise :class:`PolicyError` beyond the budget."""
     if not policy.epsilon:
         return
     with _budget(policy, context) as budget:
@@ -482,7 +482,7 @@ def _min_rows(node_config: Mapping[str, Any]) -> int:
 
 
 def shared_text(error: BaseException, min_rows: int = Policy.min_rows) -> str:
-    """Return the message of an error that may leave the node; the policy's ``min_rows`` limits the counts in it."""
+    """Return the message of an error that may leave the node. The policy's ``min_rows`` limits the counts in it."""
     if getattr(error, "shareable", False):
         return str(error)
     if isinstance(error, DataError):

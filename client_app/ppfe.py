@@ -9,6 +9,7 @@ from flwr.common.typing import NDArrays
 from torch import Tensor
 
 from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps
+from posy.client_app.state import StateError
 from posy.client_app.training.work import Train, Trained
 from posy.randomness import torch_generator
 from posy.strategies.ppfe import Stage, open_stage, plan_stages
@@ -31,7 +32,7 @@ class PPFEClient(PersonalClient):
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train the stage's layers, or with ``final_epochs`` its personal layers only; send the shared layers."""
+        """Train the stage's layers, or with ``final_epochs`` its personal layers only. Send the shared layers."""
         stage = yield from self.catch_up(received, config)
         slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         head_only = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
@@ -77,23 +78,23 @@ class PPFEClient(PersonalClient):
     def common(self, received: NDArrays, config: Config) -> NDArrays:
         """Return the shared layers of this stage and of all finished stages, which the client has stored.
 
-        Raises :class:`ValueError` if the message contains another model of a stage that the client has closed.
+        Raises :class:`StateError` if the message contains another model of a stage that the client has closed.
         """
         finished = [np.asarray(self.state[f"shared-{number}"]) for number in range(1, len(self.betas) + 1)]
         for number, shared in enumerate(received[1:], start=int(config["first-finished"])):
             if number > len(finished) or not np.array_equal(finished[number - 1], shared):
-                raise ValueError(f"the message contains another model of stage {number} than an earlier message")
+                raise StateError(f"the message contains another model of stage {number} than an earlier message")
         return [received[0], *finished]
 
     def catch_up(self, received: list[Tensor], config: Config) -> Steps[Stage]:
         """Close the finished stages that the message contains, and return the current one.
 
-        Raises :class:`ValueError` if the message lacks one, because the client has lost its state. The next message of
+        Raises :class:`StateError` if the message lacks one, because the client has lost its state. The next message of
         the server contains all of them.
         """
         first = int(config["first-finished"])
         if first > len(self.betas) + 1:
-            raise ValueError(f"client {self.client} has closed {len(self.betas)} stages; the message begins at {first}")
+            raise StateError(f"client {self.client} has closed {len(self.betas)} stages; the message begins at {first}")
         for number, shared in enumerate(received[1:], start=first):
             if number == len(self.betas) + 1:
                 yield from self.close_stage(self.stages[number - 1], shared)
@@ -148,7 +149,7 @@ class PPFEClient(PersonalClient):
         return -of_label / (-of_label).max().clamp_min(torch.finfo(of_label.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
-        """Return Σ_t β_t softmax(model_t), or its logarithm; ``current`` enters as if the stage ended now.
+        """Return Σ_t β_t softmax(model_t), or its logarithm. ``current`` enters as if the stage ended now.
 
         A newcomer trains after the last stage has ended, and its trained model replaces its model of the last stage.
         """
@@ -215,7 +216,7 @@ def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) 
     ε = Σ ω_i ℓ_i / Σ ω_i is clipped to [1e-6, 1 − 1e-6]. The paper's rule ``adaboost`` is β = ½ log((1 − ε)/ε), which
     is negative for ε > ½. ``adaboost-positive`` replaces negative values by 0. ``samme`` adds ½ log(C − 1) and then
     replaces negative values by 0. The new weights are ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. The paper's Eq. 7 has the
-    opposite sign; Algorithm 1 and AdaBoost give hard samples more weight. Algorithm 1 divides losses by their maximum
+    opposite sign. Algorithm 1 and AdaBoost give hard samples more weight. Algorithm 1 divides losses by their maximum
     in line 2 only. Posy divides them in line 4 too, so that a weight grows by a factor of at most e^β.
 
     Parameters

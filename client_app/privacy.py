@@ -93,7 +93,7 @@ def check_network(settings: Settings, network: Architecture) -> None:
     """Raise :class:`SettingsError` for a network that does not support the noise of the settings."""
     if settings.train.dp == OFF:
         return
-    advice = "GroupNorm, as in resnet18-gn, has no such statistics"
+    advice = "choose a network with GroupNorm, such as resnet18-gn"
     if not all(entry.trainable for entry in network.layout.entries):
         raise SettingsError(
             f"dp = {settings.train.dp!r} with model = {network.model!r}: noise makes BatchNorm's running variances "

@@ -12,7 +12,7 @@ from posy.strategies.methods import METHODS, check_method, own_class
 
 @cache
 def client_class(method: str) -> Any:
-    """Return the NumPyClient of a method: its own, or the one that all share, which is FedAvg's."""
+    """Return the NumPyClient class of a method; by default FedAvg's class, which all methods share."""
     check_method(method)
     if is_own(method):
         return own_class(method, "Client", PersonalClient)

@@ -9,7 +9,7 @@ from posy.models.build import count_parameters
 def check_run(workspace: Workspace) -> None:
     """Raise an error unless the settings of a run suit this site's data, its policy and the run's noise and masks.
 
-    A node checks this before every training and evaluation, because the server decides whether the node joins first.
+    A node checks this before every training and evaluation, because a server could skip the query for joining.
 
     Raises
     ------

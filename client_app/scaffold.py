@@ -11,7 +11,7 @@ from posy.strategies.replies import Update
 
 
 class SCAFFOLDClient(PersonalClient):
-    """Step along the gradient + c − c_i; then c_i⁺ = c_i − c + (x − y) / (K lr) (SCAFFOLD, Eqs. 3, 4)."""
+    """Step along the gradient + c − c_i. Then c_i⁺ = c_i − c + (x − y) / (K lr) (SCAFFOLD, Eqs. 3, 4)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train, and send the model with the change of the control variate."""

@@ -2,9 +2,9 @@
 
 The server relays all keys and shares and chooses the clients. This module checks everything that protects the client:
 
-- Keys and secrets belong to one round. Each round has new ones. The evaluation of a round has its own.
-- Under the masks of a round the client sends one reply, and only repeats it afterwards. A round begins once. Only
-  before this reply may the server ask for new keys, and the client then deletes the secrets of the earlier ones.
+- Keys and secrets are new in each round. The evaluation of a round has separate keys and secrets.
+- The client sends one reply under the masks of a round, and only repeats it afterwards. A round begins once. The server
+  may ask for new keys only before this reply, and the client then deletes the secrets of the earlier keys.
 - All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
   that signs its keys refuses thresholds that are unsafe if the server colludes with other clients.
 - The client signs one list of survivors in a round. It reveals shares only if enough clients of the whole cohort have
@@ -12,8 +12,8 @@ The server relays all keys and shares and chooses the clients. This module check
   both.
 - The masks of clients that received different models, settings or weights do not cancel.
 
-Between the messages of a round the secrets are in the memory of the node and in no file. They are in the node's Flower
-context, which Posy's workers keep to themselves (:class:`posy.deploy.sessions.Sessions`).
+Between the messages of a round, the secrets are in the node's memory and in no file. They are in the node's Flower
+context, and Posy's workers never send this part to the node (:class:`posy.deploy.sessions.Sessions`).
 """
 
 import re
@@ -101,11 +101,11 @@ class Session:
 
     name: str
     mask_secret: bytes = b""
-    """Secret of the private key for the masks with other clients; the neighbours receive its shares."""
+    """Secret of the private key for the masks with other clients. The neighbours receive its shares."""
     seal_secret: bytes = b""
     """Secret of the private key that encrypts shares."""
     own_secret: bytes = b""
-    """Secret of the client's self-mask; the neighbours receive its shares too."""
+    """Secret of the client's self-mask. The neighbours receive its shares too."""
     sign_secret: bytes = b""
     """Secret of the key of this round that signs for a client without ``signing-key``."""
     cohort: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Session:
     signature: list[bytes] = field(default_factory=list)
     """The list of survivors that the client has signed, and its signature with the signer."""
     revealed: bool = False
-    """Whether the client has revealed ``shares``; later requests receive the same answer."""
+    """Whether the client has revealed ``shares``. Later requests receive the same answer."""
     early: bool = False
     """Whether the round before asked for the keys, so that other clients may know them already."""
 
@@ -171,7 +171,7 @@ class Secrets:
     run : int
         Flower's number of the run.
     name : str
-        Name of a round; training, evaluation and statistics have separate sessions.
+        Name of a round. Training, evaluation and statistics have separate sessions.
     """
 
     def __init__(self, client: int, context: Context, run: int, name: str) -> None:
@@ -189,7 +189,7 @@ class Secrets:
             raise ProtocolError(f"this site takes part as client {min(other_clients)}, and not as client {client}")
 
     def load(self) -> Session:
-        """Return the session of the round; :class:`ProtocolError` if it is not the client's latest."""
+        """Return the session of the round, or raise :class:`ProtocolError` if it is not the client's latest."""
         session = self.latest()
         if session is None or session.name != self.name:
             raise ProtocolError(f"round {self.name} was not begun here, or its secrets are deleted")
@@ -201,7 +201,7 @@ class Secrets:
         return None if record is None else Session(**record)  # type: ignore[arg-type]
 
     def save(self, session: Session) -> None:
-        """Store a session; it replaces all earlier ones."""
+        """Store a session. It replaces all earlier ones."""
         self._records[self._key] = ConfigRecord(vars(session).copy())
 
     def signatures(self, session: Session) -> Signatures:
@@ -291,7 +291,7 @@ def _columns(texts: Sequence[bytes], count: int) -> list[Sequence[bytes]]:
 
 
 def _keys(client_secrets: Secrets, *, again: bool = False, early: bool = False) -> list[bytes]:
-    """Begin a round, unless it has begun; return two public keys, their signature and the signer's public key.
+    """Begin a round, unless it has begun. Return two public keys, their signature and the signer's public key.
 
     With ``again``, keys and shares that the client has sent for this round are void, unless it has sent its reply. Keys
     that it has sent early are void too: another client could have seen them, and send them as its own.
@@ -390,7 +390,7 @@ def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int
     A site refuses keys that no trusted site has signed. All clients refuse the keys of two clients with one signer.
     """
     signatures, this_client = client_secrets.signatures(session), client_secrets.client
-    refused, signers = {}, {this_client: signatures.own}
+    refused, signers = {}, {this_client: signatures.verifying_key}
     for client, (*keys, signature, signer) in neighbour_keys.items():
         if client == this_client:
             continue

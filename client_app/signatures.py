@@ -51,7 +51,7 @@ class Signatures(Protocol):
     """Whether the client tolerates a server that colludes with other clients."""
 
     @property
-    def own(self) -> bytes:
+    def verifying_key(self) -> bytes:
         """The public key that verifies the client's signatures."""
 
     def sign(self, text: bytes) -> list[bytes]:
@@ -81,8 +81,8 @@ class SiteSignatures:
         self._private = private
         keys = [loaded for loaded in public.values() if isinstance(loaded, EllipticCurvePublicKey)]
         self._trusted = {_name(trusted_key): trusted_key for trusted_key in keys}
-        self.own = _name(private.public_key())
-        if self.own not in self._trusted:
+        self.verifying_key = _name(private.public_key())
+        if self.verifying_key not in self._trusted:
             raise NodeConfigError(f"{TRUSTED} = {str(trusted)!r} lacks the public half of {SIGNING} = {str(key)!r}")
 
     @property
@@ -92,7 +92,7 @@ class SiteSignatures:
 
     def sign(self, text: bytes) -> list[bytes]:
         """Return a signature and the public key that verifies it."""
-        return [self._private.sign(text, ECDSA(SHA256())), self.own]
+        return [self._private.sign(text, ECDSA(SHA256())), self.verifying_key]
 
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
         """Raise :class:`UnknownSignerError` unless a trusted site has signed a text."""
@@ -117,14 +117,14 @@ class RoundSignatures:
 
     def __init__(self, secret: bytes) -> None:
         self._private = Ed25519PrivateKey.from_private_bytes(secret)
-        self.own = self._private.public_key().public_bytes_raw()
+        self.verifying_key = self._private.public_key().public_bytes_raw()
 
     def sign(self, text: bytes) -> list[bytes]:
         """Return a signature and the public key that verifies it."""
-        return [self._private.sign(text), self.own]
+        return [self._private.sign(text), self.verifying_key]
 
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
-        """Raise :class:`UnknownSignerError` unless the signer has signed a text; it may be a site or another client."""
+        """Raise :class:`UnknownSignerError` unless the signer has signed a text. It may be a site or another client."""
         try:
             if len(signer) == ROUND_KEY_BYTES:
                 Ed25519PublicKey.from_public_bytes(signer).verify(signature, text)
@@ -147,16 +147,16 @@ def signatures_of(node_config: Mapping[str, Any]) -> SiteSignatures | None:
 
 @lru_cache(maxsize=8)
 def _read(key: Path, trusted: Path, versions: object) -> SiteSignatures:
-    """Return the keys in some files, whose versions are a part of the key of the cache."""
+    """Return the keys in files. The versions of the files are part of the cache key."""
     return SiteSignatures(key, trusted)
 
 
 def _versions(key: Path, trusted: Path) -> tuple[object, ...]:
-    """Return the versions of the files of keys: each changes if a file is written again or replaced."""
+    """Return the versions of the key files. A version changes if its file is rewritten or replaced."""
     try:
         stats = [(path, path.stat()) for path in (key, *sorted(trusted.glob("*.pub")))]
     except OSError:
-        return (object(),)  # equal to no other version: SiteSignatures reports the error
+        return (object(),)  # a new version, so that SiteSignatures reads the files and reports the error
     return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats)
 
 

@@ -86,7 +86,7 @@ def _read(settings: DataSettings, context: Context, policy: Policy | None) -> tu
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return this node's name, numbers of samples and findings; its data must fit the run."""
+    """Return this node's name, numbers of samples and findings. Its data must fit the run."""
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
     answer = {
@@ -107,7 +107,7 @@ def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
     """Return the fingerprint of a site's data for the server: 16 hexadecimal digits under a secret of the node.
 
     The secret is a file in ``state-dir``. The server cannot compare the fingerprint with a data set that it has.
-    Without ``state-dir`` the node has no secret that survives a restart, so the fingerprint stays as it is.
+    Without ``state-dir`` the node has no secret that survives a restart, so the fingerprint is not changed.
     """
     folder = str(node_config.get("state-dir", ""))
     if not folder:

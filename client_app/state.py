@@ -1,8 +1,8 @@
-"""What a client keeps between rounds: named arrays that never leave its node unless a method sends them.
+"""A client's state between rounds: named arrays that never leave its node unless a method sends them.
 
-The server names versions of it. Each message says from which version the client starts, which one it writes if the
-state changes, and which ones must stay, because checkpoints need them. So a message that comes twice is answered twice
-from the same state, a reply that gets lost leaves no half step, and to resume a run is to name earlier versions.
+The server names the versions of a state. Each message names the version to start from, the version to write if the
+state changes, and the versions to keep for checkpoints. A repeated message therefore starts from the same state again,
+and a lost reply leaves no half step. A resumed run names earlier versions.
 """
 
 import re
@@ -34,11 +34,11 @@ class StateError(RuntimeError):
 
 
 class MissingStateError(StateError):
-    """The version that a message starts from is not there."""
+    """The version that a message starts from does not exist."""
 
 
 class State(UserDict[str, npt.NDArray[np.generic]]):
-    """The named arrays of one client, which are not copied; ``changed`` says whether one was set or deleted."""
+    """Named arrays of one client, not copied. ``changed`` records whether an array was set or deleted."""
 
     def __init__(self, arrays: Arrays | None = None) -> None:
         super().__init__(arrays)
@@ -56,8 +56,8 @@ class State(UserDict[str, npt.NDArray[np.generic]]):
 class Versions(NamedTuple):
     """The versions of a client's state that a message names.
 
-    They are the one to start from (empty if the client begins with nothing), the one to write if the state changes,
-    and others that must stay.
+    ``start`` is the version to start from, and is empty if the client has no state yet. ``to`` is the version to write
+    if the state changes. ``keep`` are other versions to keep.
     """
 
     start: str
@@ -66,44 +66,44 @@ class Versions(NamedTuple):
 
     @classmethod
     def take(cls, config: dict[str, Any]) -> Self:
-        """Take the versions out of a message's config; :class:`SettingsError` for one that may not name a file."""
-        named = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
-        for version in (named.to, *filter(None, (named.start, *named.keep))):
+        """Remove the versions from a message's config and return them. Raise :class:`SettingsError` for a bad name."""
+        versions = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
+        for version in (versions.to, *filter(None, (versions.start, *versions.keep))):
             if not _VERSION.fullmatch(version):
                 raise SettingsError(f"the server's message names a state {version!r}: it must be numbers as in 0-12-1")
-        return named
+        return versions
 
 
 class StateStore(ABC):
-    """Keeps versions of clients' states."""
+    """Stores versions of clients' states."""
 
     def load(self, client: int, named: Versions) -> State:
-        """Return the version that a message starts from.
+        """Return the state that a message starts from.
 
-        Of the versions older than the one to be written, those that the message does not name are removed. A newer
-        one stays: the message has come late, and a later one needs it.
+        Versions that are older than the version to write are removed, unless the message names them. Newer versions
+        stay: the message is late, and a later message needs them.
 
         Raises
         ------
         MissingStateError
-            If it is not there.
+            If the version does not exist.
         StateError
-            If it cannot be read: another version would be a wrong state.
+            If the version cannot be read. Another version would be a wrong state.
         """
 
         def numbers(version: str) -> list[int]:
             return [int(number) for number in version.split("-")]
 
-        there = self.versions(client)
-        for version in there.difference((named.start,), named.keep):
+        stored = self.versions(client)
+        for version in stored.difference((named.start,), named.keep):
             if numbers(version) < numbers(named.to):
                 self._remove(client, version)
-        if named.start and named.start not in there:
+        if named.start and named.start not in stored:
             raise MissingStateError(f"the state {named.start} of client {client} is not on this node")
         return State(self._read(client, named.start) if named.start else None)
 
     def save(self, client: int, named: Versions, state: State) -> str:
-        """Keep a client's state if it has changed, and return the version that the client has now."""
+        """Store a client's state if it has changed, and return the client's current version."""
         if not state.changed:
             return named.start
         self._write(client, named.to, state)
@@ -112,7 +112,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def versions(self, client: int) -> set[str]:
-        """Return the versions of a client that are there."""
+        """Return the stored versions of a client."""
 
     @abstractmethod
     def _read(self, client: int, version: str) -> Arrays: ...
@@ -125,22 +125,23 @@ class StateStore(ABC):
 
 
 class ContextStore(StateStore):
-    """Keeps states in a node's Flower context, which is lost with the node's process; a node may host several clients.
+    """Stores states in a node's Flower context, which is lost when the node's process ends.
 
-    A run that goes back to a checkpoint has another context, so none is kept for that.
+    A node may host several clients. A run that returns to a checkpoint has another context, so this store keeps no
+    versions for checkpoints.
     """
 
     def __init__(self, context: Context) -> None:
         self._records = context.state
 
     def load(self, client: int, named: Versions) -> State:
-        """Load it; of the others none older than the one to be written stays."""
+        """Return the state to start from, and remove all other versions that are older than the version to write."""
         return super().load(client, named._replace(keep=()))
 
     def versions(self, client: int) -> set[str]:
         """Return the versions of a client in the context."""
-        own = f"client-{client}/"
-        return {name.removeprefix(own) for name in self._records.array_records if name.startswith(own)}
+        prefix = f"client-{client}/"
+        return {name.removeprefix(prefix) for name in self._records.array_records if name.startswith(prefix)}
 
     def _read(self, client: int, version: str) -> Arrays:
         return {name: a.numpy() for name, a in self._records.array_records[f"client-{client}/{version}"].items()}
@@ -153,9 +154,9 @@ class ContextStore(StateStore):
 
 
 class DirectoryStore(StateStore):
-    """Keeps one safetensors file for each client and version, whole or not there, in the directory of a run.
+    """Stores one safetensors file for each client and version in the directory of a run.
 
-    ``durable`` says whether each file must survive a loss of power as soon as it is written.
+    A file is complete or absent. ``durable`` says whether each file must survive a loss of power after it is written.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -177,7 +178,7 @@ class DirectoryStore(StateStore):
     def _write(self, client: int, version: str, arrays: Arrays) -> None:
         file = self._file(client, version)
         file.parent.mkdir(parents=True, exist_ok=True)
-        for abandoned in file.parent.glob(".*.part"):  # by a process that was killed while it wrote
+        for abandoned in file.parent.glob(".*.part"):  # from a process that was killed during a write
             abandoned.unlink(missing_ok=True)
         write_arrays(file, arrays, durable=self._durable)
 
@@ -189,10 +190,10 @@ class DirectoryStore(StateStore):
 
 
 class MemoryStore(DirectoryStore):
-    """Keeps states in memory by reference; the clients' least recently used beyond a limit go to files.
+    """Stores states in memory by reference, and beyond a limit in files, least recently used clients first.
 
-    Several threads may use it. Whoever reads an array must not write into it. The limit is in bytes, 0: none; the
-    directory is for the states beyond it, and for those that checkpoints need.
+    Several threads may use the store. Callers never write into the arrays that they load. The limit is in bytes, and 0
+    means no limit. The directory receives the states beyond the limit and the states that checkpoints need.
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
@@ -200,8 +201,8 @@ class MemoryStore(DirectoryStore):
         self.nbytes = 0  # in memory
         self._limit = limit
         self._states: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
-        # By client, in memory or in files: to look into a folder for each message would cost more than all else here.
-        self._known: dict[int, set[str]] = {}
+        # Versions by client, in memory or in files. Listing a folder for each message would cost more than the rest.
+        self._versions: dict[int, set[str]] = {}
         self._unwritten: set[tuple[int, str]] = set()
         self._unsynced: set[tuple[int, str]] = set()
         self._warned = False
@@ -210,22 +211,22 @@ class MemoryStore(DirectoryStore):
     def versions(self, client: int) -> set[str]:
         """Return the versions of a client in memory and in files."""
         with self._lock:
-            return self._known_of(client).copy()
+            return self._versions_of(client).copy()
 
     def _read(self, client: int, version: str) -> Arrays:
         with self._lock:
             arrays = self._states.get(client, {}).get(version)
             if arrays is None:
                 arrays = super()._read(client, version)
-            self._hold(client, version, arrays)
+            self._cache(client, version, arrays)
             return arrays
 
     def _write(self, client: int, version: str, arrays: Arrays) -> None:
         with self._lock:
             self._unwritten.add((client, version))
             self._unsynced.add((client, version))
-            self._known_of(client).add(version)
-            self._hold(client, version, dict(arrays))
+            self._versions_of(client).add(version)
+            self._cache(client, version, dict(arrays))
 
     def _remove(self, client: int, version: str) -> None:
         with self._lock:
@@ -234,10 +235,10 @@ class MemoryStore(DirectoryStore):
                 super()._remove(client, version)
             self._unwritten.discard((client, version))
             self._unsynced.discard((client, version))
-            self._known_of(client).discard(version)
+            self._versions_of(client).discard(version)
 
     def flush(self, versions: Mapping[int, str]) -> None:
-        """Wait until the disk has a version of each client, so that a checkpoint can be made."""
+        """Write a version of each client to disk, and wait until a checkpoint can rely on it."""
         with self._lock:
             for client, version in self._unsynced.intersection(versions.items()):
                 self._write_file(client, version)
@@ -246,12 +247,12 @@ class MemoryStore(DirectoryStore):
                 sync(file.parent)
                 self._unsynced.discard((client, version))
 
-    def _known_of(self, client: int) -> set[str]:
-        if client not in self._known:
-            self._known[client] = super().versions(client)
-        return self._known[client]
+    def _versions_of(self, client: int) -> set[str]:
+        if client not in self._versions:
+            self._versions[client] = super().versions(client)
+        return self._versions[client]
 
-    def _hold(self, client: int, version: str, arrays: Arrays) -> None:
+    def _cache(self, client: int, version: str, arrays: Arrays) -> None:
         versions = self._states.setdefault(client, {})
         self.nbytes += _size(arrays) - _size(versions.get(version, {}))
         versions[version] = arrays
@@ -261,9 +262,9 @@ class MemoryStore(DirectoryStore):
             try:
                 for unused in versions:
                     self._write_file(client, unused)
-            except OSError as error:  # it is another client's whose turn it is, and nothing is lost yet
+            except OSError as error:  # another client's state, which stays in memory: the current call continues
                 if not self._warned:
-                    log(WARNING, "states of clients stay in memory, beyond state-memory: %s", error)
+                    log(WARNING, "client states stay in memory beyond state-memory; writing them failed: %s", error)
                 self._warned = True
                 return
             self.nbytes -= sum(map(_size, versions.values()))

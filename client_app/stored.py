@@ -138,7 +138,7 @@ class ClientModel(nn.Module):
         ]
 
     def predict(self, sample: Any) -> Prediction:
-        """Return the prediction for one sample; :class:`DataError` if it is not of the right kind."""
+        """Return the prediction for one sample, or raise :class:`DataError` if it is not of the right kind."""
         return self.predict_all([sample])[0]
 
     @torch.no_grad()

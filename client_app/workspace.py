@@ -60,7 +60,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()) -> Architecture:
-    """Return the network of the settings, before a method changes it; ``words`` are the words of a text data set."""
+    """Return the network of the settings, before a method changes it. ``words`` are the words of a text data set."""
     train, folder = settings.train, settings.data.data_dir
     start, digest = (train.linear_init, train.weights, train.frozen), train.weights_sha256
     return architecture_for(train.model, task, *start, digest=digest, words=words, folder=folder)
@@ -113,7 +113,7 @@ class Workspace:
 
     @cached_property
     def partition(self) -> Partition:
-        """The samples of each client; a site has one client."""
+        """The samples of each client. A site has one client."""
         return self._loaded[1]
 
     @cached_property
@@ -123,7 +123,7 @@ class Workspace:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of a site's data and split; it changes if either changes."""
+        """Fingerprint of a site's data and split. It changes if either changes."""
         return fingerprint(self.dataset, self.partition)
 
     @cached_property
@@ -158,7 +158,7 @@ class Workspace:
         return augmentation(data.augment, data.transforms, mean, std)
 
     def part_of(self, client: int) -> int:
-        """Return a client's index in the partition; for a site it is 0."""
+        """Return a client's index in the partition. For a site it is 0."""
         return 0 if self.of_sites else client
 
     def client_data(self, client: int) -> ClientData:
@@ -186,19 +186,19 @@ class Workspace:
             self.client_data(client)
 
     def network(self, architecture: Architecture) -> Network:
-        """Return the resident network of an architecture; each thread has a separate one."""
+        """Return the resident network of an architecture. Each thread has a separate one."""
         networks: dict[Architecture, Network] = self._local.__dict__.setdefault("networks", {})
         if architecture not in networks:
             networks[architecture] = Network(architecture.build, architecture.layout, self.device, self.criterion)
         return networks[architecture]
 
     def initial(self, architecture: Architecture, seed: int) -> Tensor:
-        """Return freshly initialised parameters ``(d,)``, which all clients share; do not write to them."""
+        """Return freshly initialised parameters ``(d,)``, which all clients share. Do not write to them."""
         with self._lock:
             return self._initial(architecture, seed)
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return an array on the device; an array that several clients receive is moved once.
+        """Return an array on the device. An array that several clients receive is moved once.
 
         On a CPU the tensor shares the memory of a writeable array. Do not write to it.
         """
@@ -241,7 +241,7 @@ class Workspace:
 def workspace_for(
     settings: Settings, site: str, skip_unreadable: bool = False, policy: Policy = DEFAULT_POLICY, /
 ) -> Workspace:
-    """Return this process's workspace for some settings; other settings replace it."""
+    """Return this process's workspace for some settings. Other settings replace it."""
     return Workspace(settings, site, skip_unreadable, policy)
 
 

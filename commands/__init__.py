@@ -1,1 +1,1 @@
-"""What people type: the `posy` command, tables of runs, and the processes of a deployment."""
+"""The `posy` command, tables of runs, and the processes of a deployment."""

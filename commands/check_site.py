@@ -1,4 +1,4 @@
-"""`posy check-site`: check a site's data as its node does, before any run."""
+"""`posy check-site`: check a site's data before any run, as the node does in a run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from posy.listing import laid_out
 from posy.paths import expanded
 
 FAR = 10.0
-"""Standard deviations from the mean of its feature beyond which a value is worth a look."""
+"""Distance of a value from the mean of its feature, in standard deviations, above which Posy lists the feature."""
 SHOWN = 20
-"""Lines of a list that are shown at most."""
+"""Largest number of printed lines of a list."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Report:
     """Facts and warnings about a site's data."""
 
     facts: dict[str, str]
-    """By name; empty where there is nothing to say."""
+    """Texts by name; an empty text is not printed."""
     classes: dict[str, tuple[int, int]]
     """Training and test samples of each class that the site has."""
     features: list[tuple[str, str, str, str]]
-    """Those worth a look: name or number of the column, smallest and largest value, and why."""
+    """Unusual features: name or number of the column, smallest value, largest value, and reason."""
     statistics: list[tuple[str, str, str]]
     """Name or number, mean and standard deviation of each feature over the training samples."""
     warnings: tuple[str, ...]
@@ -46,20 +46,20 @@ class Report:
 
 
 def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report:
-    """Do on a site's data what its node does: describe it, then load it for the task.
+    """Describe a site's data and load it for the task, as its node does, and return a report.
 
-    The node config gives ``data``, and perhaps ``policy``, ``name`` and ``skip-unreadable``. This site gives the
-    settings that are empty.
+    The node config holds ``data``, and optionally ``policy``, ``name`` and ``skip-unreadable``. The site's data
+    determines the empty settings.
 
     Raises
     ------
     DataError
-        If the data cannot be used, or does not fit the task.
+        If the data is unusable, or does not fit the task.
     SettingsError
-        If the settings do not give a task.
+        If the settings do not define a task.
     """
     if not node_config.get("data"):
-        raise DataError("which data? It is given as data=/srv/site-a, as in the node config of `posy supernode`")
+        raise DataError("data=PATH is missing; name the site's data, as in the node config of `posy supernode`")
     path = expanded(str(node_config["data"]))
     policy = policy_of(node_config) or Policy()
     content = read_site(path, settings, policy, skips(node_config))
@@ -83,7 +83,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
         "classes it lacks": ", ".join(lacking[:SHOWN]) + _rest(lacking),
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
     }
-    features = _worth_a_look(content, dataset) if content.kind == "features" else []
+    features = _unusual_features(content, dataset) if content.kind == "features" else []
     statistics = _statistics(content, part) if content.kind == "features" else []
     return Report(facts, classes, features, statistics, dataset.notes, content.unreadable)
 
@@ -95,9 +95,9 @@ def show(report: Report, console: Console | None = None) -> None:
     rows = [(name, str(a), str(b)) for name, (a, b) in report.classes.items()]
     console.print(laid_out(f"{len(rows)} classes", ("class", "training", "test"), rows))
     if report.features:
-        console.print(laid_out("features worth a look", ("feature", "from", "to", "why"), report.features))
+        console.print(laid_out("unusual features", ("feature", "from", "to", "why"), report.features))
     if report.statistics:
-        title = "training samples, to compare with the other sites: other units show here"
+        title = "training samples; compare these statistics with other sites to find different units"
         console.print(laid_out(title, ("feature", "mean", "standard deviation"), report.statistics[:SHOWN]))
         if more := _rest(report.statistics):
             console.print(Text(f"  {more.strip()}"))
@@ -115,8 +115,8 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _completed(settings: DataSettings, description: Description, labels: tuple[str, ...]) -> DataSettings:
-    """Return the settings, completed as for a run with this site alone."""
-    # A run needs two classes; a site may have one, because the others have the rest.
+    """Return the settings, completed as in a run with only this site."""
+    # A run needs two classes, but a site may have a single class, because other sites have the other classes.
     names = [*labels, "another class"] if len(labels) < 2 else labels
     complete = replace(
         settings,
@@ -133,8 +133,8 @@ def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
     return {name: (int(a), int(b)) for name, a, b in zip(names, train.tolist(), test.tolist(), strict=True) if a or b}
 
 
-def _worth_a_look(content: Content, dataset: Dataset) -> list[tuple[str, str, str, str]]:
-    """Return the features that are constant, or reach far from the mean of the run or of the training samples."""
+def _unusual_features(content: Content, dataset: Dataset) -> list[tuple[str, str, str, str]]:
+    """Return the features that are constant, or have a value far from the mean of the run or the training samples."""
     low, high = dataset.x.min(0), dataset.x.max(0)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
     lines = []

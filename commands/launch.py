@@ -1,4 +1,4 @@
-"""Run in this process, and shared parts of the commands that start processes or runs."""
+"""Run in this process, and the common parts of the commands that start processes or runs."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ class Connection:
         return ["--superlink", self.address, *(["--insecure"] if ca is None else ["--root-certificates", str(ca)])]
 
 
-def run_in_process(given: Mapping[str, Any], where: str) -> int:
+def run_in_process(settings: Mapping[str, Any], where: str) -> int:
     """Run the whole federation in this process, with a live progress bar, and return the exit status.
 
     ``where`` names the source of the settings in messages.
@@ -55,17 +55,17 @@ def run_in_process(given: Mapping[str, Any], where: str) -> int:
     SettingsError, DataError
         If a setting or the data is wrong.
     """
-    begun: list[Path] = []
-    if not given.get("resume"):  # a wrong setting needs no PyTorch; a resumed run has stored settings
-        read_settings(given, where)
+    run_folders: list[Path] = []
+    if not settings.get("resume"):  # a wrong setting needs no PyTorch; a resumed run has stored settings
+        read_settings(settings, where)
     try:
-        record_in_process(given, where, begun.append)
+        record_in_process(settings, where, run_folders.append)
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, RunError):
             print(f"posy: {error}", file=sys.stderr)
         stopped = isinstance(error, KeyboardInterrupt)
-        if stopped or begun:
-            _print_how_to_resume("stopped" if stopped else "failed", begun[0] if begun else None)
+        if stopped or run_folders:
+            _print_how_to_resume("stopped" if stopped else "failed", run_folders[0] if run_folders else None)
         if isinstance(error, RunError):
             return 1
         raise
@@ -73,7 +73,7 @@ def run_in_process(given: Mapping[str, Any], where: str) -> int:
 
 
 def record_in_process(
-    given: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
+    settings: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
 ) -> "Recorder":
     """Run in this process and return the record of the run; call ``begun`` with its directory once it exists."""
     for name, value in ENVIRONMENT.items():
@@ -84,7 +84,7 @@ def record_in_process(
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        return run(None, given, where, begun)
+        return run(None, settings, where, begun)
     finally:
         logger.setLevel(level)
 
@@ -101,19 +101,19 @@ def without_proxy() -> dict[str, str]:
 
 
 def toml(value: Scalar) -> str:
-    """Return a value as TOML writes it."""
+    """Return a value in TOML syntax."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def resume_command(run: str, *words: str) -> str:
-    """Return the command that resumes a run, as it is typed."""
+    """Return the command line that resumes a run."""
     return shlex.join(["posy", "run", f"resume={run}", *words])
 
 
 def _print_how_to_resume(how: str, run: Path | None) -> None:
-    """Print how a run has ended, and the command that resumes it if that would do more rounds."""
+    """Print how a run has ended, and the command that resumes it if rounds are missing."""
     finished, rounds = reached(run) if run else (0, 0)
     if run is None or not finished:
         print(f"posy: {how} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The cells of a table on a Ray cluster that is there already."""
+"""Run the cells of a table on an existing Ray cluster."""
 
 import hashlib
 import io
@@ -22,28 +22,28 @@ from posy.forked import CORES
 from posy.settings import LaunchError, Scalar
 
 RETRIES = 10
-"""Times that a cell is done again whose worker was lost."""
+"""Number of retries of a cell whose worker is lost."""
 CONNECT_SECONDS = 10.0
-"""Seconds in which the head of a cluster answers."""
+"""Timeout for a connection to the head of a cluster."""
 STOP_SECONDS = 10.0
-"""Seconds that a run has to end by itself."""
+"""Timeout for the end of a run after its cancellation."""
 RUN = "run"
 
 
 @contextmanager
 def cluster(address: str, gpus: float) -> Iterator[Start]:
-    """Connect to a cluster; what this returns starts a cell on it, with one core and so many GPUs.
+    """Connect to a cluster, and yield a function that starts a cell on it with one core and ``gpus`` GPUs.
 
-    The workers need this very version of Posy in their Python environment, and the data in the same place as here.
-    Raises :class:`LaunchError` if there is no cluster at the address.
+    The workers need the same code of Posy in their Python environment, and the data under the same path as here.
+    Raises :class:`LaunchError` if no cluster answers at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if port.isdigit():  # Ray itself would wait for minutes
+        if port.isdigit():  # Ray's own timeout is several minutes
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise LaunchError(f"--ray {address}: there is no Ray cluster ({str(error).splitlines()[0]})") from error
+        raise LaunchError(f"--ray {address}: no Ray cluster answers ({str(error).splitlines()[0]})") from error
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(carried_out)
     digest = digest_of_code()
 
@@ -59,7 +59,7 @@ def cluster(address: str, gpus: float) -> Iterator[Start]:
 
 
 def digest_of_code() -> str:
-    """Return what tells this version of Posy from all others."""
+    """Return a digest of Posy's source files, which differs between versions."""
     digest = hashlib.blake2b(digest_size=16)
     folders = os.walk(APP / "posy", followlinks=True)
     for file in sorted(Path(folder) / name for folder, _, names in folders for name in names if name.endswith(".py")):
@@ -68,28 +68,28 @@ def digest_of_code() -> str:
 
 
 def carried_out(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, bytes]:
-    """Carry out a run on a worker; return its exit status, what it has printed, and its files."""
+    """Execute a run on a worker; return its exit status, its output, and an archive of its files."""
     if digest != digest_of_code():
         raise RuntimeError("another version of Posy is installed on the Ray worker")
     with TemporaryDirectory(prefix="posy-") as folder:
-        # Without checkpoints: the folder is gone with the process.
-        own: dict[str, Scalar] = {"output-dir": folder, "run-name": RUN, "checkpoint-every": 0}
-        cell = Cell("", "", 0, {**config, **own})
+        # No checkpoints: the folder disappears with the process.
+        overrides: dict[str, Scalar] = {"output-dir": folder, "run-name": RUN, "checkpoint-every": 0}
+        cell = Cell("", "", 0, {**config, **overrides})
         process = started(cell)
         try:
             status = process.wait()
-        finally:  # as where the table is interrupted
+        finally:  # for example when the user interrupts the table
             stop([process])
         return status, cell.log.read_text(encoding="utf-8", errors="replace"), packed(cell.path)
 
 
 def started(cell: Cell) -> "subprocess.Popen[bytes]":
-    """Start the run of a cell on the one core that Ray gives it, in a process that shares nothing with Ray's."""
+    """Start the run of a cell on one core, in a process that shares nothing with Ray's worker."""
     file = prepared(cell)
-    places = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", CORES: "1", "PYTHONPATH": os.pathsep.join(places)}
+    python_path = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", CORES: "1", "PYTHONPATH": os.pathsep.join(python_path)}
     with cell.log.open("w", encoding="utf-8") as log:
-        # -P: what lies in the working directory must not stand in for Posy's packages.
+        # -P: files in the working directory cannot shadow Posy's packages.
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "posy", "run", str(file)],
             env=environment,
@@ -100,7 +100,7 @@ def started(cell: Cell) -> "subprocess.Popen[bytes]":
 
 
 def packed(folder: Path) -> bytes:
-    """Return the files of a run, but for its models, as one archive."""
+    """Return the files of a run, except its models, as an archive."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
         for item in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -110,7 +110,7 @@ def packed(folder: Path) -> bytes:
 
 
 class RemoteRun:
-    """A cell that is carried out on the cluster, to be looked after like a process."""
+    """A cell that runs on the cluster, with the interface of a process."""
 
     returncode: int | None = None
 
@@ -118,7 +118,7 @@ class RemoteRun:
         self._cell, self._result = cell, result
 
     def poll(self) -> int | None:
-        """Return the exit status, after the files have been put where the cell's are; None if it goes on."""
+        """Return the exit status and store the files in the cell's folder, or return None while the run continues."""
         if self.returncode is None and ray.wait([self._result], timeout=0)[0]:
             try:
                 self.returncode, printed, files = ray.get(self._result)
@@ -131,10 +131,10 @@ class RemoteRun:
         return self.returncode
 
     def terminate(self) -> None:
-        """Give the cell up."""
+        """Cancel the cell."""
         ray.cancel(self._result)
 
     def wait(self) -> int:
-        """Wait until it is over."""
+        """Wait for the end of the run, for at most ``STOP_SECONDS``, and return the exit status, or 0 without one."""
         ray.wait([self._result], timeout=STOP_SECONDS)
         return self.returncode or 0

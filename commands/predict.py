@@ -18,11 +18,11 @@ from posy.server_app.record import Record
 from posy.words import title
 
 MOST = 5
-"""Probabilities that a row of a table shows."""
+"""Largest number of probabilities in a row of a table."""
 MOST_WARNED = 10
-"""Values far from the training samples that are named."""
+"""Largest number of warnings about values far from the training samples."""
 SMALLEST = 0.0005
-"""The smallest one."""
+"""Smallest probability that a table shows."""
 
 
 def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_json: bool = False) -> None:
@@ -33,7 +33,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     SettingsError
         If the run, the client or the model does not exist.
     DataError
-        If a file does not hold samples that the model takes.
+        If a file does not hold samples in the form that the model takes.
     """
     model = Record.find(run).predictor(client, point)
     names, samples = _samples(files, model.preprocessing)
@@ -48,7 +48,10 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
 
 
 def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
-    """Print which client each sample is sent to and its prediction, or how the clients vote; raises as ``predict``."""
+    """Print the client and the prediction of each sample, or the clients' votes.
+
+    Raises the errors of :func:`predict`.
+    """
     record = Record.find(run)
     first = record.predictor(min(record.names))
     names, samples = _samples(files, first.preprocessing)
@@ -83,12 +86,12 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
 
 
 def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> None:
-    """Print which values are far outside the range of the training samples, as in other units; they may be errors."""
+    """Warn about values far outside the range of the training samples, for example in another unit."""
     unusual = model.unusual(samples)
     for number, feature, distance in unusual[:MOST_WARNED]:
         print(
             f"posy: warning: {names[number]}: {feature} is {distance:.3g} standard deviations from its mean in "
-            "training; check its unit, for the prediction may be meaningless",
+            "training; check its unit: the prediction may be meaningless",
             file=sys.stderr,
         )
     if len(unusual) > MOST_WARNED:
@@ -105,14 +108,14 @@ def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[s
 
 
 def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
-    """Yield the samples of a file with their names; of texts a word on the command line may be one itself."""
+    """Yield the samples of a file with their names; a word on the command line may also be a text itself."""
     path, kind = Path(word), preprocessing.task.kind
     suffix = path.suffix.lower()
     if suffix == ".npy":
         try:
             array = np.load(path, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{path}: not an array that can be read ({error})") from error
+            raise DataError(f"{path}: not a readable array ({error})") from error
         yield from ((f"{word} [{number}]", sample) for number, sample in enumerate(np.atleast_1d(array)))
     elif suffix == ".csv" and kind != "image":
         yield from _rows(path, preprocessing)
@@ -121,11 +124,11 @@ def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
     elif preprocessing.sample_kind == "text":
         yield word, path if path.is_file() or suffix == ".txt" else word
     else:
-        raise DataError(f"{word}: the model takes {preprocessing.describe()}; they come in a .csv or .npy file")
+        raise DataError(f"{word}: the model takes {preprocessing.describe()}, in a .csv or .npy file")
 
 
 def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a table with a header, by the names of its columns where the model knows them."""
+    """Yield the rows of a table with a header, with the model's columns if the model stores their names."""
     rows = rows_of(path)
     _, header = next(rows, (0, []))
     texts = preprocessing.sample_kind == "text"

@@ -34,12 +34,12 @@ class RunLog:
     It hides Flower's INFO lines, and a few of its warnings that are not about the run. It prints other warnings,
     errors, and all lines that do not have the form of a log, such as Posy's output. It prints or hides the lines of a
     traceback together, and prints equal tracebacks once. If it is ``verbose``, it prints every line at once. With
-    ``beside``, the text that this function returns follows the line of a finished round, and in a terminal the line of
+    ``suffix``, the text that this function returns follows the line of a finished round, and in a terminal the line of
     the next round replaces it.
     """
 
-    def __init__(self, verbose: bool, beside: Callable[[], str] | None = None) -> None:
-        self._beside = beside
+    def __init__(self, verbose: bool, suffix: Callable[[], str] | None = None) -> None:
+        self._suffix = suffix
         self._in_place = False
         self.results = ""
         """Directory of the results; empty as long as the log has not named it."""
@@ -124,9 +124,9 @@ class RunLog:
     def _print(self, line: str) -> None:
         terminal = sys.stdout.isatty()
         line = line if terminal else _COLOUR.sub("", line)
-        if self._beside is not None:
+        if self._suffix is not None:
             of_round = _ROUND.match(line) is not None
-            line = f"{line.rstrip()}  {self._beside()}\n" if of_round else line
+            line = f"{line.rstrip()}  {self._suffix()}\n" if of_round else line
             if terminal and self._in_place:
                 line = ("\r\x1b[K" if of_round else "\n") + line
             if terminal and of_round:

@@ -55,7 +55,7 @@ PARTS: dict[str, type] = {
 }
 """Keys of a table file, with the types of their values."""
 DIVERGED = "it has diverged, so that the other seeds flatter its method"
-"""Reason for leaving a diverged run out of all means."""
+"""Reason for excluding a diverged run from all means."""
 ALL = "all"
 """Value of ``runs`` in a table with one row per method."""
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
@@ -182,14 +182,14 @@ class Running(Protocol):
         """Return the exit status, or None while it runs."""
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the run to end."""
 
     def wait(self) -> int:
-        """Wait until it has ended."""
+        """Wait until the run has ended, and return the exit status."""
 
 
 Start = Callable[[Cell], Running]
-"""Starts the run of a cell."""
+"""Type of a function that starts the run of a cell."""
 
 
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start | None = None) -> int:
@@ -270,7 +270,7 @@ def ended(plan: Plan) -> list[Cell]:
     return [cell for cell in plan.cells if cell.summary(*ENDED) is not None]
 
 
-def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
+def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
     """Read a table file and check the settings of all its cells.
 
     A table file holds ``runs`` and ``seeds``. Optional keys are ``variants``, ``settings`` for all cells, ``title`` and
@@ -279,7 +279,7 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     Each entry of ``variants`` has a ``name`` and ``settings``.
 
     A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
-    override all three. The settings ``given`` on the command line override the file, as does the argument ``output``.
+    override all three. The settings ``overrides`` of the command line override the file, as does ``output``.
 
     Each group of settings applies to several cells. A cell skips the settings without an effect in it, such as
     ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in all its cells is an
@@ -294,23 +294,23 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
         raise SettingsError(
             f"the table {file} does not exist; name a YAML file, such as benchmarks/tables/compare-digits.yaml"
         )
-    return plan_of(read_yaml(file), file, given or {}, output)
+    return plan_of(read_yaml(file), file, overrides or {}, output)
 
 
 def plan_of(
     content: dict[str, Any],
     file: Path,
-    given: Mapping[str, Scalar],
+    command_line: Mapping[str, Scalar],
     output: str | None = None,
     reduced: Mapping[str, Scalar] | None = None,
     strict: bool = True,
 ) -> Plan:
     """Return the runs of a table file's content; see :func:`read_plan`.
 
-    The settings ``reduced`` of a reduced run override the content, and ``given`` overrides them. Unless ``strict``, an
-    override may be without an effect in all cells.
+    The settings ``reduced`` of a reduced run override the content, and ``command_line`` overrides them. Unless
+    ``strict``, an override may be without an effect in all cells.
     """
-    overrides = {**(reduced or {}), **given}
+    overrides = {**(reduced or {}), **command_line}
     if content.get("runs") == ALL:
         content["runs"] = [{"name": method, "settings": {"method": method}} for method in METHODS]
     _check_parts(content, file)
@@ -321,11 +321,11 @@ def plan_of(
     if unknown := {name for row_settings in special.values() for name in row_settings} - variants.keys():
         raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is not in its list of variants")
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
-    declarations = declared_for(given)
+    declarations = declared_for(command_line)
     with_experiment(
-        {key: value for key, value in given.items() if key in declarations}, COMMAND_LINE
+        {key: value for key, value in command_line.items() if key in declarations}, COMMAND_LINE
     )  # raises an error now
-    typed = dict.fromkeys(given, COMMAND_LINE)
+    typed = dict.fromkeys(command_line, COMMAND_LINE)
     cells, methods, effects = [], set(), Effects()
     for (variant, below), (row, of_row) in itertools.product(variants.items(), rows.items()):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
@@ -364,7 +364,7 @@ def plan_of(
     if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
         source = at(typed.get(foreign[0], str(file)))
         raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} runs")
-    return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=given)
+    return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=command_line)
 
 
 @dataclass
@@ -386,7 +386,7 @@ class Effects:
         group : mapping
             Settings that apply to several cells.
         config : mapping
-            The settings of the cell, without those of other methods.
+            The settings of the cell, without the settings of other methods.
         reasons : mapping
             Reasons why settings have no effect in the cell, by key.
         """
@@ -663,7 +663,7 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
     text = f"{100 * row[key]:.2f}"
     if not pd.isna(row[f"{key}-seeds-std"]):
         text += f" ± {100 * row[f'{key}-seeds-std']:.2f}"
-    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # with secure aggregation there is none
+    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # secure aggregation hides it
     return text + (f" ({100 * row[f'{key}-clients-std']:.2f})" if over_clients else "")
 
 

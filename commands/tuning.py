@@ -229,7 +229,7 @@ def ended(attempt: Attempt) -> bool:
         study.tell(trial, state=TrialState.PRUNED)
     elif status == 0 and attempt.score >= 0:
         study.tell(trial, attempt.score)
-    elif over:  # it has diverged, for example after a too large learning rate
+    elif over:  # it has diverged, for example with a learning rate that is too large
         study.tell(trial, state=TrialState.FAIL)
     if over or pruned:
         shutil.rmtree(attempt.cell.path, ignore_errors=True)
@@ -242,7 +242,7 @@ def describe_trial(attempt: Attempt) -> str:
     tried = ", ".join(f"{key}={value}" for key, value in rounded(trial.params).items())
     words = {
         TrialState.COMPLETE: f"{100 * attempt.score:.2f} % on validation",
-        TrialState.PRUNED: f"given up in round {attempt.rounds_read}",
+        TrialState.PRUNED: f"pruned in round {attempt.rounds_read}",
         TrialState.FAIL: f"failed: {failure_of(attempt.process.wait(), attempt.cell.log)}",
     }
     took = duration(trial.duration.total_seconds()) if trial.duration else ""

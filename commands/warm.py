@@ -1,4 +1,7 @@
-"""Runs in processes forked from one that has imported what every run needs, which takes most of a short run's time."""
+"""Start runs in processes forked from a server that has imported the modules that every run needs.
+
+These imports take most of the time of a short run.
+"""
 
 import multiprocessing
 import os
@@ -14,41 +17,42 @@ from posy.forked import CORES
 
 CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = ["posy.server_app.app", "sklearn.datasets", "flwr_datasets.partitioner"]
-"""Modules that are imported once."""
+"""Modules that the fork server imports once."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Environment that libraries read when they are loaded."""
+"""Environment variables that libraries read during their import."""
 
 
 class WarmProcess:
-    """A process that does some work, which returns the exit status, on so many cores, and prints into a file.
+    """A process that calls a function, whose result is the exit status, with the output in the file ``log``.
 
-    The work is a function of a module and what it is called with, both of which can be pickled.
+    The process uses at most ``cores`` cores. The function is at the top level of a module, and its arguments can be
+    pickled.
     """
 
-    def __init__(self, work: Callable[..., int], *given: Any, log: Path, cores: int) -> None:
-        self._process: ForkServerProcess = CONTEXT.Process(target=_carry_out, args=(work, given, str(log), cores))
+    def __init__(self, target: Callable[..., int], *arguments: Any, log: Path, cores: int) -> None:
+        self._process: ForkServerProcess = CONTEXT.Process(target=_call, args=(target, arguments, str(log), cores))
         with _environment(ONE_THREAD):
             CONTEXT.set_forkserver_preload(IMPORTED)
             forkserver.ensure_running()
             self._process.start()
 
     def poll(self) -> int | None:
-        """Return its exit status, that of a signal negative; None if it goes on."""
+        """Return the exit status, negative after a signal, or None while the process runs."""
         return self._process.exitcode
 
     def terminate(self) -> None:
-        """Have it end."""
+        """Ask the process to end."""
         self._process.terminate()
 
     def wait(self) -> int:
-        """Wait until it has ended."""
+        """Wait until the process has ended, and return its exit status."""
         self._process.join()
         return self._process.exitcode or 0
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables within a context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -61,14 +65,14 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _carry_out(work: Callable[..., int], given: tuple[Any, ...], log: str, cores: int) -> None:
-    """Do some work in this process, and end it."""
+def _call(target: Callable[..., int], arguments: tuple[Any, ...], log: str, cores: int) -> None:
+    """Call a function in this process, and end the process with its result as exit status."""
     os.environ[CORES] = str(cores)
     with open(os.devnull) as nothing, open(log, "w", encoding="utf-8") as file:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    status = work(*given)
+    status = target(*arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(status)

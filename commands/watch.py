@@ -1,4 +1,4 @@
-"""Watch a run on this machine, from the files that it writes after each round."""
+"""Watch a run on this machine through the files that it writes after each round."""
 
 import sys
 import time
@@ -14,27 +14,27 @@ from posy.storage import is_locked
 from posy.strategies.settings import RunSettings
 
 LOOK_SECONDS = 0.5
-"""Seconds between two looks at the files."""
+"""Seconds between two reads of the files."""
 
 
 def directory_of(word: str) -> Path:
-    """Return the directory of a run, which is given or named; without a ``word`` that of the newest in ``runs/``.
+    """Return the directory of the run with this path or name, or of the newest run in ``runs/`` if ``word`` is empty.
 
-    Raises :class:`SettingsError` if there is none.
+    Raises :class:`SettingsError` if the run does not exist.
     """
     runs = Path(RunSettings.output_dir)
     if word:
         return Record.find(word).path
-    found = [path.parent for path in runs.glob("*/summary.json")]
-    if not found:
-        raise SettingsError(f"there is no run in {runs.absolute()}; name the directory of one")
-    return max(found, key=lambda path: (path / "summary.json").stat().st_mtime)
+    paths = [path.parent for path in runs.glob("*/summary.json")]
+    if not paths:
+        raise SettingsError(f"{runs.absolute()} holds no run; name the directory of a run")
+    return max(paths, key=lambda path: (path / "summary.json").stat().st_mtime)
 
 
 def watch_run(word: str) -> int:
-    """Show the rounds of a run, those to come as they are finished, until it ends; return the exit status.
+    """Show the past and future rounds of a run until it ends, and return the exit status.
 
-    It is the run that :func:`directory_of` finds.
+    :func:`directory_of` selects the run.
     """
     path = directory_of(word)
     run = Recorded.read(path)
@@ -42,17 +42,17 @@ def watch_run(word: str) -> int:
     try:
         with Progress(int(run.settings["num-server-rounds"]), clock=lambda: seconds) as shown:
             while True:
-                going_on = is_locked(path)
+                is_running = is_locked(path)
                 text = _grown(path / "rounds.jsonl", read)
                 read += len(text)
                 for row in parsed_rounds(text.decode()):
                     seconds += sum(row["seconds"].values())
                     shown.add(row, int(run.summary["num-clients"]))
-                if not going_on:
+                if not is_running:
                     break
                 time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
-        print("\nposy: the run goes on", file=sys.stderr)
+        print("\nposy: the run continues", file=sys.stderr)
         return INTERRUPTED
     summary = read_summary(path)
     if summary["status"] == "running":
@@ -63,7 +63,7 @@ def watch_run(word: str) -> int:
 
 
 def _grown(file: Path, read: int) -> bytes:
-    """Return the whole lines of a file after its first bytes, which were ``read`` before."""
+    """Return the complete lines of a file after its first ``read`` bytes."""
     if not file.is_file():
         return b""
     with file.open("rb") as opened:

@@ -34,21 +34,21 @@ beyond which the server warns."""
 MIN_SHOWN = 10
 """Fewest training samples of a site for a warning with numbers: the mean of fewer could be a person's value."""
 MAX_UNLIKE = 20
-"""Most features that are warned of."""
+"""Most features that the server warns about."""
 
 
 @dataclass(frozen=True)
 class Description:
     """A site's description of its data, from which the sites agree on a task.
 
-    Kind and columns are as in :class:`posy.data.dataset.Content`. Mean and squares, float64 ``(F,)``, are empty where
-    the samples are no features, or the settings give mean and standard deviation.
+    Kind and columns are as in :class:`posy.data.dataset.Content`. Mean and squares, float64 ``(F,)``, are empty if
+    the samples are not features, or the settings give mean and standard deviation.
     """
 
     kind: str
     shape: tuple[int, ...]  # of one sample, as in the setting input-shape
     fixed: bool  # False for image files and texts, which take any shape
-    classes: tuple[str, ...]  # names; none where the settings name the run's classes
+    classes: tuple[str, ...]  # names; empty if the settings name the run's classes
     count: int  # training samples behind the next two
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
@@ -69,9 +69,9 @@ class Description:
         Raises
         ------
         DataError
-            If it makes no sense.
+            If a value is implausible.
         KeyError, TypeError, ValueError
-            If it is not of the form that :meth:`as_answer` gives.
+            If the answer does not have the form that :meth:`as_answer` returns.
         """
         kind, shape = answer["kind"], tuple(int(size) for size in answer["shape"])
         mean, squares = (np.array(answer[key], np.float64) for key in ("mean", "squares"))
@@ -124,7 +124,7 @@ def task_of(settings: DataSettings) -> Task:
     """Return the task that complete settings give, or raise :class:`SettingsError` for values that give none."""
     kind, classes = TASK_KINDS[settings.sample_kind], names_in("classes", settings.classes)
     if len(classes) < 2:
-        raise SettingsError(f"classes = {settings.classes!r}: needed are two or more names, each once")
+        raise SettingsError(f"classes = {settings.classes!r}: expected two or more names, without duplicates")
     shape = shape_in(settings, settings.sample_kind)
     if kind == "features":
         statistics_in(settings, shape[0])
@@ -164,10 +164,10 @@ def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.nd
 
 
 def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
-    """Return the names in the setting ``feature-names``, none where it is empty, or raise :class:`SettingsError`."""
+    """Return the names in the setting ``feature-names``, which may be empty, or raise :class:`SettingsError`."""
     names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
     if len(names) not in (0, width):
-        raise SettingsError(f"feature-names = {settings.feature_names!r:.200}: needed are {width} names, each once")
+        raise SettingsError(f"feature-names = {settings.feature_names!r:.200}: expected {width} different names")
     return names
 
 
@@ -201,8 +201,9 @@ def agreed(
 ) -> tuple[DataSettings, list[str]]:
     """Return the settings with the task that the sites agree on, and warnings that name sites, a sentence each.
 
-    The settings override the sites. Else the run takes the kind, the shape and the columns that most sites have, the
-    classes of these sites, sorted, and mean and standard deviation of each feature over their training samples.
+    The settings override the sites. Otherwise the run takes the kind, the shape and the columns that most sites have.
+    It takes the sorted classes of these sites, and mean and standard deviation of each feature over their training
+    samples.
 
     Parameters
     ----------
@@ -217,9 +218,9 @@ def agreed(
     Raises
     ------
     SettingsError
-        Where the user must decide: equally many sites have another kind, shape or set of columns, images of a site
-        would lose their colours, or a class exists at one of several sites only. Also if no site fits the settings, or
-        there is only one class.
+        If the user must decide: the sites have no majority for a kind, a shape or a set of columns, images of a site
+        would lose their colours, or only one of several sites has a class. Also if no site fits the settings, or there
+        is only one class.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
     kind, shape = settings.sample_kind, settings.input_shape
@@ -271,7 +272,7 @@ def agreed(
 
 
 def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
-    """Return the settings with mean and standard deviation of each feature over all samples, where they give none.
+    """Return the settings with mean and standard deviation of each feature over all samples, unless they are set.
 
     A constant feature has the standard deviation 1.
     """
@@ -289,11 +290,11 @@ def with_statistics(settings: DataSettings, descriptions: Sequence[Description] 
 
 
 def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[str] = ()) -> list[str]:
-    """Return a warning for each feature whose values at a site differ from those at the other sites, as in other units.
+    """Return a warning for each feature that differs between a site and the other sites, for example in its unit.
 
     It compares the statistics that sites send: a site's mean with the mean of the other sites, in standard deviations
     over these, and its standard deviation with the geometric mean of theirs. All sites have the same weight, so that a
-    large site with another unit does not hide itself. A warning about two sites blames neither of them.
+    large site with another unit does not hide itself. A warning about two sites does not say which differs.
 
     Parameters
     ----------
@@ -307,7 +308,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     means = np.stack([d.mean for _, d in sites])
     variances = np.stack([d.squares / d.count for _, d in sites])
     logs = np.log(np.sqrt(variances), out=np.zeros_like(variances), where=variances > 0)
-    # Of two sites, either may have the other unit.
+    # With two sites, either could have the wrong unit.
     compare = _pair_differences if len(sites) == 2 else _outliers
     warnings = compare(sites, means, variances, logs)
     return [
@@ -347,7 +348,7 @@ def _outliers(
 def _pair_differences(
     sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
 ) -> dict[int, list[str]]:
-    """Return a text for each feature that differs between two sites; it blames neither site.
+    """Return a text for each feature that differs between two sites, without naming either as the cause.
 
     Parameters
     ----------
@@ -378,18 +379,18 @@ def _pair_differences(
 
 
 class _Sites:
-    """The sites that take part so far, each with its name, and the warnings about them and the others."""
+    """The sites that still participate, with their names, and the warnings about all sites."""
 
     def __init__(self, entries: list[tuple[str, Description]]) -> None:
         self.entries, self.warnings = entries, list[str]()
 
     def keep(self, fits: Callable[[Description], bool], why_not: Callable[[Description], str]) -> None:
-        """Leave out the sites that do not fit, with a warning for each."""
+        """Remove the sites that do not fit, and add a warning for each."""
         self.warnings += [f"{name}: {why_not(d)}; it cannot take part" for name, d in self.entries if not fits(d)]
         self.entries = [(name, d) for name, d in self.entries if fits(d)]
 
     def most(self, key: str, problem: str, value_of: Callable[[Description], str]) -> str:
-        """Return what most sites have, or raise :class:`SettingsError` if as many have another."""
+        """Return the most common value of the sites, or raise :class:`SettingsError` for a tie."""
         counts = Counter(value_of(d) for _, d in self.entries).most_common()
         if len(counts) > 1 and counts[0][1] == counts[1][1]:
             values = [
@@ -399,7 +400,7 @@ class _Sites:
         return counts[0][0] if counts else ""
 
     def shape(self) -> str:
-        """Return the shape that most sites with a fixed one have; without any, that of most image files."""
+        """Return the most common shape of the sites with a fixed shape, or of all sites if no shape is fixed."""
         deciding = _Sites([entry for entry in self.entries if entry[1].fixed] or self.entries)
         shape = deciding.most("input-shape", "have samples of different shapes", lambda d: shape_text(d.shape))
         channels = int(shape.split("x")[0]) if shape else 0
@@ -430,9 +431,9 @@ class _Sites:
             raise _alone("; ".join(labels_by_site) + "; …" * (len(alone) > 5), classes)
 
     def most_columns(self) -> tuple[str, ...]:
-        """Return the columns that most sites have, in the order that most of these have; none without names.
+        """Return the most common columns in their most common order, or no columns if no site names its columns.
 
-        Raises :class:`SettingsError` if as many sites have others.
+        Raises :class:`SettingsError` for a tie.
         """
         named = [(name, d) for name, d in self.entries if d.columns]
         if not named:
@@ -448,7 +449,7 @@ class _Sites:
         return next(order for order, _ in orders.most_common() if set(order) == sets[0][0])
 
     def columns(self, columns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the run's columns in their order, and leave out the sites that have others."""
+        """Return the names of the run's columns in their order, and remove the sites with other columns."""
         columns = columns or self.most_columns()
         self.keep(
             lambda d: not d.columns or set(d.columns) == set(columns),
@@ -480,7 +481,7 @@ def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
 
 
 def _shown(sites: Iterable[str]) -> str:
-    """Return names of sites for a message, the first five."""
+    """Return the names of the first five sites for a message."""
     names = list(sites)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 

@@ -23,14 +23,14 @@ HUB = "hf:"
 """Prefix of a data set of the Hugging Face Hub."""
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::(.+))?")
 _FORMATS = frozenset({"arrow", "cache", "csv", "imagefolder", "json", "parquet", "text"})
-"""Formats of files that the library reads without unpickling, which it does with pandas' formats."""
+"""File formats that the library reads without unpickling. It unpickles pandas' formats."""
 _INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds to a .parquet file
 _TESTS = ({"test"}, {"validation", "valid", "val", "dev"})
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a table, in which splits follow each other."""
+    """The rows of a table, which contains its splits one after another."""
 
     table: Any  # pyarrow.Table
     features: Mapping[str, Any]  # types of the columns in `datasets`, if known
@@ -38,7 +38,7 @@ class _Rows:
     where: str
 
     def at(self, row: int, column: str) -> str:
-        """Return where a cell is, for messages."""
+        """Return the location of a cell, for messages."""
         split = ""
         for name, length in self.splits:
             split = f"split {name}, " if len(self.splits) > 1 else ""
@@ -50,7 +50,7 @@ class _Rows:
 
 def is_saved(path: Path) -> bool:
     """Return whether ``save_to_disk`` of `datasets` has written a directory."""
-    # Unlike pathlib's these are also False for texts that are not a path, and for folders without permission.
+    # Unlike pathlib, os.path returns False for an invalid path or one without read permission.
     is_single = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))  # noqa: PTH113
     return is_single or os.path.isfile(path / "dataset_dict.json")  # noqa: PTH113
 
@@ -101,7 +101,7 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
     Raises
     ------
     DataError
-        If it cannot be fetched, or its format is not supported.
+        If the data set cannot be fetched, or its format is not supported.
     """
     import datasets  # noqa: PLC0415 - takes seconds to import
     from datasets.packaged_modules.cache.cache import Cache  # noqa: PLC0415
@@ -125,7 +125,7 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
         loaded = builder.as_dataset()
     except DataError:
         raise
-    except Exception as error:  # of the network, of the Hub, or of a damaged file
+    except Exception as error:  # the network, the Hub or a damaged file can raise any error
         how = "fetched from the Hugging Face Hub" if download else "found in the library's cache (download = false)"
         raise DataError(
             f"{where}: it cannot be {how} ({said(error)}); on a machine with a network, datasets.save_to_disk "
@@ -136,18 +136,18 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
 
 
 def _pooled(loaded: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str]]:
-    """Return the rows of a data set or of its splits, a mark for the test set's rows, and warnings.
+    """Return the rows of a data set or of its splits, whether each row is a test row, and warnings.
 
-    The test set is the split test, else the split for validation. If there is a split train, splits with other names,
-    such as unsupervised, are skipped.
+    The test set is the split test, else the split for validation. If a split train exists, the function skips splits
+    with other names, such as unsupervised.
     """
     import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
 
     splits = dict(loaded) if isinstance(loaded, Mapping) else {"": loaded}
     notes: list[str] = []
-    if "train" in splits and (odd := [name for name in splits if name not in {"train"}.union(*_TESTS)]):
-        notes.append(Note(f"splits that are not used: {', '.join(odd)}", "some splits are not used"))
-        splits = {name: split for name, split in splits.items() if name not in odd}
+    if "train" in splits and (unused := [name for name in splits if name not in {"train"}.union(*_TESTS)]):
+        notes.append(Note(f"splits that are not used: {', '.join(unused)}", "some splits are not used"))
+        splits = {name: split for name, split in splits.items() if name not in unused}
     if not splits:
         raise DataError(f"{where}: no split; at least one is needed")
     features = next(iter(splits.values())).features
@@ -252,7 +252,7 @@ def _labels(rows: _Rows, name: str) -> np.ndarray:
     if isinstance(kind, datasets.ClassLabel):
         numbers = column.to_numpy()
         if (invalid := (numbers < 0) | (numbers >= len(kind.names))).any():
-            allowed = f"allowed are 0 to {len(kind.names) - 1}, the numbers of its classes"
+            allowed = f"allowed: 0 to {len(kind.names) - 1}, the numbers of its classes"
             raise DataError(
                 f"{rows.at(int(invalid.argmax()), name)}: label {numbers[invalid][0]}; {allowed}", "wrong-label", name
             )
@@ -292,7 +292,7 @@ def _nested(values: Any, rows_each: int, at: Callable[[int], str]) -> np.ndarray
     kind = pa.types
     if not (kind.is_list(values.type) or kind.is_large_list(values.type) or kind.is_fixed_size_list(values.type)):
         raise DataError(
-            f"{at(0)}: values of type {values.type}; allowed are images, texts, numbers, and lists of numbers; "
+            f"{at(0)}: values of type {values.type}; allowed: images, texts, numbers, and lists of numbers; "
             "select columns with input-columns"
         )
     lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Assignment of samples to clients; the drawn ones come from the partitioners of flwr-datasets."""
+"""Assignment of samples to clients; the partitioners of flwr-datasets draw the random assignments."""
 
 import contextlib
 import io
@@ -29,8 +29,8 @@ _SIMULATED = 100_000
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Divide each class in Dirichlet proportions.
 
-    Draws until each client has 10 samples (fewer if the data is small); where that does not succeed,
-    until each has 2. ``dirichlet_balanced`` is the rule of PFLlib and FedLab, class after class in their order.
+    Draws until each client has 10 samples, or fewer for small data. If this fails, draws until each client has 2.
+    ``dirichlet_balanced`` is the rule of PFLlib and FedLab, which assigns class after class.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
@@ -76,7 +76,7 @@ def _share_lacking(counts: np.ndarray, settings: DataSettings, least: int) -> fl
     """
     clients = settings.num_clients
     draws = max(1, _SIMULATED // clients)
-    rng = np.random.default_rng(0)  # an estimate, of which the partition itself is independent
+    rng = np.random.default_rng(0)  # fixed seed: the estimate does not affect the partition
     sizes = np.zeros((draws, clients), np.int64)
     for count in counts[counts > 0]:
         shares = rng.standard_gamma(settings.dirichlet_alpha, (draws, clients))
@@ -90,12 +90,12 @@ def _share_lacking(counts: np.ndarray, settings: DataSettings, least: int) -> fl
 
 
 def iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Share out all samples at random, in parts as equal as can be."""
+    """Divide all samples at random into parts of nearly equal size."""
     return np.array_split(rng.permutation(len(dataset)), settings.num_clients)
 
 
 def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Give each client S classes; the clients that have a class share it out evenly."""
+    """Give each client S classes, and divide each class evenly among its clients."""
     options = {"num_classes_per_partition": settings.classes_per_client, "class_assignment_mode": "first-deterministic"}
     try:
         return _divide(PathologicalPartitioner, options, dataset, settings.num_clients, rng)
@@ -168,14 +168,14 @@ ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]]
 
 
 class _Labels(datasets.Dataset):  # type: ignore[misc]
-    """The labels of a data set for a partitioner, as an array, not value by value."""
+    """The labels of a data set as one array, for a partitioner."""
 
     def __getitem__(self, key: Any) -> Any:
         values = super().__getitem__(key)
         return values[:] if isinstance(key, str) else values
 
     def select(self, indices: Any) -> Any:
-        """Return the rows' numbers in place of a table, which would take most of the time of a draw."""
+        """Return the row numbers instead of a table, which would take most of the time of a draw."""
         return np.asarray(indices, np.int64)
 
     def sort(self, _: str) -> Any:
@@ -193,9 +193,9 @@ def _divide(
     shuffled: bool = True,
     ordered: bool = False,
 ) -> Parts:
-    """Let a partitioner divide samples by their labels; return their indices.
+    """Divide samples by label with a partitioner, and return their indices.
 
-    It receives the samples shuffled or in their order in the data set, and with ``ordered`` then sorted by label.
+    The samples are first shuffled, if ``shuffled``, then sorted by label, if ``ordered``.
     """
     seed = int(rng.integers(2**32))
     order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))

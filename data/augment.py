@@ -53,7 +53,7 @@ def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tu
     custom = Transforms(transforms, mean, std) if transforms else None
     if augment == "none" and custom is None:
         return None
-    draw, change = AUGMENTS.get(augment, (_draw_nothing, _as_they_are))
+    draw, change = AUGMENTS.get(augment, (_draw_nothing, _identity))
     black = -mean / std
 
     def drawn(count: int, generator: torch.Generator) -> Tensor:
@@ -160,7 +160,7 @@ def _draw_nothing(count: int, generator: torch.Generator) -> Tensor:
     return torch.empty(count, 0)
 
 
-def _as_they_are(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
+def _identity(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
     return x
 
 

@@ -20,7 +20,7 @@ class ClientData:
     """Training, test and validation data of one client, on its device.
 
     Inputs are images, float32 ``(n, C, H, W)``, normalised, channels_last; features, float32 ``(n, F)``; or text,
-    int64 ``(n, L)``. Labels are int64 ``(n,)``. A client with a single sample has an empty test.
+    int64 ``(n, L)``. Labels are int64 ``(n,)``. A client with a single sample has no test data.
     """
 
     x_train: Tensor
@@ -33,7 +33,7 @@ class ClientData:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its tensors."""
+        """Size of its tensors in memory."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
@@ -42,11 +42,11 @@ def client_data(
 ) -> ClientData:
     """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if there is none.
 
-    With `resized-crop` test and validation images are cropped here, at random by the seed; training crops them anew in
-    each epoch.
+    With `resized-crop` this function crops test and validation images once, at random from the seed. Training draws a
+    new crop of each training image in every epoch.
     """
     if not 0 <= client < len(part.train):
-        raise IndexError(f"client {client}: there are {len(part.train)} clients, numbered from 0")
+        raise IndexError(f"client {client}: the partition has {len(part.train)} clients, numbered from 0")
 
     def tensors(indices: np.ndarray) -> tuple[Tensor, Tensor]:
         return _inputs(dataset, indices, client, settings, device), torch.from_numpy(dataset.y[indices]).to(device)
@@ -57,7 +57,7 @@ def client_data(
         boxes = draw_resized_boxes(len(x), torch_generator(seed, f"crop-{split}", client))
         return crop(x, boxes.to(device)), y
 
-    train, test, validation = (tensors(own[client]) for own in (part.train, part.test, part.validation))
+    train, test, validation = (tensors(split[client]) for split in (part.train, part.test, part.validation))
     evaluated = (*cropped("test", *test), *cropped("validation", *validation))
     return ClientData(*train, *evaluated, dataset.task.num_classes)
 
@@ -65,7 +65,7 @@ def client_data(
 def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:
     x = torch.from_numpy(np.ascontiguousarray(dataset.x[indices]))
     if dataset.task.kind == "image" and settings.shift != "none":
-        # On the CPU, so that every device trains on the same pixels.
+        # Run on the CPU, so that every device trains on the same pixels.
         shifted = apply_shift(x.permute(0, 3, 1, 2), SHIFTS[settings.shift][client])
         x = shifted.permute(0, 2, 3, 1).contiguous()
     return normalised(x.to(device), dataset.task.kind, dataset.mean, dataset.std)

@@ -1,4 +1,4 @@
-"""Which columns of a table are the label, the samples and the groups."""
+"""Assigns the columns of a table to the label, the samples and the groups."""
 
 import json
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ _SHOWN = 20  # names of columns that a message lists
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that the settings name. The names in the table decide on the others."""
+    """The columns that the settings name. The names in the table determine the other columns."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
     group: str = ""
     offered: tuple[str, ...] | None = None
     """With a policy: the columns that it offers as inputs. The label is then one of the other columns. It does not
-    depend on the columns that the run uses, so no run chooses the label."""
+    depend on the columns that the run uses, so a run cannot choose the label."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
@@ -31,7 +31,7 @@ class Columns:
         return cls(label_name(settings.label_column), inputs, label_name(settings.group_column))
 
     def named(self) -> list[tuple[str, str]]:
-        """Return the names that are given, each with the key of its setting."""
+        """Return the names in the settings, each with the key of its setting."""
         pairs = [("label-column", self.label), ("group-column", self.group)]
         return [(key, name) for key, name in pairs if name] + [("input-columns", name) for name in self.inputs]
 
@@ -78,7 +78,7 @@ def roles(
     group = header.index(columns.group) if columns.group else None
     free = [index for index in range(len(header)) if index not in inputs and index != group]
     if not (columns.label or free):
-        raise DataError(f"{where}: no column is left for the label; name fewer in input-columns")
+        raise DataError(f"{where}: no column is left for the label; name fewer columns in input-columns")
     eligible = free
     if columns.offered is not None:
         indices = range(len(header))
@@ -122,7 +122,7 @@ def name_notes(names: Sequence[str], header: Sequence[str]) -> list[str]:
 
 
 def names_in(key: str, text: str) -> tuple[str, ...]:
-    """Return the names of a setting that lists them with commas between, or as JSON."""
+    """Return the names in a setting: separated by commas, or a JSON list."""
     names: Any = text.split(",")
     if text.lstrip().startswith("["):
         try:
@@ -130,8 +130,8 @@ def names_in(key: str, text: str) -> tuple[str, ...]:
         except (ValueError, RecursionError) as error:
             raise SettingsError(f"{key} = {text!r:.200}: not a JSON list ({error})") from error
     if not all(isinstance(name, str) for name in names):
-        raise SettingsError(f"{key} = {text!r:.200}: needed is a list of texts")
+        raise SettingsError(f"{key} = {text!r:.200}: expected a list of texts")
     listed_names = tuple(label_name(name) for name in names)
     if len(set(listed_names)) < len(listed_names) or (key == "classes" and not all(listed_names)):
-        raise SettingsError(f"{key} = {text!r:.200}: needed are names, each once")
+        raise SettingsError(f"{key} = {text!r:.200}: expected names, without duplicates")
     return listed_names

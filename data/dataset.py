@@ -22,28 +22,28 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 class Dataset:
     """All samples of a data set, for training and for tests.
 
-    ``x``, which may be mapped from a file, are ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)``
-    features, float32 or, where that would change one, float64; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
+    ``x``, which may be mapped from a file, are ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)`` features,
+    float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
     :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``: float32 per channel of
-    pixels/255 for uint8 images, float64 per feature for features. Both are 0 and 1 for values that stay as they are,
-    and for features before :func:`fitted`.
+    pixels/255 for uint8 images, float64 per feature for features. They are 0 and 1 for values without
+    normalisation, and for features before :func:`fitted`.
     """
 
-    name: str  # or path that it was loaded under
+    name: str  # or path of the data
     task: Task
     x: np.ndarray
     y: np.ndarray  # (N,) int64 labels 0..C-1
     mean: np.ndarray
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
-    group_names: tuple[str, ...] = ()  # by the group's number; none where the data has no names
+    group_names: tuple[str, ...] = ()  # by the group's number; empty if the data has no names
     is_test: np.ndarray | None = None  # (N,) bool: samples of the supplied test set, if there is one
     given: Indices | None = None  # if the data is already partitioned
     notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
     skipped: int = 0  # number of unreadable files
     sample_kind: str = ""  # as in :class:`Content`
-    words: tuple[str, ...] = ()  # of texts, in the order of their tokens from 2; none where words are hashed
-    columns: tuple[str, ...] = ()  # names of the features, where the data gives them
+    words: tuple[str, ...] = ()  # of texts, in the order of their tokens from 2; empty if words are hashed
+    columns: tuple[str, ...] = ()  # names of the features, if the data has them
     order_seed: int = 0  # secret of a site for the order of its samples in batches; 0: the seed of the run decides
 
     def __len__(self) -> int:
@@ -57,21 +57,21 @@ class Content:
 
     path: Path  # for messages
     kind: str  # image (uint8), image-float, features, text or tokens (numbers of words)
-    x: Any  # as in Dataset; of text the N texts
+    x: Any  # as in Dataset; for text, the N texts
     labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
     groups: np.ndarray | None = None
     is_test: np.ndarray | None = None  # this and group_names are as in Dataset
     given: Indices | None = None
-    class_names: tuple[str, ...] = ()  # where the data gives them; the labels are then their numbers 0..C-1
-    columns: tuple[str, ...] = ()  # names of the features, where the data gives them
+    class_names: tuple[str, ...] = ()  # if the data has them; the labels are then their numbers 0..C-1
+    columns: tuple[str, ...] = ()  # names of the features, if the data has them
     group_names: tuple[str, ...] = ()
     read_notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
     unreadable: tuple[str, ...] = ()  # an error message for each unreadable file
-    resized: bool = False  # images that were brought to one size, and can be brought to any
+    resized: bool = False  # whether image files were resized to one size, and can be resized to any
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Labels as numbers of the classes that occur, ``(N,)`` int64, and the names of these."""
+        """Labels as numbers of the classes that occur, ``(N,)`` int64, and the names of these classes."""
         return distinct_labels(self.labels)
 
     @cached_property
@@ -96,7 +96,7 @@ class Content:
 
 
 def bytes_of(array: np.ndarray) -> Iterator[memoryview]:
-    """Yield the bytes of an array in blocks, so that an array on the disk is not loaded at once."""
+    """Yield the bytes of an array in blocks, to avoid loading an array on disk at once."""
     for row in range(0, len(array), 1024):
         yield np.ascontiguousarray(array[row : row + 1024]).data
 
@@ -112,11 +112,11 @@ def make_dataset(
     text_length: int = 0,
     **attributes: Any,
 ) -> Dataset:
-    """Build a data set from samples and labels as :class:`Dataset` holds them, and the parts of its :class:`Task`.
+    """Build a data set from samples and labels, as in :class:`Dataset`, and the parts of its :class:`Task`.
 
-    uint8 pixels are scaled to [-1, 1], as in PFLlib, so that curves compare; float32 pixels and tokens stay unchanged.
-    ``scale`` is mean and standard deviation of features; without it, :func:`fitted` computes them. ``text_length`` is
-    the number of tokens that :func:`fitted` makes of a text. The kind of the samples is as in :class:`Content`;
+    uint8 pixels are scaled to [-1, 1], as in PFLlib, to make curves comparable. Other pixels and tokens do not change.
+    ``scale`` is mean and standard deviation of features. Without it :func:`fitted` computes them. ``text_length`` is
+    the number of tokens of a text after :func:`fitted`. The kind of the samples is as in :class:`Content`;
     ``attributes`` are further attributes of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
@@ -137,7 +137,7 @@ def make_dataset(
 def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dataset:
     """Return a data set whose statistics and vocabulary come from training samples alone.
 
-    Each feature gets mean and standard deviation over the training samples of all clients; a constant one is only
+    Each feature gets mean and standard deviation over the training samples of all clients. A constant feature is only
     centred. Texts become tokens: the ``max_words`` most frequent words of the training texts get a number. Images and
     tokens need no statistics.
 
@@ -146,14 +146,14 @@ def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dat
     dataset : Dataset
         As :func:`posy.data.datasets.load_dataset` returns it.
     train : sequence of numpy.ndarray
-        Indices ``(n_i,)`` of each client's training samples, without those for test and validation.
+        Indices ``(n_i,)`` of each client's training samples, without test and validation samples.
     max_words : int
-        Words of the vocabulary at most.
+        Largest number of words in the vocabulary.
 
     Raises
     ------
     DataError
-        If a sample, standardised, exceeds the range of float32.
+        If a standardised sample exceeds the range of float32.
     """
     if dataset.sample_kind not in ("features", "text"):
         return dataset

@@ -1,4 +1,4 @@
-"""Any data set by its name or its path."""
+"""Loads any data set by its name or path."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from posy.settings import SettingsError
 def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dataset, Partition]:
     """Return a data set, ready for training, and its partition over the clients.
 
-    Statistics and vocabulary come from the training samples of the partition alone. It raises as
-    :func:`load_dataset` and :func:`posy.data.partitions.partition` do.
+    Statistics and vocabulary come only from the training samples of the partition. The function raises the errors of
+    :func:`load_dataset` and :func:`posy.data.partitions.partition`.
     """
     dataset = load_dataset(settings, data_dir, seed)
     part = partition(dataset, settings, seed)
@@ -34,7 +34,7 @@ def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dat
 
 
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
-    """Load a data set by name or path; the seed draws the subset of ``max_samples``.
+    """Load a data set by name or path. The seed selects the subset of ``max_samples``.
 
     Features are not standardised yet, and texts are still texts: :func:`posy.data.dataset.fitted` needs the partition.
 
@@ -74,7 +74,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
 
 
 def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
-    """Raise :class:`SettingsError` where settings name columns of data without columns."""
+    """Raise :class:`SettingsError` if settings name columns, but the data has none."""
     if (named := columns.named()) and not has_columns:
         raise SettingsError(
             f"{named[0][0]} = {named[0][1]!r} does not go with dataset = {name!r}, which has no columns: they are for "
@@ -83,7 +83,7 @@ def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
-    """Raise :class:`SettingsError` if the settings change the size of samples, or number words, that the data lacks."""
+    """Raise :class:`SettingsError` for settings of sizes or words that do not apply to the data."""
     task = dataset.task
     for key, kind, wanted, reason in (
         ("image-size", "image", (settings.image_size,) * 2, "image files are resized"),
@@ -114,7 +114,7 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
         )
     if size > len(dataset):
         raise SettingsError(
-            f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; allowed are 0 to this number"
+            f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; allowed: 0 to this number"
         )
     keep = np.sort(numpy_generator(seed, "subset").choice(len(dataset), size, replace=False))
     groups, is_test = (None if part is None else part[keep] for part in (dataset.groups, dataset.is_test))

@@ -1,4 +1,4 @@
-"""Errors and notes about data, with the part of their text that may leave the machine of the data."""
+"""Errors and notes about data, and the part of their text that other machines may receive."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class DataError(ValueError):
     Parameters
     ----------
     message : str
-        The message for the machine that holds the data. It may contain paths, labels and cells.
+        The message on the machine with the data. It may contain paths, labels and cells.
     code : str
         The key in :data:`CODES` of the error that other machines receive.
     column : str
@@ -43,7 +43,7 @@ class DataError(ValueError):
         self.code, self.column, self.count = code, column, count
 
     def shared(self, min_rows: int) -> str:
-        """Return the message for other machines: code, column and count; a count below ``min_rows`` is not exact."""
+        """Return the message for other machines: code, column and count. A count below ``min_rows`` is not exact."""
         column = f", column {self.column}" if self.column else ""
         counted = str(self.count) if self.count >= min_rows else f"below {min_rows}"
         count = f", count {counted}" if self.count else ""
@@ -57,12 +57,12 @@ class Note(str):
     shared: str
 
     def __new__(cls, text: str, shared: str | None = None) -> "Note":
-        """Return a note; by default other machines receive the whole text."""
+        """Return a note. By default other machines receive the full text."""
         note = super().__new__(cls, text)
         note.shared = text if shared is None else shared
         return note
 
 
 def shared_notes(notes: Sequence[str]) -> list[str]:
-    """Return the texts of notes that may leave the machine of the data."""
+    """Return the texts that other machines may receive."""
     return [note.shared for note in notes if isinstance(note, Note) and note.shared]

@@ -1,4 +1,4 @@
-"""Files as people have them: only regular files are opened, and only what fits into memory is read."""
+"""Checks of user files: Posy opens only regular files, and reads only data that fits into memory."""
 
 import contextlib
 import json
@@ -9,50 +9,53 @@ from typing import Any
 
 from posy.data.errors import DataError
 
-_ROOM = 0.8  # fraction of the free memory that data may take
-_JSON_GROWTH = 4  # least factor by which JSON grows when its numbers become Python's
+_MEMORY_SHARE = 0.8  # fraction of the free memory that data may take
+_JSON_GROWTH = 4  # smallest factor by which JSON grows in memory as Python objects
 
 
 def check_regular(path: Path) -> int:
-    """Return the size of a regular file in bytes, following links; another, which may never end, is an error."""
+    """Return the size in bytes of a regular file, after following links.
+
+    Raise :class:`DataError` for any other file, such as a pipe, which may never end.
+    """
     try:
-        found = os.stat(path)  # noqa: PTH116 - pathlib's answers differ by error
+        status = os.stat(path)  # noqa: PTH116 - pathlib handles errors differently
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be opened ({_reason(error)})") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"{path}: not a regular file; a directory, a pipe or a device is not read")
-    return found.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path}: not a regular file; Posy does not read directories, pipes or devices")
+    return status.st_size
 
 
 def check_fits(size: float, where: str) -> None:
-    """Raise :class:`DataError` if a number of bytes is more than data may take of the free memory."""
+    """Raise :class:`DataError` if data of ``size`` bytes would take too much of the free memory."""
     free = free_memory()
-    if size > _ROOM * free:
+    if size > _MEMORY_SHARE * free:
         raise DataError(f"{where}: more than fits into memory ({size / 1e9:.3g} GB; {free / 1e9:.3g} GB are free)")
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, or raise :class:`DataError` if it is none or more than fits into memory."""
+    """Return the content of a JSON file, or raise :class:`DataError` if it is invalid or too large for the memory."""
     check_fits(_JSON_GROWTH * check_regular(path), str(path))
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON that can be read ({_reason(error)})") from error
+        raise DataError(f"{path}: not readable JSON ({_reason(error)})") from error
 
 
 def free_memory() -> float:
-    """Return the bytes of memory that this process may still take; infinity where the system does not tell."""
-    found = [float("inf")]
-    with contextlib.suppress(OSError, ValueError):  # another system, or no group of its own
+    """Return the bytes of memory still available to this process, or infinity if the system does not report it."""
+    limits = [float("inf")]
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or no cgroup limit
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limits += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
         group = Path("/sys/fs/cgroup")
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         if limit != "max":
-            told = (group / "memory.stat").read_text(encoding="ascii").splitlines()
-            cache = sum(int(line.split()[1]) for line in told if line.startswith(("inactive_file ", "active_file ")))
-            found.append(float(limit) - float((group / "memory.current").read_text(encoding="ascii")) + cache)
-    return min(found)
+            lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+            cache = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+            limits.append(float(limit) - float((group / "memory.current").read_text(encoding="ascii")) + cache)
+    return min(limits)
 
 
 def _reason(error: Exception) -> str:

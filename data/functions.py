@@ -21,8 +21,8 @@ def read_function(name: str) -> Content:
     """Call a function without arguments that returns ``(x, y)``, or a mapping of :data:`PARTS`, and return its content.
 
     ``x`` are images, ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, whole numbers from 0 to 255 or floats;
-    features ``(N, F)``; or N texts. ``y`` ``(N,)`` are numbers or names of classes, ``groups`` ``(N,)`` natural groups,
-    and ``test`` ``(N,)`` is true for the samples of the supplied test set. Tensors are read like arrays.
+    features ``(N, F)``; or N texts. ``y`` ``(N,)`` are numbers or names of classes, ``groups`` ``(N,)`` are natural
+    groups, and ``test`` ``(N,)`` is true for the samples of the supplied test set. Tensors are read like arrays.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Cont
         kind, samples = "text", x.tolist()
     elif x.dtype.kind not in "biuf" or x.ndim not in (2, 3, 4):
         raise DataError(
-            f"{source}: x of shape {x.shape} and type {x.dtype}; allowed are texts, and numbers in 2 to 4 axes"
+            f"{source}: x of shape {x.shape} and type {x.dtype}; allowed: texts, and numbers in 2 to 4 axes"
         )
     else:
         check_shape(x.shape, source)

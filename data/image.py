@@ -20,7 +20,7 @@ from posy.data.labels import as_labels
 from posy.data.values import as_float32
 
 DEFAULT_SIDE = 64
-"""Height and width to which images of unequal sizes are brought."""
+"""Default height and width for images of unequal sizes."""
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 _SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
 
@@ -33,70 +33,70 @@ class Encoded:
     content: Any  # a buffer, which may still be on the disk
 
     def __str__(self) -> str:
-        """Return where it is, for messages."""
+        """Return its location, for messages."""
         return self.where
 
 
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
-    """Bring images to ``(N, H, W, C)``: whole numbers 0..255 as uint8, other numbers as float32.
+    """Return images as ``(N, H, W, C)``: whole numbers 0..255 as uint8, other numbers as float32.
 
-    ``(N, H, W)`` is taken as grey; of the others the channels are the last axis or the one after N: that
-    with 1 or 3 entries, else that with 2 or 4, and the last where both have. A pixel must be finite and in range.
+    ``(N, H, W)`` is grey. Otherwise the channels are the last axis or the axis after N: the axis with 1 or 3 entries,
+    else the axis with 2 or 4. If both fit, the last axis has the channels. A pixel must be finite and in range.
     """
     if x.ndim == 3:
         x = x[..., None]
     axis = next((axis for counts in ((1, 3), (2, 4)) for axis in (3, 1) if x.shape[axis] in counts), None)
     if axis is None:
         raise DataError(
-            f"{where}: images of shape {x.shape[1:]}; allowed are (height, width), and 1 to 4 channels before or after"
+            f"{where}: images of shape {x.shape[1:]}; allowed: (height, width), and 1 to 4 channels before or after"
         )
     if axis == 1:
         x = x.transpose(0, 2, 3, 1)
-        if not isinstance(x, np.memmap):  # which stays on the disk
+        if not isinstance(x, np.memmap):  # a memmap stays on disk
             x = np.ascontiguousarray(x)
     if x.dtype == np.uint8:
         return x
     if x.dtype.kind in "iu":
-        bad = np.argwhere((x < 0) | (x > 255))
-        if len(bad):
-            place = tuple(bad[0].tolist())
-            raise DataError(f"{where}: pixel {x[place]} at index {place}; whole numbers are allowed from 0 to 255")
+        invalid = np.argwhere((x < 0) | (x > 255))
+        if len(invalid):
+            index = tuple(invalid[0].tolist())
+            raise DataError(f"{where}: pixel {x[index]} at index {index}; whole numbers from 0 to 255 are allowed")
         return x.astype(np.uint8)
     if x.dtype.kind != "f":
-        raise DataError(f"{where}: pixels of type {x.dtype}; allowed are uint8 or floating-point numbers")
+        raise DataError(f"{where}: pixels of type {x.dtype}; allowed: uint8 or floating-point numbers")
     return as_float32(x, where)
 
 
 def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
-    """Find the images of a folder of class folders, or of train/test folders of class folders.
+    """Return the images in class folders, or in train and test folders with class folders.
 
-    Hidden folders, and files that are not images, are skipped. The function returns the N files, the names of their
-    class folders ``(N,)``, and which of them are in the folder test (without it: val), ``(N,)`` bool. Without both
-    folders the last value is ``None``.
+    The function skips hidden folders, and files that are not images. It returns the N files, the names of their class
+    folders ``(N,)``, and whether each file is in the test folder, ``(N,)`` bool. A validation folder replaces a missing
+    test folder. Without both, the last value is ``None``.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:
         tests = frozenset({"test"}) if "test" in splits else _SPLITS - {"train"}
         folders = [inner for split in folders for inner in _folders(split)]
     if not folders:
-        raise DataError(f"{root}: 0 class folders; needed are two or more, each with the images of a class")
-    found = [(folder, path) for folder in folders for path in image_files(folder)]
-    names = as_labels(np.array([folder.name for folder, _ in found]), str(root))
-    is_test = np.array([folder.parent.name.lower() in tests for folder, _ in found])
-    return [path for _, path in found], names, is_test if is_test.any() and not is_test.all() else None
+        raise DataError(f"{root}: 0 class folders; it needs two or more, each with the images of a class")
+    pairs = [(folder, path) for folder in folders for path in image_files(folder)]
+    names = as_labels(np.array([folder.name for folder, _ in pairs]), str(root))
+    is_test = np.array([folder.parent.name.lower() in tests for folder, _ in pairs])
+    return [path for _, path in pairs], names, is_test if is_test.any() and not is_test.all() else None
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the image files of a folder in order of name; none is a :class:`DataError`."""
+    """Return the image files of a folder, sorted by name, or raise :class:`DataError` if there are none."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    found = sorted(p for p in paths if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
-    if not found:
-        raise DataError(f"{folder}: no images; allowed are {', '.join(sorted(_SUFFIXES))}")
-    return found
+    files = sorted(p for p in paths if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
+    if not files:
+        raise DataError(f"{folder}: no images; allowed: {', '.join(sorted(_SUFFIXES))}")
+    return files
 
 
 def read_images(files: Sequence[Path], size: tuple[int, int] | None = None, mode: str | None = None) -> np.ndarray:
-    """Do as :func:`readable_images`, with a :class:`DataError` if files cannot be read."""
+    """Decode images as :func:`readable_images` does, or raise :class:`DataError` if a file cannot be read."""
     x, problems = readable_images(files, size, mode)
     if problems:
         raise unreadable(problems, len(files))
@@ -106,7 +106,7 @@ def read_images(files: Sequence[Path], size: tuple[int, int] | None = None, mode
 def readable_images(
     files: Sequence[Path | Encoded], size: tuple[int, int] | None = None, mode: str | None = None
 ) -> tuple[np.ndarray, dict[int, DataError]]:
-    """Decode the image files that can be read to one uint8 array.
+    """Decode the readable image files to one uint8 array.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def readable_images(
     Returns
     -------
     tuple
-        Images ``(n, H, W, C)``, and by their number the errors of the files that are not among them.
+        Images ``(n, H, W, C)``, and the errors of the unreadable files by file number.
     """
     problems: dict[int, DataError] = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -129,31 +129,31 @@ def readable_images(
         if size is None or mode is None:
             kinds = list(pool.map(_kind, files))
             problems = {number: kind for number, kind in enumerate(kinds) if isinstance(kind, DataError)}
-            known = {kind for kind in kinds if not isinstance(kind, DataError)}
-            sizes = {kind[0] for kind in known}
+            readable = {kind for kind in kinds if not isinstance(kind, DataError)}
+            sizes = {kind[0] for kind in readable}
             target = size or (sizes.pop() if len(sizes) == 1 else (DEFAULT_SIDE, DEFAULT_SIDE))
-            form = mode or ("L" if all(kind[1] in ("L", "1") for kind in known) else "RGB")
+            form = mode or ("L" if all(kind[1] in ("L", "1") for kind in readable) else "RGB")
         assert target is not None and form is not None
         shape = (target[1], target[0], 1 if form == "L" else 3)
-        good = [number for number in range(len(files)) if number not in problems]
-        check_fits(len(good) * math.prod(shape), f"{len(good)} images of {target[0]}x{target[1]} pixels")
-        out = np.empty((len(good), *shape), np.uint8)
+        usable = [number for number in range(len(files)) if number not in problems]
+        check_fits(len(usable) * math.prod(shape), f"{len(usable)} images of {target[0]}x{target[1]} pixels")
+        out = np.empty((len(usable), *shape), np.uint8)
 
-        def decode(place: int) -> DataError | None:
+        def decode(row: int) -> DataError | None:
             try:
-                with _opened(files[good[place]]) as image:
-                    out[place] = pixels_of(image, target, form)
+                with _opened(files[usable[row]]) as image:
+                    out[row] = pixels_of(image, target, form)
             except DataError as error:
                 return error
             return None
 
-        found = zip(good, pool.map(decode, range(len(good))), strict=True)
-        damaged = {number: error for number, error in found if error is not None}
+        errors = zip(usable, pool.map(decode, range(len(usable))), strict=True)
+        damaged = {number: error for number, error in errors if error is not None}
     if not damaged:
         return out, problems
-    left = [files[number] for number in good if number not in damaged]
-    # Again without the damaged files, whose size and colours would otherwise decide for all files.
-    return readable_images(left, size, mode)[0], dict(sorted((problems | damaged).items()))
+    remaining = [files[number] for number in usable if number not in damaged]
+    # Repeat without the damaged files, because their size and colours would affect the size and mode of all images.
+    return readable_images(remaining, size, mode)[0], dict(sorted((problems | damaged).items()))
 
 
 def image_content(
@@ -163,37 +163,46 @@ def image_content(
     size: tuple[int, int] | None,
     mode: str | None,
     skip_unreadable: bool | None,
-    **others: np.ndarray | None,
+    **attributes: np.ndarray | None,
 ) -> Content:
-    """Return the content that N image files and their ``(N,)`` labels are; ``others`` are its groups and its test set.
+    """Return the content of N image files and their ``(N,)`` labels. ``attributes`` are its groups and its test set.
 
-    The rest is as in :func:`posy.data.own.read_own`.
+    The other parameters are as in :func:`posy.data.own.read_own`.
     """
     x, problems = readable_images(files, size, mode)
     if not problems:
-        return Content(path, "image", x, labels, resized=True, **others)  # type: ignore[arg-type]
+        return Content(path, "image", x, labels, resized=True, **attributes)  # type: ignore[arg-type]
     if not skip_unreadable or len(problems) == len(files):
-        hint = "; with skip-unreadable=true in its node config a site goes on without such files"
+        hint = "; with skip-unreadable=true in its node config a site skips such files"
         raise unreadable(problems, len(files), hint if skip_unreadable is False else "")
-    good = np.setdiff1d(np.arange(len(files)), list(problems))
+    usable = np.setdiff1d(np.arange(len(files)), list(problems))
     first = ", ".join(str(files[number]).removeprefix(f"{path}{os.sep}") for number in list(problems)[:3])
     first += ", …" * (len(problems) > 3)
     count = f"{len(problems)} of {len(files)} image files cannot be read and are skipped"
     notes = [Note(f"{count}: {first}", count)]
-    if gone := np.setdiff1d(labels, labels[good]).tolist():
+    if lost_classes := np.setdiff1d(labels, labels[usable]).tolist():
         notes.append(
             Note(
-                f"classes without an image that can be read: {', '.join(map(str, gone))}",
-                "some classes have no image that can be read",
+                f"classes without a readable image: {', '.join(map(str, lost_classes))}",
+                "some classes have no readable image",
             )
         )
-    kept = {key: None if value is None else value[good] for key, value in others.items()}
-    told = tuple(map(str, problems.values()))
-    return Content(path, "image", x, labels[good], read_notes=tuple(notes), unreadable=told, resized=True, **kept)  # type: ignore[arg-type]
+    attributes = {key: None if value is None else value[usable] for key, value in attributes.items()}
+    errors = tuple(map(str, problems.values()))
+    return Content(
+        path,
+        "image",
+        x,
+        labels[usable],
+        read_notes=tuple(notes),
+        unreadable=errors,
+        resized=True,
+        **attributes,  # type: ignore[arg-type]
+    )
 
 
 def pixels_of(image: Image.Image, size: tuple[int, int], mode: str) -> np.ndarray:
-    """Return the pixels ``(H, W, C)`` of an image, uint8; ``size`` (width, height) and ``mode`` as in a run's data."""
+    """Return the pixels ``(H, W, C)`` of an image, uint8, with ``size`` (width, height) and ``mode``."""
     check_mode(image, "the image")
     converted = image.convert(mode)
     if converted.size != size:
@@ -202,13 +211,13 @@ def pixels_of(image: Image.Image, size: tuple[int, int], mode: str) -> np.ndarra
 
 
 def check_mode(image: Image.Image, where: str) -> None:
-    """Raise :class:`DataError` for an image of more than 8 bits a channel."""
+    """Raise :class:`DataError` for an image with more than 8 bits per channel."""
     if image.mode.startswith(("I", "F")):
-        raise DataError(f"{where}: pixels of mode {image.mode}; allowed are images of 8 bits a channel")
+        raise DataError(f"{where}: pixels of mode {image.mode}; images with 8 bits per channel are allowed")
 
 
 def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") -> DataError:
-    """Return the error for image files that cannot be read: the first three of them, and how many."""
+    """Return the error for unreadable image files, with the first three and their number."""
     first = "; ".join(str(error) for error in list(problems.values())[:3])
     if len(problems) == 1:
         return DataError(f"{first}{hint}", "unreadable-images", count=1)
@@ -229,7 +238,7 @@ def _kind(path: Path | Encoded) -> tuple[tuple[int, int], str] | DataError:
 
 @contextmanager
 def _opened(path: Path | Encoded) -> Iterator[Image.Image]:
-    """Open an image file; whatever is wrong with it becomes a DataError."""
+    """Open an image file, and turn every error into :class:`DataError`."""
     if isinstance(path, Path):
         check_regular(path)
     try:

@@ -27,7 +27,7 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
     Parameters
     ----------
     x : torch.Tensor
-        Samples as :class:`posy.data.dataset.Dataset` holds them, in writable memory.
+        Samples as in :class:`posy.data.dataset.Dataset`, in writable memory.
     kind : str
         Kind of the task.
     mean, std : numpy.ndarray

@@ -79,12 +79,10 @@ def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
     """Return the labels of data with known classes as int64; :class:`DataError` unless all are 0..C-1."""
     labels = as_labels(y, where)
     if labels.dtype.kind != "i":
-        raise DataError(f"{where}: the label {labels[0]!s:.60} is a text; allowed are 0 to {num_classes - 1}")
+        raise DataError(f"{where}: the label {labels[0]!s:.60} is a text; allowed: 0 to {num_classes - 1}")
     invalid = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if invalid.size:
-        raise DataError(
-            f"{where}: label {labels[invalid[0]]} at index {invalid[0]}; allowed are 0 to {num_classes - 1}"
-        )
+        raise DataError(f"{where}: label {labels[invalid[0]]} at index {invalid[0]}; allowed: 0 to {num_classes - 1}")
     return labels
 
 

@@ -1,6 +1,6 @@
-"""Reads .npz files straight into the memory where they stay.
+"""Reads .npz files directly into their final memory.
 
-NumPy's own reader would trust the sizes that a file claims, and copy what is pooled.
+NumPy's reader would trust the sizes in a file's headers, and copy the arrays to join them.
 """
 
 import lzma
@@ -19,8 +19,8 @@ from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
 
 _CHUNK = 1 << 22
-_MAX_RATIO = 100  # largest compression of an array of more than _MAX_SQUEEZED bytes; no real data reaches it
-_MAX_SQUEEZED = 1 << 30
+_MAX_RATIO = 100  # largest compression ratio of an array of more than _MAX_COMPRESSED bytes, far above real data
+_MAX_COMPRESSED = 1 << 30
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -30,19 +30,22 @@ _DAMAGE = (
     OSError,
     ValueError,
     KeyError,
-    RuntimeError,  # encrypted, or (RecursionError) a header without end, or (NotImplementedError) an odd compression
+    RuntimeError,  # an encrypted file, an endless header (RecursionError), or a rare compression (NotImplementedError)
     OverflowError,
 )
 
 
 class NpzFile:
-    """The arrays of an .npz file; ``unpickle`` reads one of objects from its pickle stream and the length of that.
+    """The arrays of an .npz file.
+
+    ``unpickle`` reads an object array from its pickle stream and the length of the stream.
 
     Raises
     ------
     DataError
-        If it is no regular file or is damaged, if it holds Python objects and ``unpickle`` is ``None``, or if an
-        array claims more than the file holds, more than fits into memory, or a compression that no data has.
+        If the file is damaged or not a regular file, or holds Python objects while ``unpickle`` is ``None``. Also if
+        an array's header claims more bytes than the file holds or than fit into memory, or if its compression ratio is
+        implausible.
     """
 
     def __init__(self, path: Path, unpickle: Callable[[IO[bytes], int], Any] | None = None) -> None:
@@ -60,7 +63,7 @@ class NpzFile:
         return shape, dtype
 
     def read(self, name: str, out: np.ndarray | None = None) -> Any:
-        """Return one array, in ``out`` if that is given (an array of objects as ``unpickle`` returns it)."""
+        """Return an array, in ``out`` if it is set. For an object array, return the result of ``unpickle``."""
         with self._open(name) as stream:
             shape, fortran, dtype = self._header(stream, name)
             if dtype.hasobject:
@@ -77,7 +80,7 @@ class NpzFile:
         return out
 
     def pooled(self, names: Sequence[str]) -> np.ndarray:
-        """Return arrays joined along their first axis, read into one block of memory where their types agree."""
+        """Return arrays joined along their first axis. Read them into one block of memory if their types agree."""
         shapes, dtypes = zip(*map(self.shape, names), strict=True)
         if len({shape[1:] for shape in shapes}) > 1:
             listed = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
@@ -86,30 +89,31 @@ class NpzFile:
             return np.concatenate([self.read(name) for name in names])
         lengths = [shape[0] for shape in shapes]
         check_fits(sum(map(math.prod, shapes)) * dtypes[0].itemsize, str(self.path))
-        whole = np.empty((sum(lengths), *shapes[0][1:]), dtypes[0])
-        for name, part in zip(names, np.split(whole, np.cumsum(lengths)[:-1]), strict=True):
+        pool = np.empty((sum(lengths), *shapes[0][1:]), dtypes[0])
+        for name, part in zip(names, np.split(pool, np.cumsum(lengths)[:-1]), strict=True):
             self.read(name, part)
-        return whole
+        return pool
 
     def _header(self, stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-        """Read the header of an array, and check what it claims."""
+        """Return shape, order and dtype from the header of an array, after checks against the file and the memory."""
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         try:
             shape, fortran, dtype = read(stream)
-        except Exception as error:  # it is parsed as Python, and a crooked one can fail in any way
+        except Exception as error:  # NumPy parses it as Python, so a malformed header can raise any error
             raise ValueError(f"array {name}: {error!s:.200}") from error
         if any(type(length) is not int or length < 0 for length in shape):
-            raise ValueError(f"array {name}: of the shape {shape}")
+            raise ValueError(f"array {name}: invalid shape {shape}")
         member = self._members[f"{name}.npy"]
         size = member.file_size if dtype.hasobject else math.prod(shape) * dtype.itemsize
         check_fits(size, str(self.path))
         if size > member.file_size:
-            raise EOFError(f"array {name}: {size - member.file_size} bytes are missing, or more")
-        if member.file_size > max(_MAX_SQUEEZED, _MAX_RATIO * member.compress_size):
+            raise EOFError(f"array {name}: at least {size - member.file_size} bytes are missing")
+        if member.file_size > max(_MAX_COMPRESSED, _MAX_RATIO * member.compress_size):
             raise DataError(
                 f"{self.path}: array {name} has {member.file_size / 1e9:.3g} GB, compressed to "
-                f"{member.compress_size / 1e6:.3g} MB, as no data can be; if it is data, store it with numpy.savez"
+                f"{member.compress_size / 1e6:.3g} MB, which is implausible for real data; "
+                "if the array is correct, store it with numpy.savez"
             )
         return shape, fortran, dtype
 
@@ -120,19 +124,19 @@ class NpzFile:
 
     @contextmanager
     def _damage(self) -> Iterator[None]:
-        """Turn what a damaged file makes of zipfile and NumPy into one error."""
+        """Turn the errors that zipfile and NumPy raise for a damaged file into :class:`DataError`."""
         try:
             yield
         except DataError:
             raise
-        except MemoryError as error:  # perhaps of a header that claims what is not there
+        except MemoryError as error:  # for example, a header claims more than the file holds
             raise DataError(f"{self.path}: more than fits into memory ({error})") from error
         except _DAMAGE as error:
-            raise DataError(f"{self.path}: not a whole .npz file ({error}); write it again with numpy.savez") from error
+            raise DataError(f"{self.path}: not a complete .npz file ({error}); rewrite it with numpy.savez") from error
 
 
 def _fill(stream: IO[bytes], array: np.ndarray) -> None:
-    """Read the bytes of a C-contiguous array into it."""
+    """Fill a C-contiguous array with bytes from a stream."""
     target = array.reshape(-1).view(np.uint8).data
     done = 0
     while done < len(target):
@@ -140,4 +144,4 @@ def _fill(stream: IO[bytes], array: np.ndarray) -> None:
         if not count:
             raise EOFError(f"{len(target) - done} bytes are missing")
         done += count
-    stream.read(1)  # reaching the end makes zipfile check the checksum
+    stream.read(1)  # zipfile verifies the checksum at the end of the stream

@@ -25,9 +25,9 @@ _LOG = getLogger("flwr")  # the logger of a run
 
 
 def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
-    """Make a data set of a reader's content; ``length`` is the number of tokens of a text.
+    """Build a data set from the content of a reader. ``length`` is the number of tokens of a text.
 
-    Features and texts still need :func:`posy.data.dataset.fitted`. Warnings about the data are logged.
+    Features and texts still need :func:`posy.data.dataset.fitted`. The function logs warnings about the data.
 
     Raises
     ------
@@ -54,12 +54,12 @@ def read_own(
     size: tuple[int, int] | None = None,
     mode: str | None = None,
     skip_unreadable: bool | None = None,
-    columns: Columns = Columns(),  # noqa: B008 - it cannot change
+    columns: Columns = Columns(),  # noqa: B008 - immutable
 ) -> Content:
     """Read an .npz, .csv or .parquet file, or a directory of one of the layouts.
 
-    ``size`` and ``mode`` of image files are as for :func:`posy.data.image.readable_images`. Where ``skip_unreadable``
-    is ``None``, the error for an unreadable image does not offer to skip it. ``columns`` are for tables.
+    ``size`` and ``mode`` of image files are as for :func:`posy.data.image.readable_images`. If ``skip_unreadable`` is
+    ``None``, the error for an unreadable image does not suggest that setting. ``columns`` are for tables.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def read_own(
             return read_parquet(path, columns, size, mode, skip_unreadable)
         if kind not in (".npz", ".csv"):
             raise DataError(
-                f"{path}: allowed are .npz, .csv, .parquet, a folder of class folders, of x.npy and y.npy, or of "
+                f"{path}: allowed: .npz, .csv, .parquet, a folder of class folders, of x.npy and y.npy, or of "
                 "datasets.save_to_disk, and a PFLlib directory"
             )
         return read_npz(path) if kind == ".npz" else read_csv(path, columns)
@@ -90,7 +90,7 @@ def read_own(
 
 
 def read_npz(path: Path) -> Content:
-    """Read an .npz file, with training and test samples in one array and a mark for the test samples.
+    """Read an .npz file, and return its training and test samples in one array, with a mask of the test samples.
 
     It reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test`` (numbers or
     texts). Arrays of three and four axes are images, for :func:`posy.data.image.as_images`; ``(N, F)`` are features.
@@ -135,20 +135,20 @@ def read_npz(path: Path) -> Content:
         kind = "features"
         samples, notes = as_features(x, str(path))
     else:
-        raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed are numbers in 2, 3 or 4 axes")
+        raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed: numbers in 2, 3 or 4 axes")
     y = labels("y")
     return Content(path, kind, samples, y, groups, is_test, group_names=group_names, read_notes=tuple(notes))
 
 
 def has_columns(path: Path) -> bool:
-    """Return whether a path is a table, so that the settings may name its columns."""
+    """Return whether a path is a table, whose columns settings may name."""
     return path.suffix.lower() in (".csv", ".parquet") or is_saved(path)
 
 
 def read_arrays(path: Path) -> Content:
     """Read a directory of x.npy, y.npy, and optionally groups.npy and test.npy, with the content of :data:`PARTS`.
 
-    Samples stay on the disk, unless their type has to be changed.
+    Samples stay on disk, unless their type must change.
     """
     parts = {}
     for key in PARTS:
@@ -165,6 +165,6 @@ def read_arrays(path: Path) -> Content:
 
 
 def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
-    """Read a folder of class folders, by :func:`posy.data.image.labelled_images`."""
+    """Read a folder of class folders with :func:`posy.data.image.labelled_images`."""
     files, names, is_test = labelled_images(path)
     return image_content(path, files, names, size, mode, skip_unreadable, is_test=is_test)

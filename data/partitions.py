@@ -1,4 +1,4 @@
-"""Which client holds which samples."""
+"""Assigns samples to clients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,18 +23,18 @@ from posy.settings import SettingsError
 class Partition:
     """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in rising order.
 
-    A test is empty only for a client with a single sample, or if the partition was given so; a validation split for a
-    client with a single training sample, or if there is to be none.
+    A test split is empty only for a client with a single sample, or if a given partition has an empty one. A validation
+    split is empty only for a client with a single training sample, or if ``validation_fraction`` is 0.
     """
 
     train: tuple[np.ndarray, ...]
     test: tuple[np.ndarray, ...]
     validation: tuple[np.ndarray, ...] = ()
     names: tuple[str, ...] = ()
-    """Names of the clients' groups, where the partition is ``natural`` and the data names its groups."""
+    """Names of the clients' groups, if the partition is ``natural`` and the data names its groups."""
 
     def __post_init__(self) -> None:
-        """Leave the validation splits empty where there are none."""
+        """Set empty validation splits if there are none."""
         if not self.validation:
             object.__setattr__(self, "validation", tuple(train[:0] for train in self.train))
 
@@ -56,18 +56,18 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     """Assign the samples of a data set to clients, and split them into train and test.
 
     The same data, settings and seed give the same partition in every process. flwr-datasets assigns samples by their
-    labels alone, except with ``samples_per_client``; data that comes partitioned is taken as it is.
+    labels alone, except with ``samples_per_client``. Data that is already partitioned keeps its partition.
 
-    A supplied test set stays one, unless ``test_set`` pools it: the rule assigns the training samples, and each client
-    gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, the test samples of its group.
-    Else each client's samples are split by ``test_fraction``.
+    A supplied test set is used for tests, unless ``test_set`` pools it. The rule then assigns the training samples, and
+    each client gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, the test samples of
+    its group. Without a test set, each client's samples are split by ``test_fraction``.
 
     Raises
     ------
     SettingsError
         If the settings do not suit the data or each other.
     DataError
-        If a client is left without a training sample.
+        If a client has no training sample.
     """
     kind = "given" if dataset.given is not None else settings.partition
     rng = numpy_generator(seed, "partition")
@@ -92,7 +92,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
         _check(kind, training, settings)
         pairs = _with_test_set(kind, dataset, is_test, training, settings, rng)
     if kind == "given" and settings.partition != "given":
-        log(INFO, "%s comes partitioned over %s clients, which is used", dataset.name, len(pairs))
+        log(INFO, "%s comes partitioned over %s clients: Posy uses this partition", dataset.name, len(pairs))
     for client, (train, _) in enumerate(pairs):
         if not len(train):
             raise DataError(f"partition {kind!r} of {dataset.name}: client {client} has no training sample")
@@ -105,14 +105,14 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
     """Return (train, test) of each client as a partition, with at most ``train_samples`` training samples.
 
-    Of these, ``validation_fraction`` are for validation.
+    A share ``validation_fraction`` of the training samples is for validation.
     """
     if settings.train_samples:
         pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
     parts = [(train, test, train[:0]) for train, test in pairs]
     if settings.validation_fraction:
         divided = split([train for train, _ in pairs], settings.validation_fraction, rng)
-        parts = [(train, test, aside) for (train, aside), (_, test) in zip(divided, pairs, strict=True)]
+        parts = [(train, test, validation) for (train, validation), (_, test) in zip(divided, pairs, strict=True)]
     train, test, validation = (
         tuple(np.sort(part).astype(np.int64) for part in split_parts) for split_parts in zip(*parts, strict=True)
     )
@@ -120,7 +120,7 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -
 
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
-    """Check what can be known before the work starts."""
+    """Check the settings against the data before the assignment."""
     clients, num_classes = settings.num_clients, dataset.task.num_classes
     if kind == "given":
         if settings.test_set == "pooled" and dataset.given is not None:
@@ -147,7 +147,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     if kind in ("classes", "pathological") and settings.classes_per_client > num_classes:
         raise SettingsError(
             f"classes-per-client = {settings.classes_per_client}: {dataset.name} has {num_classes} classes; "
-            f"allowed are 1 to {num_classes}"
+            f"allowed: 1 to {num_classes}"
         )
     if settings.samples_per_client and kind not in ("classes", "iid"):
         raise SettingsError(
@@ -161,9 +161,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
                 f"an .npz with groups_train); {dataset.name} has none"
             )
         if clients > (groups := len(np.unique(dataset.groups))):
-            raise SettingsError(
-                f"num-clients = {clients}: {dataset.name} has {groups} groups; allowed are 1 to {groups}"
-            )
+            raise SettingsError(f"num-clients = {clients}: {dataset.name} has {groups} groups; allowed: 1 to {groups}")
     is_pixels = dataset.task.kind == "image" and dataset.x.dtype == np.uint8
     check_shift(settings.shift, clients, dataset.x.shape[-1] if is_pixels else 0)
     check_augment(settings.augment, settings.transforms, dataset.task.kind, dataset.task.input_shape, dataset.name)
@@ -190,7 +188,7 @@ def _with_test_set(
     settings: DataSettings,
     rng: np.random.Generator,
 ) -> Indices:
-    """Return (train, test) of each client; ``training`` holds the labels and groups of the other samples alone."""
+    """Return (train, test) of each client; ``training`` has only the labels and groups of the other samples."""
     rows, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     if kind == "file":
         pairs = _from_file(dataset, settings, rng, is_test)
@@ -212,12 +210,12 @@ def _with_test_set(
 
 
 def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return how many test samples of each class each client gets from one test set, ``(M, C)`` int64.
+    """Return the number of test samples of each class that each client gets from a test set, ``(M, C)`` int64.
 
     Each class is divided in proportion to the clients' training samples of it, so that a client is tested on the class
-    proportions that it trains on. Each sample goes to one client. The largest remainders get the samples that rounding
-    leaves; equal remainders do so in random order. A client without a sample takes one of its most frequent class from
-    the client that has most samples of this class.
+    proportions that it trains on. Each sample goes to one client. The largest remainders get the samples that
+    remain after rounding, and equal remainders get them in random order. A client without a test sample takes a sample
+    of its most frequent class from the client with the most samples of this class.
 
     Parameters
     ----------
@@ -247,7 +245,7 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
 def _divided(
     dataset: Dataset, test: np.ndarray, train: Sequence[np.ndarray], rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide the indices of a test set among clients with some training samples, by :func:`share_test_set`."""
+    """Divide the indices of a test set among clients by their training samples, with :func:`share_test_set`."""
     num_classes, y = dataset.task.num_classes, dataset.y
     available = np.bincount(y[test], minlength=num_classes)
     shares = share_test_set(_class_counts(train, y, num_classes), available, rng)
@@ -264,9 +262,9 @@ def _divided(
 def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *, tested: bool = True) -> Indices:
     """Give each client the same number of samples, equally from each of its S classes (PPFE, appendix A.2).
 
-    ``samples_per_client`` are for training. Where they are ``tested`` on samples of the same pool, test samples come on
-    top, from the same classes: ``test_fraction`` of all samples. Each client takes the S classes that the fewest
-    clients have so far, in random order. With ``partition = "iid"`` there is one class.
+    ``samples_per_client`` are for training. If ``tested``, each client also gets test samples from the same pool and
+    classes: ``test_fraction`` of all its samples. Each client takes the S classes that the fewest clients have so far,
+    in random order. With ``partition = "iid"`` there is one class.
     """
     by_class = settings.partition == "classes"
     y, num_classes = (dataset.y, dataset.task.num_classes) if by_class else (np.zeros(len(dataset)), 1)
@@ -277,7 +275,7 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
         raise SettingsError(
             f"samples-per-client = {train} cannot hold classes-per-client = {per_client}; at least {per_client} needed"
         )
-    # The two remainders of the division go to different classes, as far as there are enough.
+    # The two remainders of the division go to different classes if there are enough classes.
     class_numbers = np.arange(per_client)
     take_train = train // per_client + (class_numbers < train % per_client)
     take_test = test // per_client + (class_numbers[::-1] < test % per_client)
@@ -309,9 +307,9 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
 def _from_file(
     dataset: Dataset, settings: DataSettings, rng: np.random.Generator, is_test: np.ndarray | None = None
 ) -> Indices:
-    """Read a list of index lists, or {"train": [...], "test": [...]} with one of each.
+    """Read a list of index lists, or {"train": [...], "test": [...]} with such a list each.
 
-    Samples of the supplied test set, where ``is_test`` is given, are for tests only.
+    With ``is_test``, the samples of the supplied test set are for tests only.
     """
     path = expanded(settings.partition_file)
     if not settings.partition_file or not exists(path):
@@ -322,9 +320,7 @@ def _from_file(
     content = read_json(path)
     splits: dict[str, Any] = content if isinstance(content, dict) else {"all": content}
     if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
-        raise DataError(
-            f'{path}: allowed are a list of index lists, or {{"train": [...], "test": [...]}} of such lists'
-        )
+        raise DataError(f'{path}: allowed: a list of index lists, or {{"train": [...], "test": [...]}} of such lists')
     names = ("all",) if "all" in splits else ("train", "test")
     for name in names:
         if len(splits[name]) != settings.num_clients:
@@ -366,7 +362,7 @@ def count_aside(count: int, fraction: float) -> int:
 
 
 def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator) -> Indices:
-    """Set a fraction of each client's samples aside, at random; a client with two or more has both kinds."""
+    """Set a random fraction of each client's samples aside. A client with two or more samples gets both parts."""
     pairs = []
     for part in parts:
         shuffled = rng.permutation(part)
@@ -380,7 +376,5 @@ def _indices(listed: Any, size: int, where: str) -> np.ndarray:
         raise DataError(f"{where}: {listed!r:.40} is not a list of sample indices")
     for position, index in enumerate(listed):
         if type(index) is not int or not 0 <= index < size:
-            raise DataError(
-                f"{where}: {index!r} at position {position}; allowed are whole numbers from 0 to {size - 1}"
-            )
+            raise DataError(f"{where}: {index!r} at position {position}; allowed: whole numbers from 0 to {size - 1}")
     return np.array(listed, np.int64)

@@ -1,8 +1,7 @@
-"""Data sets that PFLlib's generate scripts wrote, taken with their partition as it is.
+"""Reads data sets that PFLlib's generate scripts wrote, and keeps their partition.
 
-PFLlib stores a pickled dict in each .npz file. It is read by an unpickler that builds nothing but
-dicts, lists, tuples, numbers, texts and plain NumPy arrays: the few NumPy names that such a pickle
-calls are replaced by our own, and every other name is refused.
+PFLlib stores a pickled dict in each .npz file. Posy's unpickler builds only dicts, lists, tuples, numbers, strings and
+plain NumPy arrays. It replaces the few NumPy names that such a pickle calls, and rejects every other name.
 """
 
 import os
@@ -22,24 +21,24 @@ from posy.data.npz import NpzFile
 from posy.data.values import as_features, as_float32, check_alike, check_shape, precision_notes
 from posy.extensions import said
 
-_MANY_CLASSES = 10_000  # that config.json may name although there are fewer samples
+_MANY_CLASSES = 10_000  # number of classes that config.json may name even if there are fewer samples
 _MAX_TOKEN = 10**7  # a network has a row of weights for each token
-_MAX_DEPTH = 8  # levels of lists in lists
-_MAX_SHARED = 10**7  # numbers in lists that stand in several places of a pickle, unless the file itself is larger
+_MAX_DEPTH = 8  # levels of nested lists
+_MAX_SHARED = 10**7  # numbers in lists, counted at each reference, unless the file has more bytes
 
 
 def is_pfllib(path: Path) -> bool:
-    """Tell whether a directory is laid out as PFLlib does: train/0.npz, test/0.npz."""
-    # Unlike pathlib's these are False also for what can be no path, or may not be looked at.
+    """Return whether a directory has PFLlib's layout: train/0.npz, test/0.npz."""
+    # Unlike pathlib, os.path returns False for an invalid path or one without read permission.
     return os.path.isfile(path / "train" / "0.npz") and os.path.isdir(path / "test")  # noqa: PTH112, PTH113
 
 
 def read_pfllib(path: Path) -> Content:
     """Read a PFLlib directory.
 
-    There are as many classes as ``config.json`` says; without it, or its ``num_classes``, those that occur.
-    Float images stay as they are, ``(C, H, W)`` or ``(H, W)``; vectors are features; rows of whole
-    numbers, or (tokens, length) pairs, are text.
+    ``num_classes`` in ``config.json`` sets the number of classes. Without it the classes are the labels that occur.
+    Float images, ``(C, H, W)`` or ``(H, W)``, keep their values. Vectors are features. Rows of whole numbers, or
+    (tokens, length) pairs, are text.
     """
     num_clients, num_classes = _counts(path)
     files = [path / split / f"{client}.npz" for client in range(num_clients) for split in ("train", "test")]
@@ -59,8 +58,8 @@ def read_pfllib(path: Path) -> Content:
     kind, x, notes = _inputs(np.concatenate(list(xs.values())), str(path))
     if num_classes > max(_MANY_CLASSES, len(x)):
         raise DataError(
-            f"{path / 'config.json'}: num_classes is {num_classes}, and there are {len(x)} samples; allowed are "
-            f"as many classes as samples, or {_MANY_CLASSES}"
+            f"{path / 'config.json'}: num_classes is {num_classes}, but there are {len(x)} samples; the limit "
+            f"is the number of samples, or {_MANY_CLASSES} if that is larger"
         )
     return Content(
         path,
@@ -75,16 +74,14 @@ def read_pfllib(path: Path) -> Content:
 
 
 def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, Sequence[str]]:
-    """Return the kind of the samples, the samples as :class:`Content` has them, and what to note."""
+    """Return the kind of the samples, the samples as :class:`Content` stores them, and notes."""
     if x.dtype.kind in "iu" and x.ndim == 2:
         for token in (x.min(), x.max()):
             if not 0 <= token <= _MAX_TOKEN:
-                raise DataError(f"{where}: token {token}; allowed are whole numbers up to {_MAX_TOKEN}, 0 is padding")
+                raise DataError(f"{where}: token {token}; allowed: whole numbers from 0 (padding) to {_MAX_TOKEN}")
         return "tokens", x.astype(np.int64), ()
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "fiu":
-        raise DataError(
-            f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes"
-        )
+        raise DataError(f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed: numbers in 1 to 3 axes")
     if x.ndim == 2:
         return "features", *as_features(x, where)
     images = as_float32(x, where)
@@ -93,7 +90,13 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, Sequence[str]]:
 
 
 def _counts(path: Path) -> tuple[int, int]:
-    """Return the number of clients, whose files must agree with config.json, and that of classes, 0 if not told."""
+    """Return the number of clients, and the number of classes: 0 if config.json does not give it.
+
+    Raises
+    ------
+    DataError
+        If the client files are not numbered without gaps, or do not agree with config.json.
+    """
     counts, config, file = {}, {}, path / "config.json"
     for split in ("train", "test"):
         numbers = sorted(int(file.stem) for file in (path / split).glob("*.npz") if file.stem.isdigit())
@@ -106,22 +109,22 @@ def _counts(path: Path) -> tuple[int, int]:
         if isinstance(content, dict):
             config = {key: content[key] for key in ("num_clients", "num_classes") if key in content}
         if any(type(value) is not int for value in config.values()):
-            raise DataError(f"{file}: not what PFLlib writes: {config!r:.200}; needed are whole numbers")
+            raise DataError(f"{file}: not what PFLlib writes: {config!r:.200}; expected whole numbers")
         if "num_clients" not in config or config.get("num_classes", 2) < 2:
-            raise DataError(f"{file}: holds {config}; needed are num_clients and, if at all, 2 or more num_classes")
+            raise DataError(f"{file}: holds {config}; it needs num_clients, and num_classes of 2 or more, if set")
         counts["num_clients in config.json"] = config["num_clients"]
     if len(set(counts.values())) > 1:
-        found = ", ".join(f"{what}: {count}" for what, count in counts.items())
-        raise DataError(f"{path}: unequal numbers of clients ({found})")
+        listed = ", ".join(f"{source}: {count}" for source, count in counts.items())
+        raise DataError(f"{path}: unequal numbers of clients ({listed})")
     return counts["files in train"], config.get("num_classes", 0)
 
 
 def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y of one client's file; the labels are checked against the number of classes, unless it is 0."""
+    """Return x and y of a client's file. Check the labels against the number of classes, unless it is 0."""
 
     def unpickle(stream: IO[bytes], size: int) -> Any:
         try:
-            # A number takes at least a byte, so that lists which stand in one place hold fewer than the file has bytes.
+            # A number takes at least one byte, so unshared lists hold fewer numbers than the file has bytes.
             return _plain(_ArrayUnpickler(stream, path).load(), max(_MAX_SHARED, size))
         except DataError:
             raise
@@ -133,7 +136,7 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(content, np.ndarray) and content.shape == ():
         content = content.item()
     if not isinstance(content, dict) or not {"x", "y"} <= set(content):
-        raise DataError(f"{path}: needed is the array data that holds a dict with x and y")
+        raise DataError(f"{path}: the array data is missing or is not a dict with x and y")
     try:
         x, y = _samples(content["x"]), _labels(content["y"])
     except (TypeError, ValueError, IndexError, KeyError) as error:
@@ -145,19 +148,19 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     if len(x):
         check_shape(x.shape, str(path))
     if x.dtype.kind == "f":
-        as_float32(x, str(path))  # tells where one is not finite
+        as_float32(x, str(path))  # its error names the first value that is not finite
     return x, known_labels(y, num_classes, str(path)) if num_classes else as_labels(y, str(path))
 
 
 def _labels(y: Any) -> np.ndarray:
-    """Return labels as an array; whole numbers of a list, which may be of any size, as texts if one is too large."""
+    """Return labels as an array. If a whole number in a list exceeds int64, all become strings."""
     if isinstance(y, list | tuple) and any(type(label) is int and abs(label) >= 2**63 for label in y):
         y = [str(label) for label in y]
     return np.asarray(y).reshape(-1)
 
 
 def _samples(x: Any) -> np.ndarray:
-    """Return samples as an array of numbers; (tokens, length) pairs as padded tokens."""
+    """Return samples as an array of numbers. (tokens, length) pairs become padded tokens."""
     if isinstance(x, np.ndarray) and x.dtype != object:
         return x
     samples = list(x)
@@ -175,24 +178,24 @@ def _samples(x: Any) -> np.ndarray:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler that knows plain NumPy arrays and nothing else."""
+    """An unpickler that accepts only plain NumPy arrays."""
 
     def __init__(self, stream: IO[bytes], path: Path) -> None:
         super().__init__(stream)
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return our own stand-in for a name of NumPy, or refuse it."""
+        """Return the safe replacement for a NumPy name, or raise :class:`DataError` for any other name."""
         module = re.sub(r"^numpy\.core\.", "numpy._core.", module)
-        if (module, name) not in _STAND_INS:
+        if (module, name) not in _REPLACEMENTS:
             raise DataError(
-                f"{self._path}: the pickle asks for {module}.{name}, which is refused; allowed are plain NumPy arrays"
+                f"{self._path}: the pickle asks for {module}.{name}, which is refused; allowed: plain NumPy arrays"
             )
-        return _StandIn(_STAND_INS[module, name])
+        return _Replacement(_REPLACEMENTS[module, name])
 
 
-class _StandIn:
-    """What a name stands for: it can be called, and nothing else."""
+class _Replacement:
+    """The replacement for a name in a pickle. It supports calls only."""
 
     __slots__ = ("_call",)
 
@@ -203,11 +206,11 @@ class _StandIn:
         return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
-        raise ValueError("it changes a function, which is refused")
+        raise ValueError("it sets the state of a function, which is refused")
 
 
 class _DType:
-    """A dtype as it stands in a pickle: its code, then (in its state) its byte order."""
+    """A dtype in a pickle: the arguments give its code, the state its byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code, self.order = code, "="
@@ -216,14 +219,14 @@ class _DType:
         self.order = state[1]
 
     def dtype(self) -> np.dtype[Any]:
-        """Return the dtype of a plain number, text or truth value."""
+        """Return the dtype of a plain number, string or boolean."""
         if not isinstance(self.code, str) or not re.fullmatch(r"b1|[iu][1248]|f[248]|U\d{1,6}", self.code):
-            raise ValueError(f"it holds an array of type {self.code!r}; allowed are numbers and texts")
+            raise ValueError(f"it holds an array of type {self.code!r}; allowed: numbers and texts")
         return np.dtype({">": ">", "<": "<"}.get(self.order, "=") + self.code)
 
 
 class _Array:
-    """An array as it stands in a pickle, filled in by its state; one of objects is a list until :func:`_plain`."""
+    """An array in a pickle, whose state sets its content. An object array is a list until :func:`_plain`."""
 
     content: Any = None
 
@@ -235,14 +238,15 @@ class _Array:
 
 
 def _plain(root: Any, limit: int) -> Any:
-    """Return what was unpickled without stand-ins; each list is built once, in however many places it stands.
+    """Return the unpickled object without :class:`_Array`.
 
-    Their numbers count against the limit in each place where they stand.
+    Each list is built once, even if the pickle refers to it several times. Each reference adds its numbers to the
+    total, which may not exceed ``limit``.
     """
     done: dict[int, tuple[Any, int]] = {}
 
     def converted(item: Any, depth: int) -> tuple[Any, int]:
-        """Return an item without stand-ins, and how many numbers it holds."""
+        """Return the plain item, and how many numbers it holds."""
         array = item if isinstance(item, _Array) else None
         item = item if array is None else array.content
         if isinstance(item, np.ndarray):
@@ -250,15 +254,15 @@ def _plain(root: Any, limit: int) -> Any:
         if not isinstance(item, dict | list | tuple):
             return item, 1
         if depth > _MAX_DEPTH:
-            raise ValueError(f"it holds lists in lists, more than {_MAX_DEPTH} deep")
+            raise ValueError(f"its lists are nested more than {_MAX_DEPTH} deep")
         if id(item) not in done:
-            if _HOLDERS.isdisjoint(map(type, item)) and not isinstance(item, dict):  # the innermost lists are many
+            if _CONTAINERS.isdisjoint(map(type, item)) and not isinstance(item, dict):  # fast path for innermost lists
                 done[id(item)] = item, len(item)
             else:
-                found = [converted(value, depth + 1) for value in (item.values() if isinstance(item, dict) else item)]
-                values = [value for value, _ in found]
+                pairs = [converted(value, depth + 1) for value in (item.values() if isinstance(item, dict) else item)]
+                values = [value for value, _ in pairs]
                 plain: Any = dict(zip(item, values, strict=True)) if isinstance(item, dict) else type(item)(values)
-                done[id(item)] = plain, sum(size for _, size in found)
+                done[id(item)] = plain, sum(size for _, size in pairs)
         plain, size = done[id(item)]
         if array is not None:
             plain = np.fromiter(plain, object, len(plain)).reshape(array.shape, order=array.order)
@@ -266,11 +270,11 @@ def _plain(root: Any, limit: int) -> Any:
 
     plain, size = converted(root, 0)
     if size > limit:
-        raise ValueError(f"its lists, which stand in several places, hold {size} numbers in all")
+        raise ValueError(f"its lists, some of them shared, hold {size} numbers in total")
     return plain
 
 
-_HOLDERS = frozenset({_Array, np.ndarray, dict, list, tuple})
+_CONTAINERS = frozenset({_Array, np.ndarray, dict, list, tuple})
 
 
 def _from_bytes(data: bytes, dtype: _DType, shape: tuple[int, ...], order: Any) -> np.ndarray:
@@ -278,12 +282,12 @@ def _from_bytes(data: bytes, dtype: _DType, shape: tuple[int, ...], order: Any) 
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":  # as which protocol 2 spells bytes
-        raise ValueError(f"it encodes a text as {encoding!r}; allowed is latin1")
+    if encoding != "latin1":  # protocol 2 stores bytes as Latin-1 text
+        raise ValueError(f"it encodes a text as {encoding!r}; only latin1 is allowed")
     return text.encode("latin-1")
 
 
-_STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+_REPLACEMENTS: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): lambda *_: None,
     ("numpy", "dtype"): _DType,
     ("numpy._core.multiarray", "_reconstruct"): lambda *_: _Array(),

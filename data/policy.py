@@ -15,7 +15,7 @@ from posy.yaml12 import read_yaml
 
 @dataclass(frozen=True)
 class Policy:
-    """The rules of one site. The name of a rule in a refusal is its key in the file."""
+    """The rules of a site. A refusal names a rule by its key in the file."""
 
     columns: str = setting(
         "", "columns that a run may use as inputs, separated by commas, or a JSON list; empty: all columns"

@@ -68,19 +68,19 @@ def numbers_of(classes: Sequence[str] | None, count: int, mean: np.ndarray, squa
 
 
 def count_of(features: int, *, classes: bool) -> int:
-    """Return the number of numbers that :func:`numbers_of` returns."""
+    """Return the length of the list that :func:`numbers_of` returns."""
     return 2 + features * (SUM_WORDS + SQUARE_WORDS) + (CELLS * _CELL_WORDS if classes else 0)
 
 
 def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
     """Return the statistics over all sites from the sums of their numbers.
 
-    The sums of squares are exact, so that no digits cancel, even if a mean is far larger than its deviation.
+    The sums of squares are exact, so no digits cancel, even if a mean is far larger than its deviation.
 
     Raises
     ------
     SettingsError
-        If the labels cannot be read from the sums, because they are too many, or a site has sent wrong numbers.
+        If the labels cannot be read from the sums, because there are too many, or a site has sent wrong numbers.
     """
     sites, count = sums[:2]
     if not count:
@@ -136,8 +136,8 @@ def _table_of(names: Iterable[str]) -> list[int]:
                 "classes, or shorten the label",
                 "long-label",
             )
-        check, own_cells = _hashes(text)
-        for index in own_cells:
+        check, label_cells = _hashes(text)
+        for index in label_cells:
             cells[index][0] += 1
             cells[index][1] += check
             cells[index][2] += int.from_bytes(text, "big")
@@ -159,13 +159,13 @@ def _names_in(sums: Sequence[int]) -> dict[str, int]:
             continue
         number, times = name // count, count
         text = number.to_bytes(-(-number.bit_length() // 8), "big")
-        own_check, own_cells = _hashes(text)
-        if own_check != check // times or cell not in own_cells:
+        label_check, label_cells = _hashes(text)
+        if label_check != check // times or cell not in label_cells:
             continue
-        for index in own_cells:
-            cells[index] = [a - times * b for a, b in zip(cells[index], (1, own_check, number), strict=True)]
+        for index in label_cells:
+            cells[index] = [a - times * b for a, b in zip(cells[index], (1, label_check, number), strict=True)]
         names[label_name(text.decode(errors="replace"))] += times
-        waiting += own_cells
+        waiting += label_cells
     if any(any(cell) for cell in cells):
         raise SettingsError("the sites have too many labels for a masked sum: set classes")
     return dict(names)
@@ -175,5 +175,5 @@ def _hashes(text: bytes) -> tuple[int, list[int]]:
     """Return the check of a label, and one cell in each third of the table."""
     part = CELLS // CHOICES
     digest = hashlib.sha256(text).digest()
-    own_cells = [part * i + int.from_bytes(digest[8 + 4 * i : 12 + 4 * i], "big") % part for i in range(CHOICES)]
-    return int.from_bytes(digest[:8], "big"), own_cells
+    label_cells = [part * i + int.from_bytes(digest[8 + 4 * i : 12 + 4 * i], "big") % part for i in range(CHOICES)]
+    return int.from_bytes(digest[:8], "big"), label_cells

@@ -54,7 +54,7 @@ def _from_npz(name: str, data_dir: Path) -> Content | None:
 
 
 def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Return scikit-learn's digits; grey values 0..16 become 0..255."""
+    """Return scikit-learn's digits, with grey values 0..16 scaled to 0..255."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 - needed by this set alone
 
     bunch = load_digits()
@@ -65,9 +65,9 @@ def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
 def read_torchvision(
     name: str, data_dir: Path, settings: DataSettings, also: Sequence[Path] = (), **options: str
 ) -> Content:
-    """Read a data set by a class of ``torchvision.datasets``, which checks CIFAR's files by MD5 before unpickling them.
+    """Read a data set with a class of ``torchvision.datasets``, which checks CIFAR's files by MD5 before unpickling.
 
-    ``also`` are alternative files, which the error for absent data names.
+    ``also`` are alternative files, which the error for missing data lists.
     """
     from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
 
@@ -87,7 +87,7 @@ def read_torchvision(
         is_test = np.arange(len(x)) >= len(xs[0])
         return Content(path, "image", x.reshape(*x.shape[:3], -1), np.concatenate(ys), is_test=is_test)
 
-    is_there = path.is_dir() and any(path.iterdir())
+    exists = path.is_dir() and any(path.iterdir())
     try:
         return read(False)
     except DataError:
@@ -102,7 +102,7 @@ def read_torchvision(
                 return read(True)
         except _UNREADABLE as error:
             problem = error
-    if is_there:
+    if exists:
         raise DataError(
             f"{path.absolute()}: cannot be read ({problem}); put the published files there in torchvision's layout"
         ) from problem
@@ -143,15 +143,15 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
             try:
                 pixels, classes = np.array(x, np.float64), np.array(y)
             except (TypeError, ValueError) as error:
-                raise DataError(f"{where}: not 784 numbers and one label a sample ({error})") from error
+                raise DataError(f"{where}: not 784 numbers and one label per sample ({error})") from error
             if pixels.shape != (len(y), 784) or classes.shape != (len(y),):
                 raise DataError(
-                    f"{where}: x of shape {pixels.shape}, y of shape {classes.shape}; needed are 784 pixels and one "
-                    "label a sample"
+                    f"{where}: x of shape {pixels.shape}, y of shape {classes.shape}; expected 784 pixels and one "
+                    "label per sample"
                 )
             pixels = as_float32(pixels, where)
             if pixels.min() < 0 or pixels.max() > 1:
-                raise DataError(f"{where}: pixels from {pixels.min()} to {pixels.max()}; allowed are 0 to 1")
+                raise DataError(f"{where}: pixels from {pixels.min()} to {pixels.max()}; allowed: 0 to 1")
             images.append(np.rint(pixels * 255).astype(np.uint8).reshape(-1, 28, 28, 1))
             labels.append(known_labels(classes, len(DATASETS[name].classes), where))
             writers += [user] * len(y)
@@ -171,7 +171,7 @@ def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
     for user, x, y in users:
         if not isinstance(x, list) or not isinstance(y, list):
             kinds = ", ".join(f"{name} is of type {type(part).__name__}" for name, part in (("x", x), ("y", y)))
-            raise DataError(f"{path}: user {user}: {kinds}; needed are two lists")
+            raise DataError(f"{path}: user {user}: {kinds}; expected two lists")
     return [entry for entry in users if entry[1] or entry[2]]
 
 
@@ -187,7 +187,7 @@ def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Con
     for number, fields in rows_of(annotations, delimiter="\t"):
         if len(fields) < 2 or fields[1] not in wnids:
             raise DataError(
-                f"{annotations}: row {number}: {fields!r:.80}; needed are an image and one of the folders' wnids"
+                f"{annotations}: row {number}: {fields!r:.80}; expected an image and one of the folders' wnids"
             )
         files.append((annotations.parent / "images" / fields[0], fields[1]))
     x = read_images([path for path, _ in files], _square(settings), "RGB")
@@ -196,9 +196,9 @@ def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Con
 
 
 def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read Kvasir's class folders; images are cropped to a centred square and resized."""
+    """Read Kvasir's class folders. Crop images to a centred square and resize them."""
     folders = ["kvasir", "kvasir-dataset-v2", "kvasir-dataset"]
-    root = _first(name, data_dir, folders, "unpack the Kvasir data set there: one folder of images a class")
+    root = _first(name, data_dir, folders, "unpack the Kvasir data set there: one folder of images for each class")
     if absent := [root / folder for folder in KVASIR if not (root / folder).is_dir()]:
         raise _missing(name, data_dir, absent, "all 8 classes belong there")
     files = [(path, label) for label, folder in enumerate(KVASIR) for path in image_files(root / folder)]
@@ -209,7 +209,7 @@ def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
 def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read Fed-ISIC2019 as FLamby prepares it: the images and its ``train_test_split``.
 
-    The centre of each image is its group; images are cropped to a centred square and resized.
+    The group of each image is its medical centre. The function crops images to a centred square and resizes them.
     """
     remedy = "put FLamby's train_test_split and one of its image folders there"
     tables = [f"fedisic/{table}" for table in ("train_test_split", "train_test_split.csv", "train_test_folds.csv")]
@@ -226,7 +226,7 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
             files.append(folder / f"{row['image']}.jpg")
             tested.append(row.get("fold", "train") == "test")
         except (KeyError, ValueError) as error:
-            raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
+            raise DataError(f"{table}: row {number}: expected image, target and center ({error})") from error
     check_lengths(str(table), rows=len(files))
     y = known_labels(np.array(labels), len(DATASETS[name].classes), str(table))
     groups, names = numbered_groups(np.array(centres, np.int64), "centre")
@@ -247,7 +247,7 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
             if number == 1 and row[0].strip().lower() in ("class index", "class", "label"):
                 continue  # some mirrors add a header
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
-                raise DataError(f"{path}: row {number}: {row!r:.80}; needed are class 1 to 4, title, description")
+                raise DataError(f"{path}: row {number}: {row!r:.80}; expected class 1 to 4, title, description")
             labels.append(int(row[0]) - 1)
             texts.append(f"{row[1]} {row[2]}")
             tested.append(path.name == "test.csv")
@@ -267,9 +267,7 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
     rows = []
     for number, row in rows_of(path, "latin-1"):
         if len(row) != 6 or row[0] not in ("0", "4"):
-            raise DataError(
-                f"{path}: row {number}: {row!r:.80}; needed are polarity 0 or 4, id, date, query, user, text"
-            )
+            raise DataError(f"{path}: row {number}: {row!r:.80}; expected polarity 0 or 4, id, date, query, user, text")
         rows.append((row[4], row[0] == "4", row[5]))
     tweets = Counter(user for user, _, _ in rows)
     rows = [row for row in rows if round(tweets[row[0]] * settings.test_fraction) >= _MIN_TEST]
@@ -288,7 +286,7 @@ def _square(settings: DataSettings) -> tuple[int, int]:
 
 
 def _first(name: str, data_dir: Path, names: Sequence[str], remedy: str) -> Path:
-    """Return the first existing one of some paths in the data directory, or raise :class:`DataError`."""
+    """Return the first of some paths that exists in the data directory, or raise :class:`DataError`."""
     paths = [data_dir / relative for relative in names]
     existing = next((path for path in paths if path.exists()), None)
     if existing is None:
@@ -297,7 +295,7 @@ def _first(name: str, data_dir: Path, names: Sequence[str], remedy: str) -> Path
 
 
 def _missing(name: str, data_dir: Path, looked_for: Sequence[Path], remedy: str) -> DataError:
-    """Return the error for absent data, with the paths that were searched and a remedy."""
+    """Return the error for missing data, with the searched paths and a remedy."""
     npz = [data_dir / f"{name}.npz"] if DATASETS[name].classes else []
     paths = "\n".join(f"  {path.absolute()}" for path in (*npz, *looked_for))
     return DataError(f"the data of {name} was not found; looked for\n{paths}\n{remedy}")

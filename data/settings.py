@@ -17,7 +17,7 @@ WITHOUT_TEST_SET = " | ".join(name for name, published in DATASETS.items() if no
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Settings of the samples and of their assignment to the clients; some need ``dataset=sites``, some exclude it."""
+    """Settings of the samples and their assignment to clients. Some require ``dataset=sites``, others exclude it."""
 
     dataset: str = setting(
         "digits",

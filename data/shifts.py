@@ -1,4 +1,4 @@
-"""FedDRM's covariate shift: each client sees its images through its own colours."""
+"""FedDRM's covariate shift: each client's images have different colours."""
 
 import itertools
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from posy.settings import SettingsError
 
 
 class Shift(NamedTuple):
-    """How a client's images are changed, in FedDRM's order: saturation, hue, gamma, then posterising."""
+    """A client's image transform, in FedDRM's order: saturation, hue, gamma, then posterising."""
 
     gamma: float
     hue: float
@@ -23,7 +23,7 @@ _LEVELS = {
     "high": ((0.6, 1.4), (-0.1, 0.1), (0.5, 1.5), (8,)),
     "grid": ((0.6, 1.0, 1.4), (-0.15, 0.0, 0.15), (0.4, 1.0, 1.6), (8, 2)),
 }
-# Gamma turns fastest: bit 0 of the client's index picks it, bit 1 the hue, bit 2 the saturation.
+# Gamma changes fastest: bit 0 of the client's index selects gamma, bit 1 the hue, bit 2 the saturation.
 SHIFTS = {
     name: tuple(
         Shift(gamma, hue, saturation, bits)
@@ -38,16 +38,16 @@ def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
     if level == "none":
         return
     if channels != 3:
-        found = f"images of {channels} channels" if channels else "other samples"
-        raise SettingsError(f"shift = {level!r} needs RGB images of 8-bit pixels; this data set has {found}")
+        samples = f"images of {channels} channels" if channels else "other samples"
+        raise SettingsError(f"shift = {level!r} needs RGB images of 8-bit pixels; this data set has {samples}")
     if num_clients > len(SHIFTS[level]):
         raise SettingsError(
-            f"shift = {level!r} has {len(SHIFTS[level])} shifts, one a client; num-clients = {num_clients} is too many"
+            f"shift = {level!r} has {len(SHIFTS[level])} shifts, one per client; lower num-clients = {num_clients}"
         )
 
 
 def apply_shift(images: Tensor, shift: Shift) -> Tensor:
-    """Apply a client's shift to its images, ``(n, 3, H, W)`` uint8, of which there may be none (FedDRM, section 5)."""
+    """Apply a client's shift to its images, ``(n, 3, H, W)`` uint8, where n may be 0 (FedDRM, section 5)."""
     from torchvision.transforms.v2 import functional  # noqa: PLC0415 - takes seconds to import
 
     if not len(images):

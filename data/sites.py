@@ -1,6 +1,6 @@
-"""A site's data: read it, describe it, load it for the task of the run.
+"""Reads and describes a site's data, and loads it for the task of the run.
 
-Every site reads its data against the run's settings and refuses data that does not fit (see
+Every site checks its data against the run's settings and rejects data that does not fit (see
 :mod:`posy.data.agreement`). The site's policy decides which rows are test samples, so no setting of a run selects rows.
 """
 
@@ -40,7 +40,7 @@ from posy.paths import exists
 
 
 def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadable: bool = False) -> Content:
-    """Read the data of a site, in the columns that its policy allows; resize image files to the run's shape.
+    """Read the data of a site in the columns that its policy allows. Resize image files to the run's shape.
 
     Raises
     ------
@@ -59,11 +59,11 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
 
 
 def describe_site(content: Content, settings: DataSettings, policy: Policy, *, masked: bool = False) -> Description:
-    """Describe the data of a site, as far as the settings leave the task open.
+    """Describe the data of a site for the parts of the task that the settings leave open.
 
     Mean and variance of the features are over all rows outside the test split, which the settings do not change. Each
-    label has at least ``policy.min_rows`` of these rows. With ``masked`` the description has neither of them, because
-    the site adds :func:`site_numbers` to a masked sum.
+    label has at least ``policy.min_rows`` of these rows. With ``masked`` the description has neither statistics nor
+    labels, because the site adds :func:`site_numbers` to a masked sum.
 
     Raises
     ------
@@ -91,9 +91,9 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
 
 
 def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> list[int]:
-    """Return a site's labels and statistics as numbers for a masked sum, unless the settings give them.
+    """Return a site's labels and statistics as numbers for a masked sum, unless they are in the settings.
 
-    They are over the rows of :func:`describe_site`. The settings give kind, shape and columns.
+    They cover the rows of :func:`describe_site`. The settings give kind, shape and columns.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
     Raises
     ------
     DataError
-        If the data does not fit the task: it says which file and why.
+        If the data does not fit the task. The message names the file and the reason.
     SettingsError
         If the settings do not give a task.
     """
@@ -142,16 +142,16 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
         used = np.concatenate([part.train[0], part.test[0], part.validation[0]])
         _check_scale(x, used, *scale, str(path), columns)
         notes = (*notes, *_far_notes(x, part.train[0], *scale, columns, policy.min_rows))
-    about: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
-    about["order_seed"] = _seed(content, "order")
-    return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **about), part
+    attributes: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
+    attributes["order_seed"] = _seed(content, "order")
+    return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **attributes), part
 
 
 def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of a site for training (and validation), and for tests, int64.
 
     The test rows are the supplied test set, else ``policy.test_fraction`` of the rows. A hash of the data seeds the
-    draw, so that each version of the data has one split, and no setting of a run changes it.
+    draw, so each version of the data has one split, and no setting of a run changes it.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def _seed(content: Content, purpose: str) -> int:
 
 
 def _columns(settings: DataSettings, policy: Policy) -> Columns:
-    """Return the columns that a run uses: the settings name them, else the policy."""
+    """Return the columns that the settings name, or else the policy."""
     columns = Columns.of(settings)
     label, inputs = columns.label or policy.label, columns.inputs or policy.allowed_columns
     return replace(columns, label=label, inputs=inputs, offered=policy.allowed_columns)
@@ -183,7 +183,7 @@ def _columns(settings: DataSettings, policy: Policy) -> Columns:
 def _check_scale(
     x: np.ndarray, rows: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, columns: tuple[str, ...]
 ) -> None:
-    """Raise :class:`DataError` if the run's statistics may bring a feature out of the range of float32.
+    """Raise :class:`DataError` if a feature may exceed the range of float32 with the run's statistics.
 
     The bound |x_i - m| <= |mean(x) - m| + sqrt(N) std(x) uses only statistics over the N rows of all splits of the run.
     A run therefore cannot find an extreme value by trying statistics.
@@ -220,7 +220,7 @@ def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tup
 def _far_notes(
     x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...], min_rows: int
 ) -> list[Note]:
-    """Return a note for each feature whose mean at this site is far from the mean of the run, as in other units."""
+    """Return a note for each feature whose mean at this site is far from the run's mean, for example in other units."""
     far = np.abs(moments(x, train)[0] - mean) / std
     notes = []
     for feature in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]:
@@ -232,7 +232,7 @@ def _far_notes(
 
 
 def check_suits(content: Content, settings: DataSettings) -> None:
-    """Raise :class:`DataError` if data is not of the kind and the shape that the settings give, as far as they do."""
+    """Raise :class:`DataError` if kind, columns or shape of the data differ from the settings."""
     if settings.sample_kind not in ("auto", content.kind):
         raise DataError(
             f"{content.path}: {content.kind} samples; the run's sample-kind is {settings.sample_kind}",
@@ -290,15 +290,15 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
 
 def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels as numbers of the run's classes, ``(N,)`` int64."""
-    (y, own_names), classes = content.distinct, set(names)
-    if foreign := [number for number, name in enumerate(own_names) if name not in classes]:
+    (y, site_names), classes = content.distinct, set(names)
+    if foreign := [number for number, name in enumerate(site_names) if name not in classes]:
         number = foreign[0]
         raise DataError(
-            f"{content.path}: label {own_names[number]!r} of sample {int(np.argmax(y == number))} is not a class of "
-            f"the run; allowed are {', '.join(names)}",
+            f"{content.path}: label {site_names[number]!r} of sample {int(np.argmax(y == number))} is not a class of "
+            f"the run; allowed: {', '.join(names)}",
             "other-classes",  # without a count: it would give the number of rows of each label that a run names
         )
-    return renumbered(y, own_names, names)
+    return renumbered(y, site_names, names)
 
 
 def _in_columns(content: Content, settings: DataSettings) -> np.ndarray:

@@ -16,7 +16,7 @@ from posy.data.files import check_fits, check_regular
 from posy.data.labels import as_labels, label_name, numbered_groups, written_label
 from posy.data.values import FLOAT32_MAX, LOST, as_features
 
-_GROWTH = 4  # least factor by which a table grows when its cells become Python's texts
+_GROWTH = 4  # smallest factor by which a table grows in memory as Python strings
 _MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -26,22 +26,22 @@ _LOG = getLogger("flwr")  # the logger of a run
 
 
 def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """Yield number (from 1) and fields of the rows of a .csv file, without empty lines."""
+    """Yield the number (from 1) and the fields of each row of a .csv file, without empty lines."""
     number = 0
     try:
         for number, row in enumerate(csv.reader(_lines(path, encoding), delimiter=delimiter), 1):
             if row:
                 yield number, row
     except csv.Error as error:
-        raise DataError(f"{path}: row {number + 1}: not a .csv file that can be read ({error})") from error
+        raise DataError(f"{path}: row {number + 1}: not a readable .csv file ({error})") from error
 
 
-def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - it cannot change
+def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
     """Read a table with a header of distinct names.
 
     :func:`posy.data.columns.roles` assigns the columns their roles, and :func:`posy.data.labels.written_label` reads
     the labels. The text is the column ``text``, or the only column of the samples if it does not contain numbers. Notes
-    list the columns that are not used.
+    list the unused columns.
 
     Raises
     ------
@@ -120,9 +120,9 @@ def _header(path: Path) -> list[str]:
 
 
 def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.ndarray | None:
-    """Return the columns, named "0", "1", ...: features as float64, others as texts; ``None`` if a cell prevents it.
+    """Return the columns, named "0", "1", ...: features as float64, others as texts; ``None`` if a cell is invalid.
 
-    NumPy reads a table a few times faster than the csv module, with the same cells. It refuses rows of another length,
+    NumPy reads a table a few times faster than the csv module, with the same cells. It rejects rows of another length,
     which pandas would fill.
     """
     numeric = set(features)
@@ -165,8 +165,8 @@ def _problem(
             value = _number(cell)
             if index in features and cell.strip().lower() in _MISSING:
                 return DataError(
-                    f"{where}: {cell!r} is a missing value; fill it in, remove the row, or leave the column out of "
-                    "input-columns",
+                    f"{where}: {cell!r} is a missing value; fill it in, remove the row, or remove the column "
+                    "from input-columns",
                     "missing-value",
                     header[index],
                 )
@@ -177,7 +177,7 @@ def _problem(
                     "not-a-number",
                     header[index],
                 )
-    return DataError(f"{path}: not a .csv file that can be read")
+    return DataError(f"{path}: not a readable .csv file")
 
 
 def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features: Sequence[int]) -> list[str]:

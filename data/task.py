@@ -1,4 +1,4 @@
-"""What a model needs to know of the data."""
+"""The task that data defines for a model."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Task:
     """
 
     kind: str
-    input_shape: tuple[int, ...]  # of one sample as the model sees it
+    input_shape: tuple[int, ...]  # of one sample as the model receives it
     class_names: tuple[str, ...]  # of the C classes, in the order of the labels 0..C-1
     vocabulary: int = 0  # tokens of a text task, padding included
 

@@ -22,10 +22,10 @@ def tokenise(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Turn N texts into numbers of lower-case words.
 
-    Texts longer than L words are cut, shorter ones padded with 0. A text without words is one unknown word. The
-    vocabulary contains the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), equally frequent
-    words in alphabetical order. It returns ``(N, L)`` int64 tokens (0 padding, 1 unknown, words from 2), and the words
-    in the order of their numbers.
+    Texts longer than L words are cut, and shorter texts are padded with 0. A text without words is one unknown word.
+    The vocabulary contains the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), with equally
+    frequent words in alphabetical order. The function returns ``(N, L)`` int64 tokens (0 padding, 1 unknown, words from
+    2), and the words in the order of their numbers.
     """
     lines = [_words(text) for text in texts]
     counted = lines if rows is None else [lines[row] for row in rows.tolist()]

@@ -1,4 +1,4 @@
-"""Transforms of torchvision by name, which change training images one by one."""
+"""Torchvision transforms by name, applied to training images individually."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") 
     ------
     SettingsError
         If the setting names no transforms, or a transform fails, or changes the shape or the type of an image. A random
-        transform may fail in some draws only, so that :data:`TRIES` draws are checked.
+        transform may fail in some draws only, so the function checks :data:`TRIES` draws.
     """
     chain = transforms_in(text)
     image = torch.linspace(0, 1, torch.Size(shape).numel()).view(shape)
@@ -119,22 +119,22 @@ def _described(result: Any) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as the setting ``input-shape`` has it, for example ``3x32x32``."""
+    """Return a shape in the format of the setting ``input-shape``, for example ``3x32x32``."""
     return "x".join(map(str, shape))
 
 
 @lru_cache(maxsize=8)
 def transforms_in(text: str) -> tuple[Transform, ...]:
-    """Return the transforms that a setting names, as ``RandomRotation(15), ColorJitter(brightness=0.2)``.
+    """Return the transforms that a setting names, such as ``RandomRotation(15), ColorJitter(brightness=0.2)``.
 
     Raises
     ------
     SettingsError
-        If the text has another form, a name is no transform, or a transform does not accept its arguments.
+        If the text has another form, a name is not a transform, or a transform does not accept its arguments.
     """
     source = f"transforms = {text!r}"
     example = (
-        "needed are names of torchvision.transforms.v2 with plain arguments, as in 'RandomRotation(15), RandAugment'"
+        "expected names of torchvision.transforms.v2 with plain arguments, as in 'RandomRotation(15), RandAugment'"
     )
     try:
         listed = ast.parse(f"[{text}]", mode="eval").body

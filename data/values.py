@@ -11,7 +11,7 @@ from posy.data.errors import DataError, Note
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LOST = 1e-3
 """Fraction of a feature's range by which rounding may move a value before a warning."""
-_BLOCK = 1 << 22  # numbers that are copied at once while an array is looked through
+_BLOCK = 1 << 22  # numbers that are copied at once while an array is scanned
 _ROUNDING = 4 * float(np.finfo(np.float64).eps)  # standard deviation, relative to the mean, of a constant feature
 
 
@@ -35,8 +35,8 @@ def check_alike(
 ) -> None:
     """Raise :class:`DataError` unless arrays to be pooled contain numbers of one kind, and pixels of one scale.
 
-    ``parts`` are the arrays by name, each with the type in which it is stored. ``pixels`` refuses 0 to 255 together
-    with 0 to 1, also if both have one type. ``strict`` refuses floats together with whole numbers, even whole floats.
+    ``parts`` are the arrays by name, each with the type in which it is stored. ``pixels`` rejects 0 to 255 together
+    with 0 to 1, even if both have one type. ``strict`` rejects floats together with whole numbers, even whole floats.
     """
     texts, integral, scales = [], [], []
     for name, (dtype, x) in parts.items():
@@ -58,24 +58,24 @@ def check_alike(
 
 
 def as_float32(x: np.ndarray, where: str) -> np.ndarray:
-    """Return numbers as float32, or raise :class:`DataError` if one is NaN, infinite or too large, with its index."""
+    """Return numbers as float32, or raise :class:`DataError` with the index of a NaN, infinite or too large number."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = x.astype(np.float32, copy=False)
-        if not np.isfinite(result.sum(dtype=np.float64)):  # one NaN or infinity makes the sum one
+        if not np.isfinite(result.sum(dtype=np.float64)):  # a NaN or infinity carries over to the sum
             _check_range(x, np.isfinite(result), where)
     return result
 
 
 def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
-    """Return ``(N, F)`` numbers as float32 if this changes none, else as float64; and warnings.
+    """Return ``(N, F)`` numbers as float32 if no value changes, else as float64, and warnings.
 
-    A whole number beyond 2**53 is rounded to the nearest float64. A warning names features in which this moves a value
-    by more than a thousandth of the feature's range.
+    A whole number beyond 2**53 is rounded to the nearest float64. A warning names features in which rounding moves a
+    value by more than a thousandth of the feature's range.
 
     Raises
     ------
     DataError
-        If one is NaN or infinite, or beyond the range of float32, with its index.
+        If a number is NaN, infinite or beyond the range of float32. The message contains its index.
     """
     result = x.astype(np.float32 if np.can_cast(x.dtype, np.float32) else np.float64, copy=False)
     if x.size and not (result.max() <= FLOAT32_MAX and result.min() >= -FLOAT32_MAX):
@@ -109,7 +109,7 @@ def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = (
 def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean of each of ``(N, F)`` features and the sum of its squared deviations, float64 ``(F,)`` each.
 
-    A constant feature has exactly its value and 0. ``rows`` are the samples to use; ``None``: all.
+    For a constant feature they are exactly its value and 0. ``rows`` are the samples to use; ``None``: all.
     """
     mean, squares = np.empty(x.shape[1]), np.empty(x.shape[1])
     for first, columns in _columns(x):
@@ -174,14 +174,14 @@ def _has_fractions(x: np.ndarray) -> bool:
 
 
 def _columns(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield blocks of columns, each with the number of its first."""
+    """Yield blocks of columns, each with the index of its first column."""
     width = max(1, _BLOCK // max(1, len(x)))
     for first in range(0, x.shape[1], width):
         yield first, x[:, first : first + width]
 
 
 def _rows(x: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield blocks of rows; the first is small, because it mostly settles the question."""
+    """Yield blocks of rows. The first block is small, because it is usually enough for the answer."""
     yield x[:64]
     height = max(1, _BLOCK // max(1, x[:1].size))
     for first in range(64, len(x), height):

@@ -6,11 +6,11 @@ import random
 import socket
 
 LISTENING = range(20_000, 32_768)
-"""Ports of :func:`free_port`: below those of Linux's outgoing connections, which may take one at any moment."""
+"""Ports of :func:`free_port`. They are below the ports that Linux may give to outgoing connections at any moment."""
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether HOST:PORT is reached from this machine alone."""
+    """Return whether only this machine can reach HOST:PORT."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -19,8 +19,8 @@ def is_loopback(address: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on; :class:`OSError` if there is none."""
-    # By chance of the system, not of the run's seed: two processes that ask at once shall get two ports.
+    """Return an unused port of this machine; raise :class:`OSError` if all ports are in use."""
+    # Not from the run's seed: two processes that ask at once need two ports.
     start = random.SystemRandom().randrange(len(LISTENING))
     for port in (*LISTENING[start:], *LISTENING[:start]):
         with socket.socket() as probe, contextlib.suppress(OSError):

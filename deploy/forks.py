@@ -1,4 +1,4 @@
-"""Nodes and their workers as processes forked from one, which has loaded Flower and PyTorch for all of them.
+"""Nodes and their workers as processes forked from a parent that has loaded Flower and PyTorch for all of them.
 
 All nodes of a machine share the memory of the loaded modules, and a new worker needs no time to load them. The parent
 has one thread, no gRPC channel and no CUDA context, because these do not survive a fork. All nodes and workers are its
@@ -55,13 +55,13 @@ class Parent(threading.Thread):
         socket.send_fds(self._connection, [order], [connection.fileno()])
 
     def kill_worker(self) -> None:
-        """Kill the worker, if there is one."""
+        """Kill the worker, if it exists."""
         self._connection.sendall(b"kill")
 
 
 @dataclass
 class Node:
-    """A node, as its parent sees it."""
+    """A node, its process and its worker, for its parent."""
 
     name: str
     arguments: Sequence[str]
@@ -69,9 +69,9 @@ class Node:
     worker: int = 0
     connection: socket.socket | None = None
     output: tuple[int, int] | None = None
-    """Both ends of the pipe that the node and its worker write to; None: they write where the parent does."""
+    """Both ends of the pipe that the node and its worker write to; None: they write to the parent's output."""
     unfinished: bytes = b""
-    """A line of it that has no end yet."""
+    """The last, incomplete line of the output."""
     code: int = 0
     ended_at: float = math.inf
     """Time at which the node ended, by the monotonic clock."""
@@ -89,13 +89,13 @@ class Family:
     """Time of the signal that ends the nodes, by the monotonic clock; 0: not yet."""
 
     def keep(self) -> int:
-        """Fork the nodes and look after them until all have ended; return the exit status."""
+        """Fork the nodes, serve them until all have ended, and return the exit status."""
         self._wakeup, wakeup = socket.socketpair()
         for end in (self._wakeup, wakeup):
             end.setblocking(False)
         signal.set_wakeup_fd(wakeup.fileno())
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # what comes is read from the socket
+            signal.signal(number, lambda *_: None)  # the signals are read from the socket
         self.selector.register(self._wakeup, selectors.EVENT_READ)
         gc.collect()
         gc.freeze()  # a garbage collection would copy all loaded modules into every child
@@ -172,12 +172,12 @@ class Family:
             leave(0)
         except SystemExit as ended:
             leave(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
-        except BaseException:  # nothing may go back to the parent's own loop
+        except BaseException:  # no error may return to the parent's loop
             traceback.print_exc()
             leave(1)
 
     def _leave(self, node: Node, title: str) -> None:
-        """Give back, in a child, what belongs to the parent."""
+        """Release, in a child, the resources of the parent."""
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -217,7 +217,7 @@ class Family:
                     self._show(node)
                     remaining = sum(bool(other.process) for other in self.nodes)
                     how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                    self._say(f"node {node.name} {how}; {remaining} of {len(self.nodes)} go on")
+                    self._say(f"node {node.name} {how}; {remaining} of {len(self.nodes)} still run")
 
     def _signal(self, number: int) -> None:
         for node in self.nodes:

@@ -1,7 +1,7 @@
 """The code of a run, installed all at once.
 
-Flower copies it file by file to a folder that counts as installed as soon as it is there. Of two runs of the same code
-that start together, the second then ends with a file not found, and so does whatever follows an interrupted copy.
+Flower copies the code file by file to a folder, and takes the folder as installed as soon as it exists. If two runs of
+the same code start together, the second one then fails with a missing file. A run after an interrupted copy fails too.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from flwr.supercore.utils import get_flwr_home
 
 
 def install_whole(fab: Fab) -> None:
-    """Install the code of a bundle where Flower looks for it, unless it is there: as a whole or not at all.
+    """Install the code of a bundle in Flower's folder, all of it or nothing; skip code that is already installed.
 
     Raises
     ------
     click.ClickException
-        If this is not a bundle of Flower's, or its files are not those it lists.
+        If this is not a Flower bundle, or its files do not match its list.
     OSError
         If the folder cannot be written.
     """
@@ -29,12 +29,12 @@ def install_whole(fab: Fab) -> None:
     if any(apps.glob(f"*.{fab.hash_str[:FAB_HASH_TRUNCATION]}")):
         return
     apps.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=apps, prefix=".new-") as made:
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells where this folder is
-            code = install_from_fab(fab.content, Path(made), skip_prompt=True)
+    with tempfile.TemporaryDirectory(dir=apps, prefix=".new-") as temporary:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints this temporary folder
+            code = install_from_fab(fab.content, Path(temporary), skip_prompt=True)
         installed = apps / code.name
         try:
             code.rename(installed)
         except OSError:
-            if not installed.is_dir():  # nobody else was faster
+            if not installed.is_dir():  # another process has not installed it meanwhile
                 raise

@@ -1,9 +1,9 @@
-"""What warm SuperNodes use of the internals of Flower 1.39, beyond its public interface.
+"""The internals of Flower 1.39 that warm SuperNodes use.
 
 Stock Flower starts an interpreter for every message that a node gets, and its loops sleep for up to three seconds
-between two looks. All that it takes to keep a node warm is here: the node's main loop with other sleeps
-(:func:`run_node`), and the Runtime API by which tasks are taken and answered (:func:`acquire_task`, :class:`Task`).
-What keeps its loop going, whatever fails, is in :mod:`posy.deploy.loop`.
+between two requests. This module keeps a node warm. It has the node's main loop with other sleeps (:func:`run_node`),
+and takes and answers tasks with the Runtime API (:func:`acquire_task`, :class:`Task`). The module
+:mod:`posy.deploy.loop` keeps the loop running after errors.
 """
 
 import sys
@@ -39,7 +39,7 @@ from posy.extensions import BUNDLED, OWN_MODULE
 from posy.flower import FLOWER, look_for_parts_sooner
 
 NODE_PATIENCE = 30.0
-"""Seconds a node waits for a part of a message that the SuperLink does not have; Flower's own limit is two hours."""
+"""Seconds that a node waits for a part of a message that the SuperLink lacks; Flower's limit is two hours."""
 
 
 def require_version() -> None:
@@ -62,11 +62,11 @@ def load_node() -> None:
 def run_node(
     arguments: list[str], sleep: Callable[[float], None], lost: threading.Event, secret: bytes, state: NodeState
 ) -> None:
-    """Run ``flower-supernode`` in this process, which it ends, with another ``time.sleep`` in the node's main loop.
+    """Run ``flower-supernode`` with another ``time.sleep`` in its main loop; at the end this process ends.
 
-    The function takes the arguments of the command, with ``--isolation process``. Another process that knows
-    ``secret`` could take its tasks. It sets ``lost`` if a task is done without a reply, and puts Flower's state of the
-    node into ``state``.
+    The function takes the arguments of the command, with ``--isolation process``. Only a process with ``secret`` can
+    take the node's tasks. The function sets ``lost`` if a task ends without a reply, and stores Flower's state of the
+    node in ``state``.
     """
     from flwr.supernode import start_client_internal  # noqa: PLC0415 - a second to import
     from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
@@ -91,7 +91,7 @@ class MessageGoneError(Exception):
 
 
 class Task:
-    """One message that a node has to answer, by calls with the token that :func:`acquire_task` has returned."""
+    """A message that a node has to answer; the calls use the token that :func:`acquire_task` returns."""
 
     def __init__(self, calls: Calls) -> None:
         self._client: Any = calls
@@ -102,7 +102,7 @@ class Task:
         Raises
         ------
         MessageGoneError
-            If the message is missing: Flower's node leaves a task behind if the message does not arrive whole.
+            If the message is missing: Flower's node keeps a task whose message is incomplete.
         RuntimeError
             If a part of the message is missing.
         """
@@ -111,18 +111,18 @@ class Task:
         except RuntimeError as error:
             raise MessageGoneError(str(error)) from error
         except pulling.ObjectPullError as error:
-            raise RuntimeError(f"the message of a task is not there: {error}") from error
+            raise RuntimeError(f"the message of a task is missing: {error}") from error
 
     def beat(self) -> None:
-        """Report to the node that the task is alive; minutes after the last call the node answers with an error."""
+        """Report that the task is alive; minutes after the last report the node answers the message with an error."""
         self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
     def push(self, reply: Message, context: Context) -> None:
-        """Hand in the reply; only the context's run and node matter here."""
+        """Push the reply; only the run and the node of the context matter here."""
         push_message(self._client, reply, context)
 
     def finish(self, context: Context | None, error: str = "") -> None:
-        """End the task, and store the context if there is one."""
+        """End the task, and store the context unless it is None."""
         push_task_output(self._client, context, SubStatus.FAILED if error else SubStatus.COMPLETED, error)
 
 
@@ -138,7 +138,7 @@ def envelope(message: Message) -> bytes:
 
 
 def from_envelope(data: bytes) -> Message:
-    """Return what :func:`envelope` has packed."""
+    """Return the message from an :func:`envelope`."""
     return message_from_proto(MessageProto.FromString(data))
 
 
@@ -187,7 +187,7 @@ class Apps:
 
 
 def _forget(old: Path | None, new: Path) -> None:
-    """Forget the imported packages that the new code has its own version of, this one included."""
+    """Remove imported packages, this one included, of which the new code brings another version."""
     for folder in (old, old / BUNDLED) if old else ():
         if str(folder) in sys.path:
             sys.path.remove(str(folder))

@@ -1,6 +1,6 @@
 """The SuperLink's process: ``python -m posy.deploy.link`` takes the arguments of ``flower-superlink``.
 
-It is Flower's own SuperLink, which makes better use of its database (:mod:`posy.deploy.database`).
+It is Flower's SuperLink with fewer and safer writes to its database (:mod:`posy.deploy.database`).
 """
 
 import sys
@@ -13,9 +13,13 @@ from flwr.common.logger import log
 def main() -> None:
     """Run the SuperLink."""
     try:
-        from posy.deploy.database import improve  # noqa: PLC0415 - what Flower may no longer have
+        from posy.deploy.database import improve  # noqa: PLC0415 - Flower may lack its names
     except ImportError as missing:
-        log(WARNING, "posy: this Flower is not the one known here (%s): its SuperLink runs as it is, slower", missing)
+        log(
+            WARNING,
+            "posy: this version of Flower is not supported (%s): the SuperLink runs unchanged, and slower",
+            missing,
+        )
     else:
         improve()
     [command] = entry_points(group="console_scripts", name="flower-superlink")

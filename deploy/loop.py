@@ -32,25 +32,25 @@ from posy.deploy.runtime import NodeState
 from posy.deploy.trusted import RULE
 
 HEARTBEAT_SECONDS = 15
-"""Seconds between two heartbeats of a node. One that is silent for twice as long counts as gone, and its key can come
-back; with Flower's own 30 s both take a minute."""
+"""Seconds between two heartbeats of a node. A node that is silent for twice as long is offline, and its key can
+reconnect. With Flower's default of 30 s, both take a minute."""
 TASK_SECONDS = 120
-"""Half the seconds without a sign of life after which the node takes a task for dead. Its worker's end is seen at once
-in another way; Flower's own 30 would cost a node that was suspended for a minute its reply."""
+"""Half the seconds without a heartbeat after which the node regards a task as dead. The node detects the end of its
+worker at once in another way. With Flower's default of 30 s, a node suspended for a minute would lose its reply."""
 ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
-"""Seconds in which a refused key may still be accepted: those after which its last node counts as gone, and a few."""
+"""Seconds for which the node retries with a refused key, until its earlier connection is offline."""
 CALL_SECONDS = 300.0
-"""Seconds after which a call that is not answered has failed: a connection may be dead without either side knowing."""
+"""Timeout of a call in seconds, because neither side may notice a dead connection."""
 PATIENCE_SECONDS = 60.0
-"""Seconds for which a call is tried again after an error that may pass."""
+"""Seconds for which the node retries a call after a temporary error."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20
-"""About how long to wait after the first failure of a call; twice as long after each further one."""
+"""Approximate first and longest pause in seconds between retries; each pause doubles the last."""
 PART_SECONDS = 30.0
-"""Seconds in which the worker hands in the next part of a reply."""
+"""Seconds that the worker has to deliver the next part of a reply."""
 CONCURRENT = 6
-"""Parts of a message that are under way at the same time; more than Flower's 2, as each may wait for a slow line."""
+"""Parts of a message in transit at the same time, more than Flower's 2 because of slow networks."""
 PASSING = (
-    grpc.StatusCode.INTERNAL,  # Flower's word for all that its SuperLink did not expect
+    grpc.StatusCode.INTERNAL,  # Flower's code for any unexpected error of its SuperLink
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
@@ -60,14 +60,14 @@ PASSING = (
 
 
 class Unavailable(grpc.RpcError):  # type: ignore[misc]
-    """An error that Flower takes for one after which a call is to be tried again."""
+    """An error after which Flower retries the call."""
 
     def code(self) -> grpc.StatusCode:
-        """Return the code of a SuperLink that is out of reach."""
+        """Return the code of an unreachable SuperLink."""
         return grpc.StatusCode.UNAVAILABLE
 
     def details(self) -> str:
-        """Return nothing: by some words Flower would take it for another error."""
+        """Return an empty text, because Flower recognises other errors by their words."""
         return ""
 
 
@@ -82,9 +82,9 @@ class Invoker(RetryInvoker):
         self._connected = False
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call, again and again if need be; one call after the other once they have failed.
+        """Return the result of a call, and retry it after temporary errors; only one retry runs at a time.
 
-        A connection that is cut after a number of bytes would cut all of them repeatedly if they ran at the same time.
+        A network may cut a connection after a number of bytes. It would then repeatedly cut all parallel retries.
         """
         kwargs.setdefault("timeout", CALL_SECONDS)
         started, tries = time.monotonic(), 0
@@ -108,26 +108,26 @@ class Invoker(RetryInvoker):
 
     def _may_pass(self, error: grpc.RpcError, waited: float, timeout: float) -> bool:
         details = str(error.details() or "")
-        told = FlowerError.from_json(details)
-        if told is not None and told.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+        flower_error = FlowerError.from_json(details)
+        if flower_error is not None and flower_error.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
             if not self._refused:
                 self._refused = time.monotonic()
                 log(
                     WARNING,
                     "the SuperLink does not accept this node's key: it is not registered (`posy register`), or another "
-                    "node with it is online, or was moments ago. It is tried again for %g s",
+                    "node with it is online, or was moments ago. The node retries for %g s",
                     ACTIVATION_SECONDS,
                 )
             return time.monotonic() - self._refused < ACTIVATION_SECONDS
         if error.code() == grpc.StatusCode.UNAVAILABLE:
-            # Flower gives up where certificates do not fit, but a cut connection can look like that too.
+            # Flower gives up if a certificate does not match, but a cut connection can cause the same error.
             return self._connected or "CERTIFICATE" not in details.upper()
-        # A heartbeat is one among many; its own loop continues.
+        # The timeout of a heartbeat is short, because its loop sends the next one.
         return error.code() in PASSING and waited < min(PATIENCE_SECONDS, timeout)
 
 
 class HeartbeatSender(heartbeat.HeartbeatSender):
-    """Flower's, whose thread ends with the first unexpected answer, after which the node would seem to be gone."""
+    """Continues after an unexpected error, after which Flower's thread would end and the node seem offline."""
 
     def _heartbeat(self) -> None:
         try:
@@ -135,14 +135,14 @@ class HeartbeatSender(heartbeat.HeartbeatSender):
         except heartbeat.HeartbeatFailure:
             raise
         except Exception as error:
-            log(WARNING, "a sign of life did not reach the SuperLink: %s", describe(error))
+            log(WARNING, "a heartbeat did not reach the SuperLink: %s", describe(error))
             raise heartbeat.HeartbeatFailure from error
 
 
 def make_steadfast(lost: threading.Event, state: NodeState) -> None:
-    """Put all this into the place of what Flower has.
+    """Replace the corresponding parts of Flower with the parts of this module.
 
-    ``lost`` is set when the worker has done without a reply. ``state`` receives Flower's state of the node.
+    ``lost`` is set when the worker ends a task without a reply. ``state`` receives Flower's state of the node.
     """
     make_invoker = start_client_internal._make_fleet_connection_retry_invoker
     pull = start_client_internal._pull_and_store_message
@@ -171,31 +171,31 @@ def pull_or_push(
     object_store: Any,
     **parts: Any,
 ) -> int | None:
-    """Ask for a message and take it in; return None if there is nothing to answer.
+    """Request and store a message, and return its run; None if there is nothing to answer.
 
-    A message that came without all its parts is answered with an error, after which it may be sent again.
+    The node answers an incomplete message with an error, and the server may send it again.
     """
     node_state.flower = state
-    came: list[Message] = []
+    messages: list[Message] = []
 
-    def noted() -> Any:
+    def receive_and_note() -> Any:
         received = receive()
-        came.extend(received[:1] if received else ())
+        messages.extend(received[:1] if received else ())
         return received
 
     reason = "its parts did not reach the node"
     try:
-        run = pull(state=state, receive=noted, object_store=object_store, **parts)
+        run = pull(state=state, receive=receive_and_note, object_store=object_store, **parts)
     except Exception as error:
         log(ERROR, "the node could not ask the SuperLink for a message, and continues: %s", describe(error))
         run, reason = None, describe(error)
-    if came and _is_unverified(came[0], state):
-        record_error(came[0], parts.get("node_config") or {}, RULE)
-    if run is None and came:
-        _answer_lost(came[0], reason, state, object_store)
-        return came[0].metadata.run_id
-    # The node sends what replies there are after a message has come. One that comes later than it was waited for,
-    # as after a run that was stopped, would otherwise be sent with the next message's, and so on ever after.
+    if messages and _is_unverified(messages[0], state):
+        record_error(messages[0], parts.get("node_config") or {}, RULE)
+    if run is None and messages:
+        _answer_lost(messages[0], reason, state, object_store)
+        return messages[0].metadata.run_id
+    # Flower's node sends replies only after it has received a message. Without this check, a late reply, for example
+    # of a stopped run, would wait for the next message, and the reply to this message would also be late.
     with state.lock_msg_store:
         waiting = any(
             entry.message.metadata.reply_to_message_id and not entry.is_retrieved for entry in state.msg_store.values()
@@ -219,7 +219,7 @@ def push_replies(
     send: Callable[..., tuple[set[str], str]],
     push_object: Callable[..., None],
 ) -> None:
-    """Wait for replies and hand them in; say so if there will be none."""
+    """Wait for replies and push them; answer with an error for each lost reply."""
     while not (replies := state.get_messages(is_reply=True)):
         if lost.is_set():
             lost.clear()
@@ -230,7 +230,7 @@ def push_replies(
                 if not message.metadata.reply_to_message_id and message.metadata.message_id not in replied:
                     _answer_lost(message, "its reply did not reach the node", state, object_store)
         else:
-            vars(start_client_internal)["time"].sleep(0.5)  # the node's own
+            vars(start_client_internal)["time"].sleep(0.5)  # the sleep of the node's loop
     for reply in replies:
         about = reply.metadata
         over = [about.message_id, about.reply_to_message_id]
@@ -241,7 +241,7 @@ def push_replies(
         except TimeoutError as error:
             log(ERROR, "the reply %s is lost: %s", about.message_id, error)
             over = [about.message_id]
-            lost.set()  # the next look answers for it
+            lost.set()  # the call below answers with an error
         except Exception as error:
             log(ERROR, "the reply %s is lost: %s", about.message_id, describe(error))
         finally:
@@ -254,9 +254,9 @@ def push_replies(
 def push_reply(
     reply: Message, state: Any, object_store: Any, send: Callable[..., tuple[set[str], str]], push: Callable[..., None]
 ) -> None:
-    """Hand in one reply, again and again until the SuperLink has all of it or the reply has no time left.
+    """Push a reply, and retry until the SuperLink has all its parts or the reply has expired.
 
-    A repeated reply has the same id. The SuperLink answers with the parts that it lacks.
+    A retried reply has the same id. The SuperLink answers with the parts that it lacks.
     """
     about = reply.metadata
     log(INFO, "Sending: %s message (ID: %s) of run %s", about.message_type, about.message_id, about.run_id)
@@ -275,7 +275,7 @@ def push_reply(
         except (grpc.RpcError, transfer.ObjectPushError) as error:
             if time.monotonic() + pause >= end:
                 raise
-            log(WARNING, "the reply %s is sent again: %s", about.message_id, describe(error))
+            log(WARNING, "the node sends the reply %s again: %s", about.message_id, describe(error))
             time.sleep(pause)
         else:
             log(INFO, "Sent successfully")
@@ -283,7 +283,7 @@ def push_reply(
 
 
 def _answer_lost(message: Message, reason: str, state: Any, object_store: Any) -> None:
-    """Make the node answer a message with an error that says that it, or its reply, is lost."""
+    """Make the node answer a message with an error, because the message or its reply is lost."""
     for note in (state.record_message_processing_start, state.record_message_processing_end):
         note(message.metadata.message_id)
     reply = Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, reason), reply_to=message)
@@ -291,12 +291,12 @@ def _answer_lost(message: Message, reason: str, state: Any, object_store: Any) -
 
 
 def _content(object_store: Any, part: str) -> bytes:
-    """Return a part of a reply, for which the worker may need a moment."""
+    """Return a part of a reply; wait until the worker has delivered it."""
     for _ in _until(PART_SECONDS):
         content = object_store.get(part)
         if content != b"":
             return bytes(content)
-    raise TimeoutError("the worker has not handed in all of it")
+    raise TimeoutError("the worker has not delivered all its parts")
 
 
 def _until(seconds: float) -> Iterator[None]:
@@ -310,7 +310,7 @@ def _until(seconds: float) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line; of one of gRPC's, its code and details."""
+    """Return a description of an error: for an error of gRPC its code and details."""
     if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
         return f"{error.code().name}: {error.details()}"
     return f"{type(error).__name__}: {error}"

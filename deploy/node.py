@@ -2,9 +2,9 @@
 
 For more than one node, ``--auth-supernode-private-key`` and ``--node-config`` are given once for each. This process
 loads all that they need and forks them (:mod:`posy.deploy.forks`). Each is Flower's own node. One of its
-threads, the :class:`Executor`, takes the node's tasks and hands them to one worker process that keeps code and data
-loaded. If the worker dies, its task is answered with an error at once, and a new worker is started; a worker still
-busy when a reply would be too late is killed. The worker ends when the node ends.
+threads, the :class:`Executor`, takes the node's tasks and passes them to one worker process that keeps code and data
+loaded. If the worker dies, the node answers its task with an error and starts a new worker. It kills a worker that is
+still busy when a reply would be too late. The worker ends when the node ends.
 """
 
 import argparse
@@ -59,17 +59,17 @@ from posy.settings import SettingsError
 
 KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 IDLE_SECONDS = 1.0
-"""Shortest sleep by which Flower's node waits for its next message; by shorter ones it waits for a reply."""
+"""Shortest sleep in which Flower's node waits for its next message; in shorter sleeps it waits for a reply."""
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 """Shortest and longest pause of a node before it asks for a message again: many nodes may ask one SuperLink."""
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
-"""In between, shares of the time between messages, and of the remaining time by the last rounds."""
+"""The pause as a share of the time between messages, and of the expected time until the next message."""
 GAPS = 4
-"""Number of waits for a message by which the next one is expected; a round has two."""
+"""Number of recent waits from which the node predicts the next wait; a round has two."""
 BEAT_SECONDS = 15.0
-"""Seconds between two signs of life of a task."""
+"""Seconds between two heartbeats of a task."""
 LOOK_SECONDS = 5.0
-"""Seconds between two looks at whether an idle worker is alive, or the SuperLink within reach."""
+"""Seconds between two checks of an idle worker, or of the connection to the SuperLink."""
 WORKER_START_SECONDS = 300.0
 """Seconds that a worker may take to load PyTorch."""
 SEND_SECONDS = 60
@@ -79,22 +79,22 @@ MAX_FAILED_STARTS = 3
 
 
 class Waits:
-    """The pauses of the node's main loop: short while there is work, and ended by it."""
+    """The pauses of the node's main loop, which are short while the node has work."""
 
     def __init__(self) -> None:
         self.work = threading.Event()
-        """Set when the node pauses: the messages it has are complete, and tasks can be taken."""
+        """Set when the node pauses: its messages are complete, and the executor can take tasks."""
         self.replied = threading.Event()
-        """Set when the worker has handed in its reply."""
+        """Set when the worker has delivered its reply."""
         self.lost = threading.Event()
-        """Set when the worker has done without handing in a reply."""
+        """Set when the worker has ended a task without a reply."""
         self._busy = self._woken = time.monotonic()
         self._idle = False
         self._gaps: deque[float] = deque(maxlen=GAPS)
 
     def sleep(self, seconds: float) -> None:
-        """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply has arrived."""
-        self.work.set()  # also where it waits for no reply: one to an older message may have ended its wait
+        """Replace the node's ``time.sleep``: wait before the next request, or until the reply has arrived."""
+        self.work.set()  # always: the reply to an older message may have ended the wait
         clock = time.monotonic()
         if seconds >= IDLE_SECONDS:
             self._idle = True
@@ -102,7 +102,7 @@ class Waits:
             time.sleep(max(0.0, pause(clock - self._busy, min(self._gaps, default=0.0)) - requested))
             self._woken = time.monotonic()
             return
-        if self._idle:  # a message has come
+        if self._idle:  # a message has arrived
             self._idle = False
             self._gaps.append(clock - self._busy)
         self._busy = clock
@@ -155,7 +155,7 @@ class Worker:
         return self.parent.ended.empty()
 
     def end(self) -> str:
-        """Kill the process, if it has not ended, and say how it ended."""
+        """Kill the process, if it has not ended, and return how it ended."""
         try:
             code = self.parent.ended.get(timeout=0.5)
         except queue.Empty:
@@ -198,7 +198,7 @@ class WorkerLostError(RuntimeError):
 
 
 class Executor(threading.Thread):
-    """Takes the node's tasks, one at a time; the worker carries them out."""
+    """Takes the node's tasks, one at a time, and lets the worker run them."""
 
     def __init__(self, state: NodeState, waits: Waits, parent: Parent, node_config: Mapping[str, Any]) -> None:
         super().__init__(name="posy-executor", daemon=True)

@@ -1,8 +1,8 @@
 """End process groups when the process that started them is gone, however it ended.
 
 A process starts this program, and writes the number of each group that it starts to its standard input, negative once
-the group has ended. At the end of the input the program kills the groups that are left. So it depends on nothing that
-a killed process would have to do.
+the group has ended. At the end of the input the program kills the remaining groups. A killed process therefore needs
+no chance to clean up.
 """
 
 import contextlib

@@ -73,7 +73,7 @@ class NodeState:
 
     def __init__(self) -> None:
         self.flower: Any = None
-        """Flower's state of the node, from its first request for a message on."""
+        """Flower's state of the node; None before its first request for a message."""
 
     def call(self, name: str, token: str, request: Any) -> Any:
         """Return the response of a handler of Flower; raise :class:`CallError` if it fails."""
@@ -148,7 +148,7 @@ class WorkerSocket:
 
     def __init__(self, connection: socket.socket, on_end: Callable[[], object]) -> None:
         self.tokens: queue.Queue[str] = queue.Queue()
-        """The tokens of the tasks that the node hands out."""
+        """The tokens of the tasks that the node passes to the worker."""
         self._connection, self._on_end = connection, on_end
         self._answers: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
         self._calling, self._writing = threading.Lock(), threading.Lock()

@@ -1,4 +1,4 @@
-"""The secrets of secure aggregation in a worker: they stay in its memory, and never go to the node's process.
+"""The secrets of secure aggregation, which stay in the memory of a worker and never reach the node's process.
 
 A node stores the context of a run only after the reply has left. If the node lost the context in between, the client
 would forget that it has revealed shares, and could reveal others. A worker therefore takes the sessions out of the
@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import Context
 
 PREFIX = "secure-aggregation-"
-"""Start of the names of the records; the code of a run may have another version of Posy than this worker."""
+"""Prefix of the records' names; a run's code and this worker may have different versions of Posy."""
 MOST_RUNS = 1000
 """Runs whose sessions a worker stores."""
 
@@ -23,14 +23,14 @@ class Sessions:
         self._by_run: OrderedDict[tuple[int, int], dict[str, Any]] = OrderedDict()
 
     def restore(self, context: Context) -> None:
-        """Put the sessions of a run into its context; sessions that another process has stored there are removed."""
+        """Move the sessions of a run into its context; remove sessions that another process has stored there."""
         for name in _names(context):
             del context.state[name]
         for name, record in self._by_run.get((context.run_id, context.node_id), {}).items():
             context.state[name] = record
 
     def take(self, context: Context) -> None:
-        """Take the sessions of a run out of its context."""
+        """Move the sessions of a run from its context into memory."""
         if sessions := {name: context.state.pop(name) for name in _names(context)}:
             key = context.run_id, context.node_id
             self._by_run[key] = sessions

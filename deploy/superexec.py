@@ -1,8 +1,8 @@
 """The process that starts apps: ``python -m posy.deploy.superexec`` takes the arguments of ``flower-superexec``.
 
 It is Flower's own process with two changes. Flower passes the token of a task on the command line of the app, which
-every user of the machine can read; here the app reads the token from a file without a name. A request that is refused
-because its signature is too old is signed again: Flower would end this process, and with it the running apps.
+every user of the machine can read; here the app reads the token from a file without a name. If a request is refused
+because its signature is too old, Posy signs it again: Flower would end this process, and with it the running apps.
 """
 
 import subprocess
@@ -32,7 +32,7 @@ def main() -> None:
 
 def improve() -> None:
     """Apply the changes to Flower's modules."""
-    from flwr.supercore.superexec import run_superexec  # noqa: PLC0415 - names that Flower may no longer have
+    from flwr.supercore.superexec import run_superexec  # noqa: PLC0415 - Flower may lack this name
     from flwr.supercore.superexec.executor import subprocess_executor  # noqa: PLC0415
 
     from posy.deploy.secret import SigningInterceptor  # noqa: PLC0415

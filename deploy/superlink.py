@@ -1,7 +1,7 @@
 """The SuperLink and the process that runs ServerApps, kept apart so that a run outlives a SuperLink.
 
 ``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the ServerApp in
-another process. A SuperLink that dies is started again with its state. The ServerApp and the nodes retry until it
+another process. If the SuperLink dies, Posy restarts it with its state. The ServerApp and the nodes retry until it
 answers, and the run continues.
 """
 
@@ -18,18 +18,18 @@ from pathlib import Path
 from posy.settings import LaunchError
 
 LOOK_SECONDS = 0.2
-"""Seconds between two looks at whether the processes are alive."""
+"""Seconds between two checks that the processes are alive."""
 HEALTHY_SECONDS = 30.0
-"""Seconds after which a process counts as well started."""
+"""Seconds after which a start counts as successful."""
 MAX_STARTS = 5
-"""Number of starts in a row after which a process that never gets that far is given up."""
+"""Number of failed starts in a row after which Posy gives up."""
 STOP_SECONDS = 10.0
-"""Seconds that a process has to end by itself."""
+"""Seconds that a process has to end by itself before it is killed."""
 
 
 @dataclass
 class _Kept:
-    """A process that is started again when it dies."""
+    """A process that Posy restarts when it dies."""
 
     name: str
     command: Sequence[str]
@@ -51,7 +51,7 @@ class _Kept:
         self.reaper.add(self.process.pid)
 
     def restart_if_dead(self) -> None:
-        """Start the process again if it has died; raise :class:`LaunchError` if it died too often."""
+        """Restart the process if it has died; raise :class:`LaunchError` if it died too often."""
         if self.process.poll() is None:
             return
         self.reaper.remove(self.process.pid)
@@ -64,7 +64,7 @@ class _Kept:
         self.start()
 
     def stop(self) -> None:
-        """End the process and all that it has started; a ServerApp among them would ask for ever."""
+        """End the process and its children; a ServerApp among them would retry for ever."""
         with contextlib.suppress(ProcessLookupError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
@@ -78,7 +78,7 @@ class _Kept:
 
 
 class _Reaper:
-    """A process that kills the kept processes, and all that they have started, when this one is killed.
+    """A process that kills the restarted processes and their children when this one is killed.
 
     Otherwise they would keep the state locked, and a ServerApp would retry for ever.
     """
@@ -88,9 +88,9 @@ class _Reaper:
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
     def add(self, group: int) -> None:
-        """Kill a group of processes when this process is gone."""
+        """Kill a group of processes when this process has ended."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the reaper was killed: there is none until the next start
+        with contextlib.suppress(OSError):  # the reaper was killed: the next start creates a new one
             print(group, file=self._process.stdin, flush=True)
 
     def remove(self, group: int) -> None:
@@ -110,8 +110,8 @@ def keep(
 ) -> None:
     """Run named processes in this order until this one is interrupted, and restart the processes that die.
 
-    They inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts: it is started again
-    when that has changed. One that ends with an error at once, or dies again and again, raises :class:`LaunchError`.
+    They inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts, and is
+    restarted when the file has changed. Raises :class:`LaunchError` if a process fails at once or dies repeatedly.
     """
     processes: list[_Kept] = []
     reaper = _Reaper()

@@ -1,9 +1,9 @@
 """The process that runs a node's tasks, with PyTorch, code and data loaded once.
 
-:class:`posy.deploy.node.Executor` has it forked with a socket (:mod:`posy.deploy.runtime`). It receives tokens of
-tasks, and reports events: ``ready``, then for each task ``gone`` if its message is missing, or else ``message`` (its
-envelope, with which the node answers if this process dies, and the seconds for which an answer is useful), ``pushed``
-and ``done``. It ends when the socket closes.
+:class:`posy.deploy.node.Executor` starts the process with a socket (:mod:`posy.deploy.runtime`). The process receives
+tokens of tasks and reports events: first ``ready``, then for each task ``gone`` if its message is missing, or
+``message``, ``pushed`` and ``done``. The event ``message`` has the envelope, with which the node answers if this
+process dies, and the seconds for which an answer is useful. The process ends when the socket closes.
 """
 
 import base64
@@ -36,7 +36,7 @@ PRELOADED = (
 )
 """Modules that take long to import and do not belong to the code of a run."""
 SHARED = ("sklearn.datasets", "flwr_datasets.partitioner")
-"""Further ones, which only benchmarks' data needs: loaded beforehand where several nodes share them."""
+"""Further modules, which only benchmark data needs; several nodes share them if they are loaded before the fork."""
 
 
 def preload(nodes: int) -> None:
@@ -62,24 +62,24 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
 
 
 class Answered:
-    """The last answer of a client. A message that is sent again, because it seems lost, is not worked on twice."""
+    """The last answer of a client, with which the worker answers a copy of the message instead of running it again."""
 
     def __init__(self) -> None:
         self._asked: object = None
         self._content = RecordDict()
 
     def find(self, message: Message) -> Message | None:
-        """Return the answer to a message whose copy was the last that was answered."""
+        """Return the answer to a message if the last answered message was its copy."""
         return Message(self._content, reply_to=message) if self._asked == _asked(message) else None
 
     def keep(self, message: Message, reply: Message) -> None:
-        """Keep an answer, unless it is an error, or costs nothing."""
+        """Store an answer, unless it is an error or answers a query."""
         if reply.has_content() and message.metadata.message_type != MessageType.QUERY:
             self._asked, self._content = _asked(message), reply.content
 
 
 def _asked(message: Message) -> object:
-    """Return the run, phase and config of a message, by which the worker recognises a copy of it."""
+    """Return the run, phase and config of a message, which identify its copies."""
     configs = {name: dict(record) for name, record in message.content.config_records.items()}
     return message.metadata.run_id, message.metadata.message_type, configs
 
@@ -94,7 +94,7 @@ def serve(task: Task, apps: Apps, report: Callable[..., None], last: Answered, s
         audit.note(context, submitter=run.account_name or run.flwr_aid, code=fab.hash_str)
         try:
             if reply := last.find(message):
-                log(INFO, "this message came before: it gets the answer that is known")
+                log(INFO, "this message is a copy: it gets the stored answer")
             else:
                 log(
                     INFO,
@@ -133,7 +133,7 @@ def serve(task: Task, apps: Apps, report: Callable[..., None], last: Answered, s
 
 
 def _text_for_server(error: Exception, context: Context) -> str:
-    """Return the message of an error for the server; on a node with data without anything about the data."""
+    """Return the message of an error for the server; on a node with data, it reveals nothing about the data."""
     return shared_text(error) if "data" in context.node_config else str(error)
 
 

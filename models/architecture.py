@@ -7,7 +7,6 @@ builds the networks.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from posy.settings import SettingsError
 if TYPE_CHECKING:
     from torch import nn
 
+    from posy.models.chain import ChainModel
     from posy.models.weights import Weights
 
 
@@ -40,8 +40,20 @@ class Architecture:
 
     def build(self, seed: int = 0) -> "nn.Module":
         """Build the network; the same seed gives the same weights."""
-        module: nn.Module = _assembly().build(self, seed)
-        return module
+        from posy.models import assembly  # noqa: PLC0415 - imports PyTorch
+
+        plain = replace(self, ranks=(), extension=None)
+        return assembly.build(
+            self.model,
+            self.task,
+            seed,
+            ranks=dict(self.ranks),
+            fixed=plain.fixed if self.ranks else {},
+            linear_init=self.linear_init,
+            weights=self.weights,
+            frozen=self.frozen,
+            extension=self.extension,
+        )
 
     def extended(self, extend: Extend, **arguments: Any) -> "Architecture":
         """Return the architecture of the network ``extend(chain, seed=seed, **arguments)``.
@@ -120,14 +132,15 @@ class Architecture:
     @property
     def normalisation(self) -> tuple[str, ...]:
         """Names of the tensors of normalisation layers."""
-        modules = _assembly().normalisation_layers(_chain(self))
+        from posy.models import assembly  # noqa: PLC0415 - imports PyTorch
+
+        modules = assembly.normalisation_layers(_chain(self))
         return tuple(entry.name for entry in self.layout.entries if entry.name.rpartition(".")[0] in modules)
 
     @property
     def embedding_dim(self) -> int:
         """Number D of the head's inputs."""
-        dimension: int = _chain(self).embedding_dim
-        return dimension
+        return _chain(self).embedding_dim
 
     def weight(self, layer: str) -> Entry:
         """Return the entry of a dense fully connected layer's weight ``(outputs, inputs)``."""
@@ -165,7 +178,9 @@ def architecture_for(
     SettingsError
         If the network, the file of weights or a frozen layer does not exist.
     """
-    name, start = _assembly().resolved(model, task, weights, digest, words, folder)
+    from posy.models import assembly  # noqa: PLC0415 - imports PyTorch
+
+    name, start = assembly.resolved(model, task, weights, digest, words, folder)
     plain = Architecture(name, task, linear_init=linear_init, weights=start)
     names = tuple(filter(None, (layer.strip() for layer in frozen.split(","))))
     if not names:
@@ -211,7 +226,9 @@ def _fingerprint(architecture: Architecture) -> tuple[float, ...]:
 @lru_cache(maxsize=64)
 def _layout(architecture: Architecture) -> tuple[Layout, tuple[str, ...]]:
     """Return the layout of the flat vector, and the names of the floating-point tensors that are not part of it."""
-    layout, fixed = _assembly().layout(architecture.build())
+    from posy.models import assembly  # noqa: PLC0415 - imports PyTorch
+
+    layout, fixed = assembly.layout(architecture.build())
     if not layout.trainable.size:
         raise SettingsError(
             f"model = {architecture.model!r}: none of its parameters has a gradient; set requires_grad = True for at "
@@ -221,11 +238,8 @@ def _layout(architecture: Architecture) -> tuple[Layout, tuple[str, ...]]:
 
 
 @lru_cache(maxsize=64)
-def _chain(architecture: Architecture) -> Any:
+def _chain(architecture: Architecture) -> "ChainModel":
     """Return the chain of layers of a network, without a method's further layers."""
-    return _assembly().chain_of(architecture.build())
+    from posy.models import assembly  # noqa: PLC0415 - imports PyTorch
 
-
-def _assembly() -> Any:
-    """Return the module that builds networks; it imports PyTorch."""
-    return import_module("posy.models.assembly")
+    return assembly.chain_of(architecture.build())

@@ -1,42 +1,53 @@
-"""Builds the networks that :class:`posy.models.architecture.Architecture` describes."""
+"""Builds the networks that :class:`~posy.models.architecture.Architecture` describes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from posy.data.task import Task
-from posy.models.architecture import Architecture
 from posy.models.build import build_model, resolve
 from posy.models.chain import ChainModel
 from posy.models.layers import kaiming_linear
-from posy.models.parameters import Layout, layout_of
+from posy.models.parameters import FloatArray, Layout, layout_of
 from posy.models.weights import Weights, load_weights, weights_for
 from posy.randomness import seed_of, seeded
 
 
-def build(architecture: Architecture, seed: int) -> nn.Module:
-    """Return the network of an architecture; the same seed gives the same weights."""
-    chain = build_model(architecture.model, architecture.task, seed=seed, ranks=dict(architecture.ranks))
-    if architecture.linear_init == "kaiming":
+def build(
+    model: str,
+    task: Task,
+    seed: int,
+    *,
+    ranks: Mapping[str, int],
+    fixed: Mapping[str, FloatArray],
+    linear_init: str,
+    weights: Weights | None,
+    frozen: Sequence[str],
+    extension: tuple[Callable[..., Any], tuple[tuple[str, Any], ...]] | None,
+) -> nn.Module:
+    """Return a network; the same seed gives the same weights.
+
+    The arguments are the fields of :class:`~posy.models.architecture.Architecture`. ``fixed`` has the fixed tensors of
+    the network without reduced ranks, by name.
+    """
+    chain = build_model(model, task, seed=seed, ranks=ranks)
+    if linear_init == "kaiming":
         with seeded(seed_of(seed, "linear-init")):
             kaiming_linear(chain)
-    if architecture.weights is not None:
-        load_weights(chain, architecture.weights, tuple(layer for layer, _ in architecture.ranks))
-    for layer in architecture.frozen:
+    if weights is not None:
+        load_weights(chain, weights, tuple(ranks))
+    for layer in frozen:
         chain.layer(layer).requires_grad_(False)
-    if architecture.ranks:  # a low-rank layer changes the random numbers of the layers after it
-        plain = replace(architecture, ranks=(), extension=None)
-        fixed = {name: torch.from_numpy(array) for name, array in plain.fixed.items()}
-        chain.load_state_dict(fixed, strict=False)
-    if architecture.extension is None:
+    if ranks:  # a low-rank layer changes the random numbers of the layers after it
+        chain.load_state_dict({name: torch.from_numpy(array) for name, array in fixed.items()}, strict=False)
+    if extension is None:
         return chain
-    extend, arguments = architecture.extension
+    extend, arguments = extension
     module: nn.Module = extend(chain, seed=seed, **dict(arguments))
     initialise: Callable[[], object] | None = getattr(module, "initialise_linear", None)
-    if architecture.linear_init == "kaiming" and initialise is not None:
+    if linear_init == "kaiming" and initialise is not None:
         with seeded(seed_of(seed, "linear-init", 1)):  # another stream than for the chain
             initialise()
     return module

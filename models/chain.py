@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from posy.models.layers import FullyConnected, LowRankLinear
+from posy.models.layers import CosineLinear, FullyConnected, LowRankLinear
+from posy.randomness import seed_of, seeded
 
 
 class ChainModel(nn.Module):
@@ -63,3 +64,10 @@ def run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
+
+
+def with_cosine_head(chain: ChainModel, *, classes: int, scale: float, seed: int) -> ChainModel:
+    """Replace the head of a network by a head that compares directions (:class:`CosineLinear`), and return it."""
+    with seeded(seed_of(seed, "head")):
+        chain.head = CosineLinear(chain.embedding_dim, classes, scale)
+    return chain

@@ -1,16 +1,10 @@
 """Building blocks of the networks."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posy.models.parameters import fixed_tensors
-from posy.randomness import seed_of, seeded
-
-if TYPE_CHECKING:
-    from posy.models.chain import ChainModel
 
 
 class Convolution(nn.Module):
@@ -209,10 +203,3 @@ def reset_parameters(module: nn.Module) -> None:
     with torch.no_grad():
         for tensor, value in zip(fixed, values, strict=True):
             tensor.copy_(value)
-
-
-def with_cosine_head(chain: "ChainModel", *, classes: int, scale: float, seed: int) -> "ChainModel":
-    """Replace the head of a network by a head that compares directions (:class:`CosineLinear`), and return it."""
-    with seeded(seed_of(seed, "head")):
-        chain.head = CosineLinear(chain.embedding_dim, classes, scale)
-    return chain

@@ -1,17 +1,17 @@
-"""Personalised federated learning on Flower; the parts that every method shares."""
+"""Personalised federated learning on Flower: the public API and the code that all methods share."""
 
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# NumPy's threads otherwise wait for their next work with the cores running, some 50 ms long: those that train clients.
-# It is read when NumPy is loaded, so it helps where Posy is imported first, as in its own commands.
+# NumPy's idle threads otherwise keep the cores busy for about 50 ms, which slows down the training of clients.
+# OpenBLAS reads the variable when NumPy is loaded. It has an effect only if Posy is imported first, as in its commands.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "server_app").is_dir():
-    # In a checkout links in this folder lead to data/, models/ and the others beside it, and a wheel holds them here.
-    # Flower's bundle of the app carries no links: there they are found where they lie.
+    # In a checkout, this folder contains links to data/, models/ and the other packages. In a wheel it contains the
+    # packages themselves. Flower's bundle of the app has neither, so Python searches the parent folder.
     __path__.append(str(_HERE.parent))
 
 if TYPE_CHECKING:
@@ -35,31 +35,31 @@ def run(**settings: "Scalar") -> "Record":
     Returns
     -------
     Record
-        What :func:`load` returns; ``strategy`` has the server's state besides.
+        The record, as from :func:`load`. Its ``strategy`` also has the server's state.
 
     Raises
     ------
     SettingsError, DataError
-        Before the first round, if a setting or the data is wrong.
+        If a setting or the data is wrong. Posy raises it before the first round.
     """
     from posy.commands.launch import record_in_process  # noqa: PLC0415 - imports PyTorch
 
-    given = {name.replace("_", "-"): value for name, value in settings.items()}
-    return record_in_process(given, "the arguments of posy.run").record()
+    config = {name.replace("_", "-"): value for name, value in settings.items()}
+    return record_in_process(config, "the arguments of posy.run").record()
 
 
 def load(run: "str | Path") -> "Record":
-    """Return the record of a run: its rounds and clients as frames, and its clients' models ready to predict.
+    """Return the record of a run: its rounds and clients as data frames, and its clients' models for prediction.
 
     Parameters
     ----------
     run : str or Path
-        The folder of a run, or the name of one in ``runs``; or a folder in which a node keeps its clients' models.
+        A run's folder or its name in ``runs``, or the folder in which a node stores its clients' models.
 
     Raises
     ------
     SettingsError
-        If there is no such run.
+        If the run does not exist.
     """
     from posy.server_app.record import Record  # noqa: PLC0415 - imports PyTorch
 
@@ -67,17 +67,17 @@ def load(run: "str | Path") -> "Record":
 
 
 def network(module: "nn.Module", layers: "Sequence[str]" = (), head: str = "") -> "Described":
-    """Describe a network of your own, where the function that ``model="file:function"`` names returns it.
+    """Describe a custom network. The function that ``model="file:function"`` names returns this description.
 
     Parameters
     ----------
     module : torch.nn.Module
-        It maps samples ``(B, *input_shape)`` to logits ``(B, C)``.
+        The network, which maps samples ``(B, *input_shape)`` to logits ``(B, C)``.
     layers : sequence of str
-        Names of its modules, as ``named_modules`` has them, from input to output and without the head; together they
-        hold all other parameters. By default its children in order.
+        Names of its modules, as in ``named_modules``, from input to output and without the head. Together they contain
+        all parameters except the head's. By default, the module's children in order.
     head : str
-        Name of the linear layer that comes last. By default the last ``nn.Linear``.
+        Name of the linear layer at the output. By default, the last ``nn.Linear``.
     """
     from posy.models.own import Described  # noqa: PLC0415 - imports PyTorch
 

@@ -1,23 +1,23 @@
-"""The C library's memory: what one training step frees, the next one takes again."""
+"""Settings of the C library's memory allocator, so that a training step reuses the memory of the previous step."""
 
 import ctypes
 import os
 from functools import cache
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Options of glibc's ``mallopt`` (malloc.h): freed bytes that it keeps, and the size from which a block is mapped."""
+"""Options of glibc's ``mallopt`` (malloc.h): freed bytes to keep, and the size from which it maps blocks."""
 KEPT = 1 << 30
-"""Bytes below which both leave memory with this process."""
+"""Value of both options in bytes. Below it, freed memory stays with this process."""
 TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables by which a person tells glibc the same."""
+"""Environment variables with which a user sets these options of glibc."""
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let this process, and those forked from it, keep what they free; return whether the C library does so now.
+    """Make this process and its forks keep freed memory, and return whether the C library accepts the options.
 
-    By default glibc gives large blocks back to the system, which clears each of their pages when the next step touches
-    it. Only glibc can be told, and only where no environment variable tells it already.
+    By default, glibc returns large blocks to the system. The system then clears every page again in the next step.
+    The function changes nothing for another C library, or if the user has set an environment variable of :data:`TOLD`.
     """
     if any(name in os.environ for name in TOLD):
         return False

@@ -1,4 +1,4 @@
-"""What people bring along: functions and classes of files beside their work, or of packages that are installed."""
+"""Custom code: functions and classes from the user's files or from installed packages."""
 
 import ast
 import importlib
@@ -14,28 +14,28 @@ from posy.paths import absolute, is_file
 from posy.settings import OWN, SettingsError, shown
 
 BUNDLED = "own"
-"""Folder of the app's bundle in which people's own files travel to the SuperLink and the nodes."""
+"""Folder for custom files in the app's bundle, which goes to the SuperLink and the nodes."""
 OWN_MODULE = "posy_own_"
-"""What the names of modules begin with that are imported from a file."""
+"""Prefix of the names of modules that Posy imports from a file."""
 _BUNDLE = Path(__file__).resolve().parent.parent
 
 
 def is_own(text: str) -> bool:
-    """Tell whether a setting names something of people's own, as in ``mynets:resnet``."""
+    """Return whether a setting names custom code, as in ``mynets:resnet``."""
     return OWN.fullmatch(text) is not None
 
 
 def word_of(method: str) -> str:
-    """Return what the keys of a method's settings begin with: its name; of one of people's own, that in lower case."""
+    """Return the prefix of the keys of a method's settings: its name, or a custom class's name in lower case."""
     return method.rpartition(":")[2].lower()
 
 
 def located(text: str) -> str:
-    """Return ``file.py:name`` with the absolute path of the file that ``module:name`` is of.
+    """Return ``file.py:name`` with the absolute path of the file that contains ``module:name``.
 
-    The file is looked for where the run was started. Where there is none, an installed module is meant. What has
-    travelled with the run, ``own/file.py:name``, is said in the same way everywhere, and is ``file.py`` to whoever
-    uses the models of that run.
+    The path is relative to the directory where the run was started. Without such a file, the text names an installed
+    module and stays the same. A file in the bundle, ``own/file.py:name``, has this name on every machine. Outside the
+    bundle, for example when a user loads the models of the run, it means the user's ``file.py``.
     """
     module, _, name = text.rpartition(":")
     if module.startswith(f"{BUNDLED}/"):
@@ -47,13 +47,13 @@ def located(text: str) -> str:
 
 
 def to_travel(text: str) -> tuple[str, dict[str, Path]]:
-    """Return what ``module:name`` is called in the app's bundle, and which files go there, by their places in it.
+    """Return the name of ``module:name`` in the app's bundle, and the files to bundle by their paths in the bundle.
 
-    These are the file that it names and those beside that which are imported by it. What is installed stays as it is,
-    and must be installed wherever the run goes.
+    The files are the named file and the modules in its folder that it imports. The name of an installed module stays
+    the same, and every machine of the run must have that module installed.
     """
-    place, _, name = located(text).rpartition(":")
-    file = Path(place)
+    origin, _, name = located(text).rpartition(":")
+    file = Path(origin)
     if not file.is_absolute():
         return text, {}
     files = {f"{BUNDLED}/{path.relative_to(file.parent).as_posix()}": path for path in with_neighbours(file)}
@@ -61,90 +61,91 @@ def to_travel(text: str) -> tuple[str, dict[str, Path]]:
 
 
 def with_neighbours(file: Path) -> list[Path]:
-    """Return a file, and the modules and packages beside it that it imports, directly or through each other."""
-    found, left = [file], [file]
-    while left:
-        for node in ast.walk(ast.parse(left.pop().read_bytes())):
+    """Return a file, and the modules and packages in its folder that it imports directly or indirectly."""
+    files, queue = [file], [file]
+    while queue:
+        for node in ast.walk(ast.parse(queue.pop().read_bytes())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for first in {name.partition(".")[0] for name in names} - {""}:
                 module, package = file.parent / f"{first}.py", file.parent / first
                 parts = [module] if is_file(module) else []
                 parts = sorted(package.rglob("*.py")) if is_file(package / "__init__.py") else parts
-                fresh = [part for part in parts if part not in found]
-                found += fresh
-                left += fresh
-    return found
+                fresh = [part for part in parts if part not in files]
+                files += fresh
+                queue += fresh
+    return files
 
 
 def module_of(text: str, key: str) -> ModuleType:
-    """Return the module of ``module:name``; ``key`` is the setting that names it, for the message of an error.
+    """Return the module of ``module:name``. The setting ``key`` names it, for error messages.
 
     Raises
     ------
     SettingsError
-        If there is no such file or module, or it cannot be imported.
+        If the file or module does not exist or cannot be imported.
     """
     return _module(located(text).rpartition(":")[0], f"{key} = {shown(text)}")
 
 
 def load(text: str, key: str) -> Any:
-    """Return what ``module:name`` names.
+    """Return the object that ``module:name`` names.
 
     Raises
     ------
     SettingsError
-        As :func:`module_of` does, and if the module holds no such name.
+        As in :func:`module_of`, and if the module does not define the name.
     """
     module, name = module_of(text, key), text.rpartition(":")[2]
     if not hasattr(module, name):
-        known = ", ".join(word for word in vars(module) if not word.startswith("_")) or "nothing"
-        place = located(text).rpartition(":")[0]
-        raise SettingsError(f"{key} = {shown(text)}: {place} holds no {name}; it holds {known}")
+        names = ", ".join(word for word in vars(module) if not word.startswith("_")) or "nothing"
+        origin = located(text).rpartition(":")[0]
+        raise SettingsError(f"{key} = {shown(text)}: {origin} does not define {name}; it defines {names}")
     return getattr(module, name)
 
 
 def said(error: Exception) -> str:
-    """Return what an exception says, on one line, and the line of people's own file that has raised it, if one has."""
+    """Return an exception's type and message on one line, with file and line if custom code raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_custom(frame)]
     return f"{text} ({Path(frames[-1].f_code.co_filename).name}, line {frames[-1].f_lineno})" if frames else text
 
 
 _LONGEST = 300
-"""Characters of what an exception says that are repeated."""
+"""Largest number of characters to quote from an exception."""
 _TRAVELLED = (
-    "; it has travelled with the run: whoever uses its models is in the folder that holds it, and a run that is "
-    "resumed on a SuperLink is given its own code again, as when it was first submitted"
+    "; it was submitted with the run: to use the models of the run, change to the folder of this file; to resume the "
+    "run on a SuperLink, repeat the settings that name custom code"
 )
 
 
 @lru_cache(maxsize=64)
-def _module(name: str, what: str) -> ModuleType:
-    """Import a file or an installed module."""
+def _module(name: str, setting: str) -> ModuleType:
+    """Import a file or an installed module. The error messages quote ``setting``, of the form ``key = value``."""
     try:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         path = _BUNDLE / name
         if not is_file(path):
             travelled = name.startswith(f"{BUNDLED}/")
-            raise SettingsError(f"{what}: there is no file {path.name if travelled else path}{_TRAVELLED * travelled}")
+            missing = f"the file {path.name if travelled else path} does not exist"
+            raise SettingsError(f"{setting}: {missing}{_TRAVELLED * travelled}")
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # last, so that its neighbours stand in for nothing
+            sys.path.append(str(path.parent))  # last, so that local modules replace no installed module
         spec = importlib.util.spec_from_file_location(f"{OWN_MODULE}{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look there
+        sys.modules[spec.name] = module  # dataclasses look up their module there
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         if name.partition(".")[0] == error.name:
             where = f"a file {name}.py where the run was started"
-            raise SettingsError(f"{what}: there is neither {where} nor such a module") from error
-        raise SettingsError(f"{what}: {name} cannot be imported ({error})") from error
+            raise SettingsError(f"{setting}: there is neither {where} nor an installed module {name}") from error
+        raise SettingsError(f"{setting}: {name} cannot be imported ({error})") from error
     except SettingsError:
         raise
-    except Exception as error:  # whatever the code of somebody else may raise
-        raise SettingsError(f"{what}: {name} cannot be imported ({said(error)})") from error
+    except Exception as error:  # custom code may raise any exception
+        raise SettingsError(f"{setting}: {name} cannot be imported ({said(error)})") from error
     return module
 
 

@@ -1,7 +1,7 @@
-"""Pictures of a run, as PNG files of 1200 pixels width (more for rows of panels).
+"""Figures of a run, as PNG files with a width of 1200 pixels (more for rows of panels).
 
-Every function takes data and a path, and writes one file; it writes none where there is nothing to draw: no data, or
-only None and NaN. Figures are made through matplotlib's objects, never through pyplot, so that no global state is kept.
+Every function takes data and a path, and writes one file. It writes no file if the data is empty or contains only None
+and NaN. The functions use matplotlib's objects, never pyplot, so they keep no global state.
 """
 
 import math
@@ -25,13 +25,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from posy.metrics import Evaluation
 
 Curve = Sequence[tuple[float, float | None]]
-"""Points (x, y) of a line; points whose y is None or NaN are skipped."""
+"""Points (x, y) of a line. Points whose y is None or NaN are skipped."""
 
 Band = Sequence[tuple[float, float, float]]
 """Points (x, y, half the height of the band) of a line."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, which the colour-blind can distinguish (without yellow, too light for lines)."""
+"""The colour-blind-safe palette of Okabe and Ito, without yellow, which is too light for lines."""
 
 _WIDTH, _HEIGHT = 8.0, 4.6  # inches
 _INK, _AXIS, _FAINT, _MISSING = "#222222", "#999999", "#d9d9d9", "#eeeeee"
@@ -65,24 +65,24 @@ class Panel:
     """One heat map."""
 
     matrix: npt.ArrayLike
-    """Cells ``(rows, columns)`` that are NaN (or None) stay grey."""
+    """Values of the cells ``(rows, columns)``. Cells with NaN or None are grey."""
     title: str = ""
     xlabel: str = ""
     ylabel: str = ""
     label: str = ""
-    """Meaning and unit of the values, written at the colour bar."""
+    """Meaning and unit of the values: the label of the colour bar."""
     xticks: Sequence[str] = ()
     yticks: Sequence[str] = ()
-    """Names of the columns and rows; their numbers if empty."""
+    """Names of the columns and rows. If empty, the figure shows their numbers."""
     counts: bool = False
-    """The values are counts: the colours begin at 0, and cells of value 0 stay white."""
+    """Whether the values are counts. The colour scale of counts starts at 0, and cells with 0 are white."""
 
 
 def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:
-    """Draw the clients' mean accuracy or loss by round, with bands mean ± std and min to max.
+    """Draw the clients' mean accuracy or loss by round, with the bands mean ± std and min to max.
 
-    ``points`` are the evaluations of the served and of the local models. With secure aggregation there are no
-    bands, and the mean is over all samples.
+    ``points`` contains the evaluations of the served models and of the local models. With secure aggregation, the
+    figure shows only the mean over all samples, without bands.
     """
     pooled = any("samples" in evaluation.over_clients for evaluations in points for evaluation in evaluations)
     percent = measure == "accuracy"
@@ -107,7 +107,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
                 for edge in (low, high):
                     axes.plot(x, edge, color=colour, alpha=0.45, linewidth=0.8, linestyle=":")
             else:
-                x += 0.1 * index  # next to each other, because they would hide one another
+                x += 0.1 * index  # side by side, because the markers would overlap
                 axes.vlines(x, low, high, color=colour, linewidth=1, linestyle=":")
                 axes.vlines(x, mean - std, mean + std, color=colour, alpha=0.3, linewidth=8)
             last = f"{100 * mean[-1]:.2f} %" if percent else f"{mean[-1]:.3g}"
@@ -126,9 +126,9 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
 
 
 def client_accuracies(served: Sequence[float | None], local: Sequence[float | None], path: Path) -> None:
-    """Draw each client's accuracy before and after its training, clients in order of accuracy.
+    """Draw each client's accuracy before and after its training, with clients sorted by accuracy.
 
-    ``served`` and ``local`` ``(M,)`` hold None where a model was not evaluated.
+    ``served`` and ``local`` ``(M,)`` contain None for models without an evaluation.
     """
     before, after = _numbers(served), _numbers(local)
     ranked = np.where(np.isnan(after), before, after)
@@ -159,7 +159,7 @@ def client_accuracies(served: Sequence[float | None], local: Sequence[float | No
 
 
 def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] = ()) -> None:
-    """Draw how many samples of each class each client holds: ``counts`` ``(M, C)``."""
+    """Draw the number of samples by client and class, ``counts`` ``(M, C)``."""
     panel = Panel(np.transpose(counts), "", "client", "class", "samples", yticks=class_names, counts=True)
     heatmaps([panel], path, title="Samples of each class on each client")
 
@@ -171,7 +171,7 @@ def routing(matrix: npt.NDArray[Any], path: Path) -> None:
 
 
 def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
-    """Draw heat maps side by side, four a row at most. Small ones show their values; empty ones are skipped."""
+    """Draw heat maps side by side, at most four a row. Small maps show their values. Empty maps are skipped."""
     panels = [panel for panel in panels if np.isfinite(_numbers(panel.matrix)).any()]
     if not panels:
         return
@@ -179,7 +179,7 @@ def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
     across = math.ceil(len(panels) / down)
     width = max(_WIDTH, 4.0 * across)
     rows, columns = np.shape(panels[0].matrix)
-    inner = width / across - 1.5  # width of the cells alone, in inches
+    inner = width / across - 1.5  # width of the cells in inches
     height = inner * float(np.clip(rows / columns, *((0.5, 0.8) if across == 1 else (0.75, 1.0))))
     with _figure(path, width, (height + 0.8) * down + 0.4) as figure:
         figure.suptitle(title, x=0.01, ha="left")
@@ -202,9 +202,9 @@ def lines(
     ylabel: str = "",
     percent: bool = False,
 ) -> None:
-    """Draw one line for each series of points, by its name; with ``percent`` the values are parts of one."""
+    """Draw one line for each named series of points. With ``percent``, values 0..1 appear as percentages."""
     arrays = {name: _numbers(list(curve)).reshape(-1, 2) for name, curve in series.items()}
-    drawn = {name: found for name, array in arrays.items() if len(found := array[np.isfinite(array[:, 1])])}
+    drawn = {name: finite for name, array in arrays.items() if len(finite := array[np.isfinite(array[:, 1])])}
     if not drawn:
         return
     with _axes(path, title) as axes:
@@ -236,9 +236,9 @@ def small_multiples(
 ) -> None:
     """Draw a small panel for each group of lines, with bands around the lines.
 
-    All share one y-axis, unless these are ``apart``, and one x-axis, unless the lines of one panel are more than four
-    times as long as another's; with ``log`` the x-axes are logarithmic, with ``y_log`` the y-axes. Lines named in
-    ``points`` are points that nothing joins. ``dashed`` holds, by panel and name, numbers that have no x.
+    The panels share one y-axis, unless ``apart`` is true. They share one x-axis, unless the lines of one panel are more
+    than four times as long as the lines of another. ``log`` makes the x-axes logarithmic, and ``y_log`` the y-axes.
+    Series named in ``points`` are drawn as separate points. ``dashed`` contains horizontal lines by panel and name.
     """
     drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
     if not drawn:
@@ -247,7 +247,7 @@ def small_multiples(
     down = math.ceil(len(drawn) / across)
     high = 1.75 if columns > 2 else 3.0
     levels = {panel: (dashed or {}).get(panel, {}) for panel in drawn}
-    names = dict.fromkeys(name for own in (drawn, levels) for lines in own.values() for name in lines)
+    names = dict.fromkeys(name for named in (drawn, levels) for lines in named.values() for name in lines)
     styles = {name: _line_style(index, len(names), 100) for index, name in enumerate(names)}
     with _figure(path, _WIDTH, high * down + 0.9) as figure:
         figure.suptitle(title, x=0.01, ha="left")
@@ -291,7 +291,7 @@ def bars(
     ylabel: str = "",
     marks: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
-    """Draw a bar with an error bar for each name in each group, and a mark where there is one for (group, name)."""
+    """Draw a bar with an error bar for each name in each group, and the marks, whose keys are (group, name)."""
     if not groups:
         return
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
@@ -299,21 +299,21 @@ def bars(
     with _axes(path, title) as axes:
         for index, name in enumerate(names):
             style = _line_style(index, len(names), 100)
-            places = [place for place, group in enumerate(groups.values()) if name in group]
+            positions = [position for position, group in enumerate(groups.values()) if name in group]
             values = [group[name] for group in groups.values() if name in group]
-            x = np.array(places) + (index - (len(names) - 1) / 2) * width
+            x = np.array(positions) + (index - (len(names) - 1) / 2) * width
             heights, errors = np.array(values).T
             axes.bar(x, heights, width * 0.92, yerr=errors, label=name, color=style["color"], ecolor=_INK)
-            for at, group in zip(x, (list(groups)[place] for place in places), strict=True):
+            for at, group in zip(x, (list(groups)[position] for position in positions), strict=True):
                 if marks and (group, name) in marks:
                     axes.plot(at, marks[group, name], marker="_", markersize=10, color=_INK, markeredgewidth=1.6)
         axes.set_xticks(range(len(groups)), labels=list(groups))
         axes.set(ylabel=ylabel)
         if marks:
             _note(axes, "—: the paper's number")
-        if list(groups) == [""]:  # the bars have their names below them
-            own = (np.arange(len(names)) - (len(names) - 1) / 2) * width
-            axes.set_xticks(own, labels=[textwrap.fill(name, 16) for name in names])
+        if list(groups) == [""]:  # label each bar instead of drawing a legend
+            centres = (np.arange(len(names)) - (len(names) - 1) / 2) * width
+            axes.set_xticks(centres, labels=[textwrap.fill(name, 16) for name in names])
         else:
             _legend(axes, min(5, len(names)))
 
@@ -335,12 +335,12 @@ def named_points(
 def scatter(
     x: npt.ArrayLike, y: npt.ArrayLike, path: Path, *, title: str = "", xlabel: str = "", ylabel: str = ""
 ) -> None:
-    """Draw y against x, of equal shape, with their correlation, and the line y = x."""
+    """Draw y against x, arrays of equal shape, with their correlation and the line y = x."""
     a, b = _numbers(x).ravel(), _numbers(y).ravel()
-    good = np.isfinite(a) & np.isfinite(b)
-    if not good.any():
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not finite.any():
         return
-    a, b = a[good], b[good]
+    a, b = a[finite], b[finite]
     with _axes(path, title) as axes:
         size, alpha = float(np.clip(4000 / len(a), 4, 36)), float(np.clip(400 / len(a), 0.15, 0.8))
         axes.scatter(a, b, s=size, alpha=alpha, color=COLOURS[0], linewidths=0, zorder=2)
@@ -365,7 +365,7 @@ def images(pictures: Mapping[str, npt.ArrayLike], path: Path, *, title: str = ""
 def branches(
     networks: Mapping[str, tuple[Sequence[str], int]], path: Path, *, title: str = "", names: tuple[str, str]
 ) -> None:
-    """Draw networks of two branches, a panel each: the names of their blocks, and how many of these are shared."""
+    """Draw a panel for each two-branch network: the names of its blocks, and how many both branches share."""
     with _figure(path, _WIDTH, 3.6) as figure:
         figure.suptitle(title, x=0.01, ha="left")
         grid = figure.subplots(1, len(networks), squeeze=False, sharey=True)
@@ -373,14 +373,14 @@ def branches(
             axes.set_title(about, fontsize=9)
             axes.set_axis_off()
             for height, block in enumerate(blocks):
-                places = [(0.0, 2.0, _AXIS)]
+                boxes = [(0.0, 2.0, _AXIS)]
                 if height >= shared:
-                    places = [(0.0, 0.95, COLOURS[0]), (1.05, 0.95, COLOURS[1])]
-                for left, width, colour in places:
-                    axes.barh(height, width, 0.8, left, color=colour, alpha=0.5)
-                    axes.text(left + width / 2, height, block, ha="center", va="center", fontsize=9)
-            for left, name in zip((0.475, 1.525), names, strict=True):
-                axes.text(left, len(blocks) - 0.35, name, ha="center", fontsize=9)
+                    boxes = [(0.0, 0.95, COLOURS[0]), (1.05, 0.95, COLOURS[1])]
+                for start, width, colour in boxes:
+                    axes.barh(height, width, 0.8, start, color=colour, alpha=0.5)
+                    axes.text(start + width / 2, height, block, ha="center", va="center", fontsize=9)
+            for centre, name in zip((0.475, 1.525), names, strict=True):
+                axes.text(centre, len(blocks) - 0.35, name, ha="center", fontsize=9)
 
 
 def networks(
@@ -390,10 +390,10 @@ def networks(
     title: str = "",
     columns: int = 4,
 ) -> None:
-    """Draw small networks, a panel each: a line for each weight, as wide as it is large.
+    """Draw a panel for each small network, with a line for each weight, whose width shows the weight's magnitude.
 
-    The layers of a network are its weights ``(out, in)`` and which of them stand out, in green if they are positive and
-    in red if not; the others stay grey. The outputs are numbered.
+    Each layer is a pair of its weights ``(out, in)`` and a mask of the same shape. Weights in the mask are green if
+    positive and red if not. All other weights are grey. The outputs are numbered.
     """
     if not panels:
         return
@@ -414,17 +414,17 @@ def scatters(
     xlabel: str = "",
     ylabel: str = "",
 ) -> None:
-    """Draw y against x for each group, with the group's correlation, and the line y = x."""
+    """Draw y against x for each group, with the group's correlation and the line y = x."""
     if not groups:
         return
     with _axes(path, title) as axes:
         ends = [math.inf, -math.inf]
         for index, (name, (x, y)) in enumerate(groups.items()):
             a, b = _numbers(x).ravel(), _numbers(y).ravel()
-            good = np.isfinite(a) & np.isfinite(b)
-            a, b = a[good], b[good]
-            known = len(a) > 2 and a.std() > 0 and b.std() > 0
-            label = f"{name}, correlation {np.corrcoef(a, b)[0, 1]:.3f}" if known else name
+            finite = np.isfinite(a) & np.isfinite(b)
+            a, b = a[finite], b[finite]
+            is_defined = len(a) > 2 and a.std() > 0 and b.std() > 0
+            label = f"{name}, correlation {np.corrcoef(a, b)[0, 1]:.3f}" if is_defined else name
             colour, marker = COLOURS[index % len(COLOURS)], "^osDvPX"[index % 7]
             axes.scatter(a, b, s=16, alpha=0.5, color=colour, marker=marker, linewidths=0, label=label, zorder=2)
             ends = [min(ends[0], *a, *b), max(ends[1], *a, *b)]
@@ -436,12 +436,12 @@ def scatters(
 def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Return the clients ``(M,)`` in an order that puts clients with similar class counts ``(M, C)`` side by side.
 
-    They are the leaves of the average-linkage clustering of p_i under the total variation distance.
+    This is the order of the leaves in average-linkage clustering of p_i under the total variation distance.
     """
     table = _numbers(counts)
     if len(table) < 3:
         return np.arange(len(table))
-    # SciPy's clustering takes half a second to import, and only FedACS's picture needs it.
+    # SciPy's clustering takes half a second to import, and only the figure of FedACS needs it.
     from scipy.cluster.hierarchy import leaves_list, linkage  # noqa: PLC0415
 
     shares = table / np.maximum(table.sum(axis=1, keepdims=True), 1)
@@ -449,13 +449,13 @@ def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
-    """Draw one heat map, whose cells take about ``height`` times ``width`` inches."""
+    """Draw one heat map, with cells in an area of about ``height`` times ``width`` inches."""
     matrix = _numbers(panel.matrix)
     hidden = np.isnan(matrix) | (panel.counts & (matrix == 0))
     low, high = 0.0 if panel.counts else float(np.nanmin(matrix)), float(np.nanmax(matrix))
     blank, colours = ("white", _COUNTS) if panel.counts else (_MISSING, colormaps["viridis"])
     norm = Normalize(low, high if high > low else low + 1)
-    # Nearest: a cell stays a cell, also where there are more of them than pixels.
+    # Nearest: do not blend cells, even if there are more cells than pixels.
     image = axes.imshow(
         np.ma.array(matrix, mask=hidden), colours.with_extremes(bad=blank), norm, aspect="auto", interpolation="nearest"
     )
@@ -467,7 +467,7 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
     for axis, names in ((axes.xaxis, panel.xticks), (axes.yaxis, panel.yticks)):
         texts = [
             name[:24].replace("$", r"\$") for name in names
-        ]  # a class may be named $a$, which Matplotlib would read as a formula
+        ]  # Matplotlib would typeset a class named $a$ as a formula
         if 0 < len(texts) <= 30:
             axis.set_ticks(range(len(texts)), labels=texts)
             continue
@@ -481,11 +481,11 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
     if matrix.size <= 1000 and len(values):
         decimals = 0 if (values == np.rint(values)).all() or np.abs(values).max() >= 100 else 2
         texts = [f"{value:.{decimals}f}" for value in values]
-        # A digit is about 0.6 of the font size wide; 72 points are an inch.
+        # The width of a digit is about 0.6 of the font size. An inch has 72 points.
         size = 72 * min(width / matrix.shape[1] / (0.75 * max(map(len, texts))), height / len(matrix) / 1.4)
         light = image.to_rgba(values)[:, :3] @ [0.299, 0.587, 0.114] > 0.5
         for (row, column), text, is_light in zip(np.argwhere(~hidden), texts, light, strict=True):
-            if size >= 6:  # smaller ones cannot be read
+            if size >= 6:  # smaller text is illegible
                 ink = "black" if is_light else "white"
                 axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=min(size, 10))
     return image
@@ -502,18 +502,18 @@ def _bare(figure: Figure, title: str, number: int, columns: int) -> list[Axes]:
 
 
 def _draw_network(axes: Axes, layers: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]]) -> None:
-    """Draw one network from left to right, its nodes in columns about the middle."""
+    """Draw one network from left to right, with the nodes of a layer in a centred column."""
     sizes = [layers[0][0].shape[1], *(len(weights) for weights, _ in layers)]
     heights = [(size - 1) / 2 - np.arange(size) for size in sizes]  # the first node is at the top
     largest = max(float(np.abs(weights).max()) for weights, _ in layers)
-    for left, (weights, marked) in enumerate(layers):
+    for layer, (weights, marked) in enumerate(layers):
         for (to, of), weight in np.ndenumerate(weights):
             colour = (COLOURS[2] if weight > 0 else COLOURS[1]) if marked[to, of] else _FAINT
             width = 0.4 + (4.0 * abs(weight) / largest if largest > 0 else 0.0)
-            ends = heights[left][of], heights[left + 1][to]
-            axes.plot((left, left + 1), ends, color=colour, linewidth=width, zorder=2 if marked[to, of] else 1)
-    for place, own in enumerate(heights):
-        axes.scatter([place] * len(own), own, s=110, facecolor="white", edgecolor=_INK, linewidths=0.8, zorder=3)
+            ends = heights[layer][of], heights[layer + 1][to]
+            axes.plot((layer, layer + 1), ends, color=colour, linewidth=width, zorder=2 if marked[to, of] else 1)
+    for layer, ys in enumerate(heights):
+        axes.scatter([layer] * len(ys), ys, s=110, facecolor="white", edgecolor=_INK, linewidths=0.8, zorder=3)
     for number, height in enumerate(heights[-1]):
         axes.text(len(layers), height, str(number), ha="center", va="center", fontsize=8, zorder=4)
     axes.margins(0.12)
@@ -524,7 +524,7 @@ def _whole_numbers() -> MaxNLocator:
 
 
 def _line_style(index: int, count: int, points: int) -> dict[str, Any]:
-    """Return how one of several lines is drawn; the last tenth of viridis is too light for one."""
+    """Return the style of a line among ``count``. The last tenth of viridis is too light for lines."""
     return {
         "color": COLOURS[index] if count <= len(COLOURS) else colormaps["viridis"](0.9 * index / (count - 1)),
         "linestyle": ("-", "--", "-.")[index % 3] if 3 < count <= len(COLOURS) else "-",
@@ -536,7 +536,7 @@ def _line_style(index: int, count: int, points: int) -> dict[str, Any]:
 
 @contextmanager
 def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Provide a figure of some inches and write it to the path."""
+    """Yield a figure, whose size is in inches, and write it to the path."""
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         yield figure
@@ -545,7 +545,7 @@ def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
 
 @contextmanager
 def _axes(path: Path, title: str) -> Iterator[Axes]:
-    """Provide the axes of a figure that has no others."""
+    """Yield the only axes of a figure."""
     with _figure(path, _WIDTH, _HEIGHT) as figure:
         axes = figure.subplots()
         axes.set_title(title)

@@ -1,7 +1,7 @@
-"""Work for processes forked from this one: arrays travel in memory that both share, the rest through a pipe.
+"""Run work in forked processes. Arrays go through shared memory, all other data through a pipe.
 
-As with PyTorch's DataLoader, the processes are forked when they are first needed, and so begin with all that is loaded
-here. Unlike threads they do not wait for each other in Python.
+Like PyTorch's DataLoader, Posy forks the processes when it first needs them, so they start with all loaded modules and
+data. Unlike threads, they do not share Python's global lock.
 """
 
 import gc
@@ -32,39 +32,40 @@ from posy.signals import ENDING
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 64
-"""Bytes at whose multiples arrays begin."""
+"""Alignment of arrays in bytes."""
 AHEAD = 2
-"""Bundles of parcels that a process has at hand: while it works on one, the next is there."""
+"""Bundles of parcels that a process has at the same time: it works on the first, and the next ones wait."""
 TOGETHER, TOGETHER_BYTES = 8, 8 << 20
-"""Most parcels in a bundle, and the bytes after which there is no further one: to wake a process costs time, too."""
+"""Limits of a bundle: parcels, and bytes after which it is full. Bundles exist because waking a process takes time."""
 
 
 CORES = "POSY_CORES"
-"""Environment variable: the number of cores that a process may use, where that is not all that there are."""
+"""Environment variable: the number of cores that a process may use. Without it, all available cores."""
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use; a number that is none raises :class:`SettingsError`."""
-    if told := os.environ.get(CORES, ""):
-        if not told.isascii() or not told.isdigit() or not int(told):
-            raise SettingsError(f"the environment variable {CORES} = {told!r}: it must be a whole number from 1 on")
-        return int(told)
+    """Return the number of cores that this process may use. Raise :class:`SettingsError` for a malformed number."""
+    if value := os.environ.get(CORES, ""):
+        if not value.isascii() or not value.isdigit() or not int(value):
+            variable = f"the environment variable {CORES} = {value!r}"
+            raise SettingsError(f"{variable}: it must be a whole number of at least 1")
+        return int(value)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerDiedError(RuntimeError):
-    """The process that worked on a parcel has died."""
+    """The process that worked on a parcel died."""
 
 
 class Parcel(NamedTuple):
-    """Arrays, and what goes with them: anything that can be pickled."""
+    """Arrays, and a head with the other data, of any type that can be pickled."""
 
     head: Any
     arrays: Sequence[Array]
 
 
 class Place(NamedTuple):
-    """Where an array lies on a shelf."""
+    """The position of an array on a shelf."""
 
     begin: int
     shape: tuple[int, ...]
@@ -73,57 +74,57 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind the array."""
+        """The first byte after the array."""
         return self.begin + self.nbytes
 
 
 class Shelf:
-    """Memory shared with the processes that are forked later; it grows with what is put there."""
+    """Memory that this process shares with its later forks. It grows with the stored arrays."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("posy")
         self._memory: mmap | None = None
 
     def put(self, arrays: Sequence[Array], begin: int = 0) -> list[Place]:
-        """Copy arrays to the bytes from ``begin`` on."""
-        places = []
+        """Copy arrays to the shelf from byte ``begin``, and return their positions."""
+        locations = []
         for array in arrays:
-            _shareable(array)
+            _checked_bytes(array)
             begin = -(-begin // ALIGNMENT) * ALIGNMENT
-            places.append(Place(begin, array.shape, array.dtype.str, array.nbytes))
-            begin = places[-1].end
+            locations.append(Place(begin, array.shape, array.dtype.str, array.nbytes))
+            begin = locations[-1].end
         if begin > os.fstat(self._file).st_size:
             os.ftruncate(self._file, 2 * begin)
-        for place, array in zip(places, arrays, strict=True):
-            np.copyto(self.view(place), array)
-        return places
+        for location, array in zip(locations, arrays, strict=True):
+            np.copyto(self.view(location), array)
+        return locations
 
-    def view(self, place: Place) -> Array:
-        """Return an array as it lies there, without copying it."""
-        if not place.nbytes:
-            return np.empty(place.shape, place.dtype)
-        if self._memory is None or place.end > len(self._memory):
+    def view(self, location: Place) -> Array:
+        """Return an array of the shelf without copying it."""
+        if not location.nbytes:
+            return np.empty(location.shape, location.dtype)
+        if self._memory is None or location.end > len(self._memory):
             self._memory = mmap(self._file, os.fstat(self._file).st_size)
-        return np.ndarray(place.shape, place.dtype, self._memory, place.begin)
+        return np.ndarray(location.shape, location.dtype, self._memory, location.begin)
 
     def close(self) -> None:
-        """Give the memory back as soon as nobody has an array of it."""
+        """Release the memory when no array refers to it."""
         self._memory = None
         os.close(self._file)
 
 
 Finish = Callable[[int, Parcel | Exception], None]
-"""Takes a parcel's number and its answer."""
+"""Receives the number of a parcel and its answer."""
 Work = Callable[[Sequence[Parcel]], Sequence[Parcel | Exception]]
-"""Answers parcels that are worked on together, in their order."""
+"""Processes a group of parcels together, and returns their answers in the same order."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """A process with its end of the pipe, its shelves, and the bundles that it has at hand.
+    """A worker process with this process's end of the pipe, its shelves, and its current bundles.
 
-    A bundle is groups of the numbers of its parcels, and the number of its shelf. ``done`` counts the finished groups
-    of the first one, in memory that both processes share.
+    A bundle contains the numbers of its parcels in groups, and the number of its shelf. ``done`` counts the finished
+    groups of the first bundle, in memory that both processes share.
     """
 
     process: BaseProcess
@@ -133,12 +134,12 @@ class Worker:
     at_hand: deque[tuple[list[list[int]], int]] = field(default_factory=deque)
 
     def free_shelf(self) -> int:
-        """Return the number of a shelf on which no parcel lies."""
-        taken = {shelf for _, shelf in self.at_hand}
-        return next(shelf for shelf in range(AHEAD) if shelf not in taken)
+        """Return the number of a shelf without parcels."""
+        used = {shelf for _, shelf in self.at_hand}
+        return next(shelf for shelf in range(AHEAD) if shelf not in used)
 
     def end(self) -> int:
-        """Kill the process, if it has not ended, give back what belongs to it, and return how it ended."""
+        """Kill the process if it runs, release its pipe and shelves, and return its exit code."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -148,10 +149,10 @@ class Worker:
 
 
 class Workers:
-    """Processes that do work of one kind, forked when they are first needed.
+    """Worker processes for one kind of work, which Posy forks when it first needs them.
 
-    If one dies, the parcel that it worked on is answered with :class:`WorkerDiedError`, and another takes its place;
-    where it worked on several together, each of them is tried once more by itself.
+    If a worker dies, its current parcel gets the answer :class:`WorkerDiedError`, and a new worker replaces it. If the
+    worker processed several parcels together, Posy retries each of them alone.
     """
 
     def __init__(self, count: int, work: Work) -> None:
@@ -160,11 +161,11 @@ class Workers:
         self._common = Shelf()
         self._workers: list[Worker] = []
         self.end = weakref.finalize(self, _end_all, self._workers, self._common)
-        """Ends them all; without this they end with this process."""
+        """Ends all workers. Otherwise they end with this process."""
 
     @staticmethod
     def possible() -> bool:
-        """Tell whether this process can have any."""
+        """Return whether this process can fork workers."""
         return hasattr(os, "memfd_create") and not multiprocessing.current_process().daemon
 
     def run(
@@ -175,135 +176,139 @@ class Workers:
         common: Sequence[Array] = (),
         end: float = float("inf"),
     ) -> None:
-        """Have groups of parcels worked on, each of which ``prepare`` makes when it is its turn, in their order.
+        """Process groups of parcels in their order. ``prepare`` makes each parcel just before Posy sends it.
 
-        ``finish`` is called with each answer, or with the :class:`Exception` that ``prepare`` or the work has raised;
-        what else the work raises, such as :class:`KeyboardInterrupt`, is raised here. The arrays ``common``
-        are in several parcels and are copied once. After the monotonic time ``end`` no further group is begun.
+        ``finish`` receives each answer, or the :class:`Exception` that ``prepare`` or the work has raised. Other
+        exceptions of the work, such as :class:`KeyboardInterrupt`, are raised here. The arrays ``common`` are part of
+        several parcels, and are copied once. After the monotonic time ``end``, no group is started.
         """
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
         waiting = deque(map(list, groups))
 
         def bundle() -> list[dict[int, Parcel]]:
-            """Return some groups that travel together: few if they are large, and fewer towards the end."""
-            taken: list[dict[int, Parcel]] = []
+            """Return groups to send together: few if they are large, and fewer towards the end."""
+            bundled: list[dict[int, Parcel]] = []
             most, size = min(TOGETHER, 1 + len(waiting) // (4 * self._count)), 0
-            while waiting and sum(map(len, taken)) < most and size < TOGETHER_BYTES:
+            while waiting and sum(map(len, bundled)) < most and size < TOGETHER_BYTES:
                 group = waiting.popleft()
                 parcels: dict[int, Parcel] = {}
                 for number in group if time.monotonic() < end else ():
                     try:
                         parcel = prepare(number)
-                        size += sum(map(_shareable, parcel.arrays))
+                        size += sum(map(_checked_bytes, parcel.arrays))
                         parcels[number] = parcel
-                    except Exception as error:  # that is the parcel's answer
+                    except Exception as error:  # the exception is the parcel's answer
                         finish(number, error)
                 if parcels:
-                    taken.append(parcels)
-            return taken
+                    bundled.append(parcels)
+            return bundled
 
         def fill() -> None:
-            """Give each process a bundle, and one to go on with while there are more than enough."""
+            """Send each worker a bundle, and further ones while enough groups remain for all workers."""
             for most in range(1, AHEAD + 1):
                 for worker in self._workers:
                     while len(worker.at_hand) < most and len(waiting) > (len(self._workers) if most > 1 else 0):
-                        if taken := bundle():
-                            self._hand(worker, taken, shelved, end)
+                        if groups_to_send := bundle():
+                            self._send(worker, groups_to_send, shelved, end)
 
         if not self._workers:
-            gc.freeze()  # neither this process nor its children look through all that is there by now again and again
+            gc.freeze()  # so that garbage collection skips the existing objects, here and in the workers
         try:
             while True:
                 while len(self._workers) < min(self._count, len(waiting)):
-                    self._workers.append(self._forked())
+                    self._workers.append(self._fork())
                 fill()
                 busy = {worker.connection: worker for worker in self._workers if worker.at_hand}
                 if not busy:
                     return
                 for connection in wait(list(busy)):
                     assert isinstance(connection, Connection)
-                    answers = self._taken(busy[connection], waiting)
-                    fill()  # before the answers are seen to, which may take its time
+                    answers = self._receive(busy[connection], waiting)
+                    fill()  # before processing the answers, which may take long
                     for number, answer in answers.items():
                         finish(number, answer)
         except BaseException:
             _end_all(self._workers)
             raise
 
-    def _forked(self) -> Worker:
+    def _fork(self) -> Worker:
         context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
+        ours, worker_end = context.Pipe()
         shelves = [Shelf() for _ in range(AHEAD)]
-        others = [ours, *(worker.connection for worker in self._workers)]
+        unused = [ours, *(worker.connection for worker in self._workers)]
         done = mmap(-1, 1)
-        arguments = theirs, shelves, done, others
+        arguments = worker_end, shelves, done, unused
         process = context.Process(target=self._serve, args=arguments, name="posy-client", daemon=True)
         process.start()
-        theirs.close()
+        worker_end.close()
         return Worker(process, ours, shelves, done)
 
     def _serve(
-        self, connection: Connection, shelves: Sequence[Shelf], done: mmap, others: Sequence[Connection]
+        self, connection: Connection, shelves: Sequence[Shelf], done: mmap, unused: Sequence[Connection]
     ) -> None:
-        """Be one of the processes: answer parcels until the one that it was forked from is gone."""
-        for number in ENDING:  # a Ctrl-C goes to all processes of a terminal; this one's end is told by its parent
+        """Run in a worker process: answer parcels until the parent process ends."""
+        for number in ENDING:  # Ctrl-C reaches all processes of a terminal, but the parent ends its workers
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-        for other in others:
-            other.close()
+        for unused_connection in unused:
+            unused_connection.close()
         while True:
             try:
                 number, bundle, until = connection.recv()
             except EOFError:
                 return
             shelf, answers, done[0] = shelves[number], list[Any](), 0
-            common = cache(self._common.view)  # one object, by which those who work know that they have it in common
-            whole = [parcel for group in bundle for parcel in group]
-            end = max((place.end for _, places in whole for shared, place in places if not shared), default=0)
+            common = cache(self._common.view)  # the same object each time, so that the work recognises shared arrays
+            parcels = [parcel for group in bundle for parcel in group]
+            unshared = [location for _, locations in parcels for shared, location in locations if not shared]
+            end = max((location.end for location in unshared), default=0)
             for group in bundle:
-                if time.monotonic() >= until:  # the clock is one for all processes
+                if time.monotonic() >= until:  # all processes have the same clock
                     answers += [None] * len(group)
                     continue
-                found: Sequence[Any]
+                group_answers: Sequence[Any]
                 try:
-                    found = self._work(
+                    group_answers = self._work(
                         [
-                            Parcel(head, [(common if shared else shelf.view)(place) for shared, place in places])
-                            for head, places in group
+                            Parcel(head, [(common if shared else shelf.view)(at) for shared, at in locations])
+                            for head, locations in group
                         ]
                     )
-                except BaseException as error:  # whatever the work raises is the answer
-                    found = [error] * len(group)
-                for answer in found:
+                except BaseException as error:  # any exception is the answer of the whole group
+                    group_answers = [error] * len(group)
+                for answer in group_answers:
                     try:
                         if isinstance(answer, BaseException):
                             raise answer
-                        own = shelf.put(answer.arrays, end)
-                        end = max((place.end for place in own), default=end)
-                        answers.append((answer.head, own))
+                        locations = shelf.put(answer.arrays, end)
+                        end = max((location.end for location in locations), default=end)
+                        answers.append((answer.head, locations))
                     except BaseException as error:
                         answers.append(_portable(error))
                 done[0] += 1
             connection.send(answers)
 
-    def _hand(
+    def _send(
         self, worker: Worker, groups: Sequence[Mapping[int, Parcel]], shelved: Mapping[int, Place], until: float
     ) -> None:
-        """Give a process a bundle of groups, of which it begins none after a time."""
+        """Send a bundle of groups to a worker, which starts none of them after the monotonic time ``until``."""
         shelf, end, bundle = worker.free_shelf(), 0, []
         for group in groups:
             bundle.append(list[Any]())
             for parcel in group.values():
-                own = worker.shelves[shelf].put([array for array in parcel.arrays if id(array) not in shelved], end)
-                end = max((place.end for place in own), default=end)
-                rest = iter(own)
-                places = [(True, shelved[id(a)]) if id(a) in shelved else (False, next(rest)) for a in parcel.arrays]
-                bundle[-1].append((parcel.head, places))
-        with suppress(OSError):  # it has died, which is seen later
+                stored = worker.shelves[shelf].put([array for array in parcel.arrays if id(array) not in shelved], end)
+                end = max((location.end for location in stored), default=end)
+                unshared = iter(stored)
+                locations = [
+                    (True, shelved[id(array)]) if id(array) in shelved else (False, next(unshared))
+                    for array in parcel.arrays
+                ]
+                bundle[-1].append((parcel.head, locations))
+        with suppress(OSError):  # the worker has died, which _receive detects
             worker.connection.send((shelf, bundle, until))
         worker.at_hand.append(([list(group) for group in groups], shelf))
 
-    def _taken(self, worker: Worker, waiting: deque[list[int]]) -> dict[int, Parcel | Exception]:
-        """Take the answers to a process's first bundle, by number."""
+    def _receive(self, worker: Worker, waiting: deque[list[int]]) -> dict[int, Parcel | Exception]:
+        """Receive the answers to a worker's first bundle, and return them by the numbers of their parcels."""
         groups, shelf = worker.at_hand[0]
         try:
             answers = worker.connection.recv()
@@ -312,27 +317,28 @@ class Workers:
             fatal = groups[min(worker.done[0], len(groups) - 1)]
             code = worker.end()
             how = f"by signal {-code}" if code < 0 else f"with status {code}"
-            # Those before it in the bundle were done, but their answers are gone.
+            # The groups before the fatal one were done, but their answers are lost.
             lost = [group for bundle, _ in worker.at_hand for group in bundle if group is not fatal]
-            if len(fatal) > 1:  # which of them it was is found out
+            if len(fatal) > 1:  # retry each parcel alone, to identify the fatal one
                 lost = [[number] for number in fatal] + lost
             waiting.extendleft(reversed(lost))
             return {fatal[0]: WorkerDiedError(f"its process died {how}")} if len(fatal) == 1 else {}
         worker.at_hand.popleft()
-        found: dict[int, Parcel | Exception] = {}
+        answers_by_number: dict[int, Parcel | Exception] = {}
         for number, answer in zip((number for group in groups for number in group), answers, strict=True):
             if isinstance(answer, Exception):
-                found[number] = answer
+                answers_by_number[number] = answer
             elif isinstance(answer, BaseException):
                 raise answer
-            elif answer is not None:  # it was not begun in time
-                head, places = answer
-                found[number] = Parcel(head, [worker.shelves[shelf].view(place).copy() for place in places])
-        return found
+            elif answer is not None:  # None: the worker did not start the group in time
+                head, locations = answer
+                copies = [worker.shelves[shelf].view(location).copy() for location in locations]
+                answers_by_number[number] = Parcel(head, copies)
+        return answers_by_number
 
 
 def own_memory(process: int) -> int:
-    """Return the bytes of memory that a process shares with no other, or 0 where the system does not tell."""
+    """Return the private memory of a process in bytes, or 0 if the system does not report it."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -340,15 +346,15 @@ def own_memory(process: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
-def _shareable(array: Array) -> int:
-    """Return the bytes of an array, or raise :class:`TypeError` if it holds more than bytes."""
+def _checked_bytes(array: Array) -> int:
+    """Return the size of an array in bytes. Raise :class:`TypeError` if it contains Python objects."""
     if array.dtype.hasobject:
         raise TypeError(f"an array of {array.dtype} cannot be shared")
     return array.nbytes
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return an exception that another process can read, with its traceback as a note."""
+    """Return an exception that another process can unpickle, with its traceback as a note."""
     with_traceback(error)
     try:
         pickle.loads(pickle.dumps(error))

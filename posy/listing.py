@@ -1,4 +1,4 @@
-"""Tables on the screen: in a terminal laid out to its width, in a pipe one line for each row."""
+"""Print tables: fitted to the width of a terminal, or with one line for each row in a pipe."""
 
 import io
 import sys
@@ -12,17 +12,17 @@ from rich.text import Text
 WIDTH = 100
 """Characters in a line of wrapped text."""
 UNLIMITED = 100_000
-"""Width of a console that breaks no row."""
+"""Width of a console without line breaks in rows."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, whose rows have a text for every column."""
+    """Print a table. Each row has a text for every column."""
     if sys.stdout.isatty():
         Console().print(laid_out(title, columns, rows))
         return
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     print(title)
-    for row in (columns, *rows):  # a row that is looked for with grep must stay on one line
+    for row in (columns, *rows):  # one line for each row, so that grep returns complete rows
         print("  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
     print()
 
@@ -30,10 +30,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def laid_out(
     title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
 ) -> Table:
-    """Return a table for a console; without a title it has no header either. The columns in ``right`` hold numbers."""
+    """Return a table for a console, without a header if it has no title. Columns in ``right`` are right-aligned."""
     shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=title is not None)
     for number, column in enumerate(columns):
-        key = number == 0 and max((len(row[0]) for row in rows), default=0) < WIDTH // 2  # a name, not to be broken
+        key = number == 0 and max((len(row[0]) for row in rows), default=0) < WIDTH // 2  # do not break names
         shown.add_column(column, justify="right" if column in right else "left", no_wrap=key, overflow="fold")
     for row in rows:
         shown.add_row(*map(Text, row))
@@ -41,12 +41,12 @@ def laid_out(
 
 
 def as_lines(table: Table) -> list[str]:
-    """Return a table as plain text, each row on one line, as a search by lines needs it."""
+    """Return a table as plain text, with each row on one line for line-based searches."""
     file = io.StringIO()
     Console(file=file, width=UNLIMITED, color_system=None, force_terminal=False).print(table)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
 def shortened(text: str, length: int = WIDTH // 2) -> str:
-    """Return a text of at most ``length`` characters, the last of them an ellipsis where the text is longer."""
+    """Return a text, shortened to ``length`` characters with an ellipsis at the end if it is longer."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

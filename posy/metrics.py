@@ -1,4 +1,4 @@
-"""Numbers over clients: how a measure spreads over them, and their majority vote."""
+"""Statistics over clients: the distribution of a measure, and the majority vote."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,15 +9,14 @@ import numpy.typing as npt
 
 
 class Spread(TypedDict):
-    """A measure over M clients, ``clients`` in number: one value for each client, summarised.
+    """Summary of a measure over M clients, with one value a_i for each client. ``clients`` is M.
 
-    ``std`` is the standard deviation of the population (divided by M),
-    ``tenth`` the mean of the lowest tenth (of one client at least),
-    ``weighted`` the mean weighted by the clients' weights, ``jain`` Jain's index J = (Σ a_i)² / (M Σ a_i²), None where
-    every a_i is 0.
+    ``std`` is the population standard deviation (divided by M). ``tenth`` is the mean of the lowest tenth of the values
+    (at least one value). ``weighted`` is the mean with the clients' weights. ``jain`` is Jain's index
+    J = (Σ a_i)² / (M Σ a_i²), or None if every a_i is 0.
 
-    With secure aggregation no value of a single client is available. ``mean`` is then the mean over all samples, whose
-    number is ``samples``, and ``std`` to ``jain`` are None.
+    With secure aggregation, the values of single clients are not available. ``mean`` is then the mean over all samples,
+    ``samples`` is their number, and ``std`` to ``jain`` are None.
     """
 
     mean: float
@@ -32,17 +31,18 @@ class Spread(TypedDict):
 
 
 def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
-    """Summarise a measure over clients; return None without clients.
+    """Return a summary of a measure over clients, or None without clients.
 
     Parameters
     ----------
     values, weights : sequence of float, length M
-        One value a client, for instance its accuracy in 0..1, and its weight (n_i), not negative, not all 0.
+        The value of each client, for example its accuracy in 0..1, and its weight n_i. Weights are not negative, and
+        not all are 0.
 
     Raises
     ------
     ValueError
-        If a value or weight is NaN or infinite, the lengths differ, or the weights are no weights.
+        If a value or weight is NaN or infinite, the lengths differ, a weight is negative, or all weights are 0.
 
     References
     ----------
@@ -61,7 +61,7 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
     low, high = float(a.min()), float(a.max())
     scale = max(abs(low), abs(high)) or 1.0
     unit = a / scale  # squares of a diverged loss would overflow
-    # Rounding could carry a mean out of [min, max].
+    # Clip the means, because rounding can move them out of [min, max].
     lowest = np.sort(a)[: math.ceil(len(a) / 10)]
     mean, tenth, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), lowest.mean(), a @ (w / w.sum())))
     std, squares = scale * float(unit.std()), float(unit @ unit)
@@ -70,12 +70,12 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
 
 
 def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
-    """Return the class ``(n,)`` that most of the models predict for each sample; of equals the lowest class.
+    """Return the class that most models predict for each sample, ``(n,)``. Ties go to the lowest class.
 
-    ``predictions`` holds the classes ``(n,)``, 0..C-1, that each of at least one model predicts.
+    ``predictions`` contains the predicted classes ``(n,)``, 0..C-1, of each model, and at least one model.
     """
     votes: Any = sum(np.eye(num_classes, dtype=np.int32)[predicted] for predicted in predictions)  # (n, C)
-    winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first of equals
+    winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first maximum
     return winners
 
 
@@ -85,14 +85,14 @@ class Evaluation(NamedTuple):
     round: int
     over_clients: Spread
     missing: int = 0
-    """Clients that should have been among them: they had no node, or their reply was dropped."""
+    """Number of missing clients: they had no node, or the server dropped their reply."""
 
 
 def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation with the highest mean, of equals the earliest, or None where there are none.
+    """Return the evaluation with the highest mean, or None without evaluations. Ties go to the earliest round.
 
-    Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are skipped: the
-    best of many small cohorts would say more of the cohorts than of the models.
+    The function skips evaluations with fewer than nine tenths of the largest number of clients. The best of many small
+    cohorts would depend more on the cohort than on the models.
     """
     most = max((e.over_clients["clients"] for e in evaluations), default=0)
     comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]
@@ -100,32 +100,32 @@ def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
 
 
 def chosen(evaluations: Sequence[Evaluation], validation: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation of the round that is best on the validation splits, or None where there is none."""
-    found = best(validation)
-    return None if found is None else next((e for e in evaluations if e.round == found.round), None)
+    """Return the evaluation of the round that is best on the validation splits, or None if it does not exist."""
+    selected = best(validation)
+    return None if selected is None else next((e for e in evaluations if e.round == selected.round), None)
 
 
 def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any] | None:
-    """Return the mean of each measure over the evaluations of the last rounds; None where there are none.
+    """Return the mean of each measure over the evaluations of the last rounds, or None without evaluations.
 
-    ``evaluations`` is their number, ``deviation`` the standard deviation over them of the clients' ``mean`` and of
-    their ``weighted`` mean. A measure is None where one of its values is.
+    ``evaluations`` is their number. ``deviation`` contains the standard deviations of the clients' ``mean`` and
+    ``weighted`` mean over them. A measure is None if one of its values is None.
 
     Parameters
     ----------
     evaluations : sequence of Evaluation
         In the order of the rounds.
     rounds : int
-        Rounds to look back, the one of the last evaluation included, whether they were evaluated or not.
+        Number of rounds up to the round of the last evaluation, including rounds without evaluation.
     """
     last: list[dict[str, Any]] = [dict(e.over_clients) for e in evaluations if e.round > evaluations[-1].round - rounds]
     if not last:
         return None
-    found: dict[str, Any] = {"evaluations": len(last)}
+    means: dict[str, Any] = {"evaluations": len(last)}
     for measure in last[0]:
         values = [each[measure] for each in last]
-        found[measure] = None if None in values else float(np.mean(values))
-    found["deviation"] = {
-        m: float(np.std([each[m] for each in last])) for m in ("mean", "weighted") if found[m] is not None
+        means[measure] = None if None in values else float(np.mean(values))
+    means["deviation"] = {
+        m: float(np.std([each[m] for each in last])) for m in ("mean", "weighted") if means[m] is not None
     }
-    return found
+    return means

@@ -1,4 +1,4 @@
-"""Paths as people write them: an impossible path counts as one that does not exist, and is never a traceback."""
+"""Paths from users: an impossible path counts as a missing one, and never causes a traceback."""
 
 import hashlib
 import os
@@ -7,28 +7,28 @@ from pathlib import Path
 from posy.settings import SettingsError, shown
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
-"""Environment variable with the directory that a run was started in, where its process has left that."""
+"""Environment variable: the directory where a run was started, for a process that has changed its directory."""
 
 
 def expanded(text: str) -> Path:
-    """Return a path with ``~`` replaced by the home it means; raise :class:`SettingsError` if there is no such user."""
+    """Return a path with ``~`` expanded. Raise :class:`SettingsError` if its user does not exist."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise SettingsError(f"the path {shown(text)}: there is no user {Path(text).parts[0][1:]}") from None
+        raise SettingsError(f"the path {shown(text)}: the user {Path(text).parts[0][1:]} does not exist") from None
 
 
 def absolute(text: str) -> Path:
-    """Return a path from the settings, without links in it; a relative one starts where the run was started."""
+    """Return a path from the settings with links resolved, relative to the directory where the run was started."""
     path = Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(text)
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError):  # it is circular or impossible
+    except (OSError, RuntimeError, ValueError):  # the path is circular or impossible
         return path.absolute()
 
 
 def exists(path: Path) -> bool:
-    """Tell whether a path exists; one with a name that is too long does not, where pathlib raises."""
+    """Return whether a path exists. Return False for a name that is too long, where pathlib raises."""
     try:
         return path.exists()
     except OSError:
@@ -36,18 +36,18 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Tell whether a path is a file; one with a name that is too long is not, where pathlib raises."""
+    """Return whether a path is a file. Return False for a name that is too long, where pathlib raises."""
     return exists(path) and path.is_file()
 
 
 def found_at(named: str, folder: str) -> Path | None:
-    """Return the file that a path names, or one of its name in a folder; None if there is neither."""
+    """Return the file at a path, or the file of the same name in a folder, or None if neither exists."""
     path = Path(named)
-    return next((place for place in (path, Path(folder, path.name)) if is_file(place)), None)
+    return next((candidate for candidate in (path, Path(folder, path.name)) if is_file(candidate)), None)
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal; raise :class:`SettingsError` if it cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal. Raise :class:`SettingsError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,7 +18,7 @@ Scalar = bool | int | float | str
 P = ParamSpec("P")
 T = TypeVar("T")
 LARGEST = float.fromhex("0x1.fffffep127")
-"""The largest number of a setting: models are trained in float32."""
+"""The largest allowed number, because models are trained in float32."""
 MOST = 1_000_000_000
 """Default maximum of a setting with whole numbers: downstream code may use 32-bit integers."""
 OWN = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
@@ -28,9 +28,9 @@ COMPARISON = re.compile(r"([a-z][\w-]*) (=|!=|<|>) ([^\s|]+(?: \| [^\s|]+)*)")
 LIMIT = re.compile(r"([a-z][\w-]*)(?: - ([0-9]+))?")
 """A limit that another setting imposes, for example ``num-clients - 1``."""
 LONGEST = 120
-"""Characters of a value that a message repeats."""
+"""Largest number of characters of a value in an error message."""
 COMMAND_LINE = "the command line"
-"""Source of typed settings, for error messages."""
+"""Source of settings from the command line, for error messages."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
     sign: str
     """``=``, ``!=``, ``<`` or ``>``."""
     alternatives: tuple[str, ...]
-    """The constants as text; only ``=`` and ``!=`` allow several. ``""`` means the empty text."""
+    """The constants as text. Only ``=`` and ``!=`` allow several. ``""`` means the empty text."""
 
     def holds(self, value: Scalar) -> bool:
         """Return whether the comparison is true for a value of its setting."""
@@ -117,7 +117,7 @@ def _parse_comparison(text: str, condition: str) -> Comparison:
 
 @lru_cache(maxsize=512)
 def parse_limit(limit: str) -> tuple[str, int]:
-    """Return the key and the number to subtract in a limit; raise ``ValueError`` for another form."""
+    """Return the key and the number to subtract in a limit. Raise ``ValueError`` for another form."""
     match = LIMIT.fullmatch(limit)
     if match is None:
         raise ValueError(f"the limit {limit!r} is not of the form `num-clients - 1`")
@@ -143,19 +143,19 @@ class Setting:
     """Source of the default: the paper's section or table, or a file of the authors' program."""
     needs: str = field(default="", kw_only=True)
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
-    ``optimizer = adam | adamw and local-steps = 0``: comparisons of a key with ``=``, ``!=``, ``>`` or ``<``, joined by
-    ``and`` and then by ``or``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text.
-    ``{method}`` in a key stands for the method's name, for a setting that several methods inherit. Any value but the
-    default is an error while the condition is false."""
+    ``optimizer = adam | adamw and local-steps = 0``. It joins comparisons of a key (``=``, ``!=``, ``>`` or ``<``) by
+    ``and`` and then by ``or``. ``|`` separates alternatives of one comparison, and ``""`` is the empty text.
+    ``{method}`` in a key means the method's name, for a setting that several methods inherit. Any value but the default
+    is an error while the condition is false."""
     limit: str = field(default="", kw_only=True)
     """The largest value that has an effect in a run, from another setting: its key, or for example
     ``num-clients - 1``. Any larger value but the default is an error."""
     samples: Literal["", "image", "text", "table"] = field(default="", kw_only=True)
-    """The kind of samples without which the setting has no effect; empty if it suits all kinds."""
+    """The kind of samples without which the setting has no effect. Empty if it suits all kinds."""
     choices: tuple[str, ...] = ()
-    """The allowed values; empty if the setting has no list of values."""
+    """The allowed values. Empty if the setting has no list of values."""
     or_own: str = ""
-    """Meaning of a custom ``file:function`` in place of a choice; empty if the setting allows none."""
+    """Meaning of a custom ``file:function`` in place of a choice. Empty if the setting allows none."""
     number_or: str = ""
     """A word that the setting allows in place of a number. The word is then the default."""
     minimum: float = -math.inf
@@ -173,9 +173,9 @@ class Setting:
     synonyms: tuple[str, ...] = ()
     """Names of the setting in other tools, which users may type by mistake."""
     search: Search | None = None
-    """Search range of `posy tune`; None if it does not tune the setting."""
+    """Search range of `posy tune`. None if it does not tune the setting."""
     earlier: Any = None
-    """Value in runs from before the setting existed; None means the default."""
+    """Value in runs from before the setting existed. None means the default."""
     affects_results: bool = True
     """Whether the results depend on it. False for settings about where and how Posy executes the run."""
 
@@ -200,7 +200,7 @@ class Setting:
         return MOST if self.kind is int and self.maximum == math.inf else self.maximum
 
     def unmet(self, values: Mapping[str, Scalar]) -> str:
-        """Return the assignments that make its condition false, such as ``dp-clip = 0.0``; empty if it holds.
+        """Return the assignments that make its condition false, such as ``dp-clip = 0.0``, or an empty text.
 
         Parameters
         ----------
@@ -247,7 +247,7 @@ class Setting:
         if self.choices:
             return value in self.choices or bool(self.or_own and OWN.fullmatch(value))
         if isinstance(value, str):
-            return "\0" not in value  # no path or name can hold it
+            return "\0" not in value  # no path or name can contain a null character
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above
 
     def checked(self, key: str, value: Any, where: str) -> Any:
@@ -274,7 +274,7 @@ def _declares(about: Callable[P, Setting]) -> Callable[P, Any]:
 
 
 setting = _declares(Setting)
-"""Declare a field of a settings dataclass; it has the parameters of :class:`Setting`."""
+"""Declare a field of a settings dataclass. It has the parameters of :class:`Setting`."""
 
 
 def key_of(name: str, prefix: str = "") -> str:
@@ -283,7 +283,7 @@ def key_of(name: str, prefix: str = "") -> str:
 
 
 def settings_of(cls: type, prefix: str = "") -> Mapping[str, Setting]:
-    """Return the declarations of a settings dataclass by key; ``prefix`` is the name of a method, or empty."""
+    """Return the declarations of a settings dataclass by key. ``prefix`` is the name of a method, or empty."""
     return _settings_of(cls, prefix)
 
 
@@ -298,23 +298,23 @@ def _with_method(setting: Setting, method: str) -> Setting:
     return dataclasses.replace(setting, needs=setting.needs.replace("{method}", method))
 
 
-def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) -> None:
+def check_keys(config: Iterable[str], declarations: Mapping[str, Setting], where: str) -> None:
     """Raise :class:`SettingsError` for unknown keys, and suggest a similar setting."""
     for key in config:
-        if key not in known:
-            name = meant(key, known)
+        if key not in declarations:
+            name = meant(key, declarations)
             hint = f"did you mean {name}?" if name else "`posy settings` lists all keys"
             raise SettingsError(f"{key if key.isprintable() else shown(key)} {at(where)} is not a setting; {hint}")
 
 
-def check_conditions(settings: Mapping[str, Setting], known: Mapping[str, Setting]) -> None:
+def check_conditions(settings: Mapping[str, Setting], declarations: Mapping[str, Setting]) -> None:
     """Check the conditions and limits of some settings, :attr:`Setting.needs` and :attr:`Setting.limit`.
 
     Parameters
     ----------
     settings : mapping
         The settings whose conditions and limits are checked, by key.
-    known : mapping
+    declarations : mapping
         The settings that a condition or limit may name, by key.
 
     Raises
@@ -323,12 +323,12 @@ def check_conditions(settings: Mapping[str, Setting], known: Mapping[str, Settin
         For a condition or limit of another form, or with an unknown key or a value that its setting cannot have.
     """
     for key, setting in settings.items():
-        if setting.limit and (limiting := parse_limit(setting.limit)[0]) not in known:
+        if setting.limit and (limiting := parse_limit(setting.limit)[0]) not in declarations:
             raise ValueError(f"{key} is at most {setting.limit}: {limiting} is not a setting")
         for comparison in itertools.chain(*parse_condition(setting.needs)):
-            if comparison.key not in known:
+            if comparison.key not in declarations:
                 raise ValueError(f"{key} needs {setting.needs}: {comparison.key} is not a setting")
-            compared = known[comparison.key]
+            compared = declarations[comparison.key]
             for text in comparison.alternatives:
                 if not _is_constant(text, compared, comparison.sign):
                     raise ValueError(f"{key} needs {setting.needs}: {comparison.key} must be {compared.allowed()}")
@@ -346,7 +346,7 @@ def _is_constant(text: str, setting: Setting, sign: str) -> bool:
         return False
 
 
-def checked(config: Mapping[str, Any], known: Mapping[str, Setting], where: str) -> dict[str, Scalar]:
+def checked(config: Mapping[str, Any], declarations: Mapping[str, Setting], where: str) -> dict[str, Scalar]:
     """Return settings in the types of their declarations.
 
     Raises
@@ -354,12 +354,12 @@ def checked(config: Mapping[str, Any], known: Mapping[str, Setting], where: str)
     SettingsError
         For an unknown key, a wrong type, or a value outside its range. The message contains ``where``, the source.
     """
-    check_keys(config, known, where)
-    return {key: known[key].checked(key, value, where) for key, value in config.items()}
+    check_keys(config, declarations, where)
+    return {key: declarations[key].checked(key, value, where) for key, value in config.items()}
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Return a settings dataclass with checked values; use defaults for missing keys and ignore other keys."""
+    """Return a settings dataclass with checked values. Missing keys have their defaults, and other keys are ignored."""
     names = {key_of(f.name, prefix): f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: values[key] for key, name in names.items() if key in values})
 
@@ -418,43 +418,43 @@ def shown(value: Any) -> str:
         return str(value).lower()
     try:
         text = repr(value)
-    except ValueError:  # Python writes whole numbers of at most 4,300 digits
+    except ValueError:  # Python converts integers of at most 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the most similar known word, or an empty text; ``cutoff`` (0..1) is the least similarity."""
-    near = difflib.get_close_matches(word.lower().replace("_", "-"), list(known), 1, cutoff)
+def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the most similar candidate, or an empty text. ``cutoff`` (0..1) is the least similarity."""
+    near = difflib.get_close_matches(word.lower().replace("_", "-"), list(candidates), 1, cutoff)
     return near[0] if near else ""
 
 
-def suggestions(word: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> str:
-    """Return the known words that resemble a word, joined by `or`, or an empty text.
+def suggestions(word: str, candidates: Iterable[str], most: int = 3, cutoff: float = 0.6) -> str:
+    """Return the candidates that resemble a word, joined by `or`, or an empty text.
 
-    Words that begin with the word come first. The comparison ignores case.
+    Candidates that begin with the word are first. The comparison ignores case.
 
     Parameters
     ----------
     word : str
         The misspelt word.
-    known : iterable of str
-        The known words.
+    candidates : iterable of str
+        The possible words.
     most : int
         Largest number of suggestions.
     cutoff : float
         Least similarity, 0 to 1.
     """
-    by_lower = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in candidates}
     lower = word.lower().replace("_", "-")
     longer = [name for name in by_lower if len(lower) > 2 and name.startswith(lower)]
     close = difflib.get_close_matches(lower, by_lower, most, cutoff)
     return " or ".join(by_lower[name] for name in list(dict.fromkeys([*longer, *close]))[:most])
 
 
-def meant(key: str, known: Mapping[str, Setting]) -> str:
+def meant(key: str, declarations: Mapping[str, Setting]) -> str:
     """Return the settings that an unknown key may mean, joined by `or`, or an empty text."""
     word = key.lower().replace("_", "-")
-    same = [name for name, setting in known.items() if word == name or word in setting.synonyms]
-    parts = [name for name in known if name.endswith(f"-{word}")]  # as in mu, models
-    return " or ".join((same or parts)[:3]) or nearest(word, known)
+    same = [name for name, setting in declarations.items() if word == name or word in setting.synonyms]
+    parts = [name for name in declarations if name.endswith(f"-{word}")]  # for example mu or models
+    return " or ".join((same or parts)[:3]) or nearest(word, declarations)

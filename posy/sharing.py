@@ -1,4 +1,4 @@
-"""One model for many clients is one object: it is recognised by identity, and work on it is done once."""
+"""Caches by identity: a model for many clients is one object, which Posy processes once."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def is_shared(objects: Sequence[object]) -> bool:
-    """Tell whether clients have the very same object, such as the model that the server sent to all of them."""
+    """Return whether all clients have the same object, such as the model that the server sent to them."""
     return all(each is objects[0] for each in objects)
 
 
 class Once(Generic[S, T]):
-    """Makes something of each object once, and returns it again for the same one; remembers the ``most`` used last."""
+    """A cache by identity: calls ``make`` once for each object, and keeps the ``most`` recently used results."""
 
     def __init__(self, make: Callable[[S], T], most: int | None = None) -> None:
         self._make = make
@@ -24,11 +24,11 @@ class Once(Generic[S, T]):
         self._lock = RLock()
 
     def __call__(self, source: S) -> T:
-        """Return what belongs to an object."""
+        """Return the result of ``make`` for an object."""
         with self._lock:
-            # The object is held as well: its id stays its own.
-            held = self._made.pop(id(source), None) or (source, self._make(source))
-            self._made[id(source)] = held
+            # Keep a reference to the object, so that its id remains unique.
+            entry = self._made.pop(id(source), None) or (source, self._make(source))
+            self._made[id(source)] = entry
             if self._most is not None and len(self._made) > self._most:
                 self._made.popitem(last=False)
-            return held[1]
+            return entry[1]

@@ -1,4 +1,4 @@
-"""Signals that end a command: each ends it as Ctrl-C does, and is put off where work must not be divided."""
+"""Signals that end a command: Posy treats them like Ctrl-C, and defers them during an indivisible operation."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -8,17 +8,17 @@ from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _interrupted: list[int] = []
-"""Signals that have raised KeyboardInterrupt: Python drops it in a finaliser, or a weak reference's callback.
+"""Signals that have raised KeyboardInterrupt, which Python drops in a finaliser or a weak reference's callback.
 
-A list and no Event: a second signal may come while the first is noted, and would wait for the Event's lock for ever.
+This is a list, because an Event can deadlock: a second signal may arrive while the first one holds the Event's lock.
 """
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C, `kill` and a closed terminal end a command: nothing that it started stays behind.
+    """End a command on Ctrl-C, `kill` or a closed terminal, together with all processes that it started.
 
-    A signal that is ignored stays so, as `nohup` wants it.
+    Ignored signals remain ignored, as `nohup` requires.
     """
 
     def interrupt(number: int, frame: Any) -> None:
@@ -37,11 +37,11 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """Put off Ctrl-C, `kill` and a closed terminal to the end of a block; a second one ends it at once.
+    """Defer Ctrl-C, `kill` and a closed terminal to the end of a block. A second signal ends the block at once.
 
-    At its end an interrupt that Python has dropped before is raised again.
+    At the end of the block, raise an interrupt again that Python has dropped before.
     """
-    if current_thread() is not main_thread():  # no signal comes here
+    if current_thread() is not main_thread():  # only the main thread receives signals
         yield
         return
     before: dict[signal.Signals, Callable[[int, Any], Any]] = {}
@@ -54,7 +54,7 @@ def undivided() -> Iterator[None]:
 
     for ending in ENDING:
         handler = signal.getsignal(ending)
-        if callable(handler):  # not what ends the process by itself, or is ignored
+        if callable(handler):  # neither the default action nor ignored
             before[ending] = handler
             signal.signal(ending, note)
     try:

@@ -1,4 +1,4 @@
-"""Files that are either whole or missing: written to a temporary name and renamed, read with a check of every byte."""
+"""Write files atomically, through a temporary file and a rename, and verify a checksum of the content on reading."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 load_arrays = safetensors.numpy.load_file
-"""Reads the arrays of a ``.safetensors`` file, also if another program has written it."""
+"""Reads the arrays of a ``.safetensors`` file, including files from other programs."""
 CHECKSUMS = "crc32"
 
 
@@ -26,9 +26,9 @@ class DamagedFileError(ValueError):
 
 
 def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
-    """Let ``write`` write a file under a temporary name, and rename it, so that no process reads an incomplete file.
+    """Write a file under a temporary name with ``write``, and rename it, so that no process reads an incomplete file.
 
-    With ``durable`` wait until the file is on the disk, so that it survives a power failure too.
+    With ``durable``, wait until the file is on the disk, so that it survives a power failure.
     """
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -61,9 +61,9 @@ def append(path: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is created if it is missing; wait until other processes have released it."""
+    """Hold an exclusive lock on a file, and create the file if necessary. Wait until other processes release it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # who may read a file may also lock it
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # other readers could lock it
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -72,7 +72,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def lock(path: Path) -> int:
-    """Lock a directory while the returned descriptor is open, here or in a process that inherits it.
+    """Lock a directory until the returned descriptor is closed, here and in processes that inherit it.
 
     Raises :class:`BlockingIOError` if another process has locked it.
     """
@@ -97,8 +97,8 @@ def is_locked(path: Path) -> bool:
 def write_arrays(
     path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None, *, durable: bool = False
 ) -> None:
-    """Write arrays as safetensors, with a checksum of each in the file's metadata."""
-    # safetensors writes the memory as it is, whatever the strides: copy arrays that are not in C order.
+    """Write arrays as safetensors, with the checksum of each array in the file's metadata."""
+    # safetensors ignores strides: copy arrays that are not in C order.
     dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     sums = json.dumps({name: _checksum(array) for name, array in dense.items()})
     content = {**(metadata or {}), CHECKSUMS: sums}
@@ -106,24 +106,24 @@ def write_arrays(
     def save(temporary: Path) -> None:
         try:
             safetensors.numpy.save_file(dense, temporary, content)
-        except SafetensorError as error:  # its own error, for instance for a full disk
+        except SafetensorError as error:  # for example for a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
 
     replace(path, save, durable=durable)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """Map the arrays of a file that :func:`write_arrays` has written into memory; return them and the metadata.
+    """Return the memory-mapped arrays and the metadata of a file from :func:`write_arrays`.
 
-    The arrays are backed by the file's pages; changes to them stay in memory.
+    Changes to the arrays do not change the file.
 
     Raises
     ------
     DamagedFileError, FileNotFoundError
-        If the file is truncated or does not hold the bytes that were written; if there is none.
+        If the file is truncated or its content has changed, or if the file does not exist.
     """
     with _reading(path):
-        # As "pt": of its frameworks the only one that maps a file; "np" copies every array.
+        # Of safetensors' frameworks only "pt" maps the file into memory. "np" copies every array.
         with safetensors.safe_open(path, "pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - no mapping
             metadata: dict[str, str] = file.metadata()
@@ -136,30 +136,30 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a ``.safetensors`` file without its arrays; raises what :func:`read_arrays` does."""
+    """Return the metadata of a ``.safetensors`` file without its arrays. Raise errors as :func:`read_arrays` does."""
     with _reading(path), safetensors.safe_open(path, "np") as file:
         return dict(file.metadata() or {})
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Write an object of JSON with its checksum."""
+    """Write a JSON object with its checksum."""
     text = json.dumps({CHECKSUMS: _checksum_of_json(content), "content": content}, ensure_ascii=False) + "\n"
     replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what :func:`write_json` has written; raises what :func:`read_arrays` does."""
+    """Return the content of a file from :func:`write_json`. Raise errors as :func:`read_arrays` does."""
     with _reading(path):
-        read = json.loads(path.read_text(encoding="utf-8"))
-        content: dict[str, Any] = read["content"]
-        undamaged = read[CHECKSUMS] == _checksum_of_json(content)
+        document = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = document["content"]
+        undamaged = document[CHECKSUMS] == _checksum_of_json(content)
     if not undamaged:
         raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
     return content
 
 
 def plain(value: Any) -> Any:
-    """Return a value in the types of JSON and YAML: no NumPy, no tuples, None for NaN and infinity."""
+    """Return a value with the types of JSON and YAML: no NumPy types, no tuples, and None for NaN and infinity."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, float):
@@ -174,7 +174,7 @@ def plain(value: Any) -> Any:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a text can only be the name of a file or folder inside another folder."""
+    """Return whether a text is a plain name of a file or folder, which cannot refer to another folder."""
     return (
         name not in ("", ".", "..")
         and name == name.strip()
@@ -186,7 +186,7 @@ def is_folder_name(name: str) -> bool:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn whatever a damaged file causes into :class:`DamagedFileError`."""
+    """Convert the errors that a damaged file causes to :class:`DamagedFileError`."""
     try:
         yield
     except FileNotFoundError:

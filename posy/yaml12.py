@@ -1,6 +1,6 @@
-"""YAML as people write it: scalars mean what YAML 1.2 says, and no file does harm or hangs the reader.
+"""Read and write YAML with the scalars of YAML 1.2. No file can do harm or block the reader.
 
-PyYAML by itself reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a text.
+By default, PyYAML reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a text.
 """
 
 import re
@@ -17,10 +17,10 @@ from yaml.constructor import ConstructorError
 from posy.settings import SettingsError
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 4 << 20, 50, 200_000
-"""Limits of what is read; the content of an anchor counts once for each alias."""
+"""Limits of a file. The content of an anchor counts once for each alias."""
 
 _TAG = "tag:yaml.org,2002:"
-# The first pattern that matches a whole plain scalar is its type; without a match it is a text.
+# The type of a plain scalar is the first pattern that matches it completely. Without a match it is a text.
 _KINDS = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -28,20 +28,20 @@ _KINDS = {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
 _WRONG = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-"""What PyYAML raises: it believes a tag such as !!int or !!timestamp until the text turns out to be something else."""
+"""Exceptions of PyYAML. A tag such as !!int or !!timestamp can raise any of them for text of another type."""
 
 
 class _Loader(Composer, yaml.CSafeLoader):
-    """Reads the core schema of YAML 1.2, by libyaml's parser; refuses keys given twice and endless nesting."""
+    """Loads the core schema of YAML 1.2 with libyaml's parser, and rejects duplicate keys and excessive nesting."""
 
     def __init__(self, text: str) -> None:
         yaml.CSafeLoader.__init__(self, text)
-        Composer.__init__(self)  # composes in Python what libyaml has parsed, which is four times as fast
+        Composer.__init__(self)  # libyaml parses and Python composes, which is four times as fast
         self._depth = 0
         self._sizes: dict[int, tuple[yaml.Node, int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node:
-        """Compose a node, and count what it holds."""
+        """Compose a node, and count its values."""
         self._depth += 1
         event: Any = self.peek_event()
         alias, mark = isinstance(event, yaml.AliasEvent), event.start_mark
@@ -51,11 +51,11 @@ class _Loader(Composer, yaml.CSafeLoader):
         assert node is not None
         self._depth -= 1
         if alias and id(node) not in self._sizes:
-            raise ConstructorError(None, None, "an alias that stands for what it is in", mark)
+            raise ConstructorError(None, None, "an alias that contains itself", mark)
         if not alias:
-            held = [node.value] if isinstance(node, yaml.SequenceNode) else []
-            held = list(zip(*node.value, strict=True)) if isinstance(node, yaml.MappingNode) else held
-            sizes = [self._sizes[id(child)] for children in held for child in children]
+            groups = [node.value] if isinstance(node, yaml.SequenceNode) else []
+            groups = list(zip(*node.value, strict=True)) if isinstance(node, yaml.MappingNode) else groups
+            sizes = [self._sizes[id(child)] for children in groups for child in children]
             count, depth = 1 + sum(size[1] for size in sizes), 1 + max((size[2] for size in sizes), default=0)
             if count > MAX_NODES or depth > MAX_DEPTH:
                 raise ConstructorError(None, None, f"it holds more than {MAX_NODES} values, with its aliases", mark)
@@ -63,14 +63,14 @@ class _Loader(Composer, yaml.CSafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Read a mapping; PyYAML would silently take the last of two equal keys."""
+        """Construct a mapping, and reject duplicate keys, of which PyYAML would silently use the last."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
             raise ConstructorError(None, None, f"{', '.join(twice)} given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Read a whole number: 010 is ten."""
+        """Construct a whole number: 010 is ten."""
         text = str(self.construct_scalar(node))
         return int(text[2:], {"0o": 8, "0x": 16}[text[:2]]) if text[:2] in ("0o", "0x") else int(text)
 
@@ -81,7 +81,7 @@ _Loader.add_constructor(_TAG + "int", _Loader.construct_yaml_int)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts so that readers of YAML 1.1 and of 1.2 read them as texts."""
+    """Writes texts so that readers of YAML 1.1 and 1.2 load them as texts."""
 
 
 for _tag, _pattern in _PATTERNS:
@@ -89,7 +89,7 @@ for _tag, _pattern in _PATTERNS:
 
 
 def parse(text: str) -> Any:
-    """Return what a text of YAML holds; raise :class:`ValueError` in one line if it is none or exceeds the limits."""
+    """Return the content of YAML. Raise :class:`ValueError` with one line if it is malformed or exceeds the limits."""
     loader = None
     try:
         loader = _Loader(text)
@@ -104,25 +104,26 @@ def parse(text: str) -> Any:
 
 
 def dump(content: Any) -> str:
-    """Return an object as a text of YAML, keys in their order."""
+    """Return an object as YAML, with keys in their order."""
     return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a file of YAML that holds a mapping.
+    """Return the mapping in a YAML file.
 
-    Raises :class:`SettingsError` if it cannot be read, is not a file of at most 4 MiB, or holds something else.
+    Raises :class:`SettingsError` if the file cannot be read, is larger than 4 MiB or not a regular file, or does not
+    contain a mapping.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
             raise SettingsError(f"{path} must be a file of at most {MAX_BYTES >> 20} MiB")
         content = deepcopy(_parsed(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     except SettingsError:
         raise
-    except ValueError as error:  # a text that is not UTF-8 too
+    except ValueError as error:  # including text that is not UTF-8
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")
@@ -130,4 +131,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 _parsed = lru_cache(maxsize=1024)(parse)
-"""What a text holds, which is not to be changed: a table reads the file of a run several times."""
+"""Cached content of YAML, which callers may not change. A table reads the file of a run several times."""

@@ -1,4 +1,4 @@
-"""The comparison of a table beyond means: gains of the clients, costs, and significant differences."""
+"""Compares the rows of a table: clients' gains, costs, and significant differences."""
 
 import statistics
 import warnings
@@ -19,9 +19,9 @@ from posy.server_app.progress import coverage, members_of, size
 ALPHA = 0.05
 """Level of significance."""
 FEWEST_BLOCKS = 3
-"""Fewest blocks for a test of ranks."""
+"""Fewest blocks for a rank test."""
 FULL = 0.9
-"""Smallest share of the fullest row's clients that a row must cover to be ranked, as for the best round of a run."""
+"""Smallest share of the fullest row's clients that a row must cover for a rank, as for the best round of a run."""
 
 LEGEND = (
     "Last round, for the model that each method is scored by (`at`). `lowest tenth`: mean over the tenth of the "
@@ -53,7 +53,7 @@ class Gain(NamedTuple):
     """Mean difference of the accuracies."""
     losing: int
     clients: int
-    """Number of clients whose accuracy is lower, and of all clients; a client counts once for each seed."""
+    """Number of clients with a lower accuracy, and of all clients. A client counts once for each seed."""
     p: float
     """p-value of Wilcoxon's signed-rank test; 1 without any difference."""
 
@@ -94,17 +94,17 @@ def holm(p: Sequence[float]) -> list[float]:
 def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str, dict[int, dict[int, float]]]:
     """Return the accuracies of the clients that all rows cover, without the rows that cover too few clients.
 
-    A mean over the cohort of a round is not comparable with a mean over all clients.
+    Means over different clients, such as a cohort and all clients, are not comparable.
 
     Parameters
     ----------
     rows : mapping
-        Accuracies of each row by seed and client; a seed without any does not affect the clients.
+        Accuracies of each row by seed and client. A seed without accuracies has no effect.
 
     Returns
     -------
     dict
-        The same for the rows that cover at least :data:`FULL` of the clients of the fullest row in each of their seeds.
+        Accuracies of the rows that cover at least :data:`FULL` of the fullest row's clients in each of their seeds.
     """
     measured = {
         row: {seed: accuracies for seed, accuracies in seeds.items() if accuracies} for row, seeds in rows.items()
@@ -131,10 +131,10 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str,
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """How methods rank over blocks, each a seed of a data set.
+    """Ranks of methods over blocks, each a seed of a data set.
 
-    ``mean`` is each method's mean rank, 1 being the best, in rising order; ``friedman`` the p-value of all being equal;
-    ``pairs`` the p-values of the pairs (Nemenyi's test).
+    ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value for equal methods, and ``pairs``
+    are the p-values of the pairs (Nemenyi's test).
     """
 
     mean: "pd.Series[float]"
@@ -195,7 +195,7 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
 
 
 def last_round(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
-    """Return the figures of a run's last round; empty if its last evaluation is older."""
+    """Return the figures of a run's last round, or an empty mapping if its last evaluation is older."""
     figures: Mapping[str, Any] = summary[point]["last"] or {}
     return figures if figures.get("round") == summary["rounds"] else {}
 
@@ -217,7 +217,7 @@ class Run(NamedTuple):
 
     @property
     def comparable(self) -> bool:
-        """Whether the accuracies of single clients are available; with secure aggregation they are not."""
+        """Whether the accuracies of single clients are available, which secure aggregation hides."""
         return "client-scores" not in self.summary
 
     def accuracies(self, point: str) -> dict[int, float]:
@@ -243,7 +243,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         for run in runs:
             if run.variant == variant:
                 rows.setdefault(run.row, []).append(run)
-        # The first row of each method.
+        # Reversed, so that the first row of each method remains.
         by_method = {row_runs[0].method: name for name, row_runs in reversed(rows.items())}
         scores = {
             (name, point): {run.seed: run.accuracies(point) for run in row_runs}
@@ -252,7 +252,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         }
         points = {name: row_runs[0].point for name, row_runs in rows.items()}
 
-        def against(name: str, point: str, other: str | None, scores: Any = scores, points: Any = points) -> Any:
+        def gain_over(name: str, point: str, other: str | None, scores: Any = scores, points: Any = points) -> Any:
             if other is None:
                 return None
             tested, baseline = scores[name, point], scores[other, points[other]]
@@ -266,10 +266,10 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         }
         means = {name: average(over["mean"] for over in spreads[name]) for name in rows}
         best = max(same, key=lambda name: -1.0 if np.isnan(means[name]) else means[name])
-        different = _significant({name: against(name, points[name], best) for name in same}, lower=True)
+        different = _significant({name: gain_over(name, points[name], best) for name in same}, lower=True)
         local, fedavg = by_method.get("local"), by_method.get("fedavg")
         beats = {
-            point: _significant({name: against(name, point, local) for name in rows if name != local}, lower=False)
+            point: _significant({name: gain_over(name, point, local) for name in rows if name != local}, lower=False)
             for point in ("served", "local")
         }
         for name, row_runs in rows.items():
@@ -280,7 +280,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
             line["members"] = sum(members_of(run.summary) for run in row_runs if scores[name, points[name]][run.seed])
             line["ranked"] = name in same
             for label, other in (("local", local), ("fedavg", fedavg)):
-                entry = against(name, points[name], other) if other != name else None
+                entry = gain_over(name, points[name], other) if other != name else None
                 line |= {
                     f"gain-{label}": entry.mean if entry else float("nan"),
                     f"losing-{label}": f"{entry.losing}/{entry.clients}" if entry else "",
@@ -299,8 +299,8 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
     """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its method's point.
 
-    They are means over the clients that all rows cover. A row that covers too few of them in a variant is dropped.
-    A run that has diverged, by variant, seed and row, has -1: it ranks behind all others.
+    They are means over the clients that all rows cover. The function drops a row that covers too few of them in a
+    variant. A diverged run, by variant, seed and row, scores -1, so it ranks last.
     """
     blocks: dict[tuple[str, int], dict[str, float]] = {}
     for variant, seed, row in diverged:
@@ -371,13 +371,13 @@ def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, 
 
 
 def average(values: Iterable[Any]) -> float:
-    """Return the mean of the values that are not NaN, or NaN without any; pandas would round intermediate sums."""
+    """Return the mean of the values that are not NaN, or NaN without any. pandas would round intermediate sums."""
     numbers = [float(value) for value in values if not pd.isna(value)]
     return statistics.fmean(numbers) if numbers else float("nan")
 
 
 def _spread_over(accuracies: Accuracies) -> Spread | None:
-    """Return the spread over clients of equal weight; None without a client."""
+    """Return the spread over clients of equal weight, or None without clients."""
     return spread([*accuracies.values()], [1.0] * len(accuracies))
 
 

@@ -1,4 +1,4 @@
-"""Groups of runs that differ in their seed only, named by their differing settings."""
+"""Groups of runs that differ only in their seed, named by their differing settings."""
 
 import statistics
 from collections import Counter
@@ -14,14 +14,14 @@ from posy.settings import settings_of
 from posy.strategies.registry import declared, owner
 
 MOST_DIFFERENCES = 4
-"""Most differing settings in the name of a run; with more of them the name is its folder."""
+"""Most differing settings in the name of a run. With more, the run is named by its folder."""
 NOT_A_SETTING = "not one of its settings"
-"""Text in place of a setting of another method."""
+"""Text for a setting of another method."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs that differ in their seed only, in the order of their seeds."""
+    """Runs that differ only in their seed, sorted by seed."""
 
     series: Series
     runs: tuple[Recorded, ...]
@@ -39,10 +39,10 @@ class Group:
 
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
-    """Return groups of runs in the order of the runs; runs of equal settings and seed are separate groups."""
-    ours = declared()
-    defaults = {key: item.default for key, item in ours.items() if item.decides and key != "seed"}
-    defaults |= {key: None for run in runs for key in run.settings if key not in ours}  # of custom methods
+    """Return groups of runs in the order of the runs. Runs with equal settings and seed form separate groups."""
+    posy_settings = declared()
+    defaults = {key: item.default for key, item in posy_settings.items() if item.decides and key != "seed"}
+    defaults |= {key: None for run in runs for key in run.settings if key not in posy_settings}  # of custom methods
     decisive = {
         run: {k: run.settings.get(k, defaults[k]) for k in defaults if owner(k) in (None, run.method)} for run in runs
     }
@@ -68,7 +68,7 @@ def grouped(runs: Sequence[Recorded]) -> list[Group]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings with more than one value, and their values; absence alone is not a difference."""
+    """Return the settings with more than one value, and their values. Absence alone is not a difference."""
     keys = dict.fromkeys(key for mapping in settings for key in mapping)
     values = {key: [mapping.get(key, NOT_A_SETTING) for mapping in settings] for key in keys}
     return {key: column for key, column in values.items() if len({repr(v) for v in column} - {repr(NOT_A_SETTING)}) > 1}
@@ -88,14 +88,14 @@ def by_data(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
-    """Compare groups client by client, as a table does: return its rows, and a sentence on ranks.
+    """Compare groups client by client, and return the rows of a table and a sentence on ranks.
 
-    Incomplete runs are skipped; a diverged run ranks last. The sentence is empty without enough blocks.
+    The function skips incomplete runs, and ranks a diverged run last. The sentence is empty without enough blocks.
 
     Raises
     ------
     ImportError
-        Without the packages for the tests.
+        If the packages for the tests are missing.
     """
     ended = [
         (run, Run(data, group.series.name, run.method, int(run.summary["seed"]), run.summary, run.path))
@@ -121,7 +121,7 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _name(run: Recorded, settings: Mapping[str, Any], differing: Mapping[str, Any]) -> str:
-    """Return the method and the settings that differ, with the last part of paths."""
+    """Return the method and the differing settings, with only the last part of paths."""
     differ = {key: str(settings[key]) for key in differing if key in settings and key != "method"}
     short = {key: value.rpartition("/")[2] if value.startswith("/") else value for key, value in differ.items()}
     data = [short.pop("dataset")] if "dataset" in short else []

@@ -1,4 +1,4 @@
-"""A report on some runs: one self-contained HTML file that needs no network."""
+"""Writes a report on runs as a self-contained HTML file, which works offline."""
 
 import base64
 import io
@@ -20,30 +20,30 @@ from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
 
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
-"""Most clients with a chart on a page, and number of charts that are visible at first."""
+"""Most clients with a chart on a page, and number of charts that are initially visible."""
 TENTH = 11
 """Fewest clients whose lowest tenth has more than one client."""
 MOST_ROWS = 40
-"""Rows of a heat map."""
+"""Most rows of a heat map."""
 RECORDED = (*MEASURES, "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
-"""Numbers that every run records of a round; all others are quantities of the method."""
+"""Numbers that every run records for a round. All other numbers are quantities of the method."""
 DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
 """Pictures of a run that the page draws itself."""
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
 SPREAD = {"min": "worst client", "tenth": "lowest tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
-"""Colours of a picture on the page: enough for charts, and several times smaller."""
+"""Colours of a picture on the page: enough for charts, with a much smaller file."""
 AT = {"served": "served model", "local": "local model"}
 
 
 class Html(str):
-    """Text that is HTML already; all other text is escaped."""
+    """Text that is already HTML. Other text is escaped."""
 
     __slots__ = ()
 
 
 def page(paths: Iterable[Path]) -> str:
-    """Return the report on the runs in some directories, or raise :class:`SettingsError` for another directory."""
+    """Return the report on runs in directories, or raise :class:`SettingsError` for a directory without a run."""
     groups = grouped([Recorded.read(path) for path in dict.fromkeys(path.resolve() for path in paths)])
     sections = {
         "Runs": _runs(groups),
@@ -256,8 +256,8 @@ def _quantities(groups: Sequence[Group]) -> str:
     figures = []
     for key in names:
         curves = {group.series: group.curve(key) for group in groups}
-        having = ", ".join(sorted({group.first.method for group in groups if curves[group.series]}))
-        figures.append(_figure(_words(key), having, curves))
+        methods = ", ".join(sorted({group.first.method for group in groups if curves[group.series]}))
+        figures.append(_figure(_words(key), methods, curves))
     for group in groups:
         figures += [_vector(group, key, numbers) for key, numbers in group.first.vectors().items()]
         numbered = all(row["chosen"].replace(".", "").isdecimal() for row in group.first.clients if row.get("chosen"))
@@ -290,7 +290,7 @@ def _vector(group: Group, key: str, values_by_round: Sequence[tuple[int, Sequenc
 
 
 def _picture(group: Group, file: Path) -> str:
-    """Return a picture of a run as part of the page, in a few colours."""
+    """Return a picture of a run as HTML with embedded data, in few colours."""
     small = io.BytesIO()
     with Image.open(file) as image:
         image.convert("RGB").quantize(COLOURS).save(small, "PNG", optimize=True)
@@ -311,8 +311,8 @@ def _dropped(groups: Sequence[Group]) -> str:
                 for client in row.get(key.replace("-", "_"), []):
                     reasons.setdefault((run.client_name(client), words), []).append(row["round"])
             for client in row.get("missing", []):
-                why = "not evaluated: no node, or its reply was dropped"
-                reasons.setdefault((run.client_name(client), why), []).append(row["round"])
+                reason = "not evaluated: no node, or its reply was dropped"
+                reasons.setdefault((run.client_name(client), reason), []).append(row["round"])
         for who, reason in sorted(reasons, key=lambda key: reasons[key]):
             rows.append([_key(group.series), run.path.name, who, _ranges(reasons[who, reason]), reason])
         for entry in run.summary.get("left-out", []):
@@ -396,7 +396,7 @@ def _charts(figures: Sequence[str], *, small: bool = False) -> str:
 def _table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = (), texts: Sequence[str] = ()
 ) -> str:
-    """Return a table; columns in ``numbers`` are right-aligned, and lines of columns in ``texts`` broken."""
+    """Return a table. Columns in ``numbers`` are right-aligned, and columns in ``texts`` wrap their lines."""
     classes = [' class="n"' * (column in numbers) + ' class="long"' * (column in texts) for column in columns]
 
     def line(cells: Sequence[str], tag: str) -> str:

@@ -15,7 +15,7 @@ from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
-"""Rounds with a number of each, without rounds that lack it."""
+"""Rounds and their values, without rounds that have no value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +62,13 @@ class Recorded:
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
-        """Its finished rounds, as ``rounds.jsonl`` has them; empty without the file."""
+        """Its finished rounds, as in ``rounds.jsonl``; empty without the file."""
         file = self.path / "rounds.jsonl"
         return parsed_rounds(file.read_text(encoding="utf-8")) if file.is_file() else []
 
     @cached_property
     def clients(self) -> list[dict[str, str]]:
-        """A row for each client and round, as ``clients.csv`` has them."""
+        """A row for each client and round, as in ``clients.csv``; empty without the file."""
         file = self.path / "clients.csv"
         return _csv(file) if file.is_file() else []
 
@@ -83,7 +83,7 @@ class Recorded:
         return header[1:], [[int(cell) for cell in row[1:]] for row in rows]
 
     def curve(self, key: str, of: str = "mean") -> Points:
-        """Return a number of each round; ``of`` selects a statistic of a measure over the clients."""
+        """Return a value of each round. ``of`` selects a statistic over the clients."""
         points = []
         for row in self.rounds:
             value = row.get(key)
@@ -111,10 +111,10 @@ class Recorded:
 
 
 def point_of(summary: Mapping[str, Any]) -> str:
-    """Return the evaluation point that a run's method is scored by: the current one of Posy's own methods.
+    """Return the evaluation point that a run's method is scored by.
 
-    A run records the accuracies at both points, so reports score older and newer runs by the same model. For a custom
-    method the run's record decides, because its file may be missing here.
+    For Posy's methods it is the current point. A run records the accuracies at both points, so reports score older and
+    newer runs by the same model. For a custom method it is the recorded point, because its file may be missing here.
     """
     method = str(summary["method"])
     recorded = None if method in METHODS else summary.get("point")
@@ -126,12 +126,12 @@ LISTS = ("missing", "dropped", *LIMITED)
 
 
 def parsed_rounds(text: str) -> list[dict[str, Any]]:
-    """Return the rounds in the text of ``rounds.jsonl``; an unfinished last line is skipped."""
+    """Return the rounds in the text of ``rounds.jsonl``, without an unfinished last line."""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def client_rows(path: Path, server_round: int) -> list[dict[str, str]]:
-    """Return the clients of a round of the run in a directory, as ``clients.csv`` has them."""
+    """Return the rows of a round in a run's ``clients.csv``."""
     return [row for row in _csv(path / "clients.csv") if int(row["round"]) == server_round]
 
 

@@ -1,4 +1,4 @@
-"""The style sheet of a page: light and dark, from the width of a phone to that of a large screen."""
+"""The style sheet of a page: light and dark, for every width from a phone to a large screen."""
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c1c1c; --soft: #5b5b5b; --rule: #dcdcdc; --card: #f7f7f7;

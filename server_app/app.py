@@ -1,4 +1,4 @@
-"""The ServerApp: read the settings, find the clients, run the method's strategy, write the record."""
+"""The ServerApp: it reads the settings, assigns the clients, runs the method's strategy and writes the record."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -135,9 +135,9 @@ def _run(
     if in_this_process:
         workspace.processes = 1
     if not workspace.of_sites:  # sites check their data themselves
-        _ = workspace.partition  # faults of the data are errors before any message
+        _ = workspace.partition  # wrong data is an error before the first message
     check_network(settings, workspace.architecture)
-    client_class(settings.run.method)  # faults of custom code are errors here
+    client_class(settings.run.method)  # a mistake in custom code is an error here
     _ = workspace.criterion
     strategy = make_strategy(settings, workspace)
     with ExitStack() as stack:

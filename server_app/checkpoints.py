@@ -1,4 +1,4 @@
-"""Checkpoints: all that the server needs to go on after a round, in a folder that is whole or not there."""
+"""Checkpoints: the state from which the server resumes after a round. A checkpoint is complete or absent."""
 
 import hashlib
 import shutil
@@ -23,15 +23,15 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.settings import Settings
 
 KEPT = 2
-"""Checkpoints that are kept: the newest, and one in reserve."""
+"""Number of checkpoints on the disk: the newest, and one in reserve."""
 WRITING_SHARE = 0.02
-"""Share of a run's time that checkpoints besides those of checkpoint-every may take: a run that is killed loses at
-most 50 times as long as a checkpoint takes to be written."""
+"""Share of a run's time for checkpoints in addition to the scheduled ones of checkpoint-every. A killed run therefore
+loses at most 50 times the time that it takes to write a checkpoint."""
 ARRAYS = "server.safetensors"
 
 
 class Checkpoint(NamedTuple):
-    """The server after a round: the strategy's state, and what the recorder needs to go on, as JSON holds it."""
+    """The server after a round: the strategy's state as arrays, and the recorder's state as JSON."""
 
     server_round: int
     arrays: Mapping[str, npt.NDArray[np.generic]]
@@ -39,33 +39,33 @@ class Checkpoint(NamedTuple):
 
     @property
     def versions(self) -> dict[int, str]:
-        """The versions of the clients' states that belong to it."""
+        """The versions of the clients' states that belong to the checkpoint, by client."""
         return {int(client): version for client, version in self.progress["versions"].items()}
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run: after every n-th round (0: none) and the last one. The last two are kept."""
+    """The checkpoints of a run, after every n-th round (0: none) and the last; the disk has the newest two."""
 
     directory: RunDirectory
     every: int
     last_round: int
     flush: Callable[[Mapping[int, str]], None] = lambda versions: None
-    """Sees to it that the disk has some versions of clients' states, by client, which this process may hold."""
+    """Writes versions of clients' states, by client, to the disk if they are only in the memory of this process."""
     versions: dict[int, Mapping[int, str]] = field(default_factory=dict)
     """The versions of the clients' states that belong to each checkpoint, by its round."""
     _written: float = field(default_factory=time.monotonic)
     _seconds: float = 0.0
 
     def due(self, server_round: int) -> bool:
-        """Tell whether a round is followed by a checkpoint: by its number, or because it costs little by now."""
+        """Return whether to write a checkpoint after a round, because it is scheduled or costs little time."""
         if not self.every:
             return False
         cheap = self._seconds < WRITING_SHARE * (time.monotonic() - self._written)
         return cheap or server_round % self.every == 0 or server_round == self.last_round
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then remove those that are not kept."""
+        """Write a checkpoint, then remove the oldest ones."""
         begun, number = time.monotonic(), checkpoint.server_round
         self.flush(checkpoint.versions)
         self.directory.sync()
@@ -84,25 +84,28 @@ class Checkpoints:
         self._seconds = self._written - begun
 
     def read(self, server_round: int) -> Checkpoint:
-        """Read the checkpoint of a round; one that is not whole, or of another run or round, is an error."""
+        """Return the checkpoint of a round; raise an error if it is incomplete or belongs to another run or round."""
         folder = self._folder(server_round)
         arrays, metadata = read_arrays(folder / ARRAYS)
         progress = read_json(folder / PROGRESS)
-        wanted = {"run": self.directory.id, "round": str(server_round)}
-        for file, found in ((ARRAYS, metadata), (PROGRESS, progress)):
-            if (own := {key: found.get(key) for key in wanted}) != wanted:
-                raise DamagedFileError(f"{folder / file} is of run {own['run']} and round {own['round']}, not of these")
+        expected = {"run": self.directory.id, "round": str(server_round)}
+        for file, header in ((ARRAYS, metadata), (PROGRESS, progress)):
+            if (origin := {key: header.get(key) for key in expected}) != expected:
+                raise DamagedFileError(
+                    f"{folder / file} belongs to run {origin['run']} and round {origin['round']}, not to "
+                    f"run {expected['run']} and round {expected['round']}"
+                )
         return Checkpoint(server_round, arrays, progress)
 
-    def newest(self, take_up: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Return the newest checkpoint that is whole and can be taken up; those that are damaged are set aside."""
+    def newest(self, load: Callable[[Checkpoint], None]) -> Checkpoint:
+        """Return the newest complete checkpoint that ``load`` accepts; rename the folders of damaged checkpoints."""
         newest, versions, reasons = None, {}, []
         for number in reversed(checkpoint_rounds(self.directory.path)):
             try:
                 checkpoint = self.read(number)
                 versions[number] = checkpoint.versions
                 if newest is None:
-                    take_up(checkpoint)
+                    load(checkpoint)
                     newest = checkpoint
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 reasons.append(str(error) if isinstance(error, DamagedFileError | OSError) else repr(error))
@@ -118,7 +121,7 @@ class Checkpoints:
         return newest
 
     def note(self, settings: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]]) -> None:
-        """Write into the checkpoints with which settings the run goes on: it may end before the next one."""
+        """Write the settings of the resumed run into its checkpoints, because it may end before the next checkpoint."""
         for number in self.versions:
             file = self._folder(number) / PROGRESS
             write_json(file, {**read_json(file), "settings": settings, "resumed": plain(resumed)}, durable=True)
@@ -134,14 +137,14 @@ class Checkpoints:
 
 
 class Resumption(NamedTuple):
-    """A run that goes on from one of its checkpoints."""
+    """A run that resumes from one of its checkpoints."""
 
     directory: RunDirectory
     checkpoints: Checkpoints
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
-    """Each resumption, this one last: ``round``, ``time``, the ``changed`` settings, and on which ``machine`` and with
-    which ``versions`` the rounds up to it ran."""
+    """Each resumption, this one last: ``round``, ``time``, the ``changed`` settings, and the ``machine`` and
+    ``versions`` of the rounds before it."""
 
 
 def resumption(
@@ -152,26 +155,26 @@ def resumption(
     strategy: PersonalisedStrategy,
     workspace: Workspace,
 ) -> Resumption:
-    """Find the checkpoint that a run goes on from, and load the strategy with it.
+    """Return the resumption of a run from its newest checkpoint, after loading it into the strategy.
 
-    Raises :class:`SettingsError` if there is none, the run is complete, or the data are not those it began with.
+    Raises :class:`SettingsError` if no checkpoint exists, the run is complete, or its data has changed.
     """
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
     if stored.damage:
-        log(WARNING, "config.yaml is written anew: %s", stored.damage)
-    checkpoint = checkpoints.newest(lambda found: strategy.load_server_state(found.arrays))
-    finished, known, now = checkpoint.server_round, checkpoint.progress["data"], data_digests(workspace)
-    if other := [what for what in now if known.get(what) != now[what]]:
+        log(WARNING, "config.yaml is rewritten: %s", stored.damage)
+    checkpoint = checkpoints.newest(lambda stored_checkpoint: strategy.load_server_state(stored_checkpoint.arrays))
+    finished, stored_digests, digests = checkpoint.server_round, checkpoint.progress["data"], data_digests(workspace)
+    if differing := [part for part in digests if stored_digests.get(part) != digests[part]]:
         raise SettingsError(
-            f"resume = {run.resume!r}: {' and '.join(other)} are not those that the run began with, in "
+            f"resume = {run.resume!r}: {' and '.join(differing)} have changed since the run began, in "
             f"dataset = {settings.data.dataset!r}"
         )
     if finished > run.num_server_rounds:
         raise SettingsError(f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {finished}")
     if finished == run.num_server_rounds and read_summary(directory.path).get("status") in ("completed", "diverged"):
         raise SettingsError(
-            f"resume = {run.resume!r}: its {finished} rounds are complete; a larger num-server-rounds goes further"
+            f"resume = {run.resume!r}: its {finished} rounds are complete; a larger num-server-rounds continues it"
         )
     entry = {"round": finished, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed), **stored.ran_on}
     history = [*stored.resumed_before, entry]
@@ -180,15 +183,15 @@ def resumption(
 
 
 def data_digests(workspace: Workspace) -> dict[str, str]:
-    """Return a digest of the samples, one of the labels, one of which each client has; none of sites' own data."""
+    """Return digests of the samples, the labels and the partition; empty if the sites have the data."""
     if workspace.of_sites:
         return {}
     digests = {}
-    for what, content in (("the samples", workspace.dataset.x), ("the labels", workspace.dataset.y)):
+    for part, content in (("the samples", workspace.dataset.x), ("the labels", workspace.dataset.y)):
         digest = hashlib.blake2b(f"{content.dtype.str} {content.shape}".encode(), digest_size=16)
         for block in bytes_of(content):
             digest.update(block)
-        digests[what] = digest.hexdigest()
+        digests[part] = digest.hexdigest()
     digest = hashlib.blake2b(digest_size=16)
     for split in (workspace.partition.train, workspace.partition.test):
         for indices in split:

@@ -24,28 +24,28 @@ PUSHES = 5
 HELD_SECONDS = 2.0
 """A request for replies that takes longer than this many seconds counts against no node: it delays all replies."""
 TIMEOUT_SHARE = 1 / 3
-"""Largest share of a timeout before silence is unusual: a lost message has to be sent again within the timeout."""
+"""Largest share of a timeout before silence is unusual: a copy of a lost message must fit into the timeout."""
 COPIES = 3
-"""How often a message that is lost is sent again."""
+"""Number of copies that the server sends of a lost message."""
 RETURN_SECONDS = 90.0
-"""Seconds after an outage in which a node that seems to be gone may be seen again; nodes report twice a minute."""
+"""Seconds after an outage in which a missing node may reappear; nodes report twice a minute."""
 
 
 @dataclass
 class Delivery:
-    """A message on its way to a node: the ids under which its reply may come, and the questions asked meanwhile."""
+    """A message in transit to a node, with the id of its reply and the questions sent meanwhile."""
 
     message: Message
     number: str
-    """Id under which its reply comes: its own id, or the id of its last copy; empty if no reply can come."""
+    """Id that its reply refers to: the id of the message or of its last copy; empty if no reply can arrive."""
     sent: float
     """Time at which it was first sent, by the monotonic clock."""
     ask_at: float
-    """Time of the next question to its node whether it is still busy."""
+    """Time of the next question to its node."""
     silence: float
     """Seconds of silence that are unusual."""
     patience: float
-    """Seconds to wait for the answer before it is asked again; they double each time."""
+    """Seconds until the next question; they double each time."""
     questions: set[str] = field(default_factory=set)
     """Ids of the questions sent after the last copy."""
     proven: bool = False
@@ -53,14 +53,14 @@ class Delivery:
     lost: bool = False
     """The message or its reply is lost: a copy is due as soon as its node is connected."""
     patience_ends: float = math.inf
-    """Time after which a missing node is given up: after an outage of the SuperLink a node may only seem to be gone."""
+    """Time at which the server gives up a missing node, which may reappear after an outage of the SuperLink."""
     copies: int = 0
     reply: Message | None = None
     """The reply, or the last error."""
 
     @property
     def node(self) -> int:
-        """The node that it goes to."""
+        """The receiving node."""
         return self.message.metadata.dst_node_id
 
     @property
@@ -70,7 +70,7 @@ class Delivery:
 
     @property
     def open(self) -> bool:
-        """Whether a reply may still come."""
+        """Whether a reply may still arrive."""
         return bool(self.number) or self.lost
 
 
@@ -113,7 +113,7 @@ class PollingGrid(WaveGrid):
         """Messages of earlier phases that nodes still work on, by node."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages, again if the SuperLink was restarted half-way; return their ids, empty for those refused."""
+        """Push messages, and retry if the SuperLink restarts; return their ids, empty for refused messages."""
         wave, attempts = list(messages), PUSHES
         while True:
             try:
@@ -121,12 +121,12 @@ class PollingGrid(WaveGrid):
             except ObjectPushError as error:
                 if not (attempts := attempts - 1):
                     raise
-                log(WARNING, "the SuperLink has lost messages on their way, they are sent again: %s", error)
+                log(WARNING, "the SuperLink has lost messages in transit; the server sends them again: %s", error)
                 for message in wave:  # under new ids: the SuperLink knows the old ones, without their content
                     message.metadata.created_at = time.time()
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send each node its messages one after the other; return a reply to each message, an error if there is none.
+        """Send each node its messages one after the other; return a reply or an error for each message.
 
         All messages share the ``timeout``; without it, the pace gives the time limit of each node.
         """
@@ -176,7 +176,7 @@ class PollingGrid(WaveGrid):
         return delay
 
     def _read(self, deliveries: Collection[Delivery]) -> float:
-        """Request the replies to messages, copies and questions once, and note them; return the delay in seconds."""
+        """Request and record the replies to messages, copies and questions once; return the delay in seconds."""
         awaited = {delivery.number: delivery for delivery in deliveries if delivery.number}
         questions = {number: delivery for delivery in deliveries for number in delivery.questions}
         if not awaited and not questions:
@@ -200,14 +200,14 @@ class PollingGrid(WaveGrid):
         return delay
 
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
-        """Note the reply to a message or its copy; ``missing``: the message or the node was not found."""
+        """Record the reply to a message or its copy; ``missing``: the message or the node does not exist."""
         clock = time.monotonic()
         delivery.reply = answer_to(delivery.message.metadata.message_id, reply)
         if not reply.has_error():
             self.pace.note(delivery.phase, delivery.node, clock - delivery.sent)
         elif missing:
             in_time = clock < delivery.sent + delivery.message.metadata.ttl - CLOCK_SECONDS
-            # A node that is not found is gone, unless the SuperLink was away itself.
+            # A missing node is gone, except shortly after an outage of the SuperLink.
             absent = reply.error.code == ErrorCode.NODE_UNAVAILABLE and not clock < delivery.patience_ends < math.inf
             delivery.lost = self.real and in_time and not absent
 
@@ -220,7 +220,7 @@ class PollingGrid(WaveGrid):
         present = set(self.get_node_ids()) if due else set()
         if not (due := [delivery for delivery in due if delivery.node in present]):
             return
-        log(WARNING, "%s messages that were lost on their way are sent again", len(due))
+        log(WARNING, "%s messages were lost in transit; the server sends them again", len(due))
         copies = []
         for delivery in due:
             content, old = delivery.message.content, delivery.message.metadata
@@ -251,7 +251,7 @@ class PollingGrid(WaveGrid):
 
 
 class _Phase:
-    """The messages of one phase, until each has a reply or nothing waits for it any more."""
+    """The messages of one phase, until each message has a reply or the server stops waiting for it."""
 
     def __init__(self, grid: PollingGrid, messages: Sequence[Message], timeout: float) -> None:
         self._grid = grid
@@ -260,7 +260,7 @@ class _Phase:
             self._queues[message.metadata.dst_node_id].append(message)
         self._under_way: dict[int, Delivery] = {}
         self.replies: list[Message] = []
-        """One for each message that is settled."""
+        """The reply or error of each finished message."""
         self._started = time.monotonic()
         self._timeout, self._ends, self._grace_ends = timeout, self._started + timeout, math.inf
         training = any(message.metadata.message_type == MessageType.TRAIN for message in messages)
@@ -293,12 +293,12 @@ class _Phase:
         queued = [node for node, queue in self._queues.items() if queue]
         # With enough replies, the phase does not wait for nodes that are busy with an earlier message.
         if not under_way and all(node in grid.late for node in queued) and (not queued or succeeded >= self._needed):
-            self._leave_out("it was still at work on an earlier message")
+            self._leave_out("it was still busy with an earlier message")
             return True
         return False
 
     def _give_up(self) -> None:
-        """End the wait for clients whose time is over; their nodes stay busy."""
+        """Stop waiting for clients whose time limit is over; their nodes stay busy."""
         clock, all_end = time.monotonic(), ""
         if clock >= self._ends:
             all_end = f"no reply within round-timeout = {self._timeout:g} s"

@@ -1,4 +1,4 @@
-"""How messages travel to the nodes and back."""
+"""The transport of messages to the nodes and of replies to the server."""
 
 import math
 import time
@@ -14,19 +14,20 @@ from flwr.serverapp import Grid
 from posy.flower import Outages
 
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
-"""Shortest and longest pause before messages are asked for again, in between a share of the time waited so far."""
+"""Shortest and longest pause in seconds between two requests for replies."""
 POLL_SHARE = 0.02
+"""Pause between these limits, as a share of the time waited so far."""
 LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""Errors that say that a message, its reply or its node was not to be found."""
+"""Errors for a message, a reply or a node that does not exist."""
 
 
 def pause(waited: float) -> float:
-    """Return the seconds to pause after ``waited`` seconds: waits of minutes need no ten requests a second."""
+    """Return the seconds to pause after ``waited`` seconds; a longer wait needs fewer requests."""
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
 
 
 class OwnGrid(Grid):
-    """A grid of ours, without the parts of Flower's interface that nothing here uses."""
+    """A grid without the parts of Flower's interface that Posy does not use."""
 
     def set_run(self, run: Any) -> None:
         """Not supported."""
@@ -43,48 +44,47 @@ class OwnGrid(Grid):
 
 
 class WaveGrid(OwnGrid):
-    """A grid that never has two messages for the same node under way.
+    """A grid with at most one message to each node under way.
 
-    A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
-    is read and written once a message, so messages for one node must not overlap.
-
+    A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and
+    writes the node's state, so messages to one node may not overlap.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.outages = Outages(grid)
         self.gone: set[int] = set()
-        """Nodes that were gone when they should have answered; whoever reads it clears it."""
+        """Nodes that were gone when they should have answered; the reader clears it."""
         self.counts: Counter[str] = Counter()
-        """Messages ``sent-again`` because they were lost, and ``late-replies``; whoever reads them clears them."""
+        """Messages ``sent-again`` because they were lost, and ``late-replies``; the reader clears them."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send in as many waves as the busiest node has messages; return all replies.
+        """Send the messages in waves, each with at most one message to a node, and return all replies.
 
-        All waves share the timeout; messages of waves for which no time is left are not sent.
+        All waves share the timeout; when the time is over, further waves are not sent.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         waves: dict[int, list[Message]] = defaultdict(list)
-        seen: dict[int, int] = defaultdict(int)
+        positions: dict[int, int] = defaultdict(int)
         for message in messages:
             node = message.metadata.dst_node_id
-            waves[seen[node]].append(message)
-            seen[node] += 1
+            waves[positions[node]].append(message)
+            positions[node] += 1
         replies: list[Message] = []
         for wave in waves.values():
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 break
-            answers = list(self._grid.send_and_receive(wave, timeout=None if timeout is None else left))
+            answers = list(self._grid.send_and_receive(wave, timeout=None if timeout is None else remaining))
             self._note_gone(wave, answers)
             replies += answers
         return replies
 
     def _note_gone(self, messages: Iterable[Message], replies: Iterable[Message]) -> None:
         """Note the nodes that were gone when they should have answered."""
-        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        receivers = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         unavailable = [r for r in replies if r.has_error() and r.error.code == ErrorCode.NODE_UNAVAILABLE]
-        self.gone |= {asked.get(reply.metadata.reply_to_message_id, 0) for reply in unavailable}
+        self.gone |= {receivers.get(reply.metadata.reply_to_message_id, 0) for reply in unavailable}
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""
@@ -95,7 +95,7 @@ class WaveGrid(OwnGrid):
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages as they are."""
+        """Push messages unchanged."""
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

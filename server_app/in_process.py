@@ -16,7 +16,6 @@ from posy.client_app.engine import Engine
 from posy.client_app.state import StateStore
 from posy.mistakes import MethodError, is_failure
 from posy.server_app.grids import OwnGrid
-from posy.strategies.replies import client_of
 
 
 class InProcessGrid(OwnGrid):
@@ -25,7 +24,7 @@ class InProcessGrid(OwnGrid):
     def __init__(self, num_clients: int) -> None:
         try:
             run_id = TaskIdentity.run_id
-        except RuntimeError:  # not started by Flower: messages need an identity all the same
+        except RuntimeError:  # not started by Flower: messages need an identity nevertheless
             TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = run_id = 0
         self._contexts = {
             node: Context(
@@ -114,6 +113,8 @@ def _failure(message: Message, error: Exception) -> Message:
     if isinstance(error, MethodError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if not is_failure(error):
-        error.add_note(f"It was raised by client {client_of(message)} in round {message.metadata.group_id}.")
+        error.add_note(
+            f"It was raised by client {message.metadata.dst_node_id - 1} in round {message.metadata.group_id}."
+        )
         raise error
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)

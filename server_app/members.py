@@ -335,7 +335,7 @@ class Federation:
         )
 
     def _look(self) -> list[Node]:
-        """Look up the connected nodes, send due questions, and read answers; return the nodes that were asked.
+        """Look up the connected nodes, send due questions, and read answers; return the questioned nodes.
 
         It repeats the question to a returned node, which may have restarted with other data. It also repeats it to a
         silent node: a node that stops loses its question, and returns with the same id.
@@ -396,7 +396,7 @@ class Federation:
         if (name, reason) not in self.left_out and len(self.left_out) >= MAX_LEFT_OUT:
             name, reason = "", "others"
         self.left_out[name, reason] += 1
-        log(WARNING, "%s is left out: %s", node.title, reason)
+        log(WARNING, "%s is excluded: %s", node.title, reason)
 
     # -- answers of nodes ---------------------------------------------------------------------------
 

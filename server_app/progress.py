@@ -1,4 +1,4 @@
-"""The progress of a run in progress, and the table at its end."""
+"""The progress of a run, and the table at its end."""
 
 import logging
 import math
@@ -23,11 +23,11 @@ MAX_LINES = 200
 MAX_NAMED = 10
 """Most missing clients that the table at the end names."""
 ABSENT = "n/a"
-"""Cell of a number of single clients, which the server of a run with secure aggregation does not know."""
+"""Cell for a number over single clients, which secure aggregation hides from the server."""
 MAX_ROWS = 50
 """Most sites that the table of the task lists."""
 PACE_ROUNDS = 20
-"""Rounds over which the time of a round is averaged: the first one of all also loads data and starts processes."""
+"""Rounds over which the time of a round is averaged; the first round also loads data and starts processes."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
 
 

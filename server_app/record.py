@@ -1,4 +1,4 @@
-"""A finished run for use: its record as frames, and its clients' models for predictions."""
+"""The record of a finished run as frames, and its clients' models for predictions."""
 
 import json
 from collections.abc import Iterable

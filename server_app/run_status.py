@@ -1,7 +1,7 @@
-"""What a run on a federation does at this moment: a small file that its server keeps up to date, for `posy status`.
+"""The current status of a run on a federation, in a small file that its server updates for `posy status`.
 
-It lies among the SuperLink's files, under the number of the run, from before the first node has answered until long
-after the run has ended.
+The file is in the SuperLink's directory, and its name is the number of the run. It exists before the first node has
+answered, and remains after the run has ended.
 """
 
 import json
@@ -25,20 +25,20 @@ from posy.storage import plain, replace
 from posy.words import one_line
 
 WRITE_SECONDS = 1.0
-"""Shortest time between two writings of the file."""
+"""Shortest time in seconds between two writes of the file."""
 MAX_VERSION, MAX_VERSIONS = 60, 8
-"""Most characters of what a node calls a version, and most versions that one node tells."""
+"""Most characters of a version in a node's answer, and most versions of one node."""
 FOLDER = "posy-runs"
-"""Folder of these files in Flower's home."""
+"""Folder of the status files in Flower's home."""
 _WORK = {MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}
 
 _Key = tuple[str, str, int, Any]
-"""What a message asks for, whatever its id: its type, round, node and client."""
+"""The type, round, node and client of a message, which its copies share."""
 
 
 @dataclass
 class _Work:
-    """What a node was asked to do and has not answered."""
+    """A request that a node has not answered."""
 
     key: _Key
     since: float
@@ -47,14 +47,14 @@ class _Work:
 
 
 class RunStatus:
-    """What a run waits for, what its nodes do, and what went wrong so far; without a ``path`` nothing is written."""
+    """The progress of a run and of its nodes, and its faults so far; without a ``path`` no file is written."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._facts: dict[str, Any] = {"round": 0, "dropped": 0, "sent-again": 0}
         self._nodes: dict[int, dict[str, Any]] = {}
         self._works: dict[int, _Work] = {}  # by node
-        self._asked: dict[str, tuple[int, float]] = {}  # by the ids of questions: node, and when it was asked
+        self._asked: dict[str, tuple[int, float]] = {}  # node and time of each question, by its id
         self._phase: tuple[str, str] = ("", "")
         self._sent: dict[_Key, int] = {}  # messages of the phase, with their copies
         self._phase_since = 0.0
@@ -65,73 +65,73 @@ class RunStatus:
 
     @classmethod
     def of_run(cls, number: int) -> "RunStatus":
-        """Return that of a run under a SuperLink, or one without a file where Flower has no home of its own."""
+        """Return the status of a run under a SuperLink; it has no file if ``FLWR_HOME`` is not set."""
         home = os.environ.get("FLWR_HOME")
         return cls(Path(home) / FOLDER / f"{number}.json" if home else None)
 
-    # -- what happens ----------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------
 
     def note(self, **facts: Any) -> None:
         """Note facts of the run, such as ``round`` and ``dropped``."""
         self._facts |= {key.replace("_", "-"): value for key, value in facts.items()}
         self._change()
 
-    def waits(self, what: str, since: float, until: float) -> None:
-        """Note what the run waits for before messages can be sent, since when, and how long at most."""
-        self._waits = {"for": what, "since": since, "until": until}
+    def waits(self, reason: str, since: float, until: float) -> None:
+        """Note why the run cannot send messages yet, the start of the wait, and its latest end."""
+        self._waits = {"for": reason, "since": since, "until": until}
         self._change()
 
     def waits_until(self, until: float | None) -> None:
-        """Note until when the run waits for replies, at most; None: that is not known yet."""
+        """Note the latest end of the wait for replies; None: still unknown."""
         if until is None or self._until is None or abs(until - self._until) > WRITE_SECONDS:
             changed, self._until = until != self._until, until
             if changed:
                 self._change()
 
-    def node(self, number: int, clients: Iterable[int], told: Mapping[str, Any]) -> None:
-        """Note what a node has answered: its clients, and the versions of what is installed there."""
-        found = told.get("versions", [])
-        words = [one_line(str(text), MAX_VERSION) for text in found[:MAX_VERSIONS]] if isinstance(found, list) else []
-        known = {name: version for name, _, version in (text.partition(" ") for text in words)}
-        self._nodes.setdefault(number, {}).update(clients=list(clients), versions=known, told=time.time())
+    def node(self, number: int, clients: Iterable[int], answer: Mapping[str, Any]) -> None:
+        """Note the clients of a node, and the versions of its packages from its answer."""
+        listed = answer.get("versions", [])
+        texts = [one_line(str(text), MAX_VERSION) for text in listed[:MAX_VERSIONS]] if isinstance(listed, list) else []
+        packages = {name: version for name, _, version in (text.partition(" ") for text in texts)}
+        self._nodes.setdefault(number, {}).update(clients=list(clients), versions=packages, told=time.time())
         self._change()
 
     def sent(self, messages: Sequence[Message], numbers: Sequence[str]) -> None:
-        """Note messages that the SuperLink has taken under these ids: what their nodes do, and which are copies."""
-        now = time.time()
+        """Note messages that the SuperLink has accepted with these ids, and count copies of earlier messages."""
+        sent_at = time.time()
         for message, number in zip(messages, numbers, strict=False):
             about = message.metadata
             if not number:  # refused
                 continue
             if about.message_type not in _WORK:
-                self._asked[number] = about.dst_node_id, now
+                self._asked[number] = about.dst_node_id, sent_at
                 continue
             if (phase := (about.message_type, about.group_id)) != self._phase:
-                self._phase, self._phase_since, self._until = phase, now, None
+                self._phase, self._phase_since, self._until = phase, sent_at, None
                 self._sent.clear()
             key = (*phase, about.dst_node_id, record_in(message.content, "config", ConfigRecord).get("client"))
             self._sent[key] = self._sent.get(key, 0) + 1
             self._facts["sent-again"] += self._sent[key] > 1
             work = self._works.get(about.dst_node_id)
             if work is None or work.key != key:
-                work = self._works[about.dst_node_id] = _Work(key, now)
+                work = self._works[about.dst_node_id] = _Work(key, sent_at)
             work.numbers.add(number)
             self._waits = None
         self._change()
 
     def answered(self, replies: Iterable[Message]) -> None:
-        """Note replies: their nodes have nothing to do any more, and an answer to a question tells a node's clock.
+        """Note replies: their nodes are idle, and an answer to a question shows the error of its node's clock.
 
-        What is noted is by how much that is off at least, in seconds: ahead of this one's if above 0.
+        The status stores the smallest possible error in seconds, above 0 if the node's clock is ahead.
         """
         for reply in replies:
             number = reply.metadata.reply_to_message_id
-            node, asked = self._asked.pop(number, (None, 0.0))
+            node, asked_at = self._asked.pop(number, (None, 0.0))
             if node is not None and not reply.has_error():
-                # A clock that is right has written the answer after the question was sent and before it was read.
-                written = reply.metadata.created_at
-                off = max(written - time.time(), 0.0) + min(written - asked, 0.0)
-                self._nodes.setdefault(node, {})["clock"] = off
+                # By a correct clock, the answer was created after the question was sent and before it is read.
+                created = reply.metadata.created_at
+                error = max(created - time.time(), 0.0) + min(created - asked_at, 0.0)
+                self._nodes.setdefault(node, {})["clock"] = error
             for host, work in list(self._works.items()):
                 if number in work.numbers:
                     del self._works[host]
@@ -141,40 +141,40 @@ class RunStatus:
     # -- the file --------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it, as the file holds it."""
+        """Return the content of the file."""
         current = [work for work in self._works.values() if work.key[:2] == self._phase]
         waits = self._waits
         if waits is None and current:
             kind, number = self._phase
-            what = f"{len(current)} of {len(self._sent)} clients to {_WORK[kind]} in round {number}"
-            waits = {"for": what, "since": self._phase_since, "until": self._until}
+            reason = f"{len(current)} of {len(self._sent)} clients to {_WORK[kind]} in round {number}"
+            waits = {"for": reason, "since": self._phase_since, "until": self._until}
         nodes = {node: {**facts} for node, facts in self._nodes.items()}
         for node, work in self._works.items():
-            does = f"{_WORK[work.key[0]]}s in round {work.key[1]}"
-            nodes.setdefault(node, {}).update(does=does, since=work.since)
+            activity = f"{_WORK[work.key[0]]}s in round {work.key[1]}"
+            nodes.setdefault(node, {}).update(does=activity, since=work.since)
         written = {"written": time.time(), "process": os.getpid(), "versions": versions()}
         content: dict[str, Any] = plain({**self._facts, **written, "waits": waits, "nodes": nodes})
         return content
 
-    def write(self, *, now: bool = False) -> None:
-        """Write the file if something has changed, at most once a second unless ``now``; a run never ends by it."""
-        if self._path is None or not self._changed or not (now or time.monotonic() - self._written > WRITE_SECONDS):
+    def write(self, *, force: bool = False) -> None:
+        """Write the file after a change, at most once a second unless ``force``; an error does not end the run."""
+        if self._path is None or not self._changed or not (force or time.monotonic() - self._written > WRITE_SECONDS):
             return
         text = json.dumps(self.as_json(), ensure_ascii=False) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace(self._path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         except OSError as error:
-            log(WARNING, "what the run does is not written any more, so `posy status` does not know it: %s", error)
+            log(WARNING, "the run no longer writes its status, so `posy status` does not show it: %s", error)
             self._path = None
         self._changed, self._written = False, time.monotonic()
 
     def close(self) -> None:
-        """Note that the run does nothing any more."""
+        """Note the end of the run."""
         self._works.clear()
         self._waits = None
         self._changed = True
-        self.write(now=True)
+        self.write(force=True)
 
     def _change(self) -> None:
         self._changed = True
@@ -182,12 +182,12 @@ class RunStatus:
 
 
 class WatchedGrid(OwnGrid):
-    """A grid of real nodes: it notes what travels over it, in as few parts as can be."""
+    """A grid of real nodes that notes all messages, and folds each message into few parts."""
 
     def __init__(self, grid: Grid, status: RunStatus) -> None:
         self._grid = grid
         self._status = status
-        self._retry_invoker = getattr(grid, "_retry_invoker", None)  # by which outages are seen
+        self._retry_invoker = getattr(grid, "_retry_invoker", None)  # detects outages
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""
@@ -198,14 +198,14 @@ class WatchedGrid(OwnGrid):
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages, folded, and note them."""
+        """Fold and push messages, and note them."""
         wave = list(messages)
         numbers = list(self._grid.push_messages([folded(message) for message in wave]))
         self._status.sent(wave, numbers)
         return numbers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull replies, and note them."""
+        """Pull replies, and note and return them."""
         replies = [unfolded(reply) for reply in self._grid.pull_messages(message_ids)]
         self._status.answered(replies)
         return replies
@@ -216,11 +216,11 @@ class WatchedGrid(OwnGrid):
 
 
 def read_statuses(home: Path) -> dict[str, dict[str, Any]]:
-    """Return what the runs of a SuperLink have written, by the number of the run; ``home`` is Flower's home."""
-    found = {}
+    """Return the statuses of a SuperLink's runs by the number of the run; ``home`` is Flower's home."""
+    statuses = {}
     for path in sorted((home / FOLDER).glob("*.json")):
         try:
-            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+            statuses[path.stem] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             log(WARNING, "%s cannot be read: %s", path, error)
-    return found
+    return statuses

@@ -40,7 +40,7 @@ class SystemAccuracy(NamedTuple):
 def system_accuracy(
     settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace, directory: RunDirectory
 ) -> SystemAccuracy | None:
-    """Return the accuracy on the pooled test sets of all members, or None if it is not wanted or not available.
+    """Return the accuracy on the pooled test sets of all members, or None if it is off or not available.
 
     A method with ``routes`` chooses the client that answers. The clients' local models vote in all other methods.
     """

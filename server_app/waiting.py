@@ -1,4 +1,4 @@
-"""What a run says while it waits for replies for longer than usual."""
+"""Messages about the clients that a run waits for, when it waits for longer than usual."""
 
 import math
 import time
@@ -17,9 +17,9 @@ WORK = {MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
 
 
 class WaitLog:
-    """Prints whom a phase waits for: first when that is unusual, then each time the wait has doubled.
+    """Prints the clients that a phase waits for: first when the wait is unusual, then each time it has doubled.
 
-    The ``status`` of the run is told until when.
+    It also writes the end of the wait to the ``status`` of the run.
     """
 
     def __init__(self, federation: Federation, status: RunStatus | None = None) -> None:
@@ -28,7 +28,7 @@ class WaitLog:
         self._next, self._seconds = 0.0, math.inf
 
     def __call__(self, wait: Wait) -> None:
-        """Take note of what a phase waits for."""
+        """Note the messages that a phase waits for."""
         self._status.waits_until(time.time() + wait.remaining if wait.remaining < math.inf else None)
         if wait.seconds < self._seconds:  # another phase
             self._next = wait.silence
@@ -39,9 +39,9 @@ class WaitLog:
 
 
 def said(wait: Wait, owners: Mapping[int, str], num_clients: int) -> str:
-    """Return in words whom a phase waits for, since when and for how long yet."""
+    """Return in words the clients that a phase waits for, how long it has waited, and how long it still may."""
     [first, *_] = wait.messages
     work = WORK.get(first.metadata.message_type, first.metadata.message_type)
     clients = are(sorted(map(client_of, wait.messages)), owners, num_clients)
-    left = f"at most {duration(wait.remaining)} more" if wait.remaining < math.inf else "without a limit so far"
-    return f"{clients} still at work ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {left}"
+    limit = f"at most {duration(wait.remaining)} more" if wait.remaining < math.inf else "without a limit so far"
+    return f"{clients} still at work ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {limit}"

@@ -133,11 +133,11 @@ class FedFomoSettings(
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say which samples weigh the models, and warn if the run is close to local training."""
         notices = []
-        others = training_clients(settings) - 1
-        if self.models > others and self.models != FedFomoSettings.models:
+        num_others = training_clients(settings) - 1
+        if self.models > num_others and self.models != FedFomoSettings.models:
             notices.append(
-                f"fedfomo-models = {self.models}: {others} other clients train, so a client receives at most {others} "
-                f"models; set it to {others}"
+                f"fedfomo-models = {self.models}: {num_others} other clients train, so a client receives at most "
+                f"{num_others} models; set it to {num_others}"
             )
         if not self.models:
             notices.append("with fedfomo-models = 0 clients receive no models: this is local training")

@@ -92,7 +92,7 @@ class FedNHSettings(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and this network has only a head; "
                 "it must be a network with more layers"
             )
-        from posy.models.layers import with_cosine_head  # noqa: PLC0415 - the settings need no PyTorch
+        from posy.models.chain import with_cosine_head  # noqa: PLC0415 - the settings need no PyTorch
 
         return plain.extended(with_cosine_head, classes=plain.task.num_classes, scale=self.scale)
 

@@ -132,7 +132,7 @@ class PPFESettings(
         "epochs of the personal layers alone in the last round of a stage, as FedRep's program ends; 0: a round like "
         "the others",
         minimum=0,
-        source="Algorithm 1, which has no such epochs; FedRep's models/Update.py has 10",
+        source="Algorithm 1, which lacks these epochs; FedRep's models/Update.py has 10",
     )
     fixed_head: int = setting(
         0,

@@ -62,25 +62,25 @@ class Merged:
 
 
 def read_settings(
-    given: Mapping[str, Any],
+    user_settings: Mapping[str, Any],
     where: str = "the run config",
     stored: Mapping[str, Any] | None = None,
     sources: Mapping[str, str] | None = None,
 ) -> Settings:
     """Return the checked settings of a run, with absolute paths.
 
-    The values in ``given`` override an experiment file or a stored run, which overrides the defaults.
+    The values in ``user_settings`` override an experiment file or a stored run, which overrides the defaults.
 
     Parameters
     ----------
-    given : mapping
+    user_settings : mapping
         The user's settings for this run by key, without defaults.
     where : str
-        The source of ``given``, for error messages.
+        The source of ``user_settings``, for error messages.
     stored : mapping, optional
         The settings of a resumed run or a stored model. Keys that this version does not have are ignored.
     sources : mapping, optional
-        The sources of settings in ``given`` that do not come from ``where``.
+        The sources of settings in ``user_settings`` that do not come from ``where``.
 
     Raises
     ------
@@ -88,13 +88,13 @@ def read_settings(
         If a key or method is unknown, a value has the wrong type or is out of range or above its limit, a setting
         belongs to another method or has no effect, or settings contradict each other.
     """
-    with named_sources(given, where, stored, sources):
-        return _read(given, where, stored)
+    with named_sources(user_settings, where, stored, sources):
+        return _read(user_settings, where, stored)
 
 
 @contextmanager
 def named_sources(
-    given: Mapping[str, Any],
+    user_settings: Mapping[str, Any],
     where: str,
     stored: Mapping[str, Any] | None = None,
     sources: Mapping[str, str] | None = None,
@@ -104,7 +104,7 @@ def named_sources(
         yield
     except SettingsError as error:
         try:
-            merged = merge_experiment(given, where)
+            merged = merge_experiment(user_settings, where)
         except SettingsError:  # this error says where the wrong setting is
             raise error from None
         values = {**(stored or {}), **merged.values}
@@ -117,9 +117,9 @@ def named_sources(
         raise
 
 
-def _read(given: Mapping[str, Any], where: str, stored: Mapping[str, Any] | None) -> Settings:
+def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any] | None) -> Settings:
     """Return the checked settings of a run; see :func:`read_settings`."""
-    values = with_experiment(given, where)
+    values = with_experiment(user_settings, where)
     if stored is not None:
         stored = current_keys(stored)
         declarations = declared_for(stored)
@@ -127,8 +127,8 @@ def _read(given: Mapping[str, Any], where: str, stored: Mapping[str, Any] | None
         older = {key: declarations[key].earlier for key in missing if declarations[key].earlier is not None}
         lasting = {key: value for key, value in stored.items() if key in declarations and not declarations[key].once}
         values = checked(pertinent(older, _method(stored)) | lasting, declarations, STORED) | values
-    if "experiment" in given:
-        values["experiment"] = given["experiment"]
+    if "experiment" in user_settings:
+        values["experiment"] = user_settings["experiment"]
     for key, setting in declared([]).items():
         path = str(values.get(key, setting.default))
         if setting.place and (path or setting.default) and path != setting.path_or:
@@ -136,19 +136,19 @@ def _read(given: Mapping[str, Any], where: str, stored: Mapping[str, Any] | None
         if setting.or_own and is_own(custom := str(values.get(key, setting.default))):
             values[key] = located_own(custom)
     settings = _built(values)
-    check_own(given, settings.run.method, where)
-    check_effect(given, settings.as_config(), where)
-    check_limits(given, settings.as_config(), where)
+    check_own(user_settings, settings.run.method, where)
+    check_effect(user_settings, settings.as_config(), where)
+    check_limits(user_settings, settings.as_config(), where)
     return replace(settings, data=located(settings.data), train=identified(settings.train, settings.data.data_dir))
 
 
-def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_experiment(user_settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values of :func:`merge_experiment`."""
-    return merge_experiment(given, where).values
+    return merge_experiment(user_settings, where).values
 
 
-def merge_experiment(given: Mapping[str, Any], where: str) -> Merged:
-    """Return the checked settings in ``given``, and below them the settings of the experiment file that they name.
+def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
+    """Return the checked ``user_settings``, and below them the settings of the experiment file that they name.
 
     A run may override the file's method, data set, partition or optimiser. It then ignores the file's settings of other
     methods, and the file's settings that have no effect under the override, and lowers values above a limit to it. A
@@ -158,9 +158,9 @@ def merge_experiment(given: Mapping[str, Any], where: str) -> Merged:
     Raises
     ------
     SettingsError
-        If the file does not exist, or if the file or ``given`` has a wrong setting.
+        If the file does not exist, or if the file or ``user_settings`` has a wrong setting.
     """
-    values = _checked(given, where)
+    values = _checked(user_settings, where)
     name = str(values.pop("experiment", ""))
     sources = dict.fromkeys(values, where)
     if not name:
@@ -299,9 +299,9 @@ def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if owner(key) in (None, method) and key not in foreign}
 
 
-def check_own(given: Iterable[str], method: str, where: str) -> None:
+def check_own(user_keys: Iterable[str], method: str, where: str) -> None:
     """Raise :class:`SettingsError` if one of the user's keys is a setting of another method, without an effect."""
-    for key in given:
+    for key in user_keys:
         if owner(key) not in (None, method):
             raise SettingsError(
                 f"{key} {at(where)} is a setting of {owner(key)}; the run's method is {method}; remove {key}, or "
@@ -408,9 +408,9 @@ def check_limits(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
             )
 
 
-def lowered(config: Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, Any]:
-    """Return settings with the limit instead of each larger value, except for the keys ``given`` by the user."""
-    return {**config, **{key: limit for key, limit in above_limit(config).items() if key not in given}}
+def lowered(config: Mapping[str, Any], user_keys: Iterable[str] = ()) -> dict[str, Any]:
+    """Return settings with the limit instead of each larger value, except for ``user_keys``."""
+    return {**config, **{key: limit for key, limit in above_limit(config).items() if key not in user_keys}}
 
 
 def experiment_path(name: str) -> Path:

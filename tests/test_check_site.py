@@ -86,7 +86,7 @@ def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "which data?"),
+        ((), "data=PATH is missing"),
         (("data=s.csv",), "must be an absolute path"),
         (("data={}/gone.csv",), "this file or directory does not exist"),
         (("data={}/s.csv", "classes=a,b"), "label '0' of sample 0 is not a class of the run"),

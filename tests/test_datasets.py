@@ -115,7 +115,7 @@ def test_npz_of_a_published_set_pools_train_and_test(tmp_path):
 def test_npz_of_a_published_set_refuses_wrong_labels_and_shapes(tmp_path):
     x = np.zeros((2, 28, 28), np.uint8)
     path = save_npz(tmp_path / "mnist.npz", x_train=x, y_train=np.array([0, 10]))
-    with pytest.raises(DataError, match="label 10 at index 1; allowed are 0 to 9"):
+    with pytest.raises(DataError, match="label 10 at index 1; allowed: 0 to 9"):
         load("mnist", tmp_path)
     save_npz(path, x_train=x[:, :27], y_train=np.array([0, 1]))
     with pytest.raises(DataError, match=r"\(27, 28, 1\)"):
@@ -206,7 +206,7 @@ def test_femnist_pools_a_writers_train_and_test(tmp_path):
     ("xs", "ys", "message"),
     [
         ([float("nan")], [0], "nan"),
-        ([1.5], [0], "allowed are 0 to 1"),
+        ([1.5], [0], "allowed: 0 to 1"),
         ([0.0], [62], "label 62 at index 0"),
         ([0.0, 0.0], [1], "unequal length"),
     ],
@@ -222,10 +222,10 @@ def test_femnist_refuses(tmp_path, xs, ys, message):
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        ([[0.0] * 784], None, "y is of type NoneType; needed are two lists"),
+        ([[0.0] * 784], None, "y is of type NoneType; expected two lists"),
         (5, 3, "x is of type int, y is of type int"),
         ([[0.0] * 784] * 2, [[1, 2], [3, 4]], r"y of shape \(2, 2\)"),
-        ([[0.0] * 784] * 2, [[1, 2], [3]], "one label a sample"),
+        ([[0.0] * 784] * 2, [[1, 2], [3]], "one label per sample"),
         ([[1e300] * 784], [1], r"1e\+300 at index .* float32"),
     ],
 )
@@ -575,7 +575,7 @@ def test_csv_that_is_no_text(tmp_path):
 
 def test_other_files_are_refused(tmp_path):
     (tmp_path / "mine.pkl").write_bytes(b"")
-    with pytest.raises(DataError, match=r"allowed are \.npz, \.csv"):
+    with pytest.raises(DataError, match=r"allowed: \.npz, \.csv"):
         load(tmp_path / "mine.pkl")
 
 
@@ -672,8 +672,8 @@ def test_pfllib_has_as_many_classes_as_its_config_says(tmp_path, warnings):
     assert dataset.y.tolist() == [0, 1, 0, 3]
     assert not warnings.records
     for config, message in (
-        ({"num_classes": 3}, r"test/0\.npz: label 3 at index 1; allowed are 0 to 2"),
-        ({"num_classes": 1}, r"config\.json: holds .*2 or more num_classes"),
+        ({"num_classes": 3}, r"test/0\.npz: label 3 at index 1; allowed: 0 to 2"),
+        ({"num_classes": 1}, r"config\.json: holds .*num_classes of 2 or more"),
         ({"num_classes": "five"}, r"config\.json: not what PFLlib writes"),
     ):
         (tmp_path / "p/config.json").write_text(json.dumps({"num_clients": 1} | config), encoding="utf-8")

@@ -327,7 +327,7 @@ def test_a_node_that_is_late_is_left_at_work_and_its_reply_is_counted() -> None:
     grid, late = PollingGrid(line), "no reply within round-timeout = 0.4 s"
     sent = works(1, 2)
     assert outcome(sent, grid.send_and_receive(sent, timeout=0.4)) == ["", late]
-    busy = "it was still at work on an earlier message"
+    busy = "it was still busy with an earlier message"
     for number in (2, 3):
         sent, started = works(1, 2, number=number), time.monotonic()
         assert outcome(sent, grid.send_and_receive(sent, timeout=5.0)) == ["", busy]

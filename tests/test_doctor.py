@@ -158,7 +158,7 @@ def test_expired_and_nearly_expired_certificates(tmp_path: Path) -> None:
     soon = wrong(doctor.check_certificates(made(tmp_path / "soon", days=10).folder))
     assert [found.level for found in soon] == ["warning", "warning"]
     assert all("expires in 9 days" in found.text for found in soon)
-    assert "--renew-authority`, and hand ca.pem to every site" in soon[0].text
+    assert "--renew-authority`, and copy ca.pem to every site" in soon[0].text
     over = wrong(doctor.check_certificates(made(tmp_path / "over", days=0).folder))
     assert [found.level for found in over] == ["error", "error"]
     assert "server.pem has expired on" in over[1].text
@@ -229,10 +229,10 @@ def test_a_key_is_registered_or_not_and_nothing_comes_of_asking(fleet: tuple[Fle
 @pytest.mark.parametrize(
     ("seconds", "level", "text"),
     [
-        (1, "ok", "is that of the SuperLink"),
+        (1, "ok", "agrees with the SuperLink's clock"),
         (3.5, "warning", "ahead of the SuperLink's by more than 2 s"),
         (20, "error", "more than 5 s ahead"),
-        (-30, "ok", "is that of the SuperLink"),
+        (-30, "ok", "agrees with the SuperLink's clock"),
         (-100, "warning", "behind the SuperLink's by more than 60 s"),
         (-400, "error", "more than 305 s behind"),
     ],
@@ -320,9 +320,9 @@ def test_a_server_whose_superlink_is_down(tmp_path: Path, capsys: pytest.Capture
     assert cli.main([*words, "--superlink", f"127.0.0.1:{free_port()}", "--fleet", f"127.0.0.1:{free_port()}"]) == 1
     errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
     assert [error.partition(" at ")[0].split(maxsplit=1)[1] for error in errors] == [
-        "the SuperLink for orders",
-        "the SuperLink for nodes",
-        "which nodes are registered is not known: no SuperLink answers",
+        "the SuperLink's control API",
+        "the SuperLink's fleet API",
+        "the registered nodes are unknown: no SuperLink answers",
     ]
     assert cli.main([*words[:2], str(tmp_path / "none"), *words[3:]]) == 1
     [error] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]

@@ -262,5 +262,5 @@ def test_a_process_may_be_told_how_many_cores_to_use(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("told", ["0", "-1", "two", "1.5"])
 def test_what_is_no_number_of_cores_is_an_error(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setenv(forked.CORES, told)
-    with pytest.raises(SettingsError, match="from 1 on"):
+    with pytest.raises(SettingsError, match="a whole number of at least 1"):
         forked.cores()

@@ -91,12 +91,12 @@ def test_a_node_that_ends_is_said_and_the_others_go_on(tmp_path: Path) -> None:
         nodes = {words[2]: int(words[-1]) for words in lines(tmp_path, "process")}
         workers = {words[0]: int(words[4]) for words in lines(tmp_path, "worker")}
         os.kill(nodes["a"], signal.SIGKILL)
-        wait_for(lambda: "2 of 3 go on" in (tmp_path / "log").read_text())
+        wait_for(lambda: "2 of 3 still run" in (tmp_path / "log").read_text())
         (tmp_path / "b-end").touch()
         os.kill(workers["b"], signal.SIGKILL)
-        wait_for(lambda: "1 of 3 go on" in (tmp_path / "log").read_text())
-        assert "posy: node a was killed by signal 9; 2 of 3 go on" in (tmp_path / "log").read_text()
-        assert "posy: node b ended with status 7; 1 of 3 go on" in (tmp_path / "log").read_text()
+        wait_for(lambda: "1 of 3 still run" in (tmp_path / "log").read_text())
+        assert "posy: node a was killed by signal 9; 2 of 3 still run" in (tmp_path / "log").read_text()
+        assert "posy: node b ended with status 7; 1 of 3 still run" in (tmp_path / "log").read_text()
         wait_for(lambda: gone({workers["a"], *(int(w[4]) for w in lines(tmp_path, "worker") if w[0] == "b")}))
         assert not gone({nodes["c"]})
         assert process.poll() is None

@@ -147,7 +147,7 @@ def test_each_step_is_carried_out_once_and_a_kind_that_is_known_needs_none_ahead
         captures.append(number)
         return Captured(Replayed(step, number, clients), torch.tensor([number]))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(graphs, "_captured", captured)
+    monkeypatch.setattr(graphs, "_capture", captured)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     runs = [(0, 10, 3), (10, 14, 2), (14, 30, 1)]  # two clients take too few steps for a capture after those ahead
     for expected in ([2, 16], [1, 14], [1, 14]):  # the first step of a training makes what is there from then on
@@ -174,7 +174,7 @@ def test_captured_steps_are_those_launched_one_by_one(name: str) -> None:
 def test_later_rounds_capture_steps_without_carrying_out_others_before() -> None:
     trainer, captured = train(torch.device("cuda"), rounds=3)
     # Four clients take four steps together, too few for a capture after those before it.
-    assert not trainer._graphs._refused and sorted(clients for _, clients in trainer._graphs._known) == [1, 2, 3]
+    assert not trainer._graphs._refused and sorted(clients for _, clients in trainer._graphs._captures) == [1, 2, 3]
     _, launched = train(torch.device("cuda"), rounds=3, graphs=False)
     assert torch.allclose(captured, launched, rtol=0, atol=1e-4)
 

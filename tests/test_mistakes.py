@@ -125,7 +125,7 @@ def test_the_traceback_of_a_custom_method_shows_its_line(
     with pytest.raises(AttributeError, match="'MineSettings' object has no attribute 'strenght'") as raised:
         main(["run", f"method=mine_{where}.py:Mine", "num-clients=2", "num-server-rounds=1", "max-samples=100"])
     assert f"mine_{where}.py" in "".join(mistakes.traceback.format_exception(raised.value))
-    assert "left out" not in capfd.readouterr().err
+    assert "is excluded" not in capfd.readouterr().err
     assert place_of(raised.value).startswith(f"mine_{where}.py, line ") or raised.value.__notes__
 
 

@@ -12,7 +12,7 @@ from posy.data.task import Task
 from posy.models.architecture import Architecture
 from posy.models.build import build_model, resolve
 from posy.models.catalogue import MODELS, SHARING
-from posy.models.chain import ChainModel
+from posy.models.chain import ChainModel, with_cosine_head
 from posy.models.conditional import Conditional
 from posy.models.layers import (
     Dropout,
@@ -21,7 +21,6 @@ from posy.models.layers import (
     capped_rank,
     low_rank_factors,
     reset_parameters,
-    with_cosine_head,
 )
 from posy.models.resnet import ResidualBlock
 from posy.models.text import LSTM

@@ -122,7 +122,7 @@ def test_doctor_finds_nothing_wrong_on_server_and_site(going: Sites) -> None:
     before = len(going.rounds("long"))
     site = going.posy("doctor", *where, "--key", "certificates/site-a.key", f"data={going.folder / 'data.npz'}").stdout
     assert "site-a.key is registered" in site
-    assert "this machine's clock is that of the SuperLink" in site
+    assert "this machine's clock agrees with the SuperLink's clock" in site
     with pytest.raises(LaunchError, match=r"error +\S+/stranger\.key is not registered"):
         going.posy("doctor", *where, "--key", "certificates/stranger.key")
     going.until(lambda: going.whole_after("long", before + 1), "run-long", MOST)

@@ -119,13 +119,13 @@ def test_a_run_on_a_function_predicts_what_it_was_trained_on() -> None:
 
 
 WRONG = {
-    "nowhere": (SettingsError, "holds no nowhere; it holds"),
+    "nowhere": (SettingsError, "does not define nowhere; it defines"),
     "NUMBER": (DataError, "it is not a function, but int"),
     "nothing": (DataError, "it returns NoneType; it must return (x, y), or a mapping of x, y, groups, test"),
     "broken": (DataError, "it has raised OSError: the disk is gone"),
     "unequal": (DataError, "arrays of unequal length (x: 60, y: 59)"),
     "objects": (DataError, "x of shape (60,) and type object"),
-    "flat": (DataError, "x of shape (60,) and type float64; allowed are texts, and numbers in 2 to 4 axes"),
+    "flat": (DataError, "x of shape (60,) and type float64; allowed: texts, and numbers in 2 to 4 axes"),
     "missing": (DataError, "x: nan at index (3, 1)"),
     "fractions": (DataError, "y: label 0.5 at index 0; whole numbers are allowed"),
     "other": (DataError, "it returns a mapping of x, y, names"),

@@ -127,7 +127,7 @@ def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losse
 
 WRONG = {
     "nowhere:focal": "there is neither a file nowhere.py",
-    "losses:nothing": "holds no nothing",
+    "losses:nothing": "does not define nothing",
     "losses:FIVE": "it must be a function, not int",
     "losses:mean": r"must return the loss of each sample, of shape (4,), not shape ()",
     "losses:number": "must return the loss of each sample, of shape (4,), not float",

@@ -255,7 +255,7 @@ WRONG = {
     "no file": (
         "",
         "nowhere:FedMine",
-        "there is neither a file nowhere.py where the run was started nor such a module",
+        "there is neither a file nowhere.py where the run was started nor an installed module nowhere",
     ),
     "no class": ("x = 1\n", "wrong:FedMine", "must declare FedMineSettings, a subclass of MethodSettings"),
     "no subclass": ("class FedMineSettings: ...\n", "wrong:FedMine", "FedMineSettings must be a subclass of Meth"),

@@ -216,7 +216,7 @@ def test_dropout_takes_the_numbers_of_the_batch(network_folder: Path) -> None:
         ("half_described", "4.weight belongs to none of the layers 1"),
         ("wrong_head", "its head must be an nn.Linear; '0' is Flatten"),
         ("number", "it is not a function, but int"),
-        ("nothing", "holds no nothing; it holds torch, nn, posy, mlp"),
+        ("nothing", "does not define nothing; it defines torch, nn, posy, mlp"),
     ],
 )
 def test_what_is_wrong_is_told(network_folder: Path, name: str, message: str) -> None:
@@ -227,7 +227,7 @@ def test_what_is_wrong_is_told(network_folder: Path, name: str, message: str) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("elsewhere:mlp", "neither a file elsewhere.py where the run was started nor such a module"),
+        ("elsewhere:mlp", "neither a file elsewhere.py where the run was started nor an installed module elsewhere"),
         ("broken:mlp", "cannot be imported \\(SyntaxError"),
         ("torchvision:resnet19", "for classification; did you mean torchvision:resnet1"),
         ("torchvision:fcn_resnet50", "torchvision does not have this network for classification"),

@@ -339,11 +339,11 @@ def test_samples_for_training_here_and_for_the_test_there_are_warned_of(tmp_path
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        ("{", DataError, "not JSON"),
-        pytest.param("[" * 100_000, DataError, "not JSON", id="deep"),
-        ({"train": [[0], [1]]}, DataError, "allowed are a list"),
+        ("{", DataError, "not readable JSON"),
+        pytest.param("[" * 100_000, DataError, "not readable JSON", id="deep"),
+        ({"train": [[0], [1]]}, DataError, "allowed: a list"),
         ([0, 1], DataError, "client 0: 0 is not a list"),
-        ([[0], [10]], DataError, "client 1: 10 at position 0; allowed are whole numbers from 0 to 9"),
+        ([[0], [10]], DataError, "client 1: 10 at position 0; allowed: whole numbers from 0 to 9"),
         ([[0], [-1]], DataError, "client 1: -1"),
         ([[0], [1.0]], DataError, "client 1: 1.0"),
         ([[0], [True]], DataError, "client 1: True"),

@@ -13,8 +13,8 @@ from posy.client_app.training.perceptron import gradients, linear_layers
 from posy.client_app.training.work import Train, classification, cross_entropy
 from posy.data.task import Task
 from posy.models.architecture import Architecture
+from posy.models.chain import with_cosine_head
 from posy.models.conditional import Conditional
-from posy.models.layers import with_cosine_head
 from posy.models.two_branch import TwoBranch
 
 TASK = Task("features", (6,), ("a", "b", "c"))

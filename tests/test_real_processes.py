@@ -296,7 +296,7 @@ def test_sites_and_one_whose_data_is_bad(federation: Federation) -> None:
     others = [row["reason"] for row in summary["left-out"] if row is not left_out]
     assert left_out["times"] == 1 and all("this node has no data" in reason for reason in others)
     assert left_out["reason"].startswith("a cell is not a finite number in the range of float32 (not-a-number)")
-    assert federation.log("run-sites").count("site-2 is left out") == 1
+    assert federation.log("run-sites").count("site-2 is excluded") == 1
     bad = federation.folder / "c.npz"
     assert str(bad) not in federation.log("run-sites") and f"{bad}: nan at index (3, 5)" in federation.log("site-2")
     assert summary["served"]["last"]["mean"] > 0.6

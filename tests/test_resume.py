@@ -369,11 +369,11 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, "fedavg", "mine", dataset=str(tmp_path / "own.npz"), max_samples=0, num_server_rounds=2)
     run(grid_of(config), config)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
-    with pytest.raises(SettingsError, match="the labels and the clients' shares are not those that the run began with"):
+    with pytest.raises(SettingsError, match="the labels and the clients' shares have changed since the run began"):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
     workspace_for.cache_clear()
     np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
-    match = r"'mine' in .*: the samples are not those that the run began with, .*own\.npz"
+    match = r"'mine' in .*: the samples have changed since the run began, .*own\.npz"
     with pytest.raises(SettingsError, match=match):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
 
@@ -552,7 +552,7 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
 # -- damaged runs: every file, every damage -----------------------------------------------------------------
 
 FILES = {
-    "config.yaml": "config.yaml is written anew",
+    "config.yaml": "config.yaml is rewritten",
     "summary.json": "",
     "rounds.jsonl": "is lost or damaged: its rows of rounds",
     "clients.csv": "is lost or damaged: its rows of rounds",

@@ -649,7 +649,7 @@ def test_a_truncated_file(make_config: MakeConfig) -> None:
     config = make_config("fedavg")
     path = Path(config["dataset"])
     path.write_bytes(path.read_bytes()[:-200])
-    refused(config, DataError, str(path), "not a whole .npz file")
+    refused(config, DataError, str(path), "not a complete .npz file")
 
 
 def test_labels_that_are_no_whole_numbers(make_config: MakeConfig, tiny: Tiny) -> None:

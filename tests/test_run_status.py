@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, warn
     (tmp_path / "file").touch()
     status = RunStatus(tmp_path / "file/7.json")
     status.close()
-    assert "`posy status` does not know it" in warnings.text
+    assert "`posy status` does not show it" in warnings.text
     warnings.clear()
     status.close()
     assert not warnings.text  # Posy warns once

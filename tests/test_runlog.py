@@ -97,7 +97,7 @@ def test_an_error_that_one_line_explains_is_shown_without_its_traceback(capsys: 
 
 def test_the_end_of_a_run_shows_the_reason_for_its_failure_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Flower's own lines about the exception stay hidden."""
-    reason = "classes-per-client = 11 in the run config: digits has 10 classes; allowed are 1 to 10"
+    reason = "classes-per-client = 11 in the run config: digits has 10 classes; allowed: 1 to 10"
     log = RunLog(verbose=False)
     for line in [*NOISE, f"{ERROR}ServerApp raised an exception: {reason}", NOISE[-1]]:
         for part in line.splitlines():

@@ -221,11 +221,11 @@ def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]
         "other width": (lambda r: table(r / "s.csv", np.ones((2, 4)), [0, 1]), FEATURES, "shape 4; .* is 3"),
         "other kind": (lambda r: npz(r / "s.npz", np.ones((3, 3)), list("abc")), IMAGES, "features samples; .* image"),
         "float pixels": (lambda r: npz(r / "s.npz", inf[2:], list("ab")), IMAGES, "image-float samples"),
-        "truncated": (truncated, IMAGES, r"s\.npz: not a whole \.npz file"),
-        "damaged": (damaged, IMAGES, r"s\.npz: not a whole \.npz file"),
+        "truncated": (truncated, IMAGES, r"s\.npz: not a complete \.npz file"),
+        "damaged": (damaged, IMAGES, r"s\.npz: not a complete \.npz file"),
         "missing file": (lambda r: r / "gone.npz", IMAGES, r"gone\.npz: this file or directory does not exist"),
         "relative path": (lambda r: Path("site.npz"), IMAGES, "'site.npz' in the node config: .* absolute"),
-        "another format": (plain, IMAGES, r"s\.txt: allowed are"),
+        "another format": (plain, IMAGES, r"s\.txt: allowed:"),
         "unequal lengths": (lambda r: npz(r / "s.npz", grey(3), list("ab")), IMAGES, "unequal length"),
         "Python objects": (
             lambda r: npz(r / "s.npz", np.array([{}, {}], object), list("ab")),
@@ -297,7 +297,7 @@ def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "descriptions", "message"),
     [
-        (OPEN, [describe("image", (1, 8, 8), "a")], "classes = 'a': needed are two"),
+        (OPEN, [describe("image", (1, 8, 8), "a")], "classes = 'a': expected two"),
         (
             replace(OPEN, sample_kind="text"),
             [describe("image", (1, 8, 8), "a", "b")],
@@ -305,7 +305,7 @@ def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
         ),
         (replace(OPEN, input_shape="3x3x3"), [describe("image", (1, 8, 8), "a", "b")], "'3x3x3': no site"),
         (replace(OPEN, classes="a,,b"), [describe("image", (1, 8, 8))], "classes = 'a,,b'"),
-        (replace(OPEN, classes="a,a"), [describe("image", (1, 8, 8))], "each once"),
+        (replace(OPEN, classes="a,a"), [describe("image", (1, 8, 8))], "without duplicates"),
         (replace(OPEN, classes="[1"), [describe("image", (1, 8, 8))], "not a JSON list"),
         (replace(IMAGES, input_shape="8x8"), [describe("image", (1, 8, 8))], "input-shape = '8x8'"),
         (replace(IMAGES, input_shape="2x8x8"), [describe("image", (2, 8, 8))], "1 or 3 channels"),

@@ -251,7 +251,7 @@ def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
     next((tmp_path / "cut").glob("*.arrow")).write_bytes(b"short")
     (tmp_path / "a.parquet").write_bytes(b"PAR1, and the end")
     for name, message in (
-        ("unlabelled", "row 2, column label: label -1; allowed are 0 to 1, the numbers of its classes"),
+        ("unlabelled", "row 2, column label: label -1; allowed: 0 to 1, the numbers of its classes"),
         ("both", "columns of images: one, two; name one in input-columns"),
         ("none", "row 2, column one: it is empty"),
         ("unlike", "split test has the columns"),

@@ -83,7 +83,7 @@ def test_one_that_fails_is_told_of_once_and_the_run_goes_on(
     assert recorder.summary["status"] == "completed" and len(rounds_in(recorder.directory.path)) == 3
 
 
-@pytest.mark.parametrize(("track", "reason"), [("{}:lacking", "holds no lacking"), ("{}:nothing", "takes the run")])
+@pytest.mark.parametrize(("track", "reason"), [("{}:lacking", "not define lacking"), ("{}:nothing", "takes the run")])
 def test_one_that_is_not_there_is_told_before_anything_begins(
     make_config: Callable[..., dict[str, Any]], own: Path, tmp_path: Path, track: str, reason: str
 ) -> None:

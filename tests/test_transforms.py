@@ -103,10 +103,10 @@ WRONG = {
     "RandomInvert(**3)": "RandomInvert does not take these arguments (TypeError",
     "__import__('os')": "has no transform __import__",
     "functional": "has no transform functional",
-    "v2.RandomInvert()": "needed are names of torchvision.transforms.v2 with plain arguments",
-    "RandomInvert(": "needed are names of torchvision.transforms.v2 with plain arguments",
-    " ": "needed are names of torchvision.transforms.v2 with plain arguments",
-    "RandomInvert], [": "needed are names of torchvision.transforms.v2 with plain arguments",
+    "v2.RandomInvert()": "expected names of torchvision.transforms.v2 with plain arguments",
+    "RandomInvert(": "expected names of torchvision.transforms.v2 with plain arguments",
+    " ": "expected names of torchvision.transforms.v2 with plain arguments",
+    "RandomInvert], [": "expected names of torchvision.transforms.v2 with plain arguments",
 }
 
 

@@ -83,7 +83,7 @@ def test_the_newest_run_is_found(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert main(["watch"]) == 2
-    assert "there is no run in" in capsys.readouterr().err
+    assert "holds no run" in capsys.readouterr().err
 
 
 def test_a_round_on_a_superlink_comes_with_its_nodes(
@@ -92,7 +92,7 @@ def test_a_round_on_a_superlink_comes_with_its_nodes(
     lines = ["round 1/2  served 50.00 %\n", "round 2/2  served 60.00 %\n", "WARNING : one has left\n"]
 
     def shown() -> str:
-        log = RunLog(verbose=False, beside=lambda: "2 of 3 nodes online")
+        log = RunLog(verbose=False, suffix=lambda: "2 of 3 nodes online")
         for line in lines:
             log.add(line)
         log.end()

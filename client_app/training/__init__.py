@@ -1,1 +1,1 @@
-"""Local training: what a method asks for, and what carries it out."""
+"""Local training: the requests of a method, and the trainer that runs them."""

@@ -98,7 +98,7 @@ class Network:
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.template.modules())
 
     def stack(self, size: int) -> Tensor:
-        """Return the ``(size, d)`` buffer; each row holds the parameters of a resident module."""
+        """Return the ``(size, d)`` buffer. Each row holds the parameters of a resident module."""
         if len(self.nets) < size:
             self._flat = torch.empty(size, self.layout.size, device=self.device)
             self.modules = [self._build().to(self.device) for _ in range(size)]
@@ -158,7 +158,7 @@ class LoopedModels:
         return [view[name] for view in views for name in self._names]
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``; other entries are 0."""
+        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``. Other entries are 0."""
         rows = torch.zeros_like(self.flat)
         for number, row in enumerate(rows[0]):
             views = self.layout.views(row)
@@ -246,7 +246,7 @@ class StackedModels:
         return [views[name] for name in self._names]
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``; other entries are 0."""
+        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``. Other entries are 0."""
         rows = torch.zeros_like(self.flat)
         views = self.layout.views(rows)
         for name, tensor in zip(self._names, tensors, strict=True):
@@ -297,7 +297,7 @@ def _numbers_of(batch: Batch) -> Tensor:
 
 
 def _factor(norm: float, lengths: Tensor, enlarge: bool) -> Tensor:
-    """Return the factors that scale vectors of some lengths to a norm; a zero vector has the factor 1."""
+    """Return the factors that scale vectors of some lengths to a norm. A zero vector has the factor 1."""
     factor = norm / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
     return torch.where(lengths > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
 
@@ -315,7 +315,7 @@ def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
 
 
 def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
-    """Return P tensors ``(d,)`` or ``(K, d)``, one for each client, as ``(P, K, d)``; a shared tensor is not copied.
+    """Return P tensors ``(d,)`` or ``(K, d)``, one for each client, as ``(P, K, d)``. A shared tensor is not copied.
 
     With ``models`` = K a single vector is repeated for all K models.
     """

@@ -59,7 +59,7 @@ class Optimiser:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether all steps after the first are the same computation; Adam's steps depend on their number."""
+        """Whether all steps after the first are the same computation. Adam's steps depend on their number."""
         return not self._adaptive
 
     @torch.no_grad()

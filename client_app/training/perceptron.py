@@ -1,7 +1,7 @@
-"""Gradients of perceptrons under the cross-entropy, in closed form and of many models at a time.
+"""Gradients of perceptrons under the cross-entropy, in closed form and for many models at a time.
 
-What a step of a small network takes is mostly autograd's bookkeeping: its few products of matrices by themselves take
-less than half as long, and those of several models are one batched product.
+A step of a small network consists mostly of autograd's bookkeeping. Its few matrix products alone take less than half
+as long, and the products of several models are one batched product.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,26 +15,26 @@ from posy.models.layers import FullyConnected
 
 
 def linear_layers(module: nn.Module) -> list[str]:
-    """Return the names of the linear layers of a perceptron from input to output, or none if it is another network.
+    """Return the names of a perceptron's linear layers from input to output; empty for other networks.
 
-    Between them there are ReLUs and nothing else.
+    A perceptron has only ReLUs between its linear layers.
     """
     if not isinstance(module, ChainModel):
         return []
-    found = {f"blocks.{name}.linear": getattr(block, "linear", None) for name, block in module.blocks.items()}
+    hidden = {f"blocks.{name}.linear": getattr(block, "linear", None) for name, block in module.blocks.items()}
     plain = all(
         type(block) is FullyConnected and not block.norm and not block.dropout for block in module.blocks.values()
     )
-    layers = {**found, "head": module.head}
-    whole = all(type(layer) is nn.Linear and layer.bias is not None for layer in layers.values())
-    return list(layers) if plain and whole else []
+    layers = {**hidden, "head": module.head}
+    biased = all(type(layer) is nn.Linear and layer.bias is not None for layer in layers.values())
+    return list(layers) if plain and biased else []
 
 
 @torch.no_grad()
 def gradients(
     layers: Sequence[tuple[Tensor, Tensor]], x: Tensor, y: Tensor, weight: Tensor | None, first: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Differentiate the mean cross-entropy of P perceptrons, each over a batch of its own.
+    """Differentiate the mean cross-entropy of P perceptrons, each over a separate batch.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def gradients(
     y : torch.Tensor, int64, (P, B)
         Labels.
     weight : torch.Tensor or None, (P, B)
-        Weights of the samples' losses, over which the mean is taken all the same.
+        Weights of the samples' losses. The weighted losses are averaged over B, not over the sum of the weights.
     first : int
-        The layer before which no gradient is wanted.
+        The first layer whose gradients are returned.
 
     Returns
     -------
@@ -65,29 +65,29 @@ def gradients(
     logs, labels = hidden.log_softmax(dim=2), y.unsqueeze(2)
     losses = -logs.gather(2, labels).squeeze(2)
     losses = (losses if weight is None else losses * weight).mean(dim=1)
-    # By the logits: softmax minus the label's one, each sample's as its loss counts.
+    # With respect to the logits: softmax minus the one-hot label, times the sample's weight in the mean.
     slope = logs.exp_().scatter_add_(2, labels, logs.new_full((), -1.0).expand_as(labels))
     slope = slope.div_(y.shape[1]) if weight is None else slope.mul_(weight.unsqueeze(2) / y.shape[1])
-    found: list[Tensor] = []
+    by_layer: list[Tensor] = []
     for number in reversed(range(first, len(layers))):
-        found = [torch.bmm(slope.transpose(1, 2), inputs[number]), slope.sum(dim=1), *found]
+        by_layer = [torch.bmm(slope.transpose(1, 2), inputs[number]), slope.sum(dim=1), *by_layer]
         if number > first:
             slope = torch.bmm(slope, layers[number][0])
             slope = slope.mul_(inputs[number] > 0)
-    return losses, found
+    return losses, by_layer
 
 
 class ClosedForm:
     """Gradients of a perceptron's tensors by their names.
 
-    ``layers`` are its linear layers from input to output, ``names`` the tensors whose gradients are wanted.
+    ``layers`` are its linear layers from input to output. ``names`` are the tensors whose gradients are returned.
     """
 
     def __init__(self, layers: Sequence[str], names: Sequence[str]) -> None:
         self._layers = [(f"{layer}.weight", f"{layer}.bias") for layer in layers]
         self._first = min(number for number, layer in enumerate(self._layers) if set(layer) & set(names))
-        found = [name for layer in self._layers[self._first :] for name in layer]
-        self._places = [found.index(name) for name in names]
+        differentiated = [name for layer in self._layers[self._first :] for name in layer]
+        self._indices = [differentiated.index(name) for name in names]
 
     def gradients(
         self,
@@ -97,9 +97,9 @@ class ClosedForm:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the losses ``(P,)`` and the gradients in the order of the names.
 
-        ``shaped`` returns a tensor as those of P models ``(P, ...)``; the batch is ``(P, B, ...)``.
+        ``shaped`` returns a tensor in the shape ``(P, ...)`` of P models. The batch is ``(P, B, ...)``.
         """
         with torch.no_grad():
             layers = [(shaped(tensors[matrix]), shaped(tensors[bias])) for matrix, bias in self._layers]
-        losses, found = gradients(layers, batch.x, batch.y, batch.weight, self._first)
-        return losses, [found[place] for place in self._places]
+        losses, by_layer = gradients(layers, batch.x, batch.y, batch.weight, self._first)
+        return losses, [by_layer[index] for index in self._indices]

@@ -1,9 +1,9 @@
 """DP-SGD (Abadi et al., 2016, Algorithm 1): clipped gradients of single samples, with noise on their sum.
 
-A step contains each sample with probability q, drawn from the operating system's randomness: the run's seed, which the
-server knows, would reveal the batch and with it the amplification by subsampling. The gradient of each sample is
-clipped to the norm C over all trained tensors. Their sum, with Gaussian noise of standard deviation zC, is divided by
-the expected batch size. The optimiser, momentum, Adam, weight decay and proximal terms act on the result.
+A step contains each sample with probability q, drawn from the operating system's randomness. The server knows the run's
+seed, and a seeded draw would reveal the batch and cancel the amplification by subsampling. The gradient of each sample
+is clipped to the norm C over all trained tensors. Their sum, with Gaussian noise of standard deviation zC, is divided
+by the expected batch size. The optimiser, momentum, Adam, weight decay and proximal terms act on the result.
 
 Sums in float32 exceed their bound by rounding, and :func:`posy.noise.perturb` rounds the sum to its grid.
 The noise is larger by the fraction :data:`SLACK`, which covers both for networks of up to 10⁹ parameters.
@@ -24,7 +24,7 @@ from posy.strategies.privacy import Sampling
 SLACK = 2.0**-8
 """Fraction by which the noise exceeds zC."""
 CHUNK_NUMBERS = 1 << 26
-"""Numbers of per-sample gradients that are in memory at a time."""
+"""Most numbers of per-sample gradients in memory at a time."""
 
 
 def check_job(job: Job) -> None:

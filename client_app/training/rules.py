@@ -72,8 +72,8 @@ class MoreauEnvelope:
     θ is the result of some steps on the mini-batch that minimise f(θ) + λ/2 ||θ − w||². The paper does not say where
     they start. As in the authors' program they start at the θ of the previous mini-batch, and first at w.
 
-    Weight decay is a part of f, and clipping applies to the gradient of f, so this rule takes both over from the
-    optimiser. All forward passes are at θ. The running statistics therefore belong to θ, and w takes them from it.
+    Weight decay is a part of f, and clipping applies to the gradient of f. This rule therefore applies both instead of
+    the optimiser. All forward passes are at θ. The running statistics therefore belong to θ, and w takes them from it.
     """
 
     regularises: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class MoreauEnvelope:
     max_norm: float = 0.0
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the gradient and the losses before the last step; ``models.beside`` holds θ."""
+        """Return the gradient and the losses before the last step. ``models.beside`` holds θ."""
         parameters = models.parameters
         with torch.no_grad():
             w = [parameter.clone() for parameter in parameters]
@@ -113,9 +113,9 @@ class MoreauEnvelope:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Of two models w and v, the gradients of f(w) and of f(α v + (1 − α) w) by v (APFL, Deng et al., 2020, Eq. 5).
+    """The gradients of f(w) and, by v, of f(α v + (1 − α) w) for models w and v (APFL, Deng et al., 2020, Eq. 5).
 
-    The second model holds the parameters v and the running statistics of the mixture, the model that predicts.
+    The second model has the parameters v, and the running statistics of the mixture, which is the model that predicts.
     """
 
     regularises: ClassVar[bool] = False
@@ -139,7 +139,7 @@ class FisherTrace:
     """A measurement without a step: the loss is the squared norm of the gradient (FedAS, Yang et al., 2024).
 
     The mean over mini-batches is the trace of the empirical Fisher information of mini-batches. The running statistics
-    stay as they are too.
+    do not change either.
     """
 
     regularises: ClassVar[bool] = False
@@ -153,7 +153,7 @@ class FisherTrace:
 
 @contextmanager
 def displaced(models: Models, by: Sequence[Tensor], scale: float = 1.0) -> Iterator[None]:
-    """Move the parameters within a context; a forward pass in it leaves the running statistics as they are."""
+    """Move the parameters within a context. A forward pass in it leaves the running statistics as they are."""
     parameters = leading(models.parameters, by)
     with torch.no_grad():
         before = [parameter.clone() for parameter in parameters]
@@ -168,7 +168,7 @@ def displaced(models: Models, by: Sequence[Tensor], scale: float = 1.0) -> Itera
 
 @contextmanager
 def frozen_statistics(models: Models) -> Iterator[None]:
-    """Undo at the end of a context what its forward passes change in BatchNorm's running statistics."""
+    """Restore BatchNorm's running statistics at the end of a context."""
     before = [tensor.clone() for tensor in models.statistics]
     try:
         yield
@@ -179,7 +179,7 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading rows of stacked tensors, whose clients still train; ``like`` has only these rows."""
+    """Return the leading rows of stacked tensors, whose clients still train. ``like`` has only these rows."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]
@@ -189,7 +189,7 @@ def divided(batch: Batch, parts: int) -> list[Batch]:
     """Divide mini-batches ``(B, ...)`` or ``(A, B, ...)`` into parts, sample by sample in turn.
 
     A part without samples is a copy of the first part. A sample keeps its weight in the loss. In stacked mini-batches,
-    whose rows are filled up with samples of weight 0, the weights are scaled so that the mean over a part's row stays
+    whose rows are padded with samples of weight 0, the weights are scaled so that the mean over a part's row stays
     the mean over its samples.
     """
     axis = batch.y.dim() - 1
@@ -218,7 +218,7 @@ def _where(empty: Tensor, first: Tensor, part: Tensor) -> Tensor:
 
 
 def _rescaled(piece: Batch, fraction: Tensor) -> Batch:
-    """Return a part whose weights are for its own row; ``fraction`` ``(A, 1)`` of the undivided row are samples."""
+    """Return a part whose weights are for its own row. ``fraction`` ``(A, 1)`` of the undivided row are samples."""
     assert piece.weight is not None
     present = (piece.weight > 0).to(piece.weight).mean(dim=1, keepdim=True)
     return piece._replace(weight=piece.weight * (fraction / present.clamp_min(torch.finfo(present.dtype).tiny)))

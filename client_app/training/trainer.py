@@ -21,6 +21,7 @@ from posy.client_app.training.optimiser import Optimiser
 from posy.client_app.training.work import (
     Forward,
     Job,
+    TooFewSamplesError,
     Train,
     Trained,
     TrainingDivergedError,
@@ -78,7 +79,7 @@ class Trainer:
     def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:
         """Return whether a number of models is trained as one stacked computation.
 
-        The setting ``stack`` decides. `auto` stacks on a GPU; on a CPU it stacks small networks without
+        The setting ``stack`` decides. `auto` stacks on a GPU. On a CPU it stacks small networks without
         convolutions, which spend their time in calls rather than arithmetic.
 
         Parameters
@@ -100,7 +101,7 @@ class Trainer:
         return not network.convolves and network.size <= (SMALL_PERCEPTRON if closed else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
-        """Return the number of clients in a stack, at most ``clients``; on a CPU a larger stack would not be faster.
+        """Return the number of clients in a stack, at most ``clients``. On a CPU a larger stack would not be faster.
 
         On a CPU more than two clients form at least two stacks, for two cores. The number of cores cannot decide the
         size of a stack, because stacks of different sizes round differently.
@@ -159,7 +160,7 @@ class Trainer:
             models = LoopedModels(network, jobs[0].work)
         ordered = [jobs[index] for index in order]
         optimiser = Optimiser(self.settings, models, ordered)
-        loss = self._run(network, models, ordered, schedule, optimiser) / schedule.seen
+        loss = self._run(network, models, ordered, schedule, optimiser) / schedule.last_pass_count
         flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # a new tensor
         finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
@@ -203,7 +204,7 @@ class Trainer:
         return joined
 
     def _train_privately(self, job: Job, sampling: Sampling, network: Network) -> Trained:
-        """Run one client's DP-SGD; see :mod:`posy.client_app.training.private`.
+        """Run one client's DP-SGD. See :mod:`posy.client_app.training.private`.
 
         Numbers that are not finite are no error here, because the error would reveal them.
         """
@@ -343,9 +344,15 @@ def _tuple(output: Any) -> tuple[Tensor, ...]:
 
 
 def _check_job(job: Job, network: Network) -> None:
-    """Raise ``ValueError`` if a client has no batch to train on, or no random numbers for a network with dropout."""
+    """Check that a client has a batch to train on, and random numbers for a network with dropout.
+
+    Raises
+    ------
+    TooFewSamplesError, ValueError
+        If the client has too few samples, or if the job lacks random numbers.
+    """
     if job.samples.y.shape[0] < network.smallest_batch:
-        raise ValueError(
+        raise TooFewSamplesError(
             f"no mini-batch to train on: the client has {job.samples.y.shape[0]} samples, and BatchNorm needs "
             "two in a batch; give each client more samples"
         )

@@ -1,6 +1,6 @@
-"""Convolutions as products of matrices, for many models side by side on a GPU.
+"""Convolutions as matrix products, for many models side by side on a GPU.
 
-Convolutions with weights of each model's own are one grouped convolution, which cuDNN carries out group by group. With
+Convolutions of several models with different weights are one grouped convolution, which cuDNN runs group by group. With
 unfolded inputs they are one batched product.
 """
 
@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COLUMNS = 2 << 20
-"""Numbers of a model's unfolded batch up to which it pays: a larger one takes memory, and keeps a GPU busy as it is."""
+"""Most numbers in a model's unfolded batch. A larger batch takes memory, and keeps a GPU busy without unfolding."""
 FEW = 8
-"""How many times more numbers an unfolded batch has than the weights if each sample's gradient is a product of its own.
+"""Least ratio of an unfolded sample's size to the weights' size at which each sample has a separate product.
 
-The gradient of few weights is a small matrix summed over many rows: as one product it leaves most of a GPU idle.
+The gradient of few weights is a small matrix summed over many rows. A single product leaves most of a GPU idle.
 """
 
 
 def unfold_convolutions(module: nn.Module) -> nn.Module:
-    """Let a module's plain convolutions be products of matrices, and return it."""
+    """Replace the plain convolutions of a module by matrix products, and return the module."""
     for layer in module.modules():
         if (
             type(layer) is nn.Conv2d
@@ -34,12 +34,12 @@ def unfold_convolutions(module: nn.Module) -> nn.Module:
 
 
 def convolved(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Map ``(B, C_in, H, W)`` to ``(B, C_out, H', W')`` as the layer does."""
+    """Return the layer's outputs ``(B, C_out, H', W')`` for inputs ``(B, C_in, H, W)``."""
     if isinstance(layer.padding, str):
         return layer._conv_forward(x, layer.weight, layer.bias)
     (height, width), (down, right) = layer.padding, layer.kernel_size
     padded = F.pad(x, (width, width, height, height)) if height or width else x
-    # Channels last, as the layer before puts out: what a window has of a row is then one piece of memory.
+    # Channels last, as in the previous layer's output: each row of a window is then contiguous in memory.
     pixels = padded.permute(0, 2, 3, 1)
     windows = pixels.unfold(1, down, layer.stride[0]).unfold(2, right, layer.stride[1])  # (B, H', W', C_in, k, k)
     if math.prod(windows.shape) > COLUMNS:

@@ -42,6 +42,12 @@ def advice_on_divergence(train: TrainSettings, lr: float = 0.0) -> str:
     return f"the noise of {noise} may be the cause; a larger dp-epsilon, a smaller dp-clip or {rate} may help"
 
 
+class TooFewSamplesError(ValueError):
+    """A client has too few samples for one batch."""
+
+    shareable = True
+
+
 class TrainingInterruptedError(Exception):
     """Local training was interrupted from another thread."""
 
@@ -60,7 +66,7 @@ class Net:
     """The loss of each sample; None: the cross-entropy."""
 
     def __call__(self, x: Tensor, *options: Any) -> Any:
-        """Return the outputs for a batch of inputs; ``options`` are further arguments of the module's ``forward``."""
+        """Return the outputs for a batch of inputs. ``options`` are further arguments of the module's ``forward``."""
         if self.resident:
             return self.module(x, *options)
         return functional_call(self.module, {**self.tensors, **self.numbers}, (x, *options))
@@ -134,7 +140,7 @@ class Rule(Protocol):
     """Whether the rule, not the optimiser, applies ``weight-decay`` and ``max-grad-norm``."""
 
     def gradients(self, models: Models, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return losses and directions in the form of :meth:`Models.gradients`; the parameters do not change."""
+        """Return losses and directions in the form of :meth:`Models.gradients`. The parameters do not change."""
 
 
 class Pull(NamedTuple):
@@ -148,7 +154,7 @@ class Pull(NamedTuple):
 class Train:
     """A request for local SGD on one model ``(d,)`` or on K models ``(K, d)``.
 
-    ``objective(net, batch, context)`` is differentiated with respect to the parameters of ``net``; the context is
+    ``objective(net, batch, context)`` is differentiated with respect to the parameters of ``net``. The context is
     constant. With ``resample`` samples are drawn in proportion to their weights, with replacement, instead of weighting
     their losses. The expected objective is the same, and no step is as large as the largest weight.
     """

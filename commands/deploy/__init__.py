@@ -1,1 +1,1 @@
-"""A real federation: certificates, the SuperLink, warm SuperNodes, and runs submitted to them."""
+"""Deploy a federation: certificates, the SuperLink, warm SuperNodes, and the submission of runs."""

@@ -1,4 +1,4 @@
-"""The app's bundle: this very code, and what people have brought along, as one file for the SuperLink and the nodes."""
+"""The app's bundle: Posy's code and the user's files, as one file for the SuperLink and the nodes."""
 
 import tomllib
 from collections.abc import Mapping
@@ -16,47 +16,47 @@ from posy.settings import LaunchError, Scalar
 from posy.strategies.registry import declared
 
 
-def bundle(given: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
-    """Return the app as a bundle, and the settings of a run as they are for whoever unpacks it.
+def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
+    """Return the app as a bundle, and the settings of a run with paths inside the bundle.
 
-    Files that settings name as people's own, and what these import from beside them, lie in its folder ``own``, and
-    the settings say so. Each of them is named on the screen.
+    The folder ``own`` of the bundle holds the user's files that settings name, and the modules that they import from
+    the same folder. The function prints the name of each file.
 
     Raises
     ------
     LaunchError
-        If the app is not there, or does not admit a setting, which Flower would refuse without saying why.
+        If the app is missing, or does not admit a setting. Flower would refuse such a setting without a reason.
     SettingsError
-        If something of people's own cannot be imported here.
+        If Posy cannot import a file of the user on this machine.
     """
     path = APP / "pyproject.toml"
     if not path.is_file():
         raise LaunchError(f"the Flower app is not in {APP}: submit runs from a checkout (`pip install -e .`)")
     project = tomllib.loads(path.read_text(encoding="utf-8"))
     app = project["tool"]["flwr"]["app"]
-    sent, files = dict(given), dict[str, Path]()
+    sent_settings, files = dict(settings), dict[str, Path]()
     for key, setting in declared([]).items():
-        if setting.or_own and is_own(value := str(given.get(key, ""))):
+        if setting.or_own and is_own(value := str(settings.get(key, ""))):
             module_of(value, key)
-            sent[key], own = to_travel(value)
-            if clash := [place for place, file in own.items() if files.get(place, file) != file]:
+            sent_settings[key], imported = to_travel(value)
+            if clash := [target for target, file in imported.items() if files.get(target, file) != file]:
                 raise LaunchError(f"{key} = {value!r}: two files of the run would both be {clash[0]}; rename one")
-            files |= own
+            files |= imported
             if key == "method":
                 app["config"] |= {name: item.default for name, item in own_keys(value).items()}
-    for key in given.keys() - app["config"].keys():
+    for key in settings.keys() - app["config"].keys():
         raise LaunchError(
             f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
             "docs/generate.py` brings that table up to date"
         )
     app["fab-include"] += files  # Flower refuses a pattern that nothing matches
     content: dict[str, Any] = {**collect_files(APP), **files, "pyproject.toml": tomli_w.dumps(project).encode()}
-    for place, file in sorted(files.items()):
-        print(f"posy: {file} travels with the run as {place} (SHA-256 {sha256_of(file)[:16]}…)")
-    return build_fab_from_files(content)[0], sent
+    for target, file in sorted(files.items()):
+        print(f"posy: {file} travels with the run as {target} (SHA-256 {sha256_of(file)[:16]}…)")
+    return build_fab_from_files(content)[0], sent_settings
 
 
 def own_keys(method: str) -> dict[str, Any]:
-    """Return the settings of a method of people's own by key."""
+    """Return the settings of a user-defined method by key, without the settings that all methods share."""
     common = declared([])
     return {key: setting for key, setting in declared([method]).items() if key not in common}

@@ -1,6 +1,6 @@
-"""Checks of a federation, on the machine where they are typed: `posy doctor`.
+"""`posy doctor`: check a federation from this machine.
 
-Each check yields findings: that something is right, or what is wrong and what to do about it.
+Each check yields findings: a confirmation, or a problem and its remedy.
 """
 
 import datetime
@@ -44,24 +44,24 @@ from posy.settings import LaunchError, SettingsError
 
 Level = Literal["ok", "warning", "error"]
 SOON = datetime.timedelta(days=30)
-"""Time before the end of a certificate from which it should be renewed."""
+"""Remaining validity of a certificate below which Posy advises to renew it."""
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
-"""Free disk, in bytes and as a share of it, below which there is little."""
+"""Free disk space, in bytes and as a share of the disk, below which Posy warns."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
-"""How far a node's clock may be ahead of the SuperLink's, and behind it, before Flower refuses what the node signs."""
+"""Clock errors of a node, ahead of the SuperLink's clock and behind it, above which Flower refuses its signatures."""
 REACH_SECONDS = 5.0
-"""Seconds to wait for an answer of the SuperLink."""
+"""Timeout for an answer of the SuperLink, in seconds."""
 
 
 class Finding(NamedTuple):
-    """What a check has found."""
+    """A result of a check."""
 
     level: Level
     text: str
 
 
 def safely(findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Turn what a check cannot read into an error that it finds."""
+    """Yield the findings of a check, with a :class:`SettingsError` as a finding of level ``error``."""
     try:
         yield from findings
     except SettingsError as error:
@@ -78,41 +78,41 @@ def show(findings: Iterable[Finding]) -> int:
 
 
 def of_server(reached: Connection, fleet: str, folder: Path, home: Path) -> Iterator[Finding]:
-    """Check the server's machine: its certificates, ports and disk, and what it knows of the nodes."""
+    """Check the server's machine: certificates, ports, disk space, and the registered nodes."""
     yield from check_flower()
     ca = reached.root_certificates
-    told = read_statuses(home)
-    places = [("the state", home.parent), *(("results", path) for path in results_of(told))]
+    statuses = read_statuses(home)
+    directories = [("the state", home.parent), *(("results", path) for path in results_of(statuses))]
     if ca is not None:
         yield from check_certificates(folder)
     if ca is None or ca.is_file():
         newest = None if ca is None else Files(folder).server
-        yield from safely(check_reach("the SuperLink for orders", reached.address, ca, newest))
-        yield from safely(check_reach("the SuperLink for nodes", fleet, ca, newest))
+        yield from safely(check_reach("the SuperLink's control API", reached.address, ca, newest))
+        yield from safely(check_reach("the SuperLink's fleet API", fleet, ca, newest))
         try:
             with control(reached) as api:
                 nodes = api.nodes()
         except LaunchError as error:
-            yield Finding("error", f"which nodes are registered is not known: {error}")
+            yield Finding("error", f"the registered nodes are unknown: {error}")
         else:
             yield from check_nodes(nodes, None if ca is None else folder)
-            yield from check_told(nodes, told)
-    yield from check_disk(places)
+            yield from check_told(nodes, statuses)
+    yield from check_disk(directories)
 
 
 def of_site(reached: Connection, key: Path, config: Mapping[str, str]) -> Iterator[Finding]:
-    """Check a site's machine: its key, the way to the SuperLink, its clock, GPU, disk and data."""
+    """Check a site's machine: key, connection to the SuperLink, clock, GPU, disk space and data."""
     yield from check_flower()
     yield from check_gpu()
     yield from safely(check_node_key(key))
-    way = list(safely(check_reach("the SuperLink", reached.address, reached.root_certificates)))
-    yield from way
-    if reached.root_certificates is not None and all(found.level != "error" for found in way):
+    reach = list(safely(check_reach("the SuperLink", reached.address, reached.root_certificates)))
+    yield from reach
+    if reached.root_certificates is not None and all(finding.level != "error" for finding in reach):
         authority = read_certificates(reached.root_certificates)[0]
         yield _expiry(f"the authority {reached.root_certificates}", authority, "get the new ca.pem from the server")
         yield from safely(check_admission(reached.address, reached.root_certificates, key))
-    places = [("its clients' states", absolute(config["state-dir"]))] if "state-dir" in config else []
-    yield from check_disk(places)
+    directories = [("its clients' states", absolute(config["state-dir"]))] if "state-dir" in config else []
+    yield from check_disk(directories)
     if "data" in config:
         yield from check_data(absolute(config["data"]))
 
@@ -121,37 +121,38 @@ def of_site(reached: Connection, key: Path, config: Mapping[str, str]) -> Iterat
 
 
 def check_flower() -> Iterator[Finding]:
-    """Check that the installed Flower is one that Posy knows."""
-    found = version("flwr")
-    if found.startswith(f"{FLOWER}."):
-        yield Finding("ok", f"flwr {found}")
+    """Check that Posy supports the installed version of Flower."""
+    installed = version("flwr")
+    if installed.startswith(f"{FLOWER}."):
+        yield Finding("ok", f"flwr {installed}")
     else:
-        yield Finding("error", f"flwr {found} is installed, Posy needs {FLOWER}: pip install 'flwr>={FLOWER},<1.40'")
+        remedy = f"pip install 'flwr>={FLOWER},<1.40'"
+        yield Finding("error", f"flwr {installed} is installed, Posy needs {FLOWER}: {remedy}")
 
 
 def check_gpu() -> Iterator[Finding]:
     """Check that PyTorch sees the GPU of this machine, if there is one."""
-    import torch  # noqa: PLC0415 - seconds
+    import torch  # noqa: PLC0415 - takes seconds
 
     if torch.cuda.is_available():
         yield Finding("ok", f"torch {torch.__version__} sees {torch.cuda.get_device_name()}")
     elif shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
         about = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        yield Finding("warning", f"this machine has a GPU, which torch {torch.__version__} ({about}) does not see")
+        yield Finding("warning", f"torch {torch.__version__} ({about}) does not see the GPU of this machine")
     else:
         yield Finding("ok", f"torch {torch.__version__}, no GPU")
 
 
-def check_disk(places: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
-    """Check that there is space for what is written to directories, each with what that is."""
-    for what, path in (*places, ("temporary files", Path(tempfile.gettempdir()))):
+def check_disk(directories: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
+    """Check that the disks of directories have free space; each directory comes with a description of its content."""
+    for content, path in (*directories, ("temporary files", Path(tempfile.gettempdir()))):
         free, total = free_disk(path)
         little = free < LITTLE_BYTES or free < LITTLE_SHARE * total
-        yield Finding("warning" if little else "ok", f"free disk for {what} ({path}): {space(path)}")
+        yield Finding("warning" if little else "ok", f"free disk for {content} ({path}): {space(path)}")
 
 
 def check_data(path: Path) -> Iterator[Finding]:
-    """Check that a site's data can be read at all."""
+    """Check that a site's data is readable and not empty."""
     try:
         with path.open("rb") if path.is_file() else tempfile.TemporaryFile():
             empty = not (path.stat().st_size if path.is_file() else any(path.iterdir()))
@@ -161,14 +162,14 @@ def check_data(path: Path) -> Iterator[Finding]:
     if empty:
         yield Finding("error", f"data={path} is empty")
     else:
-        yield Finding("ok", f"data={path} can be read; `posy check-site data={path}` looks into it")
+        yield Finding("ok", f"data={path} can be read; `posy check-site data={path}` checks its content")
 
 
 # -- certificates and keys -------------------------------------------------------------------------------
 
 
 def check_certificates(folder: Path) -> Iterator[Finding]:
-    """Check a directory of certificates and keys, as `posy certificates` makes it."""
+    """Check a directory that `posy certificates` has written."""
     files = Files(folder)
     yield from safely(_check_authority(files))
     if files.server.exists():
@@ -181,13 +182,13 @@ def check_certificates(folder: Path) -> Iterator[Finding]:
 
 
 def _check_authority(files: Files) -> Iterator[Finding]:
-    remedy = f"`posy certificates {files.folder} --renew-authority`, and hand {files.ca.name} to every site"
-    newest, *others = read_certificates(files.ca)
+    remedy = f"`posy certificates {files.folder} --renew-authority`, and copy {files.ca.name} to every site"
+    newest, *older = read_certificates(files.ca)
     yield _expiry(f"the authority {files.ca}", newest, remedy)
-    for other in others:
-        if other.not_valid_after_utc > _now():
+    for authority in older:
+        if authority.not_valid_after_utc > _now():
             yield Finding(
-                "ok", f"{files.ca} holds the authority before it too, until {other.not_valid_after_utc:%Y-%m-%d}"
+                "ok", f"{files.ca} also holds an older authority, until {authority.not_valid_after_utc:%Y-%m-%d}"
             )
     if files.ca_key.exists():
         yield from _check_pair(files.ca_key, files.ca, lambda: pem_of(newest.public_key()))
@@ -211,7 +212,7 @@ def check_mode(private: Path) -> Iterator[Finding]:
 
 
 def check_node_key(key: Path) -> Iterator[Finding]:
-    """Check the private key of a node, and that the public one beside it is its other half."""
+    """Check the private key of a node, and that the public key in the same directory belongs to it."""
     public_half(key)
     yield Finding("ok", f"{key} is a private key")
     if (public := key.with_suffix(".pub")).exists():
@@ -222,48 +223,51 @@ def check_node_key(key: Path) -> Iterator[Finding]:
 # -- the SuperLink ---------------------------------------------------------------------------------------
 
 
-def check_reach(what: str, address: str, ca: Path | None, server: Path | None = None) -> Iterator[Finding]:
-    """Check that somebody listens at an address, with a certificate that ``ca`` trusts; ``server`` is the newest."""
+def check_reach(service: str, address: str, ca: Path | None, server: Path | None = None) -> Iterator[Finding]:
+    """Check that ``service`` listens at an address, with a certificate that ``ca`` trusts.
+
+    If the file ``server`` exists, the certificate must come from it.
+    """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
-        with socket.create_connection((host, int(port)), REACH_SECONDS) as line:
+        with socket.create_connection((host, int(port)), REACH_SECONDS) as connection:
             if ca is None:
-                yield Finding("ok", f"{what} at {address} can be reached")
+                yield Finding("ok", f"{service} at {address} can be reached")
                 return
             context = ssl.create_default_context(cafile=str(ca))
             context.set_alpn_protocols(["h2", "http/1.1"])
-            with context.wrap_socket(line, server_hostname=host) as secured:
+            with context.wrap_socket(connection, server_hostname=host) as secured:
                 content = secured.getpeercert(binary_form=True) or b""
     except ssl.SSLCertVerificationError as error:
-        yield Finding("error", f"{what} at {address} is not trusted by {ca}: {error.verify_message}")
+        yield Finding("error", f"{service} at {address} is not trusted by {ca}: {error.verify_message}")
         return
     except ssl.SSLError as error:
-        yield Finding("error", f"{what} at {address} speaks no TLS that fits: {error.reason or error}")
+        yield Finding("error", f"{service} at {address} speaks no compatible TLS: {error.reason or error}")
         return
     except OSError as error:
         hint = "does `posy superlink` run there, and does a firewall let it through?"
-        yield Finding("error", f"{what} at {address} cannot be reached ({error}): {hint}")
+        yield Finding("error", f"{service} at {address} cannot be reached ({error}): {hint}")
         return
     shown = x509.load_der_x509_certificate(content)
-    yield _expiry(f"{what} at {address} is trusted; its certificate", shown, "renew it on the server")
+    yield _expiry(f"{service} at {address} is trusted; its certificate", shown, "renew it on the server")
     if server is not None and server.exists() and shown not in read_certificates(server):
-        yield Finding("warning", f"{what} at {address} does not use {server} yet: start the SuperLink again")
+        yield Finding("warning", f"{service} at {address} does not use {server} yet: restart the SuperLink")
 
 
 def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
-    """Check that the SuperLink admits a node's key, and the clock by which this machine signs; it changes nothing."""
+    """Check that the SuperLink admits a node's key, and that this machine's clock is right; change nothing."""
     with refused(f"{key} is not a private key as `posy certificates` makes it"):
         private = load_private_key(key.read_bytes())
     public = public_key_to_bytes(private.public_key())
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes())) as channel:
 
         def refusal(shift: float = 0.0) -> str:
-            """Return what the SuperLink says to a request of this key by a clock that is put forward."""
+            """Return the SuperLink's reply to a request with this key, by a clock ``shift`` seconds ahead."""
             stamp = (now() + datetime.timedelta(seconds=shift)).isoformat()
             signature = sign_message(private, stamp.encode("ascii"))
             headers = ((PUBLIC_KEY_HEADER, public), (TIMESTAMP_HEADER, stamp), (SIGNATURE_HEADER, signature))
-            # Whether the key is known is looked at first, then the interval, which cannot be: nothing comes of it.
+            # The SuperLink checks the key first, then refuses the interval: the request has no effect.
             request = ActivateNodeRequest(public_key=public, heartbeat_interval=0.0)
             try:
                 FleetStub(channel).ActivateNode(request, metadata=headers, timeout=REACH_SECONDS)
@@ -271,32 +275,38 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
                 return str(error.details())
             return "it was taken"
 
-        said = refusal()
-        if _BAD_TIME in said:
+        reply = refusal()
+        if _BAD_TIME in reply:
             yield Finding(
                 "error",
                 f"this machine's clock is more than {AHEAD_SECONDS:g} s ahead of the SuperLink's, or more than "
-                f"{BEHIND_SECONDS:g} s behind, so it refuses what is signed here: set the clock (NTP)",
+                f"{BEHIND_SECONDS:g} s behind, so the SuperLink refuses its signatures: set the clock (NTP)",
             )
             return
         if _BAD_TIME in refusal(AHEAD_SECONDS - TOLERATED):
-            what = f"ahead of the SuperLink's by more than {TOLERATED:g} s; beyond {AHEAD_SECONDS:g} s it refuses"
-            yield Finding("warning", f"this machine's clock is {what} what is signed here: set the clock (NTP)")
+            yield Finding(
+                "warning",
+                f"this machine's clock is ahead of the SuperLink's by more than {TOLERATED:g} s; beyond "
+                f"{AHEAD_SECONDS:g} s the SuperLink refuses its signatures: set the clock (NTP)",
+            )
         elif _BAD_TIME in refusal(CLOCK_SECONDS - BEHIND_SECONDS):
-            what = f"behind the SuperLink's by more than {CLOCK_SECONDS:g} s"
-            yield Finding("warning", f"this machine's clock is {what}: messages end too late; set the clock (NTP)")
+            yield Finding(
+                "warning",
+                f"this machine's clock is behind the SuperLink's by more than {CLOCK_SECONDS:g} s: messages end too "
+                "late; set the clock (NTP)",
+            )
         else:
-            yield Finding("ok", "this machine's clock is that of the SuperLink")
-    if _UNKNOWN_KEY in said:
+            yield Finding("ok", "this machine's clock agrees with the SuperLink's clock")
+    if _UNKNOWN_KEY in reply:
         yield Finding("error", f"{key} is not registered: `posy register {key.stem}.pub` on the server")
-    elif _BAD_INTERVAL in said:
+    elif _BAD_INTERVAL in reply:
         yield Finding("ok", f"{key} is registered")
     else:
-        yield Finding("warning", f"whether {key} is registered the SuperLink does not tell: {said}")
+        yield Finding("warning", f"the SuperLink does not report whether {key} is registered; its reply: {reply}")
 
 
 def check_nodes(nodes: Sequence[NodeInfo], folder: Path | None) -> Iterator[Finding]:
-    """Compare the keys that are registered with those in a directory, and tell nodes that were never online."""
+    """Compare the registered keys with the keys in a directory, and report nodes that were never online."""
     keys = {}
     for path in sorted(folder.glob("*.pub")) if folder else ():
         try:
@@ -309,31 +319,32 @@ def check_nodes(nodes: Sequence[NodeInfo], folder: Path | None) -> Iterator[Find
             yield Finding("warning", f"{path} is not registered: `posy register {path}`")
     for node in nodes:
         if keys and node.public_key not in keys:
-            out = f"exclude it with `posy unregister {node.name}`, if it is not to take part"
-            yield Finding("warning", f"the key registered as {node.name} is not in {folder}: {out}")
+            hint = f"revoke it with `posy unregister {node.name}`, unless the node takes part"
+            yield Finding("warning", f"the key registered as {node.name} is not in {folder}: {hint}")
         if not node.last_activated_at:
             yield Finding("warning", f"{node.name} was never online: run `posy doctor --key ...` on its machine")
     online = sum(node.status == "online" for node in nodes)
     yield Finding("ok", f"{online} of {len(nodes)} registered nodes are online")
 
 
-def check_told(nodes: Sequence[NodeInfo], told: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Compare versions and clocks of the nodes with the server's, as runs have noted them."""
-    known = facts_of_nodes(told)
-    here = versions()
+def check_told(nodes: Sequence[NodeInfo], statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Compare the versions and clocks that runs have recorded for the nodes with the server's."""
+    node_facts = facts_of_nodes(statuses)
+    server_versions = versions()
     compared = 0
     for node in nodes:
-        if not (facts := known.get(str(node.node_id))):
+        if not (facts := node_facts.get(str(node.node_id))):
             continue
         compared += 1
-        there = facts.get("versions", {})
+        node_versions = facts.get("versions", {})
         for name in VERSIONS:
-            if there.get(name) and _release(there[name], name) != _release(here[name] or "", name):
-                yield Finding("warning", f"{node.name} has {name} {there[name]}, the server {here[name]}")
+            node_version, server_version = node_versions.get(name), server_versions[name]
+            if node_version and _release(node_version, name) != _release(server_version or "", name):
+                yield Finding("warning", f"{node.name} has {name} {node_version}, the server {server_version}")
         clock = facts.get("clock") or 0.0
         if clock > TOLERATED or clock < -CLOCK_SECONDS:
-            bad: Level = "error" if clock > AHEAD_SECONDS or clock < -BEHIND_SECONDS else "warning"
-            yield Finding(bad, f"the clock of {node.name} is {offset(clock)}: set it there (NTP)")
+            level: Level = "error" if clock > AHEAD_SECONDS or clock < -BEHIND_SECONDS else "warning"
+            yield Finding(level, f"the clock of {node.name} is {offset(clock)}: set it there (NTP)")
     yield Finding("ok", f"versions and clocks of {compared} of {len(nodes)} nodes are known, from their last run")
 
 
@@ -342,25 +353,25 @@ def check_told(nodes: Sequence[NodeInfo], told: Mapping[str, Mapping[str, Any]])
 _BAD_TIME = "Invalid timestamp"
 _UNKNOWN_KEY = "2004"
 _BAD_INTERVAL = "2003"
-"""What Flower's SuperLink says to a request to take part."""
+"""Parts of the messages with which Flower's SuperLink refuses a request to join."""
 
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _expiry(what: str, certificate: x509.Certificate, remedy: str) -> Finding:
+def _expiry(subject: str, certificate: x509.Certificate, remedy: str) -> Finding:
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if begin > _now():
         return Finding(
-            "error", f"{what} is valid from {begin:%Y-%m-%d %H:%M} UTC on only: is this machine's clock right?"
+            "error", f"{subject} is valid from {begin:%Y-%m-%d %H:%M} UTC only: is this machine's clock right?"
         )
     if end < _now():
-        return Finding("error", f"{what} has expired on {end:%Y-%m-%d}: {remedy}")
+        return Finding("error", f"{subject} has expired on {end:%Y-%m-%d}: {remedy}")
     days = (end - _now()).days
     if end < _now() + SOON:
-        return Finding("warning", f"{what} expires in {days} days, on {end:%Y-%m-%d}: {remedy}")
-    return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
+        return Finding("warning", f"{subject} expires in {days} days, on {end:%Y-%m-%d}: {remedy}")
+    return Finding("ok", f"{subject} is valid until {end:%Y-%m-%d}")
 
 
 def _signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
@@ -371,11 +382,11 @@ def _signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bo
     return True
 
 
-def _check_pair(private: Path, whose: Path, public: Callable[[], bytes]) -> Iterator[Finding]:
+def _check_pair(private: Path, counterpart: Path, public: Callable[[], bytes]) -> Iterator[Finding]:
     if public_half(private) != public():
-        yield Finding("error", f"{private} and {whose} do not belong together")
+        yield Finding("error", f"{private} and {counterpart} do not belong together")
 
 
 def _release(version: str, name: str) -> str:
-    """Return what of a version must be the same: PyTorch for another GPU and a repair of Python are no difference."""
+    """Return the part of a version to compare: not PyTorch's build for a GPU, nor Python's patch release."""
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]

@@ -1,4 +1,4 @@
-"""What is known of a federation: from its SuperLink, and on the SuperLink's machine from what its runs have written."""
+"""The state of a federation, from its SuperLink and, on the SuperLink's machine, from the status files of its runs."""
 
 import shutil
 import time
@@ -13,96 +13,96 @@ from posy.listing import print_table
 from posy.server_app.progress import duration, size
 
 VERSIONS = ("posy", "flwr", "torch", "python")
-"""What nodes should have the same of."""
+"""Packages whose versions all nodes share."""
 RUN_COLUMNS = (
     *("run id", "run-name", "method", "status", "since", "time"),
     *("round", "dropped", "sent again", "waits for"),
 )
 NODE_COLUMNS = ("name", "status", "since", "does", "clock", *VERSIONS)
 TOLERATED = 2.0
-"""Seconds by which a node's clock may be off without a word."""
+"""Largest clock error of a node, in seconds, that Posy does not report."""
 
 
-def show(runs: Sequence[Run], nodes: Sequence[NodeInfo], told: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print runs and nodes; ``told`` is what runs have written, by their numbers."""
+def show(runs: Sequence[Run], nodes: Sequence[NodeInfo], statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print runs and nodes; ``statuses`` holds the status that each run has written, by its number."""
     rows = []
     for run in runs:
-        known = told.get(run.number, {})
-        at = f"{known['round']}/{known['rounds']}" if "rounds" in known else ""
-        counts = [str(known.get(key) or "") for key in ("dropped", "sent-again")]
-        waits = "" if run.ended else waiting(known.get("waits"))
-        told_by_all = (run.number, run.name, run.method, run.status, run.since, duration(run.seconds))
-        rows.append((*told_by_all, at, *counts, waits))
+        status = statuses.get(run.number, {})
+        at = f"{status['round']}/{status['rounds']}" if "rounds" in status else ""
+        counts = [str(status.get(key) or "") for key in ("dropped", "sent-again")]
+        waits = "" if run.ended else waiting(status.get("waits"))
+        common = (run.number, run.name, run.method, run.status, run.since, duration(run.seconds))
+        rows.append((*common, at, *counts, waits))
     print_table("runs" if rows else "no run was submitted", RUN_COLUMNS, rows)
     # Nodes that were never online have no time.
     since = [{"online": n.last_activated_at, "offline": n.last_deactivated_at}.get(n.status, "") for n in nodes]
-    known_nodes = facts_of_nodes(told)
+    node_facts = facts_of_nodes(statuses)
     lines = []
-    for node, when in zip(nodes, since, strict=True):
-        facts = known_nodes.get(str(node.node_id), {})
+    for node, changed_at in zip(nodes, since, strict=True):
+        facts = node_facts.get(str(node.node_id), {})
         versions = [facts.get("versions", {}).get(name) or "" for name in VERSIONS]
-        now = doing(node, runs, told) if node.status == "online" else ""
-        lines.append((node.name, node.status, local_time(when), now, offset(facts.get("clock")), *versions))
+        activity = doing(node, runs, statuses) if node.status == "online" else ""
+        lines.append((node.name, node.status, local_time(changed_at), activity, offset(facts.get("clock")), *versions))
     print_table("nodes" if nodes else "no node is registered", NODE_COLUMNS, lines)
 
 
-def facts_of_nodes(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the newest that nodes have told of themselves, by their numbers."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for status in told.values():
+def facts_of_nodes(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the latest facts that each node has reported to a run, by its number."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for status in statuses.values():
         for number, facts in status.get("nodes", {}).items():
-            if facts.get("told", 0.0) > found.get(number, {}).get("told", 0.0):
-                found[number] = facts
-    return found
+            if facts.get("told", 0.0) > newest.get(number, {}).get("told", 0.0):
+                newest[number] = facts
+    return newest
 
 
-def doing(node: NodeInfo, runs: Iterable[Run], told: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what a node does now; nothing where no run tells it."""
-    going_on = [run for run in runs if not run.ended]
-    known = [(run, told[run.number]) for run in going_on if run.number in told]
-    for run, status in known:
+def doing(node: NodeInfo, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a node's current activity, or an empty text if no run reports it."""
+    active_runs = [run for run in runs if not run.ended]
+    reported = [(run, statuses[run.number]) for run in active_runs if run.number in statuses]
+    for run, status in reported:
         facts = status.get("nodes", {}).get(str(node.node_id), {})
         if "does" in facts:
             return f"{facts['does']} of {run.name or run.number}, for {duration(time.time() - facts['since'])}"
-    return "waits" if len(known) == len(going_on) else ""
+    return "waits" if len(reported) == len(active_runs) else ""
 
 
 def waiting(waits: Mapping[str, Any] | None) -> str:
-    """Return in words what a run waits for, for how long already, and for how long yet."""
+    """Describe the reason why a run waits, the time so far, and the time left."""
     if not waits:
         return ""
-    now = time.time()
+    current_time = time.time()
     if waits["until"] is None:
-        yet = "no limit so far"
-    elif (left := waits["until"] - now) > 0:
-        yet = f"{duration(left)} more at most"
+        remaining = "no limit so far"
+    elif (seconds_left := waits["until"] - current_time) > 0:
+        remaining = f"{duration(seconds_left)} more at most"
     else:
-        yet = f"its time was over {duration(-left)} ago"
-    return f"{waits['for']}, for {duration(now - waits['since'])}, {yet}"
+        remaining = f"its time was over {duration(-seconds_left)} ago"
+    return f"{waits['for']}, for {duration(current_time - waits['since'])}, {remaining}"
 
 
 def offset(clock: float | None) -> str:
-    """Return in words by how much a node's clock differs from the server's."""
+    """Describe the difference between a node's clock and the server's."""
     if clock is None:
         return ""
     return "right" if abs(clock) <= TOLERATED else f"{abs(clock):.0f} s {'ahead' if clock > 0 else 'behind'}"
 
 
 def free_disk(path: Path) -> tuple[int, int]:
-    """Return free and total bytes of the disk on which a directory lies, or would lie."""
-    there = path.absolute()
-    while not there.exists():
-        there = there.parent
-    usage = shutil.disk_usage(there)
+    """Return free and total bytes of the disk that holds a directory, which need not exist yet."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    usage = shutil.disk_usage(existing)
     return usage.free, usage.total
 
 
-def results_of(told: Mapping[str, Mapping[str, Any]]) -> list[Path]:
-    """Return the directories in which runs keep their results."""
-    return sorted({Path(status["results"]).parent for status in told.values() if "results" in status})
+def results_of(statuses: Mapping[str, Mapping[str, Any]]) -> list[Path]:
+    """Return the directories in which runs store their results."""
+    return sorted({Path(status["results"]).parent for status in statuses.values() if "results" in status})
 
 
 def space(path: Path) -> str:
-    """Return in words how much space is free for a directory."""
+    """Describe the free space on the disk of a directory."""
     free, total = free_disk(path)
     return f"{size(free)} of {size(total)} ({100 * free / total:.0f} %)"

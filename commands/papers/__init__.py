@@ -1,1 +1,1 @@
-"""The papers' tables and figures: run again, and set beside what the papers print."""
+"""Reproduce the papers' tables and figures, and compare the results with the papers' numbers."""

@@ -40,22 +40,22 @@ class Entry:
     scale: str
     state: str
     why: str
-    alike: bool = False
+    agrees_reduced: bool = False
     """Whether the number of a reduced run agrees with the paper's."""
 
 
 class Comparison:
     """A table or figure with its runs."""
 
-    def __init__(self, item: Item, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> None:
+    def __init__(self, item: Item, overrides: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> None:
         self.item = item
-        self.given = given or {}
-        self.decisive = {key: value for key, value in self.given.items() if declared()[key].decides}
+        self.overrides = overrides or {}
+        self.decisive = {key: value for key, value in self.overrides.items() if declared()[key].decides}
         """The typed settings that decide the results."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
             # A page shows all items, and the settings typed for one item may have no effect in another.
-            self.plans = {scale: item.plan(scale, given, folder, strict=False) for scale in item.scales}
+            self.plans = {scale: item.plan(scale, overrides, folder, strict=False) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
             take_up(plan)
         self.counts: dict[tuple[str, str], Counts] = {}
@@ -97,7 +97,7 @@ class Comparison:
     ) -> dict[int, float]:
         """Return a number of a row by seed, at a scale, by default at the drawn scale.
 
-        The number is at the row's evaluation point. In place of a default measure of the item, some rows use another
+        The number is at the row's evaluation point. Some rows replace a default measure of the item with another
         measure. With ``same_point``, all rows use ``measure`` unchanged.
         """
         if self.item.kind == "memory":
@@ -189,7 +189,7 @@ class Comparison:
         changes = []
         for key, value in {**small.get("settings", {}), **self.decisive}.items():
             papers = dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full)
-            papers.pop("", None)  # of a method without this setting
+            papers.pop("", None)  # from a method without this setting
             if list(papers) != [shown(key, value)]:
                 changes.append(f"{key} {shown(key, value)} ({' or '.join(papers)})")
         for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
@@ -251,13 +251,13 @@ class Comparison:
         """Return the command for the missing runs, and the data that they need."""
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         if any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells):
-            return f"{command}, and the time that its runs take; the data is there"
+            return f"{command}, and the time that its runs take; the data is available"
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _verdict(self, claim: Claim) -> Verdict:
-        """Return the verdict on a claim, at the scale that compares most rows, then most variants; else the larger.
+        """Return the verdict on a claim, from runs of the same scale.
 
-        It compares only runs of the same scale.
+        Choose the scale that compares most rows, then most variants, then the larger scale.
         """
         by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
         scale = max(

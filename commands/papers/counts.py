@@ -1,4 +1,4 @@
-"""Class counts of the clients: the one part of a table or figure that is read off the data, without any run."""
+"""Count the clients' classes for tables and figures. These counts come from the data, without any run."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ FILE = "counts.json"
 """File with the archive of a table or figure: for each variant, the settings of its data, and the class counts."""
 
 Counts = npt.NDArray[np.int64]
-"""Training samples of each class on each client ``(M, C)``."""
+"""Number of training samples of each class on each client ``(M, C)``."""
 
 
 def first_cells(plan: Plan) -> dict[str, Cell]:
@@ -31,9 +31,9 @@ def first_cells(plan: Plan) -> dict[str, Cell]:
 
 
 def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
-    """Count the classes of the partitions that have not been counted; return which could not be made, and why.
+    """Count the classes of the partitions without stored counts; return the failures, a reason by variant.
 
-    Why data sets could not be read is noted in ``absent``.
+    Record in ``absent`` the reasons why data sets are unreadable.
     """
     stored, failures = _read(plan.output), {}
     for variant, cell in first_cells(plan).items():
@@ -57,7 +57,7 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
 
 
 def counted(plan: Plan) -> dict[str, Counts]:
-    """Return the class counts that have been found, by variant."""
+    """Return the stored class counts by variant."""
     stored, cells = _read(plan.output), first_cells(plan)
     return {
         variant: np.array(stored[variant]["counts"], np.int64)

@@ -1,4 +1,4 @@
-"""Tables and figures in the form of the originals, the papers' numbers beside ours."""
+"""Draw tables and figures in the form of the originals, with the papers' numbers and Posy's."""
 
 import itertools
 import math
@@ -28,40 +28,43 @@ from posy.yaml12 import read_yaml
 
 MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
 SEEDS = (0, 1, 2)
-"""What a simulation is drawn over."""
+"""Seeds of a simulation."""
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw a figure, if the original is one and there are runs of it."""
+    """Draw a figure if the original is a figure and has runs."""
     kind = comparison.item.kind
     if kind not in FORMS:
-        raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: there are {', '.join(FORMS)}")
+        raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: it must be one of {', '.join(FORMS)}")
     FORMS[kind](comparison, comparison.item.form, path)
 
 
 def table(comparison: Comparison) -> str:
-    """Return the rows and columns of the original: the paper's number, then ours and whether it is the same."""
+    """Return the table in Markdown: in each cell the paper's number, Posy's number, and whether they agree."""
     entries = {(entry.variant, entry.measure, entry.row): entry for entry in comparison.entries}
-    columns = [column for column in comparison.item.columns if any(column == place[:2] for place in entries)]
+    columns = [column for column in comparison.item.columns if any(column == key[:2] for key in entries)]
     several = len(comparison.item.measures) > 1
     names = [", ".join(filter(None, (variant, measure if several else ""))) or measure for variant, measure in columns]
     lines = [["", *names], ["---", *["---:"] * len(columns)]]
     marked = len(comparison.scales) > 1
     for row in comparison.item.rows:
-        found = [(entries.get((*column, row)), column[1]) for column in columns]
-        cells = [_cell(entry, measure, marked, comparison.usual_seeds) for entry, measure in found]
+        row_entries = [(entries.get((*column, row)), column[1]) for column in columns]
+        cells = [_cell(entry, measure, marked, comparison.usual_seeds) for entry, measure in row_entries]
         if any(cells):
             lines.append([row, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def text_of(found: Number, digits: int) -> str:
-    """Return a number with its ±."""
-    return f"{found.mean:.{digits}f}" + (f" ± {found.std:.{digits}f}" if found.std is not None else "")
+def text_of(value: Number, digits: int) -> str:
+    """Return a number as text, with its ± if it has one."""
+    return f"{value.mean:.{digits}f}" + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
 
 
 def _cell(entry: Entry | None, measure: str, marked: bool, seeds: int) -> str:
-    """Return an entry as text, with its number of seeds if that is another, and where asked for its scale if small."""
+    """Return an entry as text.
+
+    Add the number of seeds unless it is ``seeds``, and with ``marked`` the scale if it is small.
+    """
     if entry is None:
         return ""
     digits = 2 if in_percent(measure) else 3
@@ -71,15 +74,15 @@ def _cell(entry: Entry | None, measure: str, marked: bool, seeds: int) -> str:
         ours += f" ({entry.ours.seeds} seed{'s' * (entry.ours.seeds > 1)})"
     if entry.printed is None:
         return ours
-    return f"{entry.printed.text} → {ours}{' ≈' if entry.alike else MARKS[entry.state]}"
+    return f"{entry.printed.text} → {ours}{' ≈' if entry.agrees_reduced else MARKS[entry.state]}"
 
 
 def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw no figure: a table is text."""
+    """Draw nothing: a table is text."""
 
 
 def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw numbers over the rounds or all local epochs: a panel for each and each variant, a line for each row."""
+    """Draw numbers over the rounds or local epochs: one panel per number and variant, one line per row."""
     keys = form["of"] if isinstance(form["of"], list) else [form["of"]]
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for variant, key in itertools.product(comparison.item.variants, keys):
@@ -89,8 +92,8 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
             curves = [dict(curve(cell.path, key)) for cell in cells]
             if not curves or not all(curves):
                 continue
-            shared = sorted(set.intersection(*(set(found) for found in curves)))
-            band = [_point(n * steps[0], [found[n] for found in curves]) for n in shared]
+            shared = sorted(set.intersection(*(set(values) for values in curves)))
+            band = [_point(n * steps[0], [values[n] for values in curves]) for n in shared]
             panels.setdefault(", ".join(filter(None, (variant, key if len(keys) > 1 else ""))), {})[row] = band
     over = "local epochs" if form.get("over") == "epochs" else "round"
     figures.small_multiples(
@@ -107,16 +110,16 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
 
 
 def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw numbers of each row against one of its settings, over the seeds that a line's runs have in common.
+    """Draw numbers of each row against one of its settings, over the seeds that all runs of a line share.
 
-    A line is a variant, or, with ``lines: rows``, a row, whose runs have different settings in the variants. What the
-    paper prints are points; a row that has no such setting is a dashed line.
+    A line is a variant, or, with ``lines: rows``, a row, whose runs have different settings in the variants. The
+    paper's numbers are points. A row without the setting is a dashed line.
     """
     setting, panels, points = form["setting"], {}, set()
     dashed: dict[str, dict[str, float]] = {}
     for measure in form["measures"]:
         panel = form.get("names", {}).get(measure, measure)
-        found: dict[str, dict[float, dict[int, float]]] = {}
+        by_line: dict[str, dict[float, dict[int, float]]] = {}
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for variant, row in itertools.product(comparison.item.variants, comparison.item.rows):
             planned = comparison.planned(variant, row)
@@ -125,15 +128,15 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
             values = comparison.values(variant, row, measure)
             printed = comparison.item.printed.get((variant, measure, row))
             if values and at is not None:
-                found.setdefault(line or "Posy", {})[float(at)] = values
+                by_line.setdefault(line or "Posy", {})[float(at)] = values
             elif values:
                 dashed.setdefault(panel, {})[f"{variant}, {row}".removeprefix(", ")] = statistics.fmean(values.values())
             if printed is not None and at is not None:
-                points.add(told := f"{line}, paper".removeprefix(", "))
-                lines.setdefault(told, []).append((float(at), printed.value, 0.0))
+                points.add(label := f"{line}, paper".removeprefix(", "))
+                lines.setdefault(label, []).append((float(at), printed.value, 0.0))
             elif printed is not None:
                 dashed.setdefault(panel, {})[f"{variant}, {row}, paper".removeprefix(", ")] = printed.value
-        for line, by_setting in found.items():
+        for line, by_setting in by_line.items():
             common = set.intersection(*(set(values) for values in by_setting.values()))
             for at, values in sorted(by_setting.items()):
                 shared = [value for seed, value in values.items() if seed in common or not common]
@@ -153,7 +156,7 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw a bar for each row in each variant, with the standard deviation over the seeds; the paper's as marks."""
+    """Draw one bar per row and variant with the standard deviation over the seeds, and the paper's numbers as marks."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for entry in comparison.entries:
         if entry.ours is not None and entry.measure == comparison.item.measures[0]:
@@ -167,10 +170,10 @@ def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the lengths of the rows of the clients' output layers, a panel for each row, of the first seed.
+    """Draw the norms of the rows of the clients' output layers for the first seed, one panel per row.
 
-    With ``counts`` a panel before them has the clients' class counts, and their titles the correlation r of the shares
-    in both; with ``difference: [A, B]`` one after row A has A's minus B's.
+    With ``counts``, the first panel shows the clients' class counts. The titles then give the correlation r between the
+    class shares in the counts and in the norms. With ``difference: [A, B]``, a panel after row A shows A minus B.
     """
     panels = []
     for variant in comparison.item.variants:
@@ -178,49 +181,49 @@ def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
         if counts is not None:
             title = f"{variant}: samples".removeprefix(": ")
             panels.append(figures.Panel(np.transpose(counts), title, "client", "class", counts=True))
-        found = _head_norms(comparison, variant)
-        for row, matrix in found.items():
+        norms = _head_norms(comparison, variant)
+        for row, matrix in norms.items():
             title = f"{variant}: {row}".removeprefix(": ")
             if counts is not None:
                 title += f", r = {np.corrcoef(_shares(counts).ravel(), _shares(matrix).ravel())[0, 1]:.2f}"
             panels.append(figures.Panel(matrix.T, title, "client", "class", "norm"))
             first, second = form.get("difference", ("", ""))
-            if row == first and second in found:
-                panels.append(figures.Panel((matrix - found[second]).T, f"{first}\n- {second}", "client", "class"))
+            if row == first and second in norms:
+                panels.append(figures.Panel((matrix - norms[second]).T, f"{first}\n- {second}", "client", "class"))
     figures.heatmaps(panels, path, title=comparison.item.title)
 
 
 def _shares(counts: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the classes' shares in each client's row ``(M, C)``."""
+    """Return the share of each class in each client's row ``(M, C)``."""
     return np.asarray(counts / counts.sum(axis=1, keepdims=True), np.float64)
 
 
 def _head_norms(comparison: Comparison, variant: str) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the lengths of the rows of the clients' output layers ``(M, C)`` by row, of the first seed."""
-    found = {}
+    """Return the norms of the rows of the clients' output layers ``(M, C)`` of the first seed, by row of the figure."""
+    norms = {}
     for row in comparison.item.rows:
         _, cells = comparison.runs_of(variant, row)
         matrix = kept(cells[0].path).get("heads") if cells else None
         if matrix:
-            found[row] = np.array(matrix, np.float64)
-    return found
+            norms[row] = np.array(matrix, np.float64)
+    return norms
 
 
 def _clients(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw each client's training loss over the rounds, a panel for each client and a line for each row."""
+    """Draw the training loss over the rounds, one panel per client and one line per row."""
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for variant in comparison.item.variants:
         for row in comparison.item.rows:
             _, cells = comparison.runs_of(variant, row)
             curves = kept(cells[0].path).get("clients", {}) if cells else {}
-            for client, points in sorted(curves.items(), key=lambda one: int(one[0])):
+            for client, points in sorted(curves.items(), key=lambda pair: int(pair[0])):
                 title = f"{variant}: client {client}".removeprefix(": ")
                 panels.setdefault(title, {})[row] = [(n, loss, 0.0) for n, loss in points]
     figures.small_multiples(panels, path, title=comparison.item.title, ylabel="training loss", apart=True)
 
 
 def _trade_off(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw one number of each row against another one, with the row's name."""
+    """Draw a number of each row against another number, with the row's name."""
     points = {}
     for variant in comparison.item.variants:
         for row in comparison.item.rows:
@@ -231,39 +234,39 @@ def _trade_off(comparison: Comparison, form: Mapping[str, Any], path: Path) -> N
 
 
 def _measures(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw several numbers of each row, a group of bars for each number."""
+    """Draw several numbers of each row, one group of bars per number."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for measure in form["measures"]:
         for variant in comparison.item.variants:
             for row in comparison.item.rows:
-                own = number(list(comparison.values(variant, row, measure).values()))
-                if own is not None:
+                value = number(list(comparison.values(variant, row, measure).values()))
+                if value is not None:
                     name = " ".join(filter(None, (variant, form.get("names", {}).get(measure, measure))))
-                    groups.setdefault(name, {})[row] = (own.mean, own.std or 0.0)
+                    groups.setdefault(name, {})[row] = (value.mean, value.std or 0.0)
     figures.bars(groups, path, title=comparison.item.title, ylabel=form.get("label", "accuracy, %"))
 
 
 def _samples(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw an image of the data set as it is, and as each client sees it under its shift."""
-    settings = comparison.item.settings_of(comparison.item.variants[0], comparison.given)
+    """Draw an image of the data set, unchanged and under the shift of each client."""
+    settings = comparison.item.settings_of(comparison.item.variants[0], comparison.overrides)
     data = settings.data
-    found = replace(data, max_samples=0, download=False)  # a page is drawn with what is there
-    dataset = load_dataset(found, Path(data.data_dir), settings.run.seed)
+    available = replace(data, max_samples=0, download=False)  # a page uses only the local data
+    dataset = load_dataset(available, Path(data.data_dir), settings.run.seed)
     image = torch.from_numpy(dataset.x[form.get("index", 0)][None]).permute(0, 3, 1, 2)
     shown = {"original": image}
     for client, shift in enumerate(SHIFTS[data.shift][: data.num_clients]):
         bits = f", {shift.bits} bits" if shift.bits < 8 else ""
-        told = f"{client}: γ {shift.gamma:g}, h {shift.hue:g}\ns {shift.saturation:g}{bits}"
-        shown[told] = apply_shift(image, shift)
-    pictures = {told: picture[0].permute(1, 2, 0).numpy() for told, picture in shown.items()}
+        label = f"{client}: γ {shift.gamma:g}, h {shift.hue:g}\ns {shift.saturation:g}{bits}"
+        shown[label] = apply_shift(image, shift)
+    pictures = {label: picture[0].permute(1, 2, 0).numpy() for label, picture in shown.items()}
     figures.images(pictures, path, title=comparison.item.title)
 
 
 def _sharing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw which blocks FedDRM's branches share at each level, with the number of parameters."""
+    """Draw the blocks that FedDRM's branches share at each level, with the number of parameters."""
     panels = {}
     for variant in comparison.item.variants:
-        settings = comparison.item.settings_of(variant, comparison.given)
+        settings = comparison.item.settings_of(variant, comparison.overrides)
         task = Task("image", (3, 32, 32), tuple(map(str, range(10))))  # CIFAR-10's
         plain = architecture_for(settings.train.model, task)
         architecture = settings.method.network(plain, settings.data.num_clients)
@@ -275,27 +278,27 @@ def _sharing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
 
 def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw the gradient drift of FedDRM's two losses over the rounds, on random embeddings."""
-    found = [drift.simulate(seed) for seed in SEEDS]
+    simulations = [drift.simulate(seed) for seed in SEEDS]
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for measure in ("drift", "relative drift"):
         for task in ("class", "client"):
-            runs = [getattr(one[task], measure.replace(" ", "_")).tolist() for one in found]
+            runs = [getattr(simulation[task], measure.replace(" ", "_")).tolist() for simulation in simulations]
             points = [_point(n, values) for n, values in enumerate(zip(*runs, strict=True))]
             panels.setdefault(measure, {})[task] = points
     figures.small_multiples(panels, path, title=comparison.item.title, columns=2, apart=True)
 
 
 def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw PPFE's test error on linear regression against K and r_p, and below it without FedAvg's, which is far above.
+    """Draw PPFE's test error on linear regression against K and r_p, with FedAvg above, and without FedAvg below.
 
-    Clients with an r_p of their own stand apart from the others, at 1.2.
+    FedAvg's error is far above the other errors. The point at 1.2 has a separate r_p for each client.
     """
     clients = {float(k): [ridge.simulate(seed, clients=k) for seed in SEEDS] for k in ridge.CLIENTS}
     ratios = {r: [ridge.simulate(seed, ratio=r) for seed in SEEDS] for r in ridge.RATIOS}
-    own = [ridge.simulate(seed, ratio=None) for seed in SEEDS]
+    random_ratios = [ridge.simulate(seed, ratio=None) for seed in SEEDS]
     sides = {
         f"a: clients K, r_p = {ridge.USUAL_RATIO:g}": clients,
-        f"b: r_p, at 1.2 from U(0, 1), K = {ridge.USUAL_CLIENTS}": {**ratios, 1.1: [], 1.2: own},
+        f"b: r_p, at 1.2 from U(0, 1), K = {ridge.USUAL_CLIENTS}": {**ratios, 1.1: [], 1.2: random_ratios},
     }
     names = {"PPFE": "ppfe", "Local": "local", "Local, one penalty": "local_one_penalty", "FedAvg": "fedavg"}
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
@@ -313,34 +316,34 @@ def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _point(x: float, values: Sequence[float]) -> tuple[float, float, float]:
-    """Return a point of a line with its band, or, without values, a gap."""
-    found = number(values)
-    return (float(x), found.mean, found.std or 0.0) if found else (float(x), math.nan, math.nan)
+    """Return a point of a line with its band, or a gap without values."""
+    summary = number(values)
+    return (float(x), summary.mean, summary.std or 0.0) if summary else (float(x), math.nan, math.nan)
 
 
 def _pathways(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the networks of cwFedAvg's motivational example, their largest weights in colours."""
-    (found,) = pathways.simulate(pathways.SEEDS[:1])
+    """Draw the networks of cwFedAvg's motivational example, with their largest weights in colours."""
+    (networks,) = pathways.simulate(pathways.SEEDS[:1])
     panels = {}
     for letter, about in pathways.PANELS.items():
-        weights = pathways.weights_of(found[letter])
+        weights = pathways.weights_of(networks[letter])
         panels[f"({letter}) {about}"] = list(zip(weights, pathways.critical(weights), strict=True))
     figures.networks(panels, path, title=comparison.item.title)
 
 
 def _partition(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw how many training samples of each class each client has, a panel for each variant."""
-    found = {variant: comparison.counts_of(variant) for variant in comparison.item.variants}
+    """Draw the number of training samples of each class on each client, one panel per variant."""
+    counts_by_variant = {variant: comparison.counts_of(variant) for variant in comparison.item.variants}
     panels = [
         figures.Panel(np.transpose(counts), variant, "client", "class", "samples", counts=True)
-        for variant, counts in found.items()
+        for variant, counts in counts_by_variant.items()
         if counts is not None
     ]
     figures.heatmaps(panels, path, title=comparison.item.title)
 
 
 def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the class shares read off the clients' output layers against those of their samples."""
+    """Draw the class shares read off the clients' output layers against the class shares of their samples."""
     groups = {}
     for variant in comparison.item.variants:
         counts = comparison.counts_of(variant)
@@ -352,17 +355,17 @@ def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) ->
 
 
 def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Keep a picture that a run has drawn itself, the one named ``of`` of the first seed of a ``row``."""
+    """Copy the picture ``of`` that the run of the first seed of a ``row`` has drawn."""
     for variant in comparison.item.variants:
         _, cells = comparison.runs_of(variant, form["row"])
-        file = _own_picture(cells[0], f"{form['of']}.png") if cells else None
+        file = _find_picture(cells[0], f"{form['of']}.png") if cells else None
         if file is not None:
             shutil.copyfile(file, path)
             return
 
 
-def _own_picture(cell: Cell, name: str) -> Path | None:
-    """Return a run's picture, or that of another table's run with the same settings, if it is still there."""
+def _find_picture(cell: Cell, name: str) -> Path | None:
+    """Return the path of a picture of a run, or of another table's run with the same settings, or None."""
     results = cell.path.parents[len(cell.place.split(" / ")) + 1]
     for config in [cell.path / "config.yaml", *sorted(results.glob("**/config.yaml"))]:
         file = config.parent / "figures" / name
@@ -390,4 +393,4 @@ FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
     "picture": _picture,
     "memory": _nothing,
 }
-"""How a table or figure may be drawn."""
+"""Functions that draw a table or figure, by the kind of its form."""

@@ -1,9 +1,9 @@
-"""FedDRM's Figure 3: how far the clients' gradients lie apart, for its class loss and for its client loss.
+"""FedDRM's Figure 3: the drift between the clients' gradients, for its class loss and for its client loss.
 
-The paper tells of a classification task with 10 classes, 3 clients, a randomly generated embedding and FedAvg (Section
-2.4), and of no more. Chosen here: embeddings of client i are drawn from N(m_i, I), with m_i from N(0, I / 4), their
-labels from one multinomial logistic model (Eq. 1), so that the clients differ by covariate shift; the dimension, the
-number of samples, the learning rate and the number of local steps.
+The paper states only a classification task with 10 classes, 3 clients, a randomly generated embedding and FedAvg
+(Section 2.4). Posy chooses the other parameters: the dimension, the number of samples, the learning rate and the number
+of local steps. Embeddings of client i come from N(m_i, I), with m_i from N(0, I / 4). Labels come from the same
+multinomial logistic model for all clients (Eq. 1), so that the clients differ by covariate shift.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Drift(NamedTuple):
     """Gradient drift of a loss in each round, at the server's model.
 
     ``drift`` is G of the paper's footnote 1. ``relative_drift`` is its share of the clients' mean squared gradient,
-    G^2 / sum_i (n_i / N) ||grad l_i||^2: 0 if all gradients are one, 1 if their mean vanishes.
+    G^2 / sum_i (n_i / N) ||grad l_i||^2: 0 if all gradients are equal, 1 if their mean vanishes.
     """
 
     drift: Array
@@ -29,13 +29,13 @@ class Drift(NamedTuple):
 
 
 def simulate(seed: int, rounds: int = ROUNDS) -> dict[str, Drift]:
-    """Train both heads by FedAvg on fixed embeddings and return the drift of ``class`` and ``client``."""
+    """Train both heads by FedAvg on fixed embeddings, and return the drift of ``class`` and ``client``."""
     rng = np.random.default_rng(seed)
     truth = rng.normal(size=(CLASSES, DIMENSION))
     means = 0.5 * rng.normal(size=(CLIENTS, 1, DIMENSION))
     x = means + rng.normal(size=(CLIENTS, SAMPLES, DIMENSION))
     gumbel = rng.gumbel(size=(CLIENTS, SAMPLES, CLASSES))
-    classes = (x @ truth.T + gumbel).argmax(axis=-1)  # the largest of logits and Gumbel noise is a draw
+    classes = (x @ truth.T + gumbel).argmax(axis=-1)  # the Gumbel-max trick: a draw from the softmax
     clients = np.repeat(np.arange(CLIENTS)[:, None], SAMPLES, axis=1)
     return {
         "class": _over_rounds(x, classes, CLASSES, rounds),
@@ -66,13 +66,13 @@ def _over_rounds(x: Array, y: npt.NDArray[np.int64], outputs: int, rounds: int) 
     squares = np.empty((rounds, 2))
     for number in range(rounds):
         squares[number] = squared_drift(
-            np.stack([head_gradient(server, *own) for own in zip(x, y, strict=True)]), shares
+            np.stack([head_gradient(server, *samples) for samples in zip(x, y, strict=True)]), shares
         )
         models = []
-        for own in zip(x, y, strict=True):
+        for samples in zip(x, y, strict=True):
             model = server
             for _ in range(STEPS):
-                model = model - RATE * head_gradient(model, *own)
+                model = model - RATE * head_gradient(model, *samples)
             models.append(model)
         server = np.tensordot(shares, np.stack(models), axes=1)
     return Drift(np.sqrt(squares[:, 0]), squares[:, 0] / squares[:, 1])

@@ -205,11 +205,11 @@ class Item:
                 return str(entry["say"])
         return ""
 
-    def settings_of(self, variant: str, given: Mapping[str, Scalar] | None = None) -> Settings:
+    def settings_of(self, variant: str, overrides: Mapping[str, Scalar] | None = None) -> Settings:
         """Return the settings of a variant of a picture without runs."""
         of_variants = {entry["name"]: entry.get("settings", {}) for entry in self.content.get("variants", [])}
         changes = of_variants.get(variant, {})
-        chosen = {"seed": 0, **self.content.get("settings", {}), **changes, **(given or {})}
+        chosen = {"seed": 0, **self.content.get("settings", {}), **changes, **(overrides or {})}
         return read_settings(with_experiment(chosen, str(self.file)), str(self.file))
 
     def seeds(self, scale: str, number: int | None = None) -> list[int]:
@@ -220,7 +220,7 @@ class Item:
     def plan(
         self,
         scale: str,
-        given: Mapping[str, Scalar] | None = None,
+        overrides: Mapping[str, Scalar] | None = None,
         folder: Path | None = None,
         seeds: int | None = None,
         strict: bool = True,
@@ -235,10 +235,10 @@ class Item:
         table.setdefault("runs", [{"name": "data"}])  # never run: its settings name the data to draw
         output = (folder or results_of(self.paper)) / f"{self.name}-{scale}"
         table["seeds"] = list(dict.fromkeys([*self.seeds(scale), *self.seeds(scale, seeds), *_seeds_in(output.parent)]))
-        left_out = small.get("without", [])
+        omitted = small.get("without", [])
         for part in ("runs", "variants"):
             if part in table:
-                table[part] = [entry for entry in table[part] if entry["name"] not in left_out]
+                table[part] = [entry for entry in table[part] if entry["name"] not in omitted]
         common = dict(small.get("settings", {}))
         for part in ("runs", "variants"):
             changed = small.get(part, {})
@@ -249,7 +249,7 @@ class Item:
                 table[part] = [_with(entry, shared | changed.get(entry["name"], {})) for entry in table[part]]
         # plan_of removes the settings of other methods from each row.
         reduced = common | ({"checkpoint-every": SELDOM} if scale == "full" else {})
-        return replace(plan_of(table, self.file, given or {}, str(output), reduced, strict), collect=collect)
+        return replace(plan_of(table, self.file, overrides or {}, str(output), reduced, strict), collect=collect)
 
     def _claim(self, entry: Mapping[str, Any]) -> Claim:
         keys = entry.keys() if isinstance(entry, dict) else set()

@@ -1,4 +1,4 @@
-"""A paper's page: its tables and figures, each number's state, and the claims."""
+"""Write the page of a paper: its tables and figures, the state of each number, and the verdicts on the claims."""
 
 import math
 from collections import Counter
@@ -19,80 +19,81 @@ from posy.settings import Scalar
 from posy.strategies.registry import PAPERS
 
 LEGEND = (
-    "Under each heading stands what the paper shows. Tables give the paper's number → ours, as mean ± standard "
-    "deviation over the seeds. ✓ means the same: within one point, or within two points if that is at most two "
-    "standard deviations (0.01 and 0.02 for numbers that are not percentages). ≈ means the same, but at scale small; "
-    "≠ means not the same. *Drawn* means that the paper prints no number to compare with.",
-    "*Served* is the model that a client holds after the server's message; *local* is that model after the client's "
-    "own training; *own* is whichever of the two the method is made for. *Last* is the last round, *average* the mean "
-    "over the last rounds, and *upper-bound* the round that is best on the test samples, which papers often report. "
-    "The mean is over the clients; *weighted* weighs them by their training samples. *System* accuracy is measured on "
-    "all clients' test samples, when a query names no client. [docs/runs.md](../runs.md#what-a-run-leaves) has more.",
-    "A claim says that one row is higher than another. It is judged by their differences, paired by seed and column. "
-    "A t-test at 5 % confirms or refutes it; otherwise it is within the noise, or, with fewer than three pairs, there "
-    "are too few runs. A claim that a row is above several others is confirmed if the row is above each of them, and "
-    "refuted if any is above it (Holm's correction); the brackets give the difference that decided. A claim about "
-    "spreads compares the distances from the mean over the seeds (Levene's test); a claim that two rows are close "
-    "takes two one-sided t-tests. Runs at different scales are never compared; (small) marks the smaller scale.",
+    "The first lines under each heading describe the paper's table or figure. Tables give the paper's number → Posy's "
+    "number, as mean ± standard deviation over the seeds. ✓ means that the numbers agree: within one point, or within "
+    "two points if that is at most two standard deviations (0.01 and 0.02 for numbers that are not percentages). ≈ "
+    "means that they agree at scale small. ≠ means that they differ. *Drawn* means that the paper prints no number.",
+    "*Served* is the model that a client receives from the server. *Local* is this model after local training. *Own* "
+    "is the evaluation point of the method: one of the two. *Last* is the last round, *average* the mean over the last "
+    "rounds, and *upper-bound* the round that is best on the test samples, which papers often report. The mean is over "
+    "the clients; *weighted* weighs them by their training samples. *System* accuracy is the accuracy on all clients' "
+    "test samples, for queries that name no client. [docs/runs.md](../runs.md#what-a-run-leaves) has more.",
+    "A claim says that a row is higher than another row. The test uses their differences, paired by seed and column. "
+    "A t-test at 5 % confirms or refutes the claim. Otherwise the claim is within the noise, or has too few runs if "
+    "there are fewer than three pairs. A claim that a row is above several rows is confirmed if the row is above each "
+    "of them, and refuted if any of them is above it (Holm's correction). The brackets give the deciding difference. A "
+    "claim about spreads compares the distances from the mean over the seeds (Levene's test). A claim that two rows "
+    "are close uses two one-sided t-tests. Posy compares only runs at the same scale; (small) marks the smaller scale.",
 )
-"""How to read a page."""
+"""Explanations at the start of each page."""
 
 
 def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
-    """Return the page of a paper as Markdown; ``pictures`` are the names of the figures that lie beside it."""
+    """Return the page of a paper as Markdown; ``pictures`` are the names of the figures in its folder."""
     about = (PAPERS / paper / "README.md").read_text(encoding="utf-8").strip()
     parts = [f"<!-- Written by `posy paper {paper}`. -->", about, *map(_filled, LEGEND)]
-    told = [one.item.title.partition(":")[0] for one in comparisons]
+    titles = [comparison.item.title.partition(":")[0] for comparison in comparisons]
     lines = [["", "state of its numbers", "claims"], ["---", "---", "---"]]
-    for one, title in zip(comparisons, told, strict=True):
-        lines.append([f"[{title}](#{_anchor(title)})", states(one, pictures), claims(one)])
+    for comparison, title in zip(comparisons, titles, strict=True):
+        lines.append([f"[{title}](#{_anchor(title)})", states(comparison, pictures), claims(comparison)])
     parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     if seconds := _at_scale_small(comparisons):
         parts.append(
-            _filled(f"All runs at scale small: {duration(seconds)} one after the other, half of that on two cores.")
+            _filled(f"All runs at scale small: {duration(seconds)} in sequence, and half this time on two cores.")
         )
-    for one, title in zip(comparisons, told, strict=True):
-        parts += [f"## {title}", *_section(paper, one, pictures)]
+    for comparison, title in zip(comparisons, titles, strict=True):
+        parts += [f"## {title}", *_section(paper, comparison, pictures)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def states(comparison: Comparison, pictures: Sequence[str]) -> str:
-    """Return how many of its numbers are in which state; of a picture without runs, whether it is drawn."""
+    """Return the number of its numbers in each state; for a picture without runs, whether it is drawn."""
     if comparison.item.draws_alone:
         return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
     return told_of(entry.state for entry in comparison.entries)
 
 
 def claims(comparison: Comparison) -> str:
-    """Return how many of its claims came out how."""
+    """Return the number of its claims with each outcome."""
     return told_of(_outcome(verdict) for _, verdict in comparison.verdicts)
 
 
 def verdicts(paper: str, folder: Path | None = None) -> list[str]:
-    """Return what came of each claim of a paper itself, by the runs in a folder, what is confirmed first."""
-    own = [Comparison(one, folder=folder) for one in items(paper) if one.in_paper]
-    found = sorted((verdict for one in own for _, verdict in one.verdicts), key=lambda each: OUTCOMES.index(each.word))
-    return [_outcome(verdict) for verdict in found]
+    """Return the outcome of each claim in a paper, from the runs in a folder, with confirmed claims first."""
+    comparisons = [Comparison(item, folder=folder) for item in items(paper) if item.in_paper]
+    every_verdict = (verdict for comparison in comparisons for _, verdict in comparison.verdicts)
+    return [_outcome(verdict) for verdict in sorted(every_verdict, key=lambda verdict: OUTCOMES.index(verdict.word))]
 
 
 def told_of(words: Iterable[str]) -> str:
-    """Return how often there is each word: of a number's state, or of a claim."""
+    """Return the number of occurrences of each word as text, such as ``3 reproduced, 1 differs``."""
     return ", ".join(f"{number} {word}" for word, number in Counter(words).items())
 
 
 def write(
-    paper: str, folder: Path, given: Mapping[str, Scalar] | None = None, runs: Path | None = None
+    paper: str, folder: Path, overrides: Mapping[str, Scalar] | None = None, runs: Path | None = None
 ) -> list[Comparison]:
-    """Write the page of a paper and its figures into a folder, from the runs that there are; return what it shows.
+    """Write the page of a paper and its figures into a folder, and return the comparisons that the page shows.
 
-    These are the ones that ``posy paper`` made, or those with settings that were ``given``, in the folder ``runs``.
+    The page uses the finished runs of ``posy paper``, or the runs in the folder ``runs`` with the settings
+    ``overrides``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    comparisons = [Comparison(one, given, runs) for one in items(paper)]
-    for one in comparisons:
-        if one.cells or one.counts or one.item.draws_alone:
-            with suppress(DataError):  # the page tells what is needed
-                draw(one, folder / _picture(paper, one))
+    comparisons = [Comparison(item, overrides, runs) for item in items(paper)]
+    for comparison in comparisons:
+        if comparison.cells or comparison.counts or comparison.item.draws_alone:
+            with suppress(DataError):  # the page names the missing data
+                draw(comparison, folder / _picture(paper, comparison))
     (folder / f"{paper}.md").write_text(page(paper, comparisons, pictures_in(folder)), encoding="utf-8")
     return comparisons
 
@@ -103,141 +104,144 @@ def pictures_in(folder: Path) -> list[str]:
 
 
 def overview(papers: Mapping[str, Sequence[Comparison]]) -> list[list[str]]:
-    """Return a row for each paper: claims, how many came out how, and its numbers' states."""
+    """Return a row for each paper: its number of claims, of claims by outcome, and of numbers by state."""
     rows = []
-    for paper, all_of_it in papers.items():
-        comparisons = [one for one in all_of_it if one.item.in_paper]
-        words = Counter(verdict.word for one in comparisons for _, verdict in one.verdicts)
-        found = Counter(entry.state for one in comparisons for entry in one.entries)
+    for paper, all_comparisons in papers.items():
+        comparisons = [comparison for comparison in all_comparisons if comparison.item.in_paper]
+        words = Counter(verdict.word for comparison in comparisons for _, verdict in comparison.verdicts)
+        states_of_numbers = Counter(entry.state for comparison in comparisons for entry in comparison.entries)
         row = [paper, str(words.total())]
         row += [str(words[word]) for word in OUTCOMES]
-        row += [str(found[state]) for state in (REPRODUCED, DIFFERS, DRAWN, NOT_RUN)]
+        row += [str(states_of_numbers[state]) for state in (REPRODUCED, DIFFERS, DRAWN, NOT_RUN)]
         rows.append(row)
     return rows
 
 
-def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
-    item = one.item
+def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> list[str]:
+    item = comparison.item
     about = item.title.partition(": ")[2].strip()
     stop = "" if about.endswith("?") else "."
     parts = [_filled(f"{about[0].upper()}{about[1:]}{stop} {item.content.get('shows', '')}")]
     if item.content.get("runs"):
-        scales = one.scales or item.scales[:1]
-        given = "".join(f" {key}={typed(value)}" for key, value in one.decisive.items())
+        scales = comparison.scales or item.scales[:1]
+        overrides = "".join(f" {key}={typed(value)}" for key, value in comparison.decisive.items())
         command = " and ".join(
-            f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(one, scale)}{given}`" for scale in scales
+            f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
+            for scale in scales
         )
-        ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
-        parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}{_seeds(one)}."))
-        for scale in one.scales:
-            if told := one.changed(scale):
-                parts.append(_filled(f"Scale {scale}, in brackets the paper's: {told}."))
+        ran = f"; {duration(comparison.seconds)} of runs" if comparison.cells else ""
+        points = f"{_points(comparison)}{_seeds(comparison)}"
+        parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{points}."))
+        for scale in comparison.scales:
+            if changes := comparison.changed(scale):
+                parts.append(_filled(f"Scale {scale}, in brackets the paper's: {changes}."))
     if item.kind == "partition":
         parts.append(f"`posy paper {paper} {item.name}`, which runs nothing.")
-    if item.rows and (item.printed or one.entries):
-        parts.append(table(one))
-    if (name := _picture(paper, one)) in pictures:
+    if item.rows and (item.printed or comparison.entries):
+        parts.append(table(comparison))
+    if (name := _picture(paper, comparison)) in pictures:
         parts.append(f"![{item.title.partition(':')[0]}]({name})")
     elif item.draws_alone:
-        parts.append(_filled(f"{NOT_RUN}: {one.needed()}."))
-    if one.verdicts:
-        parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
-    parts += map(_filled, _notes(one))
+        parts.append(_filled(f"{NOT_RUN}: {comparison.needed()}."))
+    if comparison.verdicts:
+        parts.append("\n".join(f"- {_describe(claim, verdict)}" for claim, verdict in comparison.verdicts))
+    parts += map(_filled, _notes(comparison))
     reasons: dict[str, list[Entry]] = {}
-    for entry in one.entries:
+    for entry in comparison.entries:
         if entry.state in (DIFFERS, NOT_RUN):
             reasons.setdefault(f"{entry.state}: {entry.why or 'open'}", []).append(entry)
-    parts += [_filled(f"{_places(entries, one)}: {why}.") for why, entries in reasons.items()]
-    if one.cells:
-        results = {cell: cell.summary() or {} for _, cells in one.cells.values() for cell in cells}
+    parts += [_filled(f"{_positions(entries, comparison)}: {why}.") for why, entries in reasons.items()]
+    if comparison.cells:
+        results = {cell: cell.summary() or {} for _, cells in comparison.cells.values() for cell in cells}
         parts += [_filled(f"Machine: {line}.") for line in machines(results)]
     return parts
 
 
-def _notes(one: Comparison) -> list[str]:
-    """Return what is told of the runs beside their numbers: which have diverged, and what is seen here."""
-    diverged = [f"Diverged, and left out: {'; '.join(one.diverged)}."] if one.diverged else []
-    here = [f"Here: {one.item.content['here']}"] if "here" in one.item.content else []
-    return diverged + here
+def _notes(comparison: Comparison) -> list[str]:
+    """Return notes on the runs: the diverged runs, and the observations in the file of the table or figure."""
+    diverged = [f"Diverged, and excluded: {'; '.join(comparison.diverged)}."] if comparison.diverged else []
+    observations = [f"Here: {comparison.item.content['here']}"] if "here" in comparison.item.content else []
+    return diverged + observations
 
 
-def _more_seeds(one: Comparison, scale: str) -> str:
-    """Return the option that asks for the seeds at a scale, where they are more than the item's own."""
-    seeds = {cell.seed for own, cells in one.cells.values() if own == scale for cell in cells}
-    return f" --seeds {max(seeds) + 1}" if seeds - {*one.item.seeds(scale)} else ""
+def _more_seeds(comparison: Comparison, scale: str) -> str:
+    """Return the option that asks for the seeds at a scale, if they are more than the item's seeds."""
+    seeds = {cell.seed for drawn_at, cells in comparison.cells.values() if drawn_at == scale for cell in cells}
+    return f" --seeds {max(seeds) + 1}" if seeds - {*comparison.item.seeds(scale)} else ""
 
 
 def _filled(text: str) -> str:
-    """Return a text in lines that no name of a file is broken by."""
+    """Return a text in lines of 120 characters, without breaks in file names."""
     return fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
-def _places(entries: Sequence[Entry], one: Comparison) -> str:
-    """Return where some entries stand: rows with their column, and a whole column by its name alone."""
-    if len(entries) == len(one.entries):
+def _positions(entries: Sequence[Entry], comparison: Comparison) -> str:
+    """Return the positions of entries: rows with their column, or only the column if all its entries are included."""
+    if len(entries) == len(comparison.entries):
         return "All numbers"
-    sizes, own = (Counter(entry.variant for entry in some) for some in (one.entries, entries))
+    sizes, listed = (Counter(entry.variant for entry in group) for group in (comparison.entries, entries))
     names = (
-        entry.variant if sizes[entry.variant] == own[entry.variant] else f"{entry.variant} / {entry.row}"
+        entry.variant if sizes[entry.variant] == listed[entry.variant] else f"{entry.variant} / {entry.row}"
         for entry in entries
     )
     return "; ".join(dict.fromkeys(name.removeprefix(" / ") for name in names))
 
 
-def _points(one: Comparison) -> str:
-    """Return the rows that have an evaluation point or a measure of their own."""
+def _points(comparison: Comparison) -> str:
+    """Return the rows with a separate evaluation point or measure."""
     points: dict[str, list[str]] = {}
-    for row, point in one.item.content.get("points", {}).items():
+    for row, point in comparison.item.content.get("points", {}).items():
         points.setdefault(point, []).append(row)
-    for row, (_, measure) in one.item.readings.items():
-        if [measure] != one.item.measures:
+    for row, (_, measure) in comparison.item.readings.items():
+        if [measure] != comparison.item.measures:
             points.setdefault(measure, []).append(row)
     return "".join(f"; {point} of {', '.join(rows)}" for point, rows in points.items())
 
 
-def _seeds(one: Comparison) -> str:
-    """Return over how many seeds most numbers are."""
-    seeds = one.usual_seeds
+def _seeds(comparison: Comparison) -> str:
+    """Return the number of seeds of most numbers, as text."""
+    seeds = comparison.usual_seeds
     return f"; over {seeds} seed{'s' * (seeds > 1)}" if seeds else ""
 
 
 def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
-    """Return the seconds of all runs at scale small, each once, with the items' own seeds."""
+    """Return the total seconds of the distinct runs at scale small, with the seeds of the files."""
     ran = {
         frozenset(cell.decisive.items()): cell.summary() or {}
-        for one in comparisons
-        for cells in one.finished.get("small", {}).values()
+        for comparison in comparisons
+        for cells in comparison.finished.get("small", {}).values()
         for cell in cells
-        if cell.seed in one.item.seeds("small")
+        if cell.seed in comparison.item.seeds("small")
     }
     return float(sum(summary["seconds"] for summary in ran.values()))
 
 
-def _told(claim: Claim, verdict: Verdict) -> str:
-    """Return a claim and what came of it, with the scale in words."""
+def _describe(claim: Claim, verdict: Verdict) -> str:
+    """Return a claim and its outcome as text."""
     if verdict.difference is None:
         return f"{claim.say}: **{verdict.word}**"
     digits = 2 if in_percent(claim.measure) else 3
     if size := max(abs(verdict.difference), verdict.std or 0.0):
         digits = max(digits, -math.floor(math.log10(size)))
     std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
-    told = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
+    details = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
     if verdict.of:
-        told = [f"{verdict.of}: {told[0]}", told[1], f"as claimed in {verdict.confirmed} of {verdict.compared}"]
+        agreeing = f"as claimed in {verdict.confirmed} of {verdict.compared}"
+        details = [f"{verdict.of}: {details[0]}", details[1], agreeing]
     why = f": {claim.why}" if claim.why and verdict.word not in ("confirmed", "not run") else ""
     scale = " at scale small" if verdict.scale == "small" else ""
-    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(told)}){why}"
+    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(details)}){why}"
 
 
 def _outcome(verdict: Verdict) -> str:
-    """Return what came of a claim, with a mark if it was judged at scale small."""
+    """Return the outcome of a claim, with a mark if its runs are at scale small."""
     return f"{verdict.word} (small)" if verdict.scale == "small" and verdict.difference is not None else verdict.word
 
 
-def _picture(paper: str, one: Comparison) -> str:
-    return f"{paper}-{one.item.name}.png"
+def _picture(paper: str, comparison: Comparison) -> str:
+    return f"{paper}-{comparison.item.name}.png"
 
 
 def _anchor(title: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
+    """Return GitHub's anchor of a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")

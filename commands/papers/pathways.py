@@ -1,12 +1,13 @@
 """cwFedAvg's Figure 1: the largest weights of small networks, with and without the weight distribution regulariser.
 
-The paper tells of the samples, 3400 of class 0 and 2600 of class 1 around two centres in three dimensions, of how many
-of them each of three clients has, and of a network with four ReLU neurons, of whose 20 weights the 8 largest are drawn
-(Section 3.2). Learning rate, batch size and lambda are those of its experiments with ten classes (Section 5.1). Chosen
-here: the centres are drawn from N(0, I) and the samples from N(centre, I); the layers have biases, which are trained
-and averaged but not drawn; all clients start from one initialisation, PyTorch's; each takes the same number of steps,
-on batches drawn with replacement; there is one round, in which all layers are averaged class-wise, with the shares
-that are read off the output weights.
+The paper states these parameters (Section 3.2): 3400 samples of class 0 and 2600 of class 1 around two centres in three
+dimensions, their distribution over three clients, and a network with four ReLU neurons. It draws the 8 largest of the
+network's 20 weights. Learning rate, batch size and lambda come from its experiments with ten classes (Section 5.1).
+
+Posy chooses the rest. The centres come from N(0, I) and the samples from N(centre, I). The layers have biases, which
+are trained and averaged but not drawn. All clients start from the same initialisation, PyTorch's. Each client takes the
+same number of steps, on batches drawn with replacement. There is one round, which averages all layers class-wise, with
+shares read off the output weights.
 """
 
 from collections import OrderedDict
@@ -35,22 +36,22 @@ COUNTS = np.array([(2700, 300), (200, 1800), (500, 500)])
 """Samples of each class on each client."""
 INPUTS, NEURONS, CLASSES = 3, 4, 2
 LARGEST = 8
-"""How many of a network's weights make its critical pathways."""
+"""Number of weights in the critical pathways of a network."""
 RATE, BATCH, STRENGTH = 0.005, 10, 10.0
 STEPS = 1000
-"""Of each client; a local epoch is 300, 200 and 100."""
+"""Steps of each client; a local epoch has 300, 200 and 100 steps."""
 SEEDS = tuple(range(10))
-"""What the figure's text counts, it counts over these; the first one is drawn."""
+"""Seeds of the counts in the figure's text; the figure shows the first seed."""
 PANELS = {
     **{"a": "client 1", "b": "client 2", "c": "client 3", "d": "FedAvg"},
     **{"e": "client 1, WDR", "f": "client 2, WDR", "g": "client 3, WDR", "h": "class 0"},
     **{"i": "class 1", "j": "client 1, updated", "k": "client 2, updated", "l": "client 3, updated"},
 }
-"""What each panel shows; the class models and the updated clients are those with the regulariser (WDR)."""
+"""Content of each panel; class models and updated clients use the regulariser (WDR)."""
 
 
 class Layers(NamedTuple, Generic[A]):
-    """The weights of a network, or what is told of each of them: a row for each node that they lead to."""
+    """An array for each layer of a network, with a value per weight and a row per target node."""
 
     hidden: A
     """``(4, 3)``, from the inputs to the neurons."""
@@ -71,19 +72,19 @@ def simulate(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> list[dict[str,
     Returns
     -------
     list of dict
-        Flat networks ``(26,)`` by the letter of their panel: a, b, c: local models; d: FedAvg's model; e, f, g: local
-        models with the regulariser; h, i: the class models of these; j, k, l: the clients' mixes of the class models.
+        Flat networks ``(26,)`` by the letter of their panel. a, b, c: local models; d: FedAvg's model; e, f, g: local
+        models with the regulariser; h, i: the class models of e, f, g; j, k, l: the clients' mixes of h and i.
     """
     starts, batches = [], []
     for seed in seeds:
         rng = np.random.default_rng(seed)
         with seeded(seed):
             starts.append([tensor.detach() for tensor in _network().parameters()])
-        batches.append([_batches(own, steps, rng) for own in clients_samples(rng)])
-    # All are trained side by side: seeds, then without and with the regulariser, then clients.
+        batches.append([_batches(samples, steps, rng) for samples in clients_samples(rng)])
+    # Train all networks in parallel. Axes: seeds, regulariser (without, with), clients.
     stack = (len(seeds), 2, len(COUNTS))
-    start = [torch.stack(own)[:, None, None].expand(*stack, *own[0].shape) for own in zip(*starts, strict=True)]
-    x, y = (torch.from_numpy(np.stack([[own[part] for own in one] for one in batches])) for part in (0, 1))
+    start = [torch.stack(t)[:, None, None].expand(*stack, *t[0].shape) for t in zip(*starts, strict=True)]
+    x, y = (torch.from_numpy(np.stack([[drawn[part] for drawn in of_seed] for of_seed in batches])) for part in (0, 1))
     shares = torch.from_numpy(COUNTS / COUNTS.sum(axis=1, keepdims=True)).float()
     with _one_thread():
         trained = _trained(
@@ -96,13 +97,13 @@ def simulate(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> list[dict[str,
 
 
 def clients_samples(rng: np.random.Generator) -> list[Samples]:
-    """Draw the samples of all clients around two centres, those of class 0 first."""
+    """Draw the samples of all clients around two centres, class 0 first."""
     centres = rng.normal(size=(CLASSES, INPUTS))
-    found = []
+    samples = []
     for counts in COUNTS:
         y = np.repeat(np.arange(CLASSES), counts)
-        found.append(Samples((centres[y] + rng.normal(size=(len(y), INPUTS))).astype(np.float32), y))
-    return found
+        samples.append(Samples((centres[y] + rng.normal(size=(len(y), INPUTS))).astype(np.float32), y))
+    return samples
 
 
 def networks(plain: FloatArray, personal: FloatArray) -> list[FloatArray]:
@@ -115,13 +116,13 @@ def networks(plain: FloatArray, personal: FloatArray) -> list[FloatArray]:
 
 
 def weights_of(model: FloatArray) -> Layers[FloatArray]:
-    """Return the weights of a flat network ``(26,)``, in which each layer's weights stand before its biases."""
+    """Return the weights of a flat network ``(26,)``, in which each layer's weights precede its biases."""
     hidden, _, output, _ = np.split(model, np.cumsum([NEURONS * INPUTS, NEURONS, CLASSES * NEURONS]))
     return Layers(hidden.reshape(NEURONS, INPUTS), output.reshape(CLASSES, NEURONS))
 
 
 def critical(weights: Layers[FloatArray], number: int = LARGEST) -> Layers[BoolArray]:
-    """Return which weights are the ``number`` largest ones by magnitude; of those alike the first."""
+    """Return which weights are the ``number`` largest by magnitude; among equals, the first."""
     sizes = np.abs(np.concatenate([weights.hidden.ravel(), weights.output.ravel()]))
     chosen = np.zeros(len(sizes), bool)
     chosen[np.argsort(-sizes, kind="stable")[:number]] = True
@@ -134,27 +135,27 @@ def leading(model: FloatArray) -> list[int]:
     return [int(count) for count in critical(weights_of(model)).output.sum(axis=1)]
 
 
-def shared(one: FloatArray, other: FloatArray) -> int:
-    """Return how many of their largest weights two flat networks have in the same places."""
-    places = zip(critical(weights_of(one)), critical(weights_of(other)), strict=True)
-    return sum(int((a & b).sum()) for a, b in places)
+def shared(first: FloatArray, second: FloatArray) -> int:
+    """Return the number of positions in which both flat networks have one of their largest weights."""
+    pairs = zip(critical(weights_of(first)), critical(weights_of(second)), strict=True)
+    return sum(int((a & b).sum()) for a, b in pairs)
 
 
 def _network() -> nn.Sequential:
-    """Return the network with the names that the regulariser knows: the output layer is its head."""
+    """Return the network with the layer names that the regulariser expects: the output layer is ``head``."""
     layers = {"hidden": nn.Linear(INPUTS, NEURONS), "relu": nn.ReLU(), "head": nn.Linear(NEURONS, CLASSES)}
     return nn.Sequential(OrderedDict(layers))
 
 
-def _batches(own: Samples, steps: int, rng: np.random.Generator) -> Samples:
+def _batches(samples: Samples, steps: int, rng: np.random.Generator) -> Samples:
     """Draw the batches of a client: inputs ``(steps, B, 3)`` and labels ``(steps, B)``."""
-    drawn = rng.integers(len(own.y), size=(steps, BATCH))
-    return Samples(own.x[drawn], own.y[drawn])
+    drawn = rng.integers(len(samples.y), size=(steps, BATCH))
+    return Samples(samples.x[drawn], samples.y[drawn])
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread: on arrays this small several mostly wait for each other."""
+    """Compute with one thread: with small arrays, several threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,20 +165,20 @@ def _one_thread() -> Iterator[None]:
 
 
 def _trained(start: list[Tensor], batches: Batch, shares: Tensor, strengths: Tensor) -> FloatArray:
-    """Train N networks side by side by SGD and return them, flat ``(N, 26)``.
+    """Train N networks in parallel by SGD, and return them flat ``(N, 26)``.
 
     Parameters
     ----------
     start : list of torch.Tensor, (N, ...)
-        Their tensors, in the order of the network's.
+        Initial tensors, in the order of the network's parameters.
     batches : Batch
         Inputs ``(N, steps, B, 3)`` and labels ``(N, steps, B)``.
     shares : torch.Tensor, (N, 2)
         Class distributions of their clients.
     strengths : torch.Tensor, (N,)
-        lambda of the regulariser; 0 is none.
+        lambda of the regulariser; 0 disables it.
     """
-    with seeded(0):  # its own weights are never used
+    with seeded(0):  # the weights of this network are never used
         network = _network()
     names = [name for name, _ in network.named_parameters()]
 

@@ -1,12 +1,13 @@
 """PPFE's Figure 3: test error of PPFE, of local training and of FedAvg on linear regression (Section 6.1).
 
-A linear model has no layers to make personal one by one. Here a model is a shared part plus a personal deviation, whose
-ridge penalty is the parameter of complexity alpha_t: it falls from stage to stage, so that stage 1 is FedAvg and the
-last stage is nearly local. Each stage fits y itself, on reweighted samples, so that the members' mean weighted by beta
-stands in place of Eq. 8's sum.
+A linear model has no layers to personalise one by one. Here a model is a shared part plus a personal deviation. The
+ridge penalty of the deviation is the complexity parameter alpha_t. It falls from stage to stage: stage 1 is FedAvg, and
+the last stage is nearly local. Each stage fits y itself on reweighted samples, so that the members' mean, weighted by
+beta, replaces the sum of Eq. 8.
 
-The paper prints no more than four stages, K, and, for Figure 3b, n. Chosen here: the dimension, the covariances, all
-variances, r_p and n of Figure 3a, the grid of penalties, and alpha_t. Errors are expected ones, as the truth is known.
+The paper prints only the four stages, K, and, for Figure 3b, n. Posy chooses the dimension, the covariances, all
+variances, r_p and n of Figure 3a, the grid of penalties, and alpha_t. The true weights are known, so the errors are
+expected errors.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ CLIENTS, RATIOS = (20, 50, 100, 200), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 USUAL_CLIENTS, USUAL_RATIO = 100, 0.5
 """K of Figure 3b and r_p of Figure 3a."""
 DIMENSION, SAMPLES, VALIDATION, NOISE = 40, 200, 0.2, 0.25
-"""d, n, the share of n kept for validation, and the noise's variance; a whole W has variance 1 / d, so that a client's
-signal has about variance 1 where r_p is 0 or 1."""
+"""d, n, the share of n for validation, and the variance of the noise.
+
+The components of W have variance 1 / d, so that a client's signal has a variance of about 1 if r_p is 0 or 1."""
 PENALTIES = tuple(10.0**power for power in range(-2, 4))
 COMPLEXITIES = (1.0, 0.1, 0.01)
 """alpha_t of stages 2 to 4; stage 1 has no personal part."""
@@ -41,13 +43,13 @@ class Federation(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Expected squared error of a new sample, the mean over the clients."""
+    """Expected squared error of a new sample, averaged over the clients."""
 
     ppfe: float
     local: float
     fedavg: float
     local_one_penalty: float
-    """Of local training, if the clients choose one penalty for all."""
+    """Local training with the same penalty for all clients."""
 
 
 def simulate(
@@ -55,13 +57,14 @@ def simulate(
 ) -> Errors:
     """Return the methods' errors, each with the penalty that has the least error on the validation samples.
 
-    A ``ratio`` of ``None`` is one of its own for each client, drawn from U(0, 1). A client that trains alone chooses
-    alone; PPFE and FedAvg have one penalty for all clients, that of the least mean error. Validation samples are never
-    trained on.
+    With ``ratio`` None, each client draws a separate ratio from U(0, 1). In local training, each client chooses a
+    penalty. PPFE and FedAvg use the same penalty for all clients, with the least mean error. Training never uses the
+    validation samples.
     """
-    own = draw_federation(seed, clients, ratio, noise)
-    kept = round(VALIDATION * SAMPLES)
-    x, y, held_x, held_y = own.x[:, kept:], own.y[:, kept:], own.x[:, :kept], own.y[:, :kept]
+    federation = draw_federation(seed, clients, ratio, noise)
+    num_held_out = round(VALIDATION * SAMPLES)
+    held_x, x = np.split(federation.x, [num_held_out], axis=1)
+    held_y, y = np.split(federation.y, [num_held_out], axis=1)
 
     def chosen(candidates: Sequence[Array]) -> Array:
         return min(candidates, key=lambda weights: float(squares(held_x, held_y, weights).mean()))
@@ -72,13 +75,13 @@ def simulate(
     local = alone[validation.argmin(axis=0), np.arange(clients)]
     fedavg = chosen([average(weights) for weights in alone])
     ppfe = chosen([ensemble(x, y, fedavg, [alpha * penalty for alpha in COMPLEXITIES]) for penalty in PENALTIES])
-    return Errors(*(expected_error(own, weights) for weights in (ppfe, local, fedavg, chosen(list(alone)))))
+    return Errors(*(expected_error(federation, weights) for weights in (ppfe, local, fedavg, chosen(list(alone)))))
 
 
 def draw_federation(seed: int, clients: int, ratio: float | None, noise: float = NOISE) -> Federation:
-    """Draw clients by Eq. 15 and 16; their covariances are Wishart matrices of 2 d degrees, with the identity as mean.
+    """Draw clients by Eq. 15 and 16, with Wishart covariances of 2 d degrees of freedom and mean identity.
 
-    A seed draws the same samples and components for every ``ratio``.
+    A seed gives the same samples and components for every ``ratio``.
     """
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=DIMENSION) / np.sqrt(DIMENSION)
@@ -96,8 +99,8 @@ def draw_federation(seed: int, clients: int, ratio: float | None, noise: float =
 
 def expected_error(federation: Federation, weights: Array) -> float:
     """Return the clients' mean squared error with ``weights`` ``(K, d)`` on infinitely many new samples."""
-    off = weights - federation.truth
-    return float(federation.noise + np.einsum("kd,kde,ke->k", off, federation.covariances, off).mean())
+    deviation = weights - federation.truth
+    return float(federation.noise + np.einsum("kd,kde,ke->k", deviation, federation.covariances, deviation).mean())
 
 
 def squares(x: Array, y: Array, weights: Array) -> Array:
@@ -114,7 +117,7 @@ def moments(x: Array, y: Array, importance: Array | None = None) -> tuple[Array,
 def ridge(gram: Array, moment: Array, penalty: float) -> Array:
     """Return each client's weights ``(K, d)`` of least mean squared error plus ``penalty ||w||^2``.
 
-    Without a penalty they are the shortest of the least-squares solutions.
+    Without a penalty, return the least-squares solution of minimum norm.
     """
     return np.einsum("kde,ke->kd", _inverse(gram, penalty), moment)
 
@@ -125,22 +128,23 @@ def average(weights: Array) -> Array:
 
 
 def personalise(gram: Array, moment: Array, penalty: float) -> Array:
-    """Return the clients' weights ``(K, d)`` that minimise Eq. 6, with ``penalty`` on their way from the shared ones.
+    """Return the clients' weights ``(K, d)`` that minimise Eq. 6, with ``penalty`` on their deviation.
 
-    The shared weights are the clients' mean: where rounds of exact local training and averaging with all clients end.
+    The deviation is from the shared weights: the clients' mean, to which rounds of exact local training and averaging
+    converge.
     """
     inverse = _inverse(gram, penalty)
-    alone, kept = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram
+    alone, shrinkage = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram
     # Given the shared weights s, a client has s + (G + penalty I)^-1 (b - G s), whose mean over the clients is s.
-    shared = np.linalg.lstsq(kept.sum(axis=0), alone.sum(axis=0), rcond=None)[0]
-    return shared + alone - kept @ shared
+    shared = np.linalg.lstsq(shrinkage.sum(axis=0), alone.sum(axis=0), rcond=None)[0]
+    return shared + alone - shrinkage @ shared
 
 
 def reweight(losses: Array, importance: Array) -> tuple[Array, Array]:
     """Return beta ``(K,)`` and new sample weights ``(K, n)``: Algorithm 1, Reweight, with losses in [0, 1].
 
-    It is that of :func:`posy.client_app.ppfe.reweight` for all clients at once, but that epsilon stays within (0, 1/2),
-    so that no beta is infinite or negative.
+    It equals :func:`posy.client_app.ppfe.reweight` for all clients at once, except that epsilon stays within (0, 1/2).
+    No beta is then infinite or negative.
     """
     error = np.clip((importance * losses).sum(axis=1) / importance.sum(axis=1), 1e-6, 0.5 - 1e-6)
     beta = 0.5 * np.log((1 - error) / error)
@@ -149,11 +153,12 @@ def reweight(losses: Array, importance: Array) -> tuple[Array, Array]:
 
 
 def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> Array:
-    """Return the weights ``(K, d)`` of PPFE's ensemble: stage 1 is ``fedavg`` ``(K, d)``, later ones have a penalty.
+    """Return the weights ``(K, d)`` of PPFE's ensemble: stage 1 is ``fedavg`` ``(K, d)``, later stages have a penalty.
 
-    The maximum of the loss in Algorithm 1 is a client's largest y^2, one number for all stages: squared errors have no
-    other bound, and beta is to tell the stages' accuracy. A stage's own coefficient is not known before its error is
-    (line 21); it enters the ensemble with the one that its own error alone gives it, as in Posy's PPFE.
+    The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Only this value
+    bounds squared errors, and beta measures the accuracy of the stages. The coefficient of a stage depends on the error
+    of the ensemble with this stage (line 21). For this error, the stage enters with the coefficient from its error
+    alone, as in Posy's PPFE.
     """
     bound = (y**2).max(axis=1, keepdims=True)
 
@@ -174,13 +179,13 @@ def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> A
 
 
 def _combined(members: Sequence[Array], betas: Sequence[Array]) -> Array:
-    """Return the mean ``(K, d)`` of members ``(K, d)``, weighted by each client's betas ``(K,)``."""
+    """Return the mean ``(K, d)`` of members ``(K, d)``, weighted by the clients' betas ``(K,)``."""
     shares = np.stack(betas) / np.sum(betas, axis=0)
     return np.einsum("tk,tkd->kd", shares, np.stack(members))
 
 
 def _inverse(gram: Array, penalty: float) -> Array:
-    """Return ``(G_k + penalty I)^-1`` ``(K, d, d)``, or, without a penalty, the pseudoinverse, which always exists."""
+    """Return ``(G_k + penalty I)^-1`` ``(K, d, d)``, or without a penalty the pseudoinverse, which always exists."""
     if penalty == 0:
         return np.asarray(np.linalg.pinv(gram, hermitian=True), np.float64)
     return np.asarray(np.linalg.inv(gram + penalty * np.eye(gram.shape[-1])), np.float64)

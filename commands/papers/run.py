@@ -44,12 +44,12 @@ def list_papers() -> int:
     return 0
 
 
-def show_paper(name: str, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> int:
+def show_paper(name: str, overrides: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> int:
     """Draw a paper's page from the finished runs, and print the state of its tables and figures.
 
-    With the settings ``given`` on the command line, use the runs in ``folder`` if it is not None.
+    With the settings ``overrides`` of the command line, use the runs in ``folder`` if it is not None.
     """
-    comparisons = write(name, folder or PAGES, given, folder)
+    comparisons = write(name, folder or PAGES, overrides, folder)
     pictures = pictures_in(folder or PAGES)
     print_table(name, ITEM, [_line(comparison, pictures) for comparison in comparisons])
     print(f"wrote {(folder or PAGES) / name}.md")
@@ -63,7 +63,9 @@ def _line(comparison: Comparison, pictures: Sequence[str]) -> tuple[str, str, st
     return comparison.item.name, comparison.item.title, states(comparison, pictures), claims(comparison)
 
 
-def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs: int, seeds: int | None = None) -> int:
+def run_part(
+    name: str, part: str, scale: str, overrides: Mapping[str, Scalar], jobs: int, seeds: int | None = None
+) -> int:
     """Run the missing runs of a paper's table or figure, or of all of them, then draw the paper's page.
 
     With ``seeds``, use the seeds 0 to ``seeds`` - 1 instead of the file's. Skip and list the runs without their data
@@ -79,19 +81,19 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
     if other:
         print(f"skipped, because they have one size (--scale full): {', '.join(other)}", flush=True)
         wanted = [entry for entry in wanted if scale in entry.scales]
-    folder = OWN / name if any(declared()[key].decides for key in given) else None
+    folder = OWN / name if any(declared()[key].decides for key in overrides) else None
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
     for entry in wanted:
         if not (entry.has_runs or entry.counts_classes):
             continue
-        plan = entry.plan(scale, given, folder, seeds)
+        plan = entry.plan(scale, overrides, folder, seeds)
         if entry.has_runs:
             failures |= _run(plan, entry.title, entry.seeds(scale, seeds), jobs, absent)
         if entry.counts_classes:
             counted = count(plan, absent)
             failures |= {f"{entry.title}, {variant}": reason for variant, reason in counted.items()}
-    show_paper(name, given, folder)
+    show_paper(name, overrides, folder)
     for data, reason in absent.items():
         print(f"not run: {data}: {reason}")
     for run, reason in failures.items():

@@ -1,4 +1,4 @@
-"""What is said of a paper's number, and of a paper's claim, after the runs."""
+"""Compare a paper's numbers with the runs, and test the paper's claims."""
 
 import itertools
 import math
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from scipy import stats
 
 LEVEL = 0.05
-"""Level of significance of a claim."""
+"""Significance level of all tests."""
 ROUNDING = 1e-12
-"""Numbers are all alike if their standard deviation is at most this part of their mean."""
+"""Numbers are equal if their standard deviation is at most this fraction of their mean."""
 SPREADS, UNITS = 2.0, 2.0
-"""How many standard deviations, and how many units at most, a number may lie from the paper's and still be the same."""
+"""Largest distance at which a number agrees with the paper's: in standard deviations, and at most in units."""
 FEW = 3
-"""Pairs below which nothing is said of what no test decides: with two, a difference must be 13 times its error."""
+"""Fewest pairs for the outcome ``within the noise``: with two pairs, a significant difference is 13 times its error."""
 OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
-"""What may come of a claim."""
+"""Possible outcomes of a claim."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number over the seeds: mean and sample standard deviation, None of one seed."""
+    """Mean and sample standard deviation of a number over the seeds; ``std`` is None for a single seed."""
 
     mean: float
     std: float | None
@@ -30,25 +30,26 @@ class Number:
 
 
 def number(values: Sequence[float]) -> Number | None:
-    """Sum up a number over the seeds; None where there is none."""
+    """Summarise a number over the seeds, or return None without values."""
     if not values:
         return None
     return Number(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def distances(values: Mapping[int, float]) -> dict[int, float]:
-    """Return how far a number lies from its mean over the seeds, by seed: none of a single seed.
+    """Return the distance of a number from its mean over the seeds, by seed; empty for a single seed.
 
-    The mean of these over the seeds is what Levene's test compares spreads by.
+    Levene's test of two spreads compares the means of these distances.
     """
     mean = statistics.fmean(values.values()) if values else 0.0
     return {seed: abs(value - mean) for seed, value in values.items()} if len(values) > 1 else {}
 
 
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
-    """Tell whether a number is the paper's: one unit apart at most, or two if that is within two standard deviations.
+    """Return whether a number agrees with the paper's, within one unit, or two units if the noise is large enough.
 
-    ``spread`` is the paper's standard deviation over its runs, None where it prints none. The two add in squares.
+    Two units suffice if they are within two standard deviations. The standard deviation combines Posy's and the
+    paper's over its runs (``spread``; None if the paper prints none), whose squares add.
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
     return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
@@ -56,10 +57,10 @@ def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> b
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say of a claim: a word of ``OUTCOMES``.
+    """The outcome of a claim, as a word of ``OUTCOMES``.
 
-    ``difference``, ``std`` and ``pairs`` are those of the two rows that decide, and ``of`` says which these are.
-    ``confirmed`` of ``compared`` pairs of rows are as claimed. ``scale`` is that of the runs.
+    ``difference``, ``std`` and ``pairs`` describe the two rows that decide the outcome, and ``of`` names these rows.
+    The claim holds for ``confirmed`` of ``compared`` pairs of rows. ``scale`` is the scale of the runs.
     """
 
     word: str
@@ -77,63 +78,66 @@ def verdict(
 ) -> Verdict:
     """Judge a claim by the differences between its rows, in the claimed direction.
 
-    It is confirmed if that is so of every two rows whose differences there are, so that a method which is above all
-    others but one is not above all: the mean of the two rows' differences is above ``by``, and that is no chance
-    (t-test, 5 %, both sides). It is refuted if it is so of any two rows; as many are looked at, with Holm's correction.
-    With ``within``, two rows are as claimed if the mean is smaller than that on either side, and that is no chance (two
-    one-sided t-tests, 5 % each: Schuirmann, 1987), and not if it is larger on one.
+    The claim is confirmed if it holds for every pair of rows with differences. A method that is above all other
+    methods but one is not above all. The claim holds for a pair if the mean difference is significantly above ``by``
+    (two-sided t-test, 5 %). The claim is refuted if the mean difference of any pair is significantly below ``by``,
+    with Holm's correction for the number of pairs.
+
+    With ``within``, the claim holds for a pair if the absolute mean difference is significantly below ``within`` (two
+    one-sided t-tests, 5 % each: Schuirmann, 1987). The claim is refuted if it is significantly above.
 
     Parameters
     ----------
     differences : mapping of str to sequence of float
-        By the names of two rows; paired: of the same seed and variant.
+        Differences by the names of the two rows. Each is between two runs with the same seed and variant.
     but : int
-        Rows that may be above, the ones that are most: with 1 the row is claimed to be the first or the second.
+        Number of lower rows that may be above the row; the highest ones are ignored. With 1, the claim is that the row
+        is first or second.
     """
-    ran = sorted((statistics.fmean(own), of) for of, own in differences.items() if own)
-    found = {of: _compared(differences[of], by, within) for _, of in ran[but:]}
-    if not found:
+    ran = sorted((statistics.fmean(values), of) for of, values in differences.items() if values)
+    results = {of: _compared(differences[of], by, within) for _, of in ran[but:]}
+    if not results:
         return Verdict("not run")
-    words = {of: word for of, (word, _, _) in found.items()}
-    below = sorted((found[of][1], of) for of, word in words.items() if word == "refuted")
-    held = itertools.takewhile(lambda each: each[1][0] * (len(found) - each[0]) < LEVEL, enumerate(below))  # Holm
-    words |= {of: _undecided(found[of][2].seeds) for _, of in below[len(list(held)) :]}
+    words = {of: word for of, (word, _, _) in results.items()}
+    below = sorted((results[of][1], of) for of, word in words.items() if word == "refuted")
+    rejected = itertools.takewhile(lambda each: each[1][0] * (len(results) - each[0]) < LEVEL, enumerate(below))  # Holm
+    words |= {of: _undecided(results[of][2].seeds) for _, of in below[len(list(rejected)) :]}
     overall = next((w for w in ("refuted", "too few runs", "within the noise") if w in words.values()), "confirmed")
-    deciding = {of: found[of][2] for of, word in words.items() if word == overall}
-    of, own = min(deciding.items(), key=lambda each: each[1].mean if within is None else -abs(each[1].mean))
+    deciding = {of: results[of][2] for of, word in words.items() if word == overall}
+    of, decisive = min(deciding.items(), key=lambda each: each[1].mean if within is None else -abs(each[1].mean))
     confirmed = list(words.values()).count("confirmed")
-    return Verdict(overall, own.mean, own.std, own.seeds, of, confirmed, len(words))
+    return Verdict(overall, decisive.mean, decisive.std, decisive.seeds, of, confirmed, len(words))
 
 
 def _compared(differences: Sequence[float], by: float, within: float | None) -> tuple[str, float, Number]:
-    """Return what the differences between two rows say, its p-value, and their mean."""
-    own = number(differences)
-    assert own is not None
-    if own.std is None:
-        return _undecided(1), 1.0, own
+    """Return the outcome for two rows, its p-value, and the summary of their differences."""
+    summary = number(differences)
+    assert summary is not None
+    if summary.std is None:
+        return _undecided(1), 1.0, summary
     if within is None:
         as_claimed, otherwise = 2 * _greater(differences, by), 2 * _less(differences, by)
     else:
         as_claimed = max(_greater(differences, -within), _less(differences, within))
         otherwise = 2 * min(_less(differences, -within), _greater(differences, within))
     if as_claimed < LEVEL:
-        return "confirmed", as_claimed, own
-    return "refuted" if otherwise < LEVEL else _undecided(own.seeds), otherwise, own
+        return "confirmed", as_claimed, summary
+    return "refuted" if otherwise < LEVEL else _undecided(summary.seeds), otherwise, summary
 
 
 def _undecided(pairs: int) -> str:
-    """Return what is said of a claim that no test of so many pairs decides."""
+    """Return the outcome of a claim that no test with this number of pairs decides."""
     return "within the noise" if pairs >= FEW else "too few runs"
 
 
 def _less(differences: Sequence[float], than: float) -> float:
-    """Return the p-value of a mean that is less (one-sided t-test)."""
+    """Return the p-value of the hypothesis that the mean is less than ``than`` (one-sided t-test)."""
     mean = statistics.fmean(differences)
-    if statistics.stdev(differences) <= ROUNDING * abs(mean):  # no t-test of numbers that are all alike
+    if statistics.stdev(differences) <= ROUNDING * abs(mean):  # a t-test needs a variance
         return float(mean >= than)
     return float(stats.ttest_1samp(differences, than, alternative="less").pvalue)
 
 
 def _greater(differences: Sequence[float], than: float) -> float:
-    """Return the p-value of a mean that is greater."""
+    """Return the p-value of the hypothesis that the mean is greater than ``than``."""
     return _less([-difference for difference in differences], -than)

@@ -1,1 +1,1 @@
-"""Where else the record of a run goes: to tools that people use already, or to something of their own."""
+"""Trackers: they copy the record of a run to tracking tools, or to a custom tracker."""

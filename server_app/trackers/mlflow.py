@@ -1,4 +1,4 @@
-"""MLflow: the rounds' numbers, the settings and pictures, in ``mlflow.db`` and ``mlruns/`` unless told otherwise."""
+"""MLflow: the rounds' numbers, the settings and pictures, in ``mlflow.db`` and ``mlruns/`` by default."""
 
 import os
 import time
@@ -12,39 +12,41 @@ from posy.paths import absolute
 from posy.server_app.trackers.tracker import TrackedRun, numbers
 
 EXPERIMENT, ID = "posy", "posy.id"
-"""Name of the experiment that holds the runs, and the tag by which one that is resumed is found."""
+"""Name of the experiment with the runs, and the tag that identifies a resumed run."""
 STATES = {"completed": "FINISHED", "stopped": "KILLED"}
 
 
 class MLflow:
-    """Writes where ``MLFLOW_TRACKING_URI`` says, by default where `mlflow ui` looks in the same folder."""
+    """Writes to ``MLFLOW_TRACKING_URI``, by default to the files that `mlflow ui` reads in the same folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{absolute('mlflow.db')}")
         experiment = self._client.get_experiment_by_name(EXPERIMENT)
-        place = None if os.environ.get("MLFLOW_TRACKING_URI") else absolute("mlruns").as_uri()
-        where = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT, place)
-        before = self._client.search_runs([where], f"tags.`{ID}` = '{run.id}'") if run.finished else []
-        if before:
-            self._number = before[0].info.run_id
+        artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else absolute("mlruns").as_uri()
+        number = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT, artifacts)
+        resumed = self._client.search_runs([number], f"tags.`{ID}` = '{run.id}'") if run.finished else []
+        if resumed:
+            self._number = resumed[0].info.run_id
             self._client.update_run(self._number, "RUNNING")
             return
-        self._number = self._client.create_run(where, run_name=run.name).info.run_id
+        self._number = self._client.create_run(number, run_name=run.name).info.run_id
         settings = [Param(key, str(value)) for key, value in run.settings.items()]
         self._client.log_batch(self._number, params=settings, tags=[RunTag(ID, run.id)])
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
         """Log the numbers of a round."""
-        found, now = numbers(record), round(1000 * time.time())
-        step = int(found.pop("round"))
-        self._client.log_batch(self._number, [Metric(name, value, now, step) for name, value in found.items()])
+        values, time_ms = numbers(record), round(1000 * time.time())
+        step = int(values.pop("round"))
+        self._client.log_batch(self._number, [Metric(name, value, time_ms, step) for name, value in values.items()])
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
         """Log the results and the pictures."""
-        now = round(1000 * time.time())
+        time_ms = round(1000 * time.time())
         results = numbers(summary, "result/").items()
-        self._client.log_batch(self._number, [Metric(name, value, now, summary["rounds"]) for name, value in results])
-        for place in ("figures", "summary.json", "config.yaml"):
-            self._client.log_artifact(self._number, str(self._run.directory / place))
+        self._client.log_batch(
+            self._number, [Metric(name, value, time_ms, summary["rounds"]) for name, value in results]
+        )
+        for artifact in ("figures", "summary.json", "config.yaml"):
+            self._client.log_artifact(self._number, str(self._run.directory / artifact))
         self._client.set_terminated(self._number, STATES.get(summary["status"], "FAILED"))

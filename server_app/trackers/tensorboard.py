@@ -16,20 +16,20 @@ class TensorBoard:
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
-        # Of a run that is resumed, rounds after the checkpoint are done again.
-        again = run.finished + 1 if run.finished else None
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=again)
+        # A resumed run repeats the rounds after its checkpoint.
+        first_repeated = run.finished + 1 if run.finished else None
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=first_repeated)
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
         """Add a point to each curve."""
-        found = numbers(record)
-        step = int(found.pop("round"))
-        for name, value in found.items():
+        values = numbers(record)
+        step = int(values.pop("round"))
+        for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
-        """Add the pictures, and the settings with what they led to."""
+        """Add the pictures, and the settings with their results."""
         for file in sorted((self._run.directory / "figures").glob("*.png")):
             with Image.open(file) as image:
                 self._writer.add_image(file.stem, np.array(image.convert("RGB")), summary["rounds"], dataformats="HWC")

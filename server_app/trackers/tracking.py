@@ -1,4 +1,4 @@
-"""Which tracker a run has, and that none of them ends a run."""
+"""The tracker of a run, whose failure does not end the run."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ ENVIRONMENT = {
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
 }
-"""What the tools are told where nobody has told them otherwise: they send nothing anywhere."""
+"""Defaults of the tools' environment variables, with which they send no data; the user may set others."""
 
 
 class Tracking:
-    """Tells a run's tracker what happens; one that fails is told of in a warning, and left alone from then on."""
+    """Passes the rounds of a run to its tracker; Posy warns about a tracker that fails, and disables it."""
 
     def __init__(self, track: str) -> None:
         self._track = track
@@ -30,46 +30,47 @@ class Tracking:
         self._tracker: Tracker | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Make the tracker, if there is to be one."""
+        """Create the tracker, if the run has one."""
         if self._make is not None:
             make = self._make
-            self._tracker = self._told(lambda: make(run))
+            self._tracker = self._call(lambda: make(run))
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
-        """Tell of a round."""
+        """Pass a round to the tracker."""
         if (tracker := self._tracker) is not None:
-            self._told(lambda: tracker.round_finished(record))
+            self._call(lambda: tracker.round_finished(record))
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
-        """Tell of the end."""
+        """Pass the summary of the run to the tracker."""
         if (tracker := self._tracker) is not None:
-            self._told(lambda: tracker.run_finished(summary))
+            self._call(lambda: tracker.run_finished(summary))
 
-    def _told(self, call: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a call; if the tracker raises an error, disable it and return None."""
         try:
             return call()
-        except Exception as error:  # whatever the code of somebody else may raise
+        except Exception as error:  # a tracker may raise any error
             self._tracker = None
             why = said(error)
-            log(WARNING, "track = %s fails, and is told nothing more; the run goes on: %s", shown(self._track), why)
+            log(WARNING, "track = %s failed and is disabled; the run continues: %s", shown(self._track), why)
             return None
 
 
 def find(track: str) -> Callable[[TrackedRun], Tracker] | None:
-    """Return what makes the tracker that a setting names, None for ``off``.
+    """Return the class or function that creates the tracker of a setting, None for ``off``.
 
     Raises
     ------
     SettingsError
-        If its package is not installed, or the file or name of one's own is not there.
+        If its package is not installed, or the file or name of a custom tracker does not exist.
     """
     if track == OFF:
         return None
     if is_own(track):
-        own: Callable[[TrackedRun], Tracker] = load(track, "track")
-        if not callable(own):
+        custom: Callable[[TrackedRun], Tracker] = load(track, "track")
+        if not callable(custom):
             raise SettingsError(f"track = {shown(track)}: it must be a class, or a function, that takes the run")
-        return own
+        return custom
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

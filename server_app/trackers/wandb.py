@@ -1,4 +1,4 @@
-"""Weights & Biases: offline in ``wandb/`` of the run's directory, unless ``WANDB_MODE`` says otherwise."""
+"""Weights & Biases: offline in ``wandb/`` of the run's directory, unless ``WANDB_MODE`` is set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from posy.server_app.trackers.tracker import TrackedRun, numbers
 
 
 class WeightsAndBiases:
-    """Writes files that `wandb sync` sends when somebody asks for it."""
+    """Writes files that the user can upload with `wandb sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._directory = run.directory
@@ -25,8 +25,8 @@ class WeightsAndBiases:
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
         """Log the numbers of a round."""
-        found = numbers(record)
-        self._run.log(found, step=int(found.pop("round")))
+        values = numbers(record)
+        self._run.log(values, step=int(values.pop("round")))
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
         """Log the results and the pictures."""
