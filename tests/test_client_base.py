@@ -305,7 +305,7 @@ def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> No
 
 
 def test_a_client_that_does_not_exist(make_client: MakeClient) -> None:
-    with pytest.raises(IndexError, match="client 4: there are 4 clients"):
+    with pytest.raises(IndexError, match="client 4: the partition has 4 clients, numbered from 0"):
         make_client("fedavg", 4)
 
 

@@ -442,7 +442,7 @@ def test_a_small_difference_is_told_with_its_first_digit(
     difference: float, std: float | None, measure: str, expected: str
 ) -> None:
     claim = Claim("so", ("a",), ("b",), measure=measure)
-    line = page_module._told(claim, Verdict("confirmed", difference, std, pairs=2, scale="full"))
+    line = page_module._describe(claim, Verdict("confirmed", difference, std, pairs=2, scale="full"))
     assert line == f"so: **confirmed** ({expected}, 2 pairs)"
 
 
