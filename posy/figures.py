@@ -57,6 +57,8 @@ _STYLE: Any = {
     "legend.frameon": False,
 }
 _COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # 1 sample differs from none
+MOST_TICKS = 8
+"""Largest number of values on a logarithmic axis that each have a label."""
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
 
 
@@ -260,6 +262,7 @@ def small_multiples(
             axes.tick_params(color=_AXIS, labelsize=9)
             if log:
                 axes.set_xscale("log")
+                _plain_ticks(axes, [point[0] for band in lines.values() for point in band])
             else:
                 axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
             if y_log:
@@ -446,6 +449,14 @@ def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
     shares = table / np.maximum(table.sum(axis=1, keepdims=True), 1)
     return np.asarray(leaves_list(linkage(shares, "average", "cityblock", optimal_ordering=True)), dtype=np.int64)
+
+
+def _plain_ticks(axes: Axes, xs: Sequence[float]) -> None:
+    """Label a few values on a logarithmic x-axis as plain numbers; matplotlib's labels would overlap."""
+    values = sorted(set(xs))
+    if 1 < len(values) <= MOST_TICKS:
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.set_xticks([], minor=True)
 
 
 def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
