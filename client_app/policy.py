@@ -487,4 +487,4 @@ def shared_text(error: BaseException, min_rows: int = Policy.min_rows) -> str:
         return str(error)
     if isinstance(error, DataError):
         return error.shared(min_rows)
-    return f"{type(error).__name__} at {place_of(error)}; the log of the node has the message"
+    return f"{type(error).__name__} at {place_of(error, outside=False)}; the log of the node has the message"

@@ -359,7 +359,9 @@ def _portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return with_traceback(RuntimeError(repr(error)))
+        portable = RuntimeError(repr(error))
+        portable.__notes__ = error.__notes__
+        return portable
     return error
 
 

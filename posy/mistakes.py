@@ -31,11 +31,14 @@ def is_failure(error: BaseException) -> bool:
     return posys or isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
-def place_of(error: BaseException) -> str:
-    """Return file and line in Posy or in custom code that have raised an exception, without the file's folder."""
+def place_of(error: BaseException, *, outside: bool = True) -> str:
+    """Return file and line in Posy or in custom code that have raised an exception, without the file's folder.
+
+    With ``outside`` False, the file is one of Posy or of the run's bundle: the name of a site's file stays private.
+    """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
-        if is_custom(frame):
+        if outside and is_custom(frame):
             return f"{path.name}, line {line}"
         if path.is_relative_to(_PACKAGE) and "site-packages" not in (inner := path.relative_to(_PACKAGE)).parts:
             return f"{inner}, line {line}"

@@ -16,6 +16,8 @@ from posy.client_app.training.work import TrainingDivergedError
 from posy.client_app.workspace import Workspace
 from posy.commands.cli import main
 from posy.data.errors import DataError
+from posy.extensions import load
+from posy.forked import _portable
 from posy.mistakes import MethodError, is_failure, method_error, place_of, raise_mistake, with_traceback
 from posy.settings import SettingsError
 from posy.strategies.base import PersonalisedStrategy
@@ -140,6 +142,26 @@ def test_the_place_is_in_posy_or_custom_code_and_not_in_a_library() -> None:
     assert place_of(raised_by(lambda: np.linalg.inv(np.zeros((2, 2))))).startswith("tests/test_mistakes.py, line ")
     assert place_of(raised_by(lambda: number_in({}, "x"))).startswith("posy/strategies/replies.py, line ")
     assert place_of(ValueError()) == "an unknown place"
+
+
+def test_a_file_outside_of_the_bundle_stays_private_on_request(tmp_path: Path) -> None:
+    (tmp_path / "site_reader.py").write_text("def read():\n    raise ValueError\n")
+    with pytest.raises(ValueError, match="") as raised:
+        load(f"{tmp_path / 'site_reader.py'}:read", "dataset")()
+    assert place_of(raised.value) == "site_reader.py, line 2"
+    assert place_of(raised.value, outside=False).startswith("tests/test_mistakes.py, line ")
+
+
+def test_an_exception_that_cannot_be_pickled_keeps_its_traceback() -> None:
+    class LocalError(Exception):
+        """An exception of a class that another process cannot import."""
+
+    try:
+        raise LocalError("a mistake")
+    except LocalError as error:
+        portable = _portable(error)
+    assert repr(portable) == "RuntimeError(\"LocalError('a mistake')\")"
+    assert "test_mistakes.py" in portable.__notes__[0]
 
 
 def test_a_real_node_reports_the_place_and_a_simulation_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,6 @@ def advice_on_divergence(train: TrainSettings, lr: float = 0.0) -> str:
 class TooFewSamplesError(ValueError):
     """A client has too few samples for one batch."""
 
-    shareable = True
-
 
 class TrainingInterruptedError(Exception):
     """Local training was interrupted from another thread."""
