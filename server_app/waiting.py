@@ -35,13 +35,13 @@ class WaitLog:
         self._seconds = wait.seconds
         if wait.seconds >= self._next:
             self._next = 2 * wait.seconds
-            print(said(wait, self._federation.owners, self._federation.settings.data.num_clients), flush=True)
+            print(describe_wait(wait, self._federation.owners, self._federation.settings.data.num_clients), flush=True)
 
 
-def said(wait: Wait, owners: Mapping[int, str], num_clients: int) -> str:
+def describe_wait(wait: Wait, owners: Mapping[int, str], num_clients: int) -> str:
     """Return in words the clients that a phase waits for, how long it has waited, and how long it still may."""
     [first, *_] = wait.messages
     work = WORK.get(first.metadata.message_type, first.metadata.message_type)
     clients = are(sorted(map(client_of, wait.messages)), owners, num_clients)
     limit = f"at most {duration(wait.remaining)} more" if wait.remaining < math.inf else "without a limit so far"
-    return f"{clients} still at work ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {limit}"
+    return f"{clients} still busy ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {limit}"

@@ -19,7 +19,7 @@ from posy.flower import PING, failure
 from posy.server_app import delivery, pace
 from posy.server_app.delivery import PollingGrid, Wait
 from posy.server_app.pace import FIRST_MARGIN, FIRST_SECONDS, FLOOR_SECONDS, MARGIN, Pace
-from posy.server_app.waiting import said
+from posy.server_app.waiting import describe_wait
 
 Order = Callable[[Message], bool]
 
@@ -477,6 +477,6 @@ def test_it_is_told_whom_a_phase_waits_for() -> None:
     assert 29.0 < waits[0].remaining <= 30.0
     assert waits[-1].seconds > 0.3
     wait = Wait([sent[1]], 75.4, 44.9, 15.0)
-    assert said(wait, {2: "site-c"}, 3) == (
-        "site-c (client 2) is still at work (training, round 1) after 1 min 15 s; at most 45 s more"
+    assert describe_wait(wait, {2: "site-c"}, 3) == (
+        "site-c (client 2) is still busy (training, round 1) after 1 min 15 s; at most 45 s more"
     )
