@@ -10,7 +10,9 @@ from flwr.clientapp import ClientApp
 
 from posy.client_app import secure_aggregation
 from posy.client_app.audit import record_reply
-from posy.client_app.base import PersonalClient, Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.jobs import Steps
+from posy.client_app.local_run import LocalRun
 from posy.client_app.node_config import TRUSTED, check_node_config
 from posy.client_app.policy import (
     admit,
@@ -45,11 +47,12 @@ from posy.folding import answer_in_kind
 from posy.forked import Parcel
 from posy.paths import absolute
 from posy.settings import SettingsError
+from posy.strategies.arrays import Arrays
 from posy.strategies.masking import Words
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
 Result = tuple[Any, int, dict[str, Any]]
-"""Return value of a NumPyClient: arrays or a loss, number of samples, metrics."""
+"""The result of a call: arrays by name or a loss, the number of samples, and the metrics."""
 
 isolate_simulation()
 app = ClientApp(mods=[answer_in_kind, record_reply])
@@ -206,18 +209,17 @@ class Call:
                 message,
                 context,
                 purpose=TRAINING if self._training else EVALUATION,
-                per_client=settings.method.per_client,
             )
         self._state = State()
         self.number = int(self._config["client"])
         arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
-        self.received = [array.numpy() for array in arrays.values()]
-        """The arrays from the server, not copied."""
+        self.received: Arrays = {name: array.numpy() for name, array in arrays.items()}
+        """The arrays from the server by name, not copied."""
         if self._policy:
             phase, server_round = message.metadata.message_type, int(self._config["server-round"])
             check_place(self.workspace.settings, context, self.number, server_round)
             check_run(self.workspace)
-            check_once(context, self.number, phase, server_round, self.received, entries)
+            check_once(context, self.number, phase, server_round, list(self.received.values()), entries)
             if self._training:
                 spend_budget(self._policy, self.workspace.settings, context, self.num_train, server_round)
         # The class is imported here, because open() may run on one of several threads.
@@ -237,22 +239,22 @@ class Call:
         """Return the client with its state, and the generator of its requests."""
         client = self._make(self.number, self.workspace, self._store.load(self.number, self._versions))
         self._state = client.state
-        client.masking = self._masking
-        return client, (client.fit_steps if self._training else client.evaluate_steps)(self.received, self._config)
+        run = LocalRun(client, self.received, self._config, self._masking)
+        return client, run.train() if self._training else run.evaluate()
 
     def packed(self) -> Parcel:
         """Return the call in a form that another process can run with :func:`unpacked`."""
         self._state = self._store.load(self.number, self._versions)
-        head = self.number, self._training, self._config, list(self._state)
-        return Parcel(head, [*self._state.values(), *self.received])
+        head = self.number, self._training, self._config, list(self._state), list(self.received)
+        return Parcel(head, [*self._state.values(), *self.received.values()])
 
     def take_up(self, answer: Parcel) -> Result:
         """Return a result from another process (:func:`packed`), and load the client's new state."""
-        (names, num_examples, metrics), arrays = answer
-        if names is not None:
-            self._state = State(dict(zip(names, arrays, strict=False)))
+        (stored, replied, num_examples, metrics), arrays = answer
+        if stored is not None:
+            self._state = State(dict(zip(stored, arrays, strict=False)))
             self._state.changed = True
-        return list(arrays[len(names or ()) :]), num_examples, metrics
+        return dict(zip(replied, arrays[len(stored or ()) :], strict=True)), num_examples, metrics
 
     def close(self, result: Result | Exception) -> Message:
         """Store the client's state and return the reply, or raise the client's error.
@@ -269,7 +271,7 @@ class Call:
         if self._policy:
             metrics = limited_scores(self._policy, metrics)
         version = self._store.save(self.number, self._versions, state)
-        sent = arrays if isinstance(arrays, list) else []  # an evaluation without masks returns its loss instead
+        sent = arrays if isinstance(arrays, dict) else {}  # an evaluation without masks returns its loss instead
         return reply_to(self.message, sent, num_examples, {**metrics, "state": version})
 
     def answer(self) -> Message:
@@ -278,33 +280,35 @@ class Call:
             client, steps = self.open()
         except MissingStateError as error:
             return self.close(error)
-        return self.close(client.drive(steps))
+        return self.close(client.jobs.drive(steps))
 
 
 def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Steps[Result]]:
     """Return the client and generator of a packed call, as :meth:`Call.open` does, in another process."""
-    (number, training, config, names), arrays = parcel
-    state = State(dict(zip(names, arrays, strict=False)))
+    (number, training, config, stored, sent), arrays = parcel
+    state = State(dict(zip(stored, arrays, strict=False)))
     client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
-    return client, (client.fit_steps if training else client.evaluate_steps)(list(arrays[len(names) :]), config)
+    run = LocalRun(client, dict(zip(sent, arrays[len(stored) :], strict=True)), config)
+    return client, run.train() if training else run.evaluate()
 
 
 def packed(client: PersonalClient, result: Result) -> Parcel:
     """Return the packed result of a call, with the client's state if it has changed."""
     arrays, num_examples, metrics = result
-    replied = arrays if isinstance(arrays, list) else []  # an evaluation returns its loss instead
-    names = list(client.state) if client.state.changed else None
-    state = [client.state[name] for name in names or ()]
-    return Parcel((names, num_examples, metrics), [np.asarray(array) for array in (*state, *replied)])
+    replied = arrays if isinstance(arrays, dict) else {}  # an evaluation returns its loss instead
+    stored = list(client.state) if client.state.changed else None
+    state = [client.state[name] for name in stored or ()]
+    head = stored, list(replied), num_examples, metrics
+    return Parcel(head, [np.asarray(array) for array in (*state, *replied.values())])
 
 
-def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:
+def reply_to(message: Message, arrays: Arrays, num_examples: int, metrics: dict[str, Any]) -> Message:
     """Return a reply. Texts and the client's index are in its config, because Flower would average them as metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]
     content = content_of(
-        arrays=record_of({str(i): np.asarray(a) for i, a in enumerate(arrays)}),
+        arrays=record_of({name: np.asarray(array) for name, array in arrays.items()}),
         metrics=with_entries(MetricRecord(), {**numbers, "num-examples": num_examples}),
         config=with_entries(ConfigRecord(), {**texts, "client": client}),
     )

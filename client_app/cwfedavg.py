@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train
 
@@ -14,14 +15,14 @@ SMALLEST = 1e-12
 class CwFedAvgClient(PersonalClient):
     """Minimise cross-entropy + λ ||p_i − p̃_i||₂ (Eq. 8)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train as FedAvg does. Send the class distribution too in the `empirical` ablation."""
         update, local = yield from super().local_round(received, config)
         if self.method.distribution == "empirical":
-            update.arrays.append(self.class_distribution())
+            update.arrays["distribution"] = self.data.class_distribution()
         return update, local
 
-    def assembled(self, received: list[Tensor]) -> Tensor:
+    def assembled(self, received: Received) -> Tensor:
         """Return the whole model ``(d,)``: the averaged layers with the client's mix of the class-wise ones."""
         return self.method.assembled(self.architecture, received, torch.empty(self.layout.size, device=self.device))
 
@@ -30,7 +31,7 @@ class CwFedAvgClient(PersonalClient):
         if not self.method.wdr or not self.method.wdr_lambda:
             return Train(start)
         strength = torch.tensor(self.method.wdr_lambda, device=self.device)
-        return Train(start, regularised, {"distribution": self.class_distribution(), "lambda": strength})
+        return Train(start, regularised, {"distribution": self.data.class_distribution(), "lambda": strength})
 
 
 def regularised(net: Net, batch: Batch, context: Context) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from flwr.common.logger import log
 
 from posy.client_app.app import Call, packed, unpacked
-from posy.client_app.base import PersonalClient, Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.jobs import Steps
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Train, TrainingInterruptedError
 from posy.client_app.workspace import Workspace
@@ -66,7 +67,7 @@ class Engine:
                 return
             try:
                 client, steps = calls[number].open()
-                result = client.drive(steps)
+                result = client.jobs.drive(steps)
             except TrainingInterruptedError:
                 return
             except Exception as error:  # whatever a client raises is its answer, as on a real node
@@ -100,8 +101,8 @@ class Engine:
         def take_answer(number: int, answer: Parcel | Exception) -> None:
             finish(number, answer if isinstance(answer, Exception) else calls[number].take_up(answer))
 
-        counts = Counter(id(array) for call in calls for array in call.received)
-        common = {id(array): array for call in calls for array in call.received if counts[id(array)] > 1}
+        counts = Counter(id(array) for call in calls for array in call.received.values())
+        common = {id(array): array for call in calls for array in call.received.values() if counts[id(array)] > 1}
         self._workers.run(groups, lambda number: calls[number].packed(), take_answer, list(common.values()), end)
 
     def _on_threads(self, run_call: Callable[[int], None], order: Sequence[int]) -> None:
@@ -184,7 +185,7 @@ class Group:
 
     def _kind(self, running: Running) -> Hashable:
         """Return a key that is equal for requests that can be answered together."""
-        network, request = running.client.network(running.request), running.request
+        network, request = running.client.jobs.network(running.request), running.request
         stacks = self.workspace.trainer.stacks(network, 2, request if isinstance(request, Train) else None)
         if isinstance(request, Train):
             return network, request.kind if stacks else id(running), running.client.lr
@@ -193,7 +194,7 @@ class Group:
 
     def _answer_group(self, group: Sequence[Running]) -> list[Any]:
         """Answer requests of one kind, in as many pieces as memory requires."""
-        trainer, network = self.workspace.trainer, group[0].client.network(group[0].request)
+        trainer, network = self.workspace.trainer, group[0].client.jobs.network(group[0].request)
         if len(group) == 1:
             return [self._answer_alone(group[0])]
         first = group[0].request
@@ -205,10 +206,12 @@ class Group:
             return [answer for piece in pieces for answer in self._answer_group(piece)]
         try:
             if isinstance(first, Train):
-                jobs = [member.client.job(member.request) for member in group if isinstance(member.request, Train)]
+                jobs = [member.client.jobs.job(member.request) for member in group if isinstance(member.request, Train)]
                 return list(trainer.train_together(jobs, network))
             requests = [member.request for member in group if isinstance(member.request, Forward)]
-            samples = [member.client.samples(request.split) for member, request in zip(group, requests, strict=True)]
+            samples = [
+                member.client.jobs.samples(request.split) for member, request in zip(group, requests, strict=True)
+            ]
             return trainer.forward_together(requests, network, samples)
         except torch.OutOfMemoryError:
             self._capacity[network] = len(group) // 2
@@ -223,7 +226,7 @@ class Group:
 
     def _answer_alone(self, running: Running) -> Any:
         try:
-            return running.client.carry_out(running.request)
+            return running.client.jobs.answer(running.request)
         except Exception as error:
             return error
 

@@ -1,8 +1,7 @@
 """FedACS's client: it trains from the intermediate model and stores the result."""
 
-from torch import Tensor
-
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
 
@@ -10,7 +9,7 @@ from posy.strategies.replies import Update
 class FedACSClient(PersonalClient):
     """Take local steps from u_i (Eq. 5). The result w_i is the client's personalised model."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train u_i. Send and store w_i."""
-        trained: Trained = yield Train(received[0])
-        return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
+        trained: Trained = yield Train(received["model"])
+        return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)

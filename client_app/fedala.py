@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train, Trained
 from posy.models.parameters import Entry, Part
@@ -20,17 +22,17 @@ LEARNING = 1
 class FedALAClient(PersonalClient):
     """Train from θ_i + (θ − θ_i) ⊙ W with W in [0, 1] (FedALA, Algorithm 1)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Aggregate, train and send the model. Store the model and the weights."""
-        start, weights = yield from self.aggregated(received[0])
+        start, weights = yield from self.aggregated(received["model"])
         trained: Trained = yield self.work(start)
         if weights is not None:
             self.keep("weights", weights)
-        return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
+        return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)
 
-    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+    def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
         """Aggregate with weights that are learned for this evaluation alone."""
-        start, _ = yield from self.aggregated(received[0])
+        start, _ = yield from self.aggregated(received["model"])
         return self.plain(start)
 
     def mixed_part(self) -> tuple[Part, list[Entry]]:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Pull, Train, Trained
 from posy.strategies.replies import Update
@@ -12,16 +13,18 @@ from posy.strategies.replies import Update
 class FedAMPClient(PersonalClient):
     """Minimise F_i(w) + lambda / (2 alpha) ||w - u_i||^2 (FedAMP, Eq. 4)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the client's own model and send it."""
-        start, strength = self.kept_model(received[0]), self.method.strength / self.method.alpha
+        start, strength = self.kept_model(received["model"]), self.method.strength / self.method.alpha
         if self.method.distance == "squared":
-            work = Train(start, pull=Pull(received[0], strength))
+            work = Train(start, pull=Pull(received["model"], strength))
         else:
-            message = {e.name: received[0][e.start : e.stop].view(e.shape) for e in self.layout.entries if e.trainable}
+            message = {
+                e.name: received["model"][e.start : e.stop].view(e.shape) for e in self.layout.entries if e.trainable
+            }
             work = Train(start, near_message, {**message, STRENGTH: torch.tensor(strength, device=self.device)})
         trained: Trained = yield work
-        return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
+        return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)
 
 
 STRENGTH = "lambda / alpha"

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.prototypes import class_means
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.rules import FisherTrace
@@ -19,7 +20,7 @@ class FedASClient(PersonalClient):
     Before its first training the latest model is the initial one.
     """
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train, and send the body with the trace of the Fisher information."""
         start = self.assembled(received)
         if self.method.align_epochs:
@@ -30,7 +31,7 @@ class FedASClient(PersonalClient):
         rule = FisherTrace()
         fisher: Trained = yield Train(trained.parameters, rule=rule, plain=True, measures=True, epochs=1, stream=FISHER)
         update, local = self.share(trained)
-        update.arrays.append(fisher.loss)
+        update.arrays["fisher"] = fisher.loss
         return update, local
 
     def aligned(self, start: Tensor) -> Steps[Tensor]:

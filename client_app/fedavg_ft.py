@@ -2,7 +2,9 @@
 
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
 
@@ -18,15 +20,15 @@ class FedAvgFTClient(PersonalClient):
 
     personal_in_every_evaluation = True
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train as FedAvg does, or fine-tune for a round."""
         if self.tuning_rounds and self.method.tunes(self.round, self.settings.run.num_server_rounds):
             tuned: Trained = yield self.fine_tuning(self.kept_model(self.assembled(received)))
-            return Update([], tuned.loss), self.keep_model(tuned.parameters)
+            return Update({}, tuned.loss), self.keep_model(tuned.parameters)
         update, _ = yield from super().local_round(received, config)
         return update, None
 
-    def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
+    def personal_model(self, received: Received, config: Config) -> Steps[Predictor | None]:
         """Fine-tune the served model. With rounds of fine-tuning, return the stored model, if there is one."""
         if self.tuning_rounds:
             stored = self.recall("model")

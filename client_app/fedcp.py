@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
 
@@ -18,7 +19,7 @@ class FedCPClient(PersonalClient):
     with BatchNorm, from its running statistics.
     """
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train with the global head fixed. Send the mean of both heads in its place."""
         start = self.assembled(received)
         work = Train(start, rates={"global-head": 0.0})

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
 
@@ -11,20 +13,23 @@ from posy.strategies.replies import Update
 class FedFewClient(PersonalClient):
     """Train θ_1..θ_K, send Δ_ik = θ_k^local − θ_k and L_ik (Algorithm 1, lines 3-11)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the K models in one pass."""
         start = self.assembled(received)
         trained: Trained = yield Train(start, own_batches=self.method.batches == "own")
         self.keep_personal(trained.parameters)
         delta = self.shared.take(trained.parameters - start)
         best = int(trained.loss.argmin())
-        return Update([delta, trained.loss], trained.loss[best]), self.plain(trained.parameters[best], str(best))
+        return Update({"models": delta, "losses": trained.loss}, trained.loss[best]), self.plain(
+            trained.parameters[best], str(best)
+        )
 
-    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+    def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
         """Choose k_i = argmin_k of the training loss of the served models (Algorithm 1, lines 19-24)."""
         return self.best_of(self.assembled(received))
 
-    def fresh(self, shared: Tensor) -> Tensor:
-        """Return the K initial models ``(K, d)``, whose heads are the first personal ones."""
+    def assembled(self, received: Received) -> Tensor:
+        """Return the K models ``(K, d)`` of the received shared layers and the client's personal layers."""
         distinct = self.method.initialisation == "distinct"
-        return torch.stack([self.initial(k if distinct else 0) for k in range(len(shared))])
+        fresh = torch.stack([self.initial(k if distinct else 0) for k in range(self.method.models)])
+        return self.shared.put(self.with_personal(fresh), received["models"])

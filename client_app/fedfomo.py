@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Split, Trained
 from posy.data.partitions import split
 from posy.randomness import numpy_generator
@@ -37,16 +39,18 @@ class FedFomoClient(PersonalClient):
             self.data, x_train=x[train], y_train=y[train], x_validation=x[validation], y_validation=y[validation]
         )
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Move towards the better models and train. Send the trained model and the weights of Eq. 3."""
-        start, weights = yield from self.moved(received[0])
+        start, weights = yield from self.moved(received["models"])
         trained: Trained = yield self.work(start)
         self.keep("start", start)
-        return Update([trained.parameters, weights], trained.loss), self.keep_model(trained.parameters)
+        return Update({"model": trained.parameters, "weights": weights}, trained.loss), self.keep_model(
+            trained.parameters
+        )
 
-    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+    def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
         """Move towards the better models."""
-        start, _ = yield from self.moved(received[0])
+        start, _ = yield from self.moved(received["models"])
         return self.plain(start)
 
     def moved(self, received: Tensor) -> Steps[tuple[Tensor, Tensor]]:

@@ -1,8 +1,8 @@
 """FedMTL's client: it trains its own model, with a tie to the other clients' models."""
 
-from torch import Tensor
-
-from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Pull, Train, Trained
 from posy.strategies.replies import Update
 
@@ -10,12 +10,12 @@ from posy.strategies.replies import Update
 class FedMTLClient(PersonalClient):
     """Minimise F_i(w_i) + lambda/2 tr(W Omega W^T) over w_i (FedMTL, Eq. 1)."""
 
-    def served_model(self, received: list[Tensor], config: Config) -> Predictor:
+    def served_model(self, received: Received, config: Config) -> Predictor:
         """Return the client's own model. The message contains only the anchor of its tie."""
         return self.plain(self.kept_model(self.initial()))
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the client's own model and send it."""
-        pull = Pull(received[0], config["tie"])
+        pull = Pull(received["model"], config["tie"])
         trained: Trained = yield Train(self.kept_model(self.initial()), pull=pull)
-        return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
+        return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)

@@ -3,7 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.work import Forward, Train, Trained
 from posy.strategies.replies import Update
 
@@ -14,13 +15,12 @@ class FedNHClient(PersonalClient):
     The local model is the trained body under the prototypes of its training.
     """
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the body, then describe the training samples with it."""
-        trained: Trained = yield Train(received[0], rates={"head": 0.0})
+        trained: Trained = yield Train(received["model"], rates={"head": 0.0})
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means = mean_directions(features, self.data.y_train, self.data.num_classes)
-        reply = self.layout.part(("head",)).put(trained.parameters.clone(), means.flatten())
-        return Update([reply], trained.loss), self.plain(trained.parameters)
+        return Update({"model": trained.parameters, "directions": means}, trained.loss), self.plain(trained.parameters)
 
 
 def mean_directions(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.prototypes import class_means, towards_prototypes
 from posy.client_app.training.work import Forward, Train, Trained
 from posy.strategies.replies import Update
@@ -14,14 +15,13 @@ HEAD, BODY = 0, 1  # streams of batches
 class FedPACClient(PersonalClient):
     """Train the head, then the body with a pull towards the global class means (FedPAC, Algorithm 1)."""
 
-    def assembled(self, received: list[Tensor]) -> Tensor:
+    def assembled(self, received: Received) -> Tensor:
         """Return the whole model ``(d,)``: the shared body with the head that was combined for the client."""
         model = torch.empty(self.layout.size, device=self.device)
-        return self.personal.put(self.shared.put(model, received[0]), received[1])
+        return self.personal.put(self.shared.put(model, received["model"]), received["head"])
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Measure the served body's features, train head and body, and send both with the statistics."""
-        _, _, prototypes, defined = received
         start = self.assembled(received)
         features, _ = yield Forward(start, "train", features=True)
         variance, products = statistics(features, self.data.y_train, self.data.num_classes)
@@ -29,12 +29,15 @@ class FedPACClient(PersonalClient):
         epochs = None if self.settings.train.local_steps else self.method.head_epochs
         head: Trained = yield Train(start, rates=fixed_body, epochs=epochs, lr=self.method.head_lr or None, stream=HEAD)
         strength = torch.tensor(self.method.strength, device=self.device)
-        context = {"prototypes": prototypes, "known": defined, "lambda": strength}
+        context = {"prototypes": received["prototypes"], "known": received["known"], "lambda": strength}
         trained: Trained = yield Train(head.parameters, towards_prototypes, context, rates={"head": 0.0}, stream=BODY)
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means, counts = class_means(features, self.data.y_train, self.data.num_classes)
-        arrays = [self.shared.take(trained.parameters), self.personal.take(trained.parameters)]
-        return Update([*arrays, means, counts, variance, products], trained.loss), self.plain(trained.parameters)
+        model, head = self.shared.take(trained.parameters), self.personal.take(trained.parameters)
+        arrays = {
+            "model": model, "head": head, "means": means, "counts": counts, "variance": variance, "products": products
+        }  # fmt: skip
+        return Update(arrays, trained.loss), self.plain(trained.parameters)
 
 
 def statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor
 from posy.client_app.prototypes import class_means, towards_prototypes
 from posy.client_app.training.work import Forward, Train, Trained
 from posy.strategies.replies import Update
@@ -15,9 +17,9 @@ UNKNOWN = -1e9
 class FedProtoClient(PersonalClient):
     """Minimise cross-entropy + λ times the distance of features to the prototypes (FedProto, Eq. 7)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the client's network. Send its prototypes, and their numbers of samples."""
-        prototypes, defined = received
+        prototypes, defined = received["prototypes"], received["known"]
         strength = torch.tensor(self.method.strength, device=self.device)
         context = {"prototypes": prototypes, "known": defined, "lambda": strength}
         trained: Trained = yield Train(self.kept_model(self.initial()), towards_prototypes, context)
@@ -28,14 +30,15 @@ class FedProtoClient(PersonalClient):
         self.keep("model", trained.parameters)
         self.keep("prototypes", torch.where(defined[:, None] > 0, prototypes, update))
         self.keep("known", torch.maximum(defined, (counts > 0).float()))
-        return Update([update, counts], trained.loss), self.personal_model(received, config)
+        return Update({"prototypes": update, "counts": counts}, trained.loss), self.personal_model(received, config)
 
-    def served_model(self, received: list[Tensor], config: Config) -> Predictor:
+    def served_model(self, received: Received, config: Config) -> Predictor:
         """Return the client's network with the served prototypes; before there are any, with its trained head."""
         parameters = self.kept_model(self.initial())
-        return self.nearest(parameters, *received) if bool(received[1].any()) else self.plain(parameters)
+        prototypes, defined = received["prototypes"], received["known"]
+        return self.nearest(parameters, prototypes, defined) if bool(defined.any()) else self.plain(parameters)
 
-    def personal_model(self, received: list[Tensor], config: Config) -> Predictor | None:
+    def personal_model(self, received: Received, config: Config) -> Predictor | None:
         """Return the network as trained, with the prototypes of its last training."""
         parameters, prototypes, defined = (self.recall(name) for name in ("model", "prototypes", "known"))
         if parameters is None or prototypes is None or defined is None:

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.work import Train, Trained
 
 HEAD, BODY = 0, 1
@@ -14,7 +13,7 @@ HEAD, BODY = 0, 1
 class FedRepClient(PersonalClient):
     """Alternate head and body (FedRep, Algorithm 1, client update)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the head, then the body. Send the body."""
         return self.share((yield from self.alternated(Train(self.assembled(received), stream=BODY))))
 

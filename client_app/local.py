@@ -1,8 +1,7 @@
 """Local training: the client continues to train its model."""
 
-from torch import Tensor
-
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
 
@@ -10,7 +9,7 @@ from posy.strategies.replies import Update
 class LocalClient(PersonalClient):
     """Train the client's stored model, which starts at the common initial model."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the stored model and send nothing."""
         trained: Trained = yield Train(self.kept_model(self.initial()))
-        return Update([], trained.loss), self.keep_model(trained.parameters)
+        return Update({}, trained.loss), self.keep_model(trained.parameters)

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained, mean_over
 from posy.strategies.replies import Update
@@ -17,17 +18,17 @@ class MOONClient(PersonalClient):
     without augmentation.
     """
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train from the global model, and keep the result for the next round."""
-        work = Train(received[0])
+        work = Train(received["model"])
         if self.method.mu:
-            both = torch.stack([received[0], self.kept_model(received[0])])
+            both = torch.stack([received["model"], self.kept_model(received["model"])])
             features, _ = yield Forward(both, "train", features=True)
             scales = {"mu": self.method.mu, "temperature": self.method.temperature}
             work.context = {name: torch.tensor(value, device=self.device) for name, value in scales.items()}
             work.objective, work.notes = contrastive, features.transpose(0, 1)
         trained: Trained = yield work
-        return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
+        return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)
 
 
 def contrastive(net: Net, batch: Batch, context: Context) -> Tensor:

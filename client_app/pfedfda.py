@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
 from posy.strategies.pfedfda import AUTO
@@ -24,10 +26,9 @@ Gaussians = tuple[Tensor, Tensor]
 class PFedFDAClient(PersonalClient):
     """Train the body (Algorithm 1), and interpolate between the local and the global Gaussians by cross-validation."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train under the global discriminant. Send the body, and the Gaussians that fit its features."""
-        body, *statistics = received
-        overall = statistics[0].double(), statistics[1].double()
+        body, overall = received["model"], (received["means"].double(), received["covariance"].double())
         work = Train(self.with_head(body, overall), rates={"head": 0.0})
         collected = CollectedFeatures()
         if self.method.features == "training":
@@ -40,12 +41,12 @@ class PFedFDAClient(PersonalClient):
             features, labels = yield from self.training_features(trained.parameters)
         means, covariance = self.fitted(features, labels, overall)
         predictor = self.plain(self.with_head(body, (means, covariance)))
-        return Update([body, means.float(), covariance.float()], trained.loss), predictor
+        arrays = {"model": body, "means": means.float(), "covariance": covariance.float()}
+        return Update(arrays, trained.loss), predictor
 
-    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+    def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
         """Fit the head to the served body's features."""
-        body, *statistics = received
-        overall = statistics[0].double(), statistics[1].double()
+        body, overall = received["model"], (received["means"].double(), received["covariance"].double())
         features, labels = yield from self.training_features(self.with_head(body, overall))
         return self.plain(self.with_head(body, self.fitted(features, labels, overall)))
 
@@ -87,7 +88,7 @@ class PFedFDAClient(PersonalClient):
 
     def log_prior(self) -> Tensor:
         """Return the logarithms of the classes' shares ``(C,)``."""
-        shares = self.class_distribution().double() + RARE
+        shares = self.data.class_distribution().double() + RARE
         return (shares / shares.sum()).log()
 
 

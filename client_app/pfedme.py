@@ -1,8 +1,7 @@
 """pFedMe's client: it moves its copy of the global model towards a personal one, step by step."""
 
-from torch import Tensor
-
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.rules import MoreauEnvelope
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
@@ -11,14 +10,14 @@ from posy.strategies.replies import Update
 class PFedMeClient(PersonalClient):
     """Descend along lambda (w - theta), theta = argmin F_i + lambda/2 ||theta - w||^2 (pFedMe, Algorithm 1)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train w, send it if the client is in the round's sample, and store the personal model."""
         method, train = self.method, self.settings.train
         rule = MoreauEnvelope(
             method.strength, method.steps, method.personal_lr, train.weight_decay, train.max_grad_norm
         )
-        trained: Trained = yield Train(received[0], rule=rule)
+        trained: Trained = yield Train(received["model"], rule=rule)
         assert trained.beside is not None  # this rule stores theta there
-        sent = [trained.parameters] if config.get("sampled", True) else []
+        sent = {"model": trained.parameters} if config.get("sampled", True) else {}
         personal = trained.beside if method.scored == "theta" else trained.parameters
         return Update(sent, trained.loss), self.keep_model(personal)

@@ -5,11 +5,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from flwr.common.typing import NDArrays
 from torch import Tensor
 
-from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps
-from posy.client_app.state import StateError
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Member, Predictor
 from posy.client_app.training.work import Train, Trained
 from posy.randomness import torch_generator
 from posy.strategies.ppfe import Stage, open_stage, plan_stages
@@ -31,17 +31,17 @@ class PPFEClient(PersonalClient):
         """The stages of the run, as the server plans them."""
         return plan_stages(self.settings, self.architecture)
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the stage's layers, or with ``final_epochs`` its personal layers only. Send the shared layers."""
-        stage = yield from self.catch_up(received, config)
+        stage = yield from self.catch_up(config)
         slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         head_only = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
         factor = self.method.body_lr_factor if stage.number >= self.method.body_lr_stage else 1.0
         weights = self.recall("weights")
-        if weights is not None and self.class_weight is not None:
-            weights = weights / self.class_weight  # the trainer multiplies by the class weights
+        if weights is not None and self.jobs.class_weight is not None:
+            weights = weights / self.jobs.class_weight  # the trainer multiplies by the class weights
         trained: Trained = yield Train(
-            self.stage_model(stage, received[0]),
+            self.stage_model(stage, received["model"]),
             epochs=self.method.final_epochs if head_only else None,
             sample_weight=weights,
             resample=self.method.weighting == "resample",
@@ -54,65 +54,35 @@ class PPFEClient(PersonalClient):
         local = None
         if config.get("evaluate-local"):
             local = yield from self.ensemble(stage, trained.parameters)
-        return Update([stage.shared_part.take(trained.parameters)], trained.loss), local
+        return Update({"model": stage.shared_part.take(trained.parameters)}, trained.loss), local
 
-    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+    def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
         """Return the ensemble of the finished stages and, once it has been trained, the current one."""
-        stage = yield from self.catch_up(received, config)
+        stage = yield from self.catch_up(config)
         fresh = not config["rounds-done"] and self.betas.size > 0
-        return (yield from self.ensemble(stage, None if fresh else self.stage_model(stage, received[0])))
-
-    def weight(self, config: Config) -> int:
-        """Return 1 from stage 2 on, as the server does."""
-        return super().weight(config) if config["stage"] == 1 else 1
-
-    def unchanged(self, parameters: NDArrays) -> NDArrays:
-        """Return the received shared layers of the stage."""
-        return [parameters[0]]
+        return (yield from self.ensemble(stage, None if fresh else self.stage_model(stage, received["model"])))
 
     @property
     def betas(self) -> np.ndarray:
         """Coefficients of the finished stages."""
         return np.asarray(self.state.get("betas", np.zeros(0, np.float32)))
 
-    def common(self, received: NDArrays, config: Config) -> NDArrays:
-        """Return the shared layers of this stage and of all finished stages, which the client has stored.
-
-        Raises :class:`StateError` if the message contains another model of a stage that the client has closed.
-        """
-        finished = [np.asarray(self.state[f"shared-{number}"]) for number in range(1, len(self.betas) + 1)]
-        for number, shared in enumerate(received[1:], start=int(config["first-finished"])):
-            if number > len(finished) or not np.array_equal(finished[number - 1], shared):
-                raise StateError(f"the message contains another model of stage {number} than an earlier message")
-        return [received[0], *finished]
-
-    def catch_up(self, received: list[Tensor], config: Config) -> Steps[Stage]:
-        """Close the finished stages that the message contains, and return the current one.
-
-        Raises :class:`StateError` if the message lacks one, because the client has lost its state. The next message of
-        the server contains all of them.
-        """
-        first = int(config["first-finished"])
-        if first > len(self.betas) + 1:
-            raise StateError(f"client {self.client} has closed {len(self.betas)} stages; the message begins at {first}")
-        for number, shared in enumerate(received[1:], start=first):
-            if number == len(self.betas) + 1:
-                yield from self.close_stage(self.stages[number - 1], shared)
-        betas = {f"beta-{i}": float(beta) for i, beta in enumerate(self.betas, start=1)}
-        self.acknowledgement = {"stages-closed": len(betas), **({} if self.masking else betas)}
+    def catch_up(self, config: Config) -> Steps[Stage]:
+        """Close the finished stages that the client has received, and return the current one."""
+        while (shared := self.recall(f"finished-{len(self.betas) + 1}")) is not None:
+            yield from self.close_stage(self.stages[len(self.betas)], shared)
         return self.stages[int(config["stage"]) - 1]
 
     def close_stage(self, stage: Stage, shared: Tensor) -> Steps[None]:
         """Add the finished stage to the ensemble and reweight the samples for the next one (line 21)."""
         model = self.stage_model(stage, shared)
         beta, weights = yield from self.reweighted(stage, model)
-        self.keep(f"shared-{stage.number}", shared)
         self.state["betas"] = np.append(self.betas, np.float32(beta))
         if stage.number < len(self.stages):
             if self.method.reweighting:
                 self.keep("weights", weights)
             after = self.stages[stage.number]
-            begun = open_stage(stage, after, model, self.recall("shared-1"))
+            begun = open_stage(stage, after, model, self.recall("finished-1"))
             if (mask := self.mask(after)) is not None:
                 begun *= mask
             self.keep(f"personal-{after.number}", after.personal_part.take(begun).clone())
@@ -126,8 +96,8 @@ class PPFEClient(PersonalClient):
         weights = self.recall("weights")
         if weights is None:
             weights = torch.ones(len(self.data.y_train), device=self.device)
-            if self.class_weight is not None:
-                weights = weights * self.class_weight
+            if self.jobs.class_weight is not None:
+                weights = weights * self.jobs.class_weight
         classes, rule = self.data.num_classes, self.method.beta
         losses = yield from self.sample_losses(Predictor([Member(model, stage.architecture)]))
         beta, new = reweight(losses, weights, classes, rule)
@@ -169,7 +139,7 @@ class PPFEClient(PersonalClient):
         """Return the models of the finished stages with their coefficients."""
         members = []
         for stage, beta in zip(self.stages, self.betas, strict=False):
-            shared = self.recall(f"shared-{stage.number}")
+            shared = self.recall(f"finished-{stage.number}")
             assert shared is not None
             members.append(Member(self.stage_model(stage, shared), stage.architecture, float(beta)))
         return members

@@ -127,23 +127,13 @@ def noised(
         The clipping norm of the round; 0: the setting ``dp-clip``.
     threshold : int
         Smallest number of clients whose masked sum the server can unmask; 0 without masks.
-
-    Raises
-    ------
-    UnprotectedError
-        If an array has no reference.
     """
-    if len(references) < len(arrays):
-        raise UnprotectedError(
-            f"method = {settings.run.method!r}: {len(arrays) - len(references)} arrays of the reply have no reference, "
-            f"so noise cannot cover them; the method must refuse dp = {settings.train.dp!r}"
-        )
     changed, norm = clipped(arrays, references, clip or settings.train.dp_clip)
     if changed and (deviation := reply_deviation(settings, threshold)):
         changed = with_noise(changed, deviation)
     kind = np.float64 if threshold else np.float32  # masks need the exact sum of update and noise
     with np.errstate(over="ignore"):
-        pairs = zip(references, changed, strict=False)
+        pairs = zip(references, changed, strict=True)
         noisy = [(reference + change).astype(kind) for reference, change in pairs]
     return noisy, norm
 

@@ -1,11 +1,9 @@
 """SCAFFOLD's client: control variates correct its steps, and it stores its own variate."""
 
-import numpy as np
 import torch
-from flwr.common.typing import NDArrays
-from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.base import Config, PersonalClient, Received, Result
+from posy.client_app.jobs import Steps
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
 
@@ -13,24 +11,17 @@ from posy.strategies.replies import Update
 class SCAFFOLDClient(PersonalClient):
     """Step along the gradient + c − c_i. Then c_i⁺ = c_i − c + (x − y) / (K lr) (SCAFFOLD, Eqs. 3, 4)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train, and send the model with the change of the control variate."""
-        start, common = received
+        start, common = received["model"], received["control"]
         stored = self.recall("control")
         variate = torch.zeros_like(common) if stored is None else stored
         work = Train(start, offset=common - variate)
         trained: Trained = yield work
-        steps = gradients_in_distance(self.steps_of(work), self.settings.train.momentum)
+        steps = gradients_in_distance(self.jobs.steps(work), self.settings.train.momentum)
         change = (start - trained.parameters) / (steps * self.lr) - common
-        # Running statistics have no gradient to correct.
-        parameters = self.layout.trainable
-        change = parameters.put(torch.zeros_like(change), parameters.take(change))
         self.keep("control", variate + change)
-        return Update([trained.parameters, change], trained.loss), self.plain(trained.parameters)
-
-    def unchanged(self, parameters: NDArrays) -> NDArrays:
-        """Return the received model, and no change of the control variate."""
-        return [parameters[0], np.zeros_like(parameters[1])]
+        return Update({"model": trained.parameters, "control": change}, trained.loss), self.plain(trained.parameters)
 
 
 def gradients_in_distance(steps: int, momentum: float) -> float:

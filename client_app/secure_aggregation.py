@@ -481,23 +481,12 @@ class Masking:
         Flower's context of the node.
     purpose : str
         :data:`TRAINING`, :data:`EVALUATION` or :data:`STATISTICS`.
-    per_client : collection of str
-        Entries of the method that differ between clients.
     """
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        message: Message,
-        context: Context,
-        *,
-        purpose: str = TRAINING,
-        per_client: Collection[str] = (),
-    ) -> None:
+    def __init__(self, config: dict[str, Any], message: Message, context: Context, *, purpose: str = TRAINING) -> None:
         if "secure-round" not in config:
             raise ProtocolError(f"the server asks for {REPLIES[purpose]} without masks")
         self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
-        self._per_client = per_client
         name = str(config.pop("secure-round"))
         if name.split("-")[2:] != ([purpose] if purpose else []):
             raise ProtocolError(f"round {name} is not for this kind of message")
@@ -548,14 +537,13 @@ class Masking:
             If the client has sent another reply under these masks: the server could compute their difference.
         """
         session, client = self._session, self._secrets.client
-        references = references[: len(arrays)]
         if [array.shape for array in arrays] != [reference.shape for reference in references]:
             raise ProtocolError("the update and the received arrays have different shapes")
         if not 0 < weight <= self._weights:
             raise ProtocolError(f"a weight of {weight} in a sum of {self._weights}")
         update = encoded(changes(arrays, references), weight / self._weights, limit)
         words = np.concatenate([update, encoded_numbers(numbers)])
-        context = digest(session.view.digest(), common_digest(self._config, self._per_client, common))
+        context = digest(session.view.digest(), common_digest(self._config, common))
         words += own_mask(session.own_secret, context, len(words))
         for peer in session.peers:
             if peer != client:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posy.client_app.base import Predictor, combined
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.trainer import EVALUATION_BATCH
 from posy.client_app.workspace import plain_architecture
 from posy.data.inputs import Preprocessing
@@ -67,7 +66,8 @@ class ClientModel(nn.Module):
             network.load_state_dict(tensors, strict=False)
             self.members.append(network)
         self.register_buffer("coefficients", torch.tensor([member.coefficient for member in predictor.members]))
-        self._logarithms = predictor.logarithms
+        parameters = torch.empty(0)  # the networks contain them
+        self._predictor = replace(predictor, members=[replace(m, parameters=parameters) for m in predictor.members])
         self.eval()
 
     @classmethod
@@ -95,8 +95,7 @@ class ClientModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the probabilities ``(B, C)`` of prepared samples ``(B, *input_shape)``."""
-        outputs = torch.stack([F.log_softmax(_outputs(network(x))[0], dim=-1) for network in self.members])
-        return (outputs[0] if len(outputs) == 1 else combined(outputs, self.coefficients, self._logarithms)).exp()
+        return self._predictor.log_probabilities([network(x) for network in self.members]).exp()
 
     def client_logits(self, x: Tensor) -> Tensor:
         """Return the second output ``(B, M)`` of the network, for the clients."""

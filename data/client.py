@@ -31,6 +31,11 @@ class ClientData:
     y_validation: Tensor
     num_classes: int
 
+    def class_distribution(self) -> Tensor:
+        """Return the empirical class distribution p_i ``(C,)`` of the training samples."""
+        counts = torch.bincount(self.y_train, minlength=self.num_classes)
+        return counts / counts.sum()
+
     @property
     def nbytes(self) -> int:
         """Size of its tensors in memory."""

@@ -149,7 +149,7 @@ def _run(
             federation.restore(resumed.checkpoint.progress["sites"])
         federation.fixed_tensors = workspace.architecture.fingerprint
         strategy.clients = federation.join()
-        strategy.refresh = federation.refresh
+        strategy.exchange.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed, status)
         stack.callback(recorder.directory.release)
         begun(recorder.directory.path)
@@ -179,13 +179,13 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
     """
     strategy: PersonalisedStrategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if not workspace.of_sites:
-        strategy.client_names = dict(enumerate(workspace.partition.names))
-    if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
+        strategy.exchange.client_names = dict(enumerate(workspace.partition.names))
+    if settings.run.min_train_replies > (size := len(strategy.rounds.cohort(1))):
         raise SettingsError(
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
             f"so it must be 1 to {size}"
         )
-    rule, run = strategy.rule, settings.run
+    rule, run = strategy.influence.rule, settings.run
     size = min(size, math.ceil(run.fraction_train * len(strategy.members) - 1e-9))
     if rule and rule.least > size:
         raise SettingsError(

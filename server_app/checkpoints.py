@@ -20,6 +20,7 @@ from posy.server_app.resume import PROGRESS, StoredRun, checkpoint_rounds, read_
 from posy.settings import SettingsError
 from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, write_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.server_state import load_state
 from posy.strategies.settings import Settings
 
 KEPT = 2
@@ -163,7 +164,7 @@ def resumption(
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
     if stored.damage:
         log(WARNING, "config.yaml is rewritten: %s", stored.damage)
-    checkpoint = checkpoints.newest(lambda stored_checkpoint: strategy.load_server_state(stored_checkpoint.arrays))
+    checkpoint = checkpoints.newest(lambda stored_checkpoint: load_state(strategy, stored_checkpoint.arrays))
     finished, stored_digests, digests = checkpoint.server_round, checkpoint.progress["data"], data_digests(workspace)
     if differing := [part for part in digests if stored_digests.get(part) != digests[part]]:
         raise SettingsError(

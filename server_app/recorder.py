@@ -46,10 +46,12 @@ from posy.server_app.trackers.tracking import Tracking
 from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays
+from posy.strategies import schedule
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import drawing_of
 from posy.strategies.pooled import spreads
 from posy.strategies.replies import LIMITED, RoundRecord
+from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
 DRAW_SECONDS = 30.0
@@ -104,11 +106,11 @@ class Recorder:
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
         if run.save_models:
-            strategy.models_folder = self.directory.models
+            strategy.exchange.models_folder = self.directory.models
         self._tracking = Tracking(run.track)
         self.totals = Totals()
         self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
-        strategy.before_training = self.privacy.note
+        strategy.rounds.before_training = self.privacy.note
         self.rounds = 0
         # After the last finished round; the server's state is None during the end of a round, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
@@ -153,7 +155,7 @@ class Recorder:
     def _write_end(self, status: Status) -> None:
         self._write_summary(status)  # in case what follows fails or is interrupted
         if self.settings.run.save_models:
-            write_arrays(self.directory.models / ARRAYS, self._server_state or self.strategy.server_state())
+            write_arrays(self.directory.models / ARRAYS, self._server_state or state_of(self.strategy))
         if status == "completed" and not self.settings.train.withholds_scores:
             self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
@@ -215,8 +217,8 @@ class Recorder:
     def _finish_round(self, server_round: int, record: RoundRecord) -> None:
         self._server_state = None
         self.rounds = server_round
-        self._versions = dict(self.strategy.states.versions)
-        over_clients = self.totals.add(record, evaluated=self.strategy.evaluates(server_round))
+        self._versions = dict(self.strategy.exchange.states.versions)
+        over_clients = self.totals.add(record, evaluated=schedule.evaluates(self.settings.run, server_round))
         system = self._system_accuracy_of(server_round)
         counts, self.federation.grid.counts = self.federation.grid.counts, Counter()
         self.totals.delivery += counts
@@ -244,8 +246,8 @@ class Recorder:
         self._note_round()
         self._tracking.round_finished(row)
         self._progress.add(row, len(self.strategy.members))
-        state = self.strategy.server_state()
-        if self.strategy.saving:
+        state = state_of(self.strategy)
+        if self.strategy.exchange.saving:
             write_arrays(self.directory.models / ARRAYS, state)
         if self.checkpoints.due(server_round):
             self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
@@ -258,7 +260,9 @@ class Recorder:
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
-        due = self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)
+        due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
+            self.settings.run, server_round
+        )
         if not due or self.settings.train.withholds_scores:
             return None
         system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
@@ -282,7 +286,7 @@ class Recorder:
 
         With ``one_file_system`` the clients can write into the directory of the run.
         """
-        states = self.strategy.states
+        states = self.strategy.exchange.states
         states.attempt = len(self._resumed)
         states.folders["run"] = f"{self.directory.path.name}-{self.directory.id}"
         if one_file_system and (self.checkpoints.every or self._resumed):
@@ -291,9 +295,9 @@ class Recorder:
 
     def _note_versions(self) -> None:
         """Record the versions that checkpoints need: an interrupt in the next round saves a checkpoint of this one."""
-        self.strategy.states.needed = [*self.checkpoints.versions.values()]
+        self.strategy.exchange.states.needed = [*self.checkpoints.versions.values()]
         if self.checkpoints.every:
-            self.strategy.states.needed.append(self._versions)
+            self.strategy.exchange.states.needed.append(self._versions)
 
     def _write_last_checkpoint(self) -> None:
         """Write a checkpoint of the last finished round, from which an interrupted or failed run resumes."""
@@ -321,7 +325,7 @@ class Recorder:
         self.directory.cut_back(so_far["files"])
         self.rounds = checkpoint.server_round
         self._versions = checkpoint.versions
-        self.strategy.states.versions = dict(self._versions)
+        self.strategy.exchange.states.versions = dict(self._versions)
         self._started -= so_far["seconds"]
         self.totals = Totals.from_json(so_far)
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
@@ -353,7 +357,7 @@ class Recorder:
 
     def _client_names(self) -> dict[str, list[str | None]]:
         """Return the names that the data gives to the clients, in their order, if it does."""
-        names = self.strategy.client_names
+        names = self.strategy.exchange.client_names
         return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
 
     def _newcomers(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
     total = None
     if masked:
         config = {"secure-stage": STATISTICS, **requests[min(masked)]}
-        total = secure.unmasked(masked, common_digest(config, (), []), numbers)
+        total = secure.unmasked(masked, common_digest(config, []), numbers)
     if total is None:
         raise SettingsError(
             f"secure-aggregation = true: the sites could not add their statistics: {secure.refusal or 'no answer'}; "

@@ -11,7 +11,7 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.client_app.base import Predictor, combined
+from posy.client_app.predictors import Predictor
 from posy.client_app.training.batches import Samples
 from posy.client_app.training.work import Forward
 from posy.client_app.workspace import Workspace
@@ -106,7 +106,7 @@ def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
     """Return the client ``(n,)`` that answers each query, from the outputs ``(n, M)`` for the clients."""
     weights = np.ones(strategy.num_clients)  # also of a newcomer without a node, which answers no query
     for client in strategy.clients:
-        weights[client] = strategy.weight(client)  # the prior of the client in the averaged loss
+        weights[client] = strategy.exchange.weight(client)  # the prior of the client in the averaged loss
     return routing_scores(strategy.method, outputs, weights, strategy.newcomers).argmax(dim=-1)
 
 
@@ -143,7 +143,5 @@ def stored_probabilities(
     outputs = []
     for member in predictor.members:
         work = Forward(member.parameters.to(workspace.device))
-        logits = workspace.trainer.forward(work, workspace.network(member.architecture), Samples(x, y))
-        outputs.append((logits[0] if isinstance(logits, tuple) else logits).log_softmax(dim=-1))
-    coefficients = torch.tensor([member.coefficient for member in predictor.members], device=workspace.device)
-    return combined(torch.stack(outputs), coefficients, predictor.logarithms).exp()
+        outputs.append(workspace.trainer.forward(work, workspace.network(member.architecture), Samples(x, y)))
+    return predictor.log_probabilities(outputs).exp()

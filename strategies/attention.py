@@ -1,14 +1,13 @@
 """The part that FedACS, FedAMP and FedMTL share: a model for each client, mixed by an attention matrix."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
+from posy.strategies.arrays import Arrays
 from posy.strategies.latest import LatestModels
 from posy.strategies.replies import Update
 
@@ -33,20 +32,21 @@ class AttentionStrategy(LatestModels):
         """Start without any client's model."""
         super().initialise()
         self.mixed: FloatArray = self.models
-        self.unseen_start = self.initial()
+        self._unseen: tuple[FloatArray, FloatArray] | None = None
         # BatchNorm's running statistics are no parameters: they would dominate any comparison.
         self.parameters = self.architecture.layout.trainable
         self.pictures = np.empty((0, self.num_clients, self.num_clients))
         self.pictured: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
-    def serve(self, client: int) -> NDArrays:
+    def serve(self, client: int) -> Arrays:
         """Send u_i."""
-        return [self.mixed[np.searchsorted(self.seen, client)] if client in self.seen else self.unseen_start]
+        if client in self.seen:
+            return {"model": self.mixed[np.searchsorted(self.seen, client)]}
+        return {"model": self._start_of_unseen()}
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Store the new models, and mix all models again."""
-        self.take_up(updates)
-        self._prepare_unseen()
+        self.store(updates)
         weights = self.attention(self.parameters.take(self.models))
         self.mixed = weights.astype(np.float32) @ self.models
         self._remember(server_round, weights)
@@ -56,14 +56,11 @@ class AttentionStrategy(LatestModels):
             "collaborators": float((exchange > 0).sum(axis=1).mean()),
         }
 
-    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Load a state, and prepare the model for clients without one."""
-        super().load_server_state(arrays)
-        self._prepare_unseen()
-
-    def _prepare_unseen(self) -> None:
-        if 0 < len(self.seen) < self.num_clients:
-            self.unseen_start = self.models.mean(axis=0)
+    def _start_of_unseen(self) -> FloatArray:
+        """Return the mean of all models, or the initial model: the model for a client that has none."""
+        if self._unseen is None or self._unseen[0] is not self.mixed:  # the mixtures are new after each round
+            self._unseen = self.mixed, self.models.mean(axis=0) if len(self.seen) else self.initial()
+        return self._unseen[1]
 
     def _remember(self, server_round: int, weights: npt.NDArray[np.float64]) -> None:
         """Store the matrices of the first, the last and some intermediate rounds."""

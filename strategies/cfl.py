@@ -10,21 +10,22 @@ from the stored model, and follows the side that holds the most similar update. 
 
 import math
 from logging import WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from flwr.app import ConfigRecord, MessageType
 from flwr.common.logger import log
-from flwr.common.typing import NDArrays
 from flwr.serverapp import Grid
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import Arrays, Refused, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedacs import cosine_similarity
-from posy.strategies.method_settings import MethodSettings, Refused, training_clients
+from posy.strategies.method_settings import MethodSettings, training_clients
+from posy.strategies.newcomers import NewcomerPhase
 from posy.strategies.replies import Update, mean_of, num_examples, stacked, weighted_mean
 
 if TYPE_CHECKING:
@@ -34,12 +35,17 @@ if TYPE_CHECKING:
 
 class CFLSettings(
     MethodSettings,
-    noise=Refused("it splits clusters by the cosine similarity of single updates, which noise brings to zero"),
-    sums=Refused("it splits clusters by the cosine similarity of single updates"),
     robust=Refused("it splits clusters by the mean and the angles of single updates, which an attacker can steer"),
     point="served",
 ):
     """Settings of CFL."""
+
+    returned = reply(
+        model=model(
+            noise=Refused("it splits clusters by the cosine similarity of single updates, which noise brings to zero"),
+            sums=Refused("it splits clusters by the cosine similarity of single updates"),
+        )
+    )
 
     card = MethodCard(
         paper=Paper(
@@ -125,10 +131,57 @@ class CFLSettings(
         )
 
 
+class Descent(NewcomerPhase):
+    """The descent of newcomers through the tree of splits, before they are evaluated.
+
+    At each split of its cluster a newcomer trains the model before the split, and joins the side whose clients have
+    the most similar updates.
+    """
+
+    strategy: "CFL"
+
+    def run(
+        self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
+    ) -> None:
+        """Choose a cluster for each newcomer, then evaluate the newcomers."""
+        strategy, exchange, last = self.strategy, self.exchange, self.strategy.record
+        exchange.begin_round(server_round)
+        exchange.saving = False
+        reached = {client: 0 for client in strategy.newcomers if client in strategy.clients}
+        while descending := self._next_splits(reached):
+            strategy.descending = descending
+            messages = exchange.messages(MessageType.TRAIN, server_round, train_config, {c: {} for c in descending})
+            replies = grid.send_and_receive(messages, timeout=timeout)
+            exchange.collect(replies, strategy.rounds.decoder, self._choose_side, stateful=False)
+            reached = {client: index + 1 for client, index in descending.items()}
+        strategy.descending, strategy.record = {}, last
+        super().run(server_round, train_config, evaluate_config, grid, timeout)
+
+    def _next_splits(self, reached: dict[int, int]) -> dict[int, int]:
+        """Return the next split of each newcomer's cluster; ``reached`` has the first split to look at."""
+        following = {}
+        for client, start in reached.items():
+            splits = np.flatnonzero(self.strategy.parents[start:] == self.strategy.cluster[client])
+            if len(splits):
+                following[client] = start + int(splits[0])
+        return following
+
+    def _choose_side(self, client: int, update: Update) -> None:
+        """Move a newcomer to the cluster that split off if its update is more similar to the updates on that side."""
+        cfl = self.strategy
+        index = cfl.descending[client]
+        change = cfl.parameters.take(update.arrays["model"] - cfl.split_models[index])
+        rows = cfl.split_sides[:, 0] == index
+        if nearest_side(change, cfl.split_updates[rows], cfl.split_sides[rows, 1]):
+            cfl.cluster[client] = index + 1
+
+
 class CFL(PersonalisedStrategy):
     """Average each cluster separately, and split the clusters that meet the criterion."""
 
     state = ("model", "split_off", "cluster", "parents", "split_models", "split_updates", "split_sides")
+    newcomer_phase: ClassVar[type[NewcomerPhase]] = Descent
+    method: CFLSettings
 
     def initialise(self) -> None:
         """Start with one cluster."""
@@ -143,11 +196,11 @@ class CFL(PersonalisedStrategy):
         self.descending: dict[int, int] = {}
         """The split at which each newcomer trains during the descent."""
 
-    def serve(self, client: int) -> NDArrays:
+    def serve(self, client: int) -> Arrays:
         """Send the model of the client's cluster, or the model before a split to a newcomer in its descent."""
         if client in self.descending:
-            return [self.split_models[self.descending[client]]]
-        return [self._models()[self.cluster[client]]]
+            return {"model": self.split_models[self.descending[client]]}
+        return {"model": self._models()[self.cluster[client]]}
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Split the clusters that meet the criterion, then average each cluster."""
@@ -155,7 +208,7 @@ class CFL(PersonalisedStrategy):
         for number in range(len(models)):
             replies = [update for update in updates if self.cluster[update.client] == number]
             absent = {c for c in self.members if self.cluster[c] == number} - {update.client for update in replies}
-            if not replies or not absent <= set(self.cohort(server_round)):
+            if not replies or not absent <= set(self.rounds.cohort(server_round)):
                 continue
             changes = self.parameters.take(stacked(replies) - models[number])
             leaving = split(changes, num_examples(replies), *self._limits)
@@ -186,41 +239,6 @@ class CFL(PersonalisedStrategy):
             self.split_sides = np.concatenate([self.split_sides, sides])
 
     # -- newcomers -------------------------------------------------------------------------------------
-
-    def _try_newcomers(
-        self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
-    ) -> None:
-        """Assign each newcomer to a cluster by a descent through the tree, then serve and train it."""
-        last = self.record
-        self._begin_round(server_round, grid)
-        self.saving = False
-        reached = {client: 0 for client in self.newcomers if client in self.clients}
-        while descending := self._next_splits(reached):
-            self.descending = descending
-            messages = self._messages(MessageType.TRAIN, server_round, train_config, {c: {} for c in descending})
-            # Each training begins without a state: the newcomer has no part in the rounds yet.
-            replies = grid.send_and_receive(messages, timeout=timeout)
-            self._collect(replies, self._decoder, self._choose_side, stateful=False)
-            reached = {client: index + 1 for client, index in descending.items()}
-        self.descending, self.record = {}, last
-        super()._try_newcomers(server_round, train_config, evaluate_config, grid, timeout)
-
-    def _next_splits(self, reached: dict[int, int]) -> dict[int, int]:
-        """Return the next split of each newcomer's cluster, for the newcomers that have not reached a leaf."""
-        following = {}
-        for client, start in reached.items():
-            splits = np.flatnonzero(self.parents[start:] == self.cluster[client])
-            if len(splits):
-                following[client] = start + int(splits[0])
-        return following
-
-    def _choose_side(self, client: int, update: Update) -> None:
-        """Move a newcomer to the side of its split that holds the update most similar to its own."""
-        index = self.descending[client]
-        change = self.parameters.take(update.arrays[0] - self.split_models[index])
-        rows = self.split_sides[:, 0] == index
-        if nearest_side(change, self.split_updates[rows], self.split_sides[rows, 1]):
-            self.cluster[client] = index + 1
 
     @property
     def _limits(self) -> tuple[float, float, float]:

@@ -13,25 +13,26 @@ import numpy.typing as npt
 
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
+from posy.strategies.arrays import Refused, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedrep import FedRepSettings
-from posy.strategies.method_settings import Refused
-from posy.strategies.replies import Update, gram, mean_of, stacked
+from posy.strategies.replies import Update, gram, stacked
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-6
 """Added to a length of about 1 before a division by it."""
 
 
-class ConFREESettings(
-    FedRepSettings,
-    noise=Refused("it projects updates that conflict by their angles, which noise makes right angles"),
-    sums=Refused("it compares the clients' updates with each other"),
-    robust=Refused("its server mixes updates by their angles"),
-    point="served",
-):
+class ConFREESettings(FedRepSettings, robust=Refused("its server mixes updates by their angles"), point="served"):
     """Settings of ConFREE."""
+
+    returned = reply(
+        model=model(
+            noise=Refused("it projects updates that conflict by their angles, which noise makes right angles"),
+            sums=Refused("it compares the clients' updates with each other"),
+        )
+    )
 
     card = MethodCard(
         paper=Paper(
@@ -104,14 +105,13 @@ class ConFREESettings(
 
 
 class ConFREE(PersonalisedStrategy):
-    """Add the conflict-free mixture of the clients' updates to the body; all clients have the same weight.
+    """Add the conflict-free mixture of the clients' updates to the body; all clients have the same weight."""
 
-    BatchNorm's running statistics are no parameters; they are averaged as in FedAvg.
-    """
+    method: ConFREESettings
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Mix the updates of each part."""
-        changes, model = stacked(updates) - self.model, mean_of(updates)
+        changes, model = stacked(updates) - self.model, self.model.copy()
         generator = numpy_generator(self.settings.run.seed, "projections", server_round)
         conflicts = []
         for part in self._parts():

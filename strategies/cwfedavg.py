@@ -5,32 +5,39 @@ clients in proportion to their share of the class; every client is served the mi
 distribution.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, setting
+from posy.strategies.arrays import Arrays, Refused, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
 
 A = TypeVar("A")  # a NumPy array or a tensor
 Float64 = npt.NDArray[np.float64]
+SINGLE_REPLIES = Refused("it reads each client's class distribution off its own output weights")
+NOISY = Refused("class distributions are read off the norms of the output weights, which noise makes all alike")
 
 
 class CwFedAvgSettings(
     MethodSettings,
-    noise=Refused("class distributions are read off the norms of the output weights, which noise makes all alike"),
-    sums=Refused("it reads each client's class distribution off its own output weights"),
     robust=Refused("its server averages class by class, with weights that it reads off the clients' models"),
     point="served",
 ):
     """Settings of cwFedAvg."""
+
+    sent = ("model", "classwise")
+    returned = reply(
+        model=model(shape=("parameters",), noise=NOISY, sums=SINGLE_REPLIES),
+        distribution=numbers("classes", noise=NOISY, sums=SINGLE_REPLIES),
+    )
 
     layers: str = setting(
         "output",
@@ -116,15 +123,16 @@ class CwFedAvgSettings(
         }[self.layers]
         return network.layout.without(names), network.layout.part(names)
 
-    def assembled(self, network: Architecture, sent: Any, model: A) -> A:
+    def assembled(self, network: Architecture, sent: Mapping[str, Any], model: A) -> A:
         """Write the averaged and the class-wise layers to a model ``(d,)``."""
-        for part, values in zip(self.parts(network), sent, strict=True):
+        for part, values in zip(self.parts(network), (sent["model"], sent["classwise"]), strict=True):
             part.put(model, values)
         return model
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
+    def reference(self, network: Architecture, sent: Arrays, reply: Arrays) -> Arrays:
         """Return the whole model that the client was sent, in two parts."""
-        return [self.assembled(network, sent, np.empty(network.layout.size, np.float32))]
+        model = self.assembled(network, sent, np.empty(network.layout.size, np.float32))
+        return {**super().reference(network, sent, reply), "model": model}
 
 
 class CwFedAvg(PersonalisedStrategy):
@@ -135,6 +143,7 @@ class CwFedAvg(PersonalisedStrategy):
     """
 
     state = ("model", "class_models", "distributions", "local_norms")
+    method: CwFedAvgSettings
 
     def initialise(self) -> None:
         """Start every class model from the common initialisation, with p̃_i = 1/C for every client."""
@@ -148,19 +157,18 @@ class CwFedAvg(PersonalisedStrategy):
         self.distributions = np.full((self.num_clients, self.num_classes), 1 / self.num_classes)
         self.local_norms = np.full((self.num_clients, self.num_classes), np.nan)
 
-    def serve(self, client: int) -> NDArrays:
+    def serve(self, client: int) -> Arrays:
         """Send the averaged layers and w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise layers."""
-        return [self.model, self.distributions[client].astype(np.float32) @ self.class_models]
+        return {"model": self.model, "classwise": self.distributions[client].astype(np.float32) @ self.class_models}
 
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the local model ``(d,)``, and the empirical distribution ``(C,)`` where that is used."""
-        empirical = [(self.num_classes,)] if self.method.distribution == "empirical" else []
-        return [(self.size,), *empirical]
+    def returns(self, server_round: int, client: int) -> tuple[str, ...]:
+        """Expect the local model, and the empirical distribution where the method uses it."""
+        return ("model", "distribution") if self.method.distribution == "empirical" else ("model",)
 
-    def check(self, arrays: NDArrays) -> None:
+    def check(self, client: int, arrays: Arrays) -> None:
         """Refuse an empirical distribution with negative entries or a sum other than 1."""
-        for array in arrays[1:]:
-            distribution = np.asarray(array, np.float64)
+        if "distribution" in arrays:
+            distribution = np.asarray(arrays["distribution"], np.float64)
             if (distribution < 0).any() or abs(float(distribution.sum()) - 1) > 1e-3:
                 raise BadReplyError(f"class distribution {distribution.tolist()}")
 
@@ -171,7 +179,7 @@ class CwFedAvg(PersonalisedStrategy):
         weights = self.output_weights(models)
         norms = np.linalg.norm(weights.astype(np.float64), axis=2)
         if self.method.distribution == "empirical":
-            distributions = stacked(updates, 1).astype(np.float64)
+            distributions = stacked(updates, "distribution").astype(np.float64)
         else:
             distributions = weight_distribution(weights)
         self.class_models = class_models(self.classwise.take(models), distributions, n, self.class_models)

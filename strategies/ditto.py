@@ -6,16 +6,19 @@
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, model, reply
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class DittoSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
+class DittoSettings(MethodSettings, robust=ALLOWED):
     """Settings of Ditto."""
+
+    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
 
     strength: float = setting(
         0.1,

@@ -9,27 +9,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import Arrays, Refused, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import MethodSettings, Refused, training_clients
+from posy.strategies.method_settings import MethodSettings, training_clients
 from posy.strategies.replies import BLOCK, gram
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedACSSettings(
-    MethodSettings,
-    noise=Refused("it decides who collaborates by the cosine similarity of single models, which noise brings to zero"),
-    sums=Refused("it decides who collaborates by the cosine similarity of single models"),
-    robust=Refused("its server mixes a model for each client by cosine similarity"),
-):
+class FedACSSettings(MethodSettings, robust=Refused("its server mixes a model for each client by cosine similarity")):
     """Settings of FedACS."""
+
+    returned = reply(
+        model=model(
+            noise=Refused(
+                "it decides who collaborates by the cosine similarity of single models, which noise brings to zero"
+            ),
+            sums=Refused("it decides who collaborates by the cosine similarity of single models"),
+        )
+    )
 
     p: float = setting(
         0.5,
@@ -119,11 +123,13 @@ class FedACS(AttentionStrategy):
     With ``initialisation=own`` a client without a trained model starts from its own initial model.
     """
 
-    def serve(self, client: int) -> NDArrays:
+    method: FedACSSettings
+
+    def serve(self, client: int) -> Arrays:
         """Send u_i, or the client's own initial model before its first training."""
         # A newcomer has no initial model: the server sends the mean, as with a common initialisation.
         if self.method.initialisation == "own" and client in self.members and client not in self.seen:
-            return [self.initial(client)]
+            return {"model": self.initial(client)}
         return super().serve(client)
 
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:

@@ -6,16 +6,19 @@ Only the upper layers are mixed; the lower layers are the global model's. ``serv
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, model, reply
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class FedALASettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
+class FedALASettings(MethodSettings, robust=ALLOWED, point="served"):
     """Settings of FedALA."""
+
+    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
 
     card = MethodCard(
         paper=Paper(

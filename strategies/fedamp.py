@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import Arrays, Refused, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import distances_from_gram
 
 if TYPE_CHECKING:
@@ -25,13 +25,15 @@ NEGLIGIBLE = 1e-3
 """Attention below which a notice calls two clients unconnected."""
 
 
-class FedAMPSettings(
-    MethodSettings,
-    noise=Refused("it decides who collaborates by the distance of single models, which noise makes all alike"),
-    sums=Refused("it decides who collaborates by the distance of single models"),
-    robust=Refused("its server mixes a model for each client by distance"),
-):
+class FedAMPSettings(MethodSettings, robust=Refused("its server mixes a model for each client by distance")):
     """Settings of FedAMP."""
+
+    returned = reply(
+        model=model(
+            noise=Refused("it decides who collaborates by the distance of single models, which noise makes all alike"),
+            sums=Refused("it decides who collaborates by the distance of single models"),
+        )
+    )
 
     card = MethodCard(
         paper=Paper(
@@ -119,13 +121,15 @@ class FedAMPSettings(
 class FedAMP(AttentionStrategy):
     """Send client i u_i = Σ_j ξ_ij w_j (Eq. 6); clients pull their models towards it (Eq. 4)."""
 
+    method: FedAMPSettings
+
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
         """Return ξ ``(M, M)``."""
         return message_weights(models, self.method.alpha, self.method.sigma)
 
-    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
+    def reference(self, client: int, arrays: Arrays) -> Arrays:
         """Return the start of the client's training: its own model, or the message if it has none."""
-        return [self.client_model(client, self.serve(client)[0])]
+        return {"model": self.client_model(client, self.serve(client)["model"])}
 
 
 def farthest(alpha: float, sigma: float) -> float:

@@ -9,25 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import BadReplyError, Update, sample_counts, stacked, weighted_mean
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
+SINGLE_REPLIES = Refused("it weighs bodies by the Fisher information of single clients")
 
 
 class FedASSettings(
-    MethodSettings,
-    noise=Refused("the trace of the Fisher information, which its clients send, has no noise"),
-    sums=Refused("it weighs bodies by the Fisher information of single clients"),
-    robust=Refused("its server weighs bodies by the Fisher information that the clients report"),
+    MethodSettings, robust=Refused("its server weighs bodies by the Fisher information that the clients report")
 ):
     """Settings of FedAS."""
+
+    returned = reply(
+        model=model(noise=ALLOWED, sums=SINGLE_REPLIES),
+        fisher=numbers(
+            noise=Refused("the trace of the Fisher information, which its clients send, has no noise"),
+            sums=SINGLE_REPLIES,
+        ),
+    )
 
     align_epochs: int = setting(
         1,
@@ -97,18 +103,14 @@ class FedASSettings(
 class FedAS(PersonalisedStrategy):
     """Average bodies with weights n_i F_i (client synchronisation)."""
 
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the body, and the trace F_i of the Fisher information ``()``."""
-        return [*super().expected_shapes(client), ()]
-
-    def check(self, arrays: NDArrays) -> None:
+    def check(self, client: int, arrays: Arrays) -> None:
         """Refuse a negative trace."""
-        if arrays[1] < 0:
-            raise BadReplyError(f"trace of the Fisher information {float(arrays[1])}")
+        if arrays["fisher"] < 0:
+            raise BadReplyError(f"trace of the Fisher information {float(arrays['fisher'])}")
 
     def mean_weights(self, updates: list[Update]) -> npt.NDArray[np.float64]:
         """Return n_i F_i ``(M,)``, or n_i if every trace is 0."""
-        weights = sample_counts(updates) * stacked(updates, 1)
+        weights = sample_counts(updates) * stacked(updates, "fisher")
         return weights if weights.any() else sample_counts(updates)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from typing import Any
 
 from posy.settings import Search, SettingsError, setting
+from posy.strategies.arrays import ALLOWED, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
 
 PROGRAM = Program(
@@ -38,8 +39,10 @@ CARD = MethodCard(
 )
 
 
-class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED):
+class FedAvgFTSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED):
     """Settings of FedAvg with fine-tuning."""
+
+    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
 
     epochs: int = setting(
         1,
@@ -86,6 +89,8 @@ class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOW
 class FedAvgFT(PersonalisedStrategy):
     """Average as FedAvg does; the model stays as it is while the clients fine-tune their own (FedDRM, Section 3.1)."""
 
+    method: FedAvgFTSettings
+
     def initialise(self) -> None:
         """Set up the model; raise :class:`SettingsError` for an impossible number of rounds of fine-tuning."""
         run, key = self.settings.run, f"{self.settings.run.method}-rounds = {self.method.rounds}"
@@ -103,15 +108,13 @@ class FedAvgFT(PersonalisedStrategy):
             )
         super().initialise()
 
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+    def returns(self, server_round: int, client: int) -> tuple[str, ...]:
         """Expect a model, and nothing while the clients fine-tune."""
-        return [] if self._tuning else super().expected_shapes(client)
+        return () if self._tunes(server_round) else super().returns(server_round, client)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the models, except in the rounds of fine-tuning."""
-        return {} if self._tuning else super().aggregate(server_round, updates)
+        return {} if self._tunes(server_round) else super().aggregate(server_round, updates)
 
-    @property
-    def _tuning(self) -> bool:
-        tunes: bool = self.method.tunes(self.record.number, self.settings.run.num_server_rounds)
-        return tunes
+    def _tunes(self, server_round: int) -> bool:
+        return self.method.tunes(server_round, self.settings.run.num_server_rounds)

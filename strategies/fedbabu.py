@@ -6,15 +6,15 @@ The head stays as it was initialised until then. A newcomer is served and fine-t
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedavg_ft import FedAvgFT, FedAvgFTSettings
-from posy.strategies.method_settings import ALLOWED
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedBABUSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED):
+class FedBABUSettings(FedAvgFTSettings, dp_sgd=ALLOWED, robust=ALLOWED):
     """Settings of FedBABU's fine-tuning."""
 
     card = MethodCard(

@@ -5,15 +5,16 @@ Normalisation layers are BatchNorm, GroupNorm and LayerNorm; BatchNorm's running
 
 from typing import TYPE_CHECKING
 
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class FedBNSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class FedBNSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
     """FedBN has no settings."""
 
     card = MethodCard(

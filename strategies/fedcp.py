@@ -7,15 +7,18 @@ and sends the mean of both heads in its place. The loss draws the features to th
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, model, reply
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedCPSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
+class FedCPSettings(MethodSettings, robust=ALLOWED, point="served"):
     """Settings of FedCP."""
+
+    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
 
     card = MethodCard(
         paper=Paper(

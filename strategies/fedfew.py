@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from flwr.common.logger import log
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Refused, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update, sample_counts
 
 if TYPE_CHECKING:
@@ -30,15 +30,25 @@ IDLE_ROUNDS = 10
 SMALLEST = 1e-30
 """The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
 
+SINGLE_REPLIES = Refused(
+    "it weighs each client's updates by its losses of this round, so the server needs single replies"
+)
+
 
 class FedFewSettings(
-    MethodSettings,
-    noise=Refused("the K training losses, by which its server weighs the updates, have no noise"),
-    sums=Refused("it weighs each client's updates by its losses of this round, so the server needs single replies"),
-    robust=Refused("its server weighs updates by the losses that the clients report"),
-    point="served",
+    MethodSettings, robust=Refused("its server weighs updates by the losses that the clients report"), point="served"
 ):
     """Settings of FedFew."""
+
+    sent = ("models",)
+    returned = reply(
+        models=model(change_of="models", is_change=True, noise=ALLOWED, sums=SINGLE_REPLIES),
+        losses=numbers(
+            "models",
+            noise=Refused("the K training losses, by which its server weighs the updates, have no noise"),
+            sums=SINGLE_REPLIES,
+        ),
+    )
 
     models: int = setting(
         3,
@@ -169,10 +179,6 @@ class FedFewSettings(
         statistics = [entry.name for entry in network.layout.entries if not entry.trainable]
         return (*(["head"] if self.personal_head else []), *(statistics if self.personal_statistics else []))
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return zeros: the updates Δ_i ``(K, d)`` are changes already; the losses ``(K,)`` get no noise."""
-        return [np.zeros_like(reply[0])]
-
 
 class STCHWeights(NamedTuple):
     """Weights of one round: inner w ``(M, K)``, outer α ``(M,)``, objective g."""
@@ -190,6 +196,7 @@ class FedFew(PersonalisedStrategy):
     """
 
     state = ("models", "losses", "weights", "objectives")
+    method: FedFewSettings
 
     def initialise(self) -> None:
         """Start from K independent initialisations, or from one."""
@@ -205,27 +212,19 @@ class FedFew(PersonalisedStrategy):
         self.idle = np.zeros(self.method.models, np.int64)
         """Rounds since each model had the lowest loss on some client, within this process ``(K,)``."""
 
-    def serve(self, client: int) -> NDArrays:
-        """Send all K models ``(K, d)``."""
-        return [self.models]
-
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the updates Δ_i ``(K, d)`` and the losses L_i ``(K,)``."""
-        return [self.models.shape, (len(self.models),)]
-
     def mean_weights(self, updates: list[Update]) -> Float64:
         """Return equal weights: :meth:`aggregate` limits the outer weights itself, which may be 0 for other clients."""
         return np.ones(len(updates))
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Weigh the updates and move the K models."""
-        losses = np.stack([update.arrays[1] for update in updates]).astype(np.float64)
+        losses = np.stack([update.arrays["losses"] for update in updates]).astype(np.float64)
         n = sample_counts(updates)
         weights = stch_weights(weighted_losses(losses, n) if self.method.weigh_losses else losses, self.method.mu)
-        if (largest := self.largest_share(len(updates))) < 1:
-            self.note_limited("down_weighted", [update.client for update in updates], weights.outer > largest)
+        if (largest := self.influence.largest_share(len(updates))) < 1:
+            self.influence.note("down_weighted", [update.client for update in updates], weights.outer > largest)
             weights = weights._replace(outer=np.minimum(weights.outer, largest))
-        deltas = [update.arrays[0] for update in updates]
+        deltas = [update.arrays["models"] for update in updates]
         full = self.method.full_steps
         models = server_step(self.models, deltas, weights, self.method.server_lr, full)
         if self.method.server_lr != 1 and self.statistics.any():  # an extrapolated variance can be negative

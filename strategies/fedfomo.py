@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.latest import LatestModels
-from posy.strategies.method_settings import MethodSettings, Refused, training_clients
+from posy.strategies.method_settings import MethodSettings, training_clients
 from posy.strategies.replies import Update
 
 if TYPE_CHECKING:
@@ -27,15 +27,23 @@ if TYPE_CHECKING:
 NONE = -1
 """Marks an unused entry in a row of clients."""
 
+SINGLE_REPLIES = Refused("its clients are sent each other's models")
+
 
 class FedFomoSettings(
-    MethodSettings,
-    noise=Refused("its clients weigh each other's single models, and the weights they send cannot be noised"),
-    sums=Refused("its clients are sent each other's models"),
-    robust=Refused("its server passes single models on to other clients"),
-    point="served",
+    MethodSettings, robust=Refused("its server passes single models on to other clients"), point="served"
 ):
     """Settings of FedFomo."""
+
+    sent = ("models",)
+    returned = reply(
+        model=model(shape=("parameters",), noise=ALLOWED, sums=SINGLE_REPLIES),
+        weights=numbers(
+            shape_from=lambda sent: (1 + len(sent["models"]),),
+            noise=Refused("its clients weigh each other's single models, and the weights they send cannot be noised"),
+            sums=SINGLE_REPLIES,
+        ),
+    )
 
     card = MethodCard(
         paper=Paper(
@@ -160,55 +168,44 @@ class FedFomo(LatestModels):
     """Send client i the models that have the largest affinity P_ij (Section 3.3)."""
 
     state = (*LatestModels.state, "starts", "affinity", "sent")
+    method: FedFomoSettings
 
     def initialise(self) -> None:
         """Start without models; P is the identity."""
         super().initialise()
-        rows = self.num_clients if self.settings.run.max_update_norm or self.norm_ratio else 0
+        rows = self.num_clients if self.settings.run.max_update_norm or self.influence.norm_ratio else 0
         self.starts: FloatArray = np.tile(self.initial(), (rows, 1))
         self.affinity = np.eye(self.num_clients)
         width = min(self.method.models, self.num_clients - 1)
         self.sent: npt.NDArray[np.int64] = np.full((self.num_clients, width), NONE)
 
-    def serve(self, client: int) -> NDArrays:
+    def serve(self, client: int) -> Arrays:
         """Send others' models ``(k, d)``; k is 0 before any client has trained."""
-        return [self.latest(self._sent_to(client))]
+        return {"models": self.latest(self._sent_to(client))}
 
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the client's model ``(d,)``, and the weights ``(1 + k,)`` of its candidates."""
-        return [(self.size,), (1 + len(self._sent_to(client)),)]
-
-    def enrolled(self, client: int) -> int:
-        """Return the number of samples that a client trains on, without those on which it compares models."""
-        from posy.data.partitions import count_aside  # noqa: PLC0415 - the settings need no PyTorch
-
-        count = super().enrolled(client)
-        aside = 0.0 if self.settings.data.validation_fraction else self.method.validation
-        return count - count_aside(count, aside) if aside else count
-
-    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
+    def reference(self, client: int, arrays: Arrays) -> Arrays:
         """Return the model that the client's training started from: the mix of its candidates (Eq. 4)."""
         start = self.starts[client] if len(self.starts) else self.initial()
         trained = self.client_model(client, self.initial())
         candidates = np.concatenate([trained[None], self.latest(self._sent_to(client))])
-        return [mixed(start, candidates, np.asarray(arrays[1], np.float32))]
+        return {"model": mixed(start, candidates, np.asarray(arrays["weights"], np.float32))}
 
-    def lost(self, client: int) -> None:
-        """Record that the client starts again from the initial model."""
-        super().lost(client)
+    def lost(self, clients: list[int]) -> None:
+        """Record that the clients start again from the initial model."""
+        super().lost(clients)
         if len(self.starts):
-            self.starts[client] = self.initial()
+            self.starts[clients] = self.initial()
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Store models, update affinities, P_ij ← P_ij + w_ij, and choose the models that each client receives next."""
         if len(self.starts):
-            started = [self.reference(update.client, update.arrays)[0] for update in updates]
+            started = [self.reference(update.client, update.arrays)["model"] for update in updates]
             self.starts[[update.client for update in updates]] = started
         self.affinity = self.affinity.copy()
         for update in updates:
             candidates = np.append(update.client, self._sent_to(update.client))
-            self.affinity[update.client, candidates] += update.arrays[1]
-        self.take_up(updates)
+            self.affinity[update.client, candidates] += update.arrays["weights"]
+        self.store(updates)
         self.sent = np.full_like(self.sent, NONE)
         epsilon = max(self.method.epsilon - server_round * self.method.epsilon_decay, 0.0)
         for client in range(self.num_clients):
@@ -216,7 +213,8 @@ class FedFomo(LatestModels):
             senders = self.seen[self.seen != client]
             picked = chosen(self.affinity[client, senders], self.sent.shape[1], epsilon, generator)
             self.sent[client, : len(picked)] = senders[picked]
-        helpful = [float((update.arrays[1][1:] > 0).mean()) for update in updates if len(update.arrays[1]) > 1]
+        of_others = [update.arrays["weights"][1:] for update in updates]
+        helpful = [float((weights > 0).mean()) for weights in of_others if len(weights)]
         return {"helpful_models": float(np.mean(helpful))} if helpful else {}
 
     def _sent_to(self, client: int) -> npt.NDArray[np.int64]:

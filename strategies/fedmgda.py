@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import Refused, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.replies import Update, gram, mean_of, num_examples, stacked
+from posy.strategies.method_settings import MethodSettings
+from posy.strategies.replies import Update, gram, num_examples, stacked
 from posy.strategies.simplex import minimise_on_simplex
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ STAIR = 100
 """Rounds between two decreases of eta (Section 6.1)."""
 
 
-class FedMGDASettings(
-    MethodSettings,
-    noise=Refused("it weighs the clients by the angles between their updates, which noise makes right angles"),
-    sums=Refused("it weighs the clients by the angles between their updates"),
-    robust=Refused("its server mixes updates by their angles"),
-    point="served",
-):
+class FedMGDASettings(MethodSettings, robust=Refused("its server mixes updates by their angles"), point="served"):
     """Settings of FedMGDA+."""
+
+    returned = reply(
+        model=model(
+            noise=Refused("it weighs the clients by the angles between their updates, which noise makes right angles"),
+            sums=Refused("it weighs the clients by the angles between their updates"),
+        )
+    )
 
     card = MethodCard(
         paper=Paper(
@@ -106,10 +108,9 @@ class FedMGDASettings(
 
 
 class FedMGDA(PersonalisedStrategy):
-    """w ← w − η_t Σ_i λ_i g_i / ||g_i|| with g_i = w − w_i and λ of least norm (Algorithm 1, lines 5-9).
+    """w ← w − η_t Σ_i λ_i g_i / ||g_i|| with g_i = w − w_i and λ of least norm (Algorithm 1, lines 5-9)."""
 
-    BatchNorm's running statistics are no parameters; they are averaged as in FedAvg.
-    """
+    method: FedMGDASettings
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Descend along the shortest mixture of the updates."""
@@ -119,7 +120,7 @@ class FedMGDA(PersonalisedStrategy):
         weights, scale = common_descent(changes, n / n.sum(), self.method.epsilon, self.method.normalise)
         step = (weights / scale).astype(np.float32) @ changes
         rate = step_size(self.method.server_lr, self.method.decay, server_round, self.settings.run.num_server_rounds)
-        self.model = parameters.put(mean_of(updates), before - np.float32(rate) * step)
+        self.model = parameters.put(self.model.copy(), before - np.float32(rate) * step)
         return {"smallest_weight": float(weights.min()), "largest_weight": float(weights.max())}
 
 

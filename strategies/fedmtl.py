@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import Arrays, Refused, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import gram
 
 if TYPE_CHECKING:
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 Float64 = npt.NDArray[np.float64]
 
 
-class FedMTLSettings(
-    MethodSettings,
-    noise=Refused("it relates the clients by their single models, which noise makes all alike"),
-    sums=Refused("its server keeps every client's model, and sends each what belongs to its own"),
-    robust=Refused("its server keeps every client's model and relates them"),
-):
+class FedMTLSettings(MethodSettings, robust=Refused("its server keeps every client's model and relates them")):
     """Settings of FedMTL."""
+
+    returned = reply(
+        model=model(
+            noise=Refused("it relates the clients by their single models, which noise makes all alike"),
+            sums=Refused("its server keeps every client's model, and sends each what belongs to its own"),
+        )
+    )
 
     card = MethodCard(
         paper=Paper(
@@ -106,6 +108,7 @@ class FedMTL(AttentionStrategy):
     """
 
     state = (*AttentionStrategy.state, "own")
+    method: FedMTLSettings
 
     def initialise(self) -> None:
         """Start without any client's model."""
@@ -121,9 +124,9 @@ class FedMTL(AttentionStrategy):
         np.fill_diagonal(weights, 0.0)
         return weights
 
-    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
+    def reference(self, client: int, arrays: Arrays) -> Arrays:
         """Return the start of the client's training: its own model, or the initial model if it has none."""
-        return [self.client_model(client, self.initial())]
+        return {"model": self.client_model(client, self.initial())}
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
         """Return the strength λ Ω_ii; for a client without a model, Ω ties it to the mean, as one more client."""

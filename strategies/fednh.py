@@ -7,14 +7,14 @@ under fixed prototypes. In place of the head they send the mean directions of th
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, SettingsError, setting
+from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import BadReplyError, Update, mean_of, sample_counts, stacked, weighted_mean
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ ROUNDING = 0.01
 
 
 class FedNHSettings(
-    MethodSettings,
-    noise=ALLOWED,
-    sums=ALLOWED,
-    robust=Refused("its server also averages class directions, which the rule would not cover"),
+    MethodSettings, robust=Refused("its server also averages class directions, which the rule would not cover")
 ):
     """Settings of FedNH."""
+
+    returned = reply(
+        model=model(noise=ALLOWED, sums=ALLOWED), directions=numbers("classes", "features", noise=ALLOWED, sums=ALLOWED)
+    )
 
     rho: float = setting(
         0.9,
@@ -96,12 +97,6 @@ class FedNHSettings(
 
         return plain.extended(with_cosine_head, classes=plain.task.num_classes, scale=self.scale)
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return the served body, and zeros for the head: the mean directions are not a change of the prototypes."""
-        base = sent[0].copy()
-        head = network.layout.part(("head",))
-        return [head.put(base, np.zeros(head.size, np.float32))]
-
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if the prototypes never change."""
         return ("fednh-rho = 1: the prototypes stay as they were drawn",) if self.rho == 1 else ()
@@ -111,6 +106,7 @@ class FedNH(PersonalisedStrategy):
     """Average the bodies; draw the prototypes to the clients' mean directions (Algorithm 1)."""
 
     sums_samples = True
+    method: FedNHSettings
 
     def initialise(self) -> None:
         """Set up the model; raise :class:`SettingsError` where one sum cannot hold two kinds of means."""
@@ -122,27 +118,21 @@ class FedNH(PersonalisedStrategy):
             )
         super().initialise()
 
-    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
-        """Return the served body with the reply's mean directions, which are outside ``max-update-norm``."""
-        head = self.architecture.layout.part(("head",))
-        return [head.put(self.model.copy(), head.take(arrays[0]))]
-
-    def check(self, arrays: NDArrays) -> None:
+    def check(self, client: int, arrays: Arrays) -> None:
         """Refuse mean directions whose lengths, the shares of the classes, sum to more than 1.
 
         The noise of ``dp-clip`` changes the lengths, which are then not checked.
         """
-        head = self.architecture.layout.part(("head",))
-        rows = head.take(np.asarray(arrays[0], np.float64)).reshape(self.architecture.task.num_classes, -1)
-        total = float(np.linalg.norm(rows, axis=1).sum())
+        total = float(np.linalg.norm(np.asarray(arrays["directions"], np.float64), axis=1).sum())
         if not self.settings.train.dp_clip and total > 1 + ROUNDING:
             raise BadReplyError(f"shares of the classes that sum to {total:.6g} instead of 1")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the bodies, and draw each prototype to the mean direction over the samples of its class."""
         model, head = mean_of(updates), self.architecture.layout.part(("head",))
-        shape = (self.architecture.task.num_classes, -1)
-        means = weighted_mean(head.take(stacked(updates)), sample_counts(updates))
+        directions = stacked(updates, "directions")
+        means = weighted_mean(directions.reshape(len(directions), -1), sample_counts(updates))
+        shape = directions.shape[1:]
         prototypes = drawn(head.take(self.model).reshape(shape), means.reshape(shape), self.method.rho)
         self.model = head.put(model, prototypes.ravel())
         cosines = prototypes @ prototypes.T - 2 * np.eye(len(prototypes))

@@ -12,29 +12,40 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.prototypes import check_class_counts, check_counts, class_counts, mean_prototypes
+from posy.strategies.method_settings import MethodSettings
+from posy.strategies.prototypes import check_class_counts, class_counts, mean_prototypes
 from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked, weighted_mean
 from posy.strategies.simplex import minimise_on_simplex
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
+SINGLE_REPLIES = Refused("it decides whose heads are combined by the class means of single clients")
+NOISY = Refused("it decides whose heads are combined by class means, which noise makes all alike")
+
 
 class FedPACSettings(
     MethodSettings,
-    noise=Refused("it decides whose heads are combined by class means, which noise makes all alike"),
-    sums=Refused("it decides whose heads are combined by the class means of single clients"),
     robust=Refused("its server also averages class means and combines heads, which the rule would not cover"),
 ):
     """Settings of FedPAC."""
+
+    sent = ("model", "head", "prototypes", "known")
+    returned = reply(
+        model=model(noise=ALLOWED, sums=SINGLE_REPLIES),
+        head=model(change_of="head", noise=ALLOWED, sums=SINGLE_REPLIES),
+        means=numbers("classes", "features", noise=NOISY, sums=SINGLE_REPLIES),
+        counts=numbers("classes", noise=NOISY, sums=SINGLE_REPLIES),
+        variance=numbers(noise=NOISY, sums=SINGLE_REPLIES),
+        products=numbers("classes", "features", noise=NOISY, sums=SINGLE_REPLIES),
+    )
 
     strength: float = setting(
         1.0,
@@ -115,10 +126,6 @@ class FedPACSettings(
         """Give every client its own head."""
         return ("head",)
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return the served body and head; the further arrays of a reply are means, counts and statistics."""
-        return sent[:2]
-
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if no round can have two heads to combine."""
         run, clients = settings.run, settings.data.num_clients
@@ -147,29 +154,25 @@ class FedPAC(PersonalisedStrategy):
         self.heads: FloatArray = np.tile(head.take(self.initial()), (self.num_clients, 1))
         self.seen = np.zeros(self.num_clients, np.int64)
 
-    def serve(self, client: int) -> NDArrays:
+    def serve(self, client: int) -> Arrays:
         """Send the body, the client's head, and the class means with 1 for each class that has a mean."""
-        return [self.model, self.heads[client], self.prototypes, self.known]
+        return {
+            "model": self.model, "head": self.heads[client], "prototypes": self.prototypes, "known": self.known
+        }  # fmt: skip
 
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect body, head, class means and samples by class, and the statistics V_i ``()`` and h_i ``(C, D)``."""
-        return [*super().expected_shapes(client), (), self.prototypes.shape]
-
-    def check(self, arrays: NDArrays) -> None:
-        """Refuse impossible sample counts and a negative variance."""
-        check_counts(arrays[3])
-        if arrays[4] < 0:
-            raise BadReplyError(f"variance {float(arrays[4])}")
-
-    def check_samples(self, client: int, arrays: NDArrays) -> None:
-        """Refuse another number of samples than the client has joined with."""
-        check_class_counts(arrays[3], self.enrolled(client))
+    def check(self, client: int, arrays: Arrays) -> None:
+        """Refuse impossible sample counts, and a negative variance."""
+        check_class_counts(arrays["counts"], self.clients[client].num_train)
+        if arrays["variance"] < 0:
+            raise BadReplyError(f"variance {float(arrays['variance'])}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average bodies and class means, and combine the heads of the round."""
         self.model = mean_of(updates)
-        heads, means, variances, products = (stacked(updates, position) for position in (1, 2, 4, 5))
-        counts = class_counts(updates, 3)
+        heads, means, variances, products = (
+            stacked(updates, name) for name in ("head", "means", "variance", "products")
+        )
+        counts = class_counts(updates)
         self.prototypes = mean_prototypes(means, counts, self.prototypes)
         self.known = np.maximum(self.known, counts.any(axis=0)).astype(np.float32)
         weights = combination(products, variances)

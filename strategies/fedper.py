@@ -3,14 +3,15 @@
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, SettingsError, setting
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedPerSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class FedPerSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of FedPer."""
 
     card = MethodCard(

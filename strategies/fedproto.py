@@ -11,29 +11,37 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Arrays, Refused, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.prototypes import check_class_counts, check_counts, class_counts, mean_prototypes
+from posy.strategies.method_settings import MethodSettings
+from posy.strategies.prototypes import check_class_counts, class_counts, mean_prototypes
 from posy.strategies.replies import Update, stacked
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
+SINGLE_REPLIES = Refused("it weighs each client's prototypes by the client's samples of the class")
+
 
 class FedProtoSettings(
-    MethodSettings,
-    noise=Refused("the numbers of samples of each class, which its clients send, have no noise"),
-    sums=Refused("it weighs each client's prototypes by the client's samples of the class"),
-    robust=Refused("its server averages class prototypes, and receives no model"),
-    point="served",
+    MethodSettings, robust=Refused("its server averages class prototypes, and receives no model"), point="served"
 ):
     """Settings of FedProto."""
+
+    sent = ("prototypes", "known")
+    returned = reply(
+        prototypes=numbers(change_of="prototypes", limited=True, noise=ALLOWED, sums=SINGLE_REPLIES),
+        counts=numbers(
+            "classes",
+            noise=Refused("the numbers of samples of each class, which its clients send, have no noise"),
+            sums=SINGLE_REPLIES,
+        ),
+    )
 
     strength: float = setting(
         1.0,
@@ -92,10 +100,6 @@ class FedProtoSettings(
         ),
     )
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return the served prototypes, all that the method shares; sample counts are not a change."""
-        return [sent[0]]
-
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the samples of a class determine them."""
         return {"client-weights": "prototypes are weighted by samples of a class"}
@@ -123,21 +127,13 @@ class FedProto(PersonalisedStrategy):
         self.prototypes: FloatArray = np.zeros((classes, self.architecture.embedding_dim), np.float32)
         self.known: FloatArray = np.zeros(classes, np.float32)
 
-    def serve(self, client: int) -> NDArrays:
-        """Send the prototypes, and 1 for each class that has one."""
-        return [self.prototypes, self.known]
-
-    def check(self, arrays: NDArrays) -> None:
+    def check(self, client: int, arrays: Arrays) -> None:
         """Refuse impossible sample counts."""
-        check_counts(arrays[1])
-
-    def check_samples(self, client: int, arrays: NDArrays) -> None:
-        """Refuse another number of samples than the client has joined with."""
-        check_class_counts(arrays[1], self.enrolled(client))
+        check_class_counts(arrays["counts"], self.clients[client].num_train)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average the prototypes of each class over the clients that have it."""
-        counts = class_counts(updates, 1)
-        self.prototypes = mean_prototypes(stacked(updates), counts, self.prototypes)
+        counts = class_counts(updates)
+        self.prototypes = mean_prototypes(stacked(updates, "prototypes"), counts, self.prototypes)
         self.known = np.maximum(self.known, counts.any(axis=0)).astype(np.float32)
         return {"known_classes": int(self.known.sum())}

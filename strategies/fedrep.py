@@ -6,15 +6,18 @@ Every round a client first trains its head on the served body, then the body on 
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, model, reply
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
+class FedRepSettings(MethodSettings, robust=ALLOWED, point="served"):
     """Settings of FedRep."""
+
+    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
 
     card = MethodCard(
         paper=Paper(

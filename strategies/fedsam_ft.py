@@ -4,16 +4,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import Paper
 from posy.strategies.fedavg_ft import CARD, PROGRAM, FedAvgFT, FedAvgFTSettings
-from posy.strategies.method_settings import ALLOWED
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class FedSAMFTSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
+class FedSAMFTSettings(FedAvgFTSettings, robust=ALLOWED):
     """Settings of FedSAM and of the fine-tuning, which takes the gradient at the parameters."""
 
     rho: float = setting(

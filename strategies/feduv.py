@@ -7,15 +7,16 @@ evenly spread features. The server is FedAvg's.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class FedUVSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
+class FedUVSettings(MethodSettings, robust=ALLOWED, point="served"):
     """Settings of FedUV."""
 
     variance: float = setting(

@@ -3,29 +3,37 @@
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import BadReplyError, Update, mean_of
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
+SINGLE_REPLIES = Refused("its server averages each cluster by itself, so it must see which model is whose")
+
 
 class IFCASettings(
     MethodSettings,
-    noise=Refused("each client names its cluster, and a name cannot be noised"),
-    sums=Refused("its server averages each cluster by itself, so it must see which model is whose"),
     robust=Refused("it averages each cluster by itself, and an attacker can choose a cluster with few clients"),
     point="served",
 ):
     """Settings of IFCA."""
+
+    sent = ("models",)
+    returned = reply(
+        model=model(change_of="models", shape=("parameters",), noise=ALLOWED, sums=SINGLE_REPLIES),
+        cluster=numbers(
+            noise=Refused("each client names its cluster, and a name cannot be noised"), sums=SINGLE_REPLIES
+        ),
+    )
 
     card = MethodCard(
         paper=Paper(
@@ -68,9 +76,9 @@ class IFCASettings(
         search=Search(2, 5),
     )
 
-    def reference(self, network: "Architecture", sent: NDArrays, reply: NDArrays) -> NDArrays:
+    def reference(self, network: "Architecture", sent: Arrays, reply: Arrays) -> Arrays:
         """Return the model of the client's cluster."""
-        return [sent[0][int(reply[1])]]
+        return {**super().reference(network, sent, reply), "model": sent["models"][int(reply["cluster"])]}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if all cluster models are equal at the start, because then all clients stay in cluster 0."""
@@ -86,28 +94,21 @@ class IFCA(PersonalisedStrategy):
     """Send K models; average each over the clients that chose it (Algorithm 1, model averaging)."""
 
     state = ("models",)
+    method: IFCASettings
 
     def initialise(self) -> None:
         """Start from K independent initialisations."""
         self.models: FloatArray = np.stack([self.initial(k) for k in range(self.method.clusters)])
 
-    def serve(self, client: int) -> NDArrays:
-        """Send all K models ``(K, d)``."""
-        return [self.models]
-
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect one model ``(d,)`` and the number of the cluster ``()``."""
-        return [(self.size,), ()]
-
-    def check(self, arrays: NDArrays) -> None:
+    def check(self, client: int, arrays: Arrays) -> None:
         """Refuse a cluster that does not exist."""
-        if int(arrays[1]) not in range(len(self.models)):
-            raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
+        if int(arrays["cluster"]) not in range(len(self.models)):
+            raise BadReplyError(f"cluster {arrays['cluster']} of {len(self.models)}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average every cluster's model over its clients; a cluster without clients keeps its model."""
         clusters: dict[int, list[Update]] = {k: [] for k in range(len(self.models))}
         for update in updates:
-            clusters[int(update.arrays[1])].append(update)
+            clusters[int(update.arrays["cluster"])].append(update)
         self.models = np.stack([mean_of(part) if part else self.models[k] for k, part in clusters.items()])
         return {"cluster_sizes": [len(part) for part in clusters.values()]}

@@ -25,11 +25,11 @@ class LatestModels(PersonalisedStrategy):
         self.models: FloatArray = np.empty((0, self.size), np.float32)
         self.stateless: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
 
-    def lost(self, client: int) -> None:
-        """Record that the client no longer has its model, although the server does."""
-        self.stateless[client] = 1
+    def lost(self, clients: list[int]) -> None:
+        """Record that clients no longer have their models, although the server does."""
+        self.stateless[clients] = 1
 
-    def take_up(self, updates: list[Update]) -> None:
+    def store(self, updates: list[Update]) -> None:
         """Store the models in the updates."""
         clients = [update.client for update in updates]
         trained = np.union1d(self.seen, clients)
@@ -38,7 +38,7 @@ class LatestModels(PersonalisedStrategy):
             models[np.searchsorted(trained, self.seen)] = self.models
             self.seen, self.models = trained, models
         for row, update in zip(np.searchsorted(self.seen, clients), updates, strict=True):
-            self.models[row] = update.arrays[0]
+            self.models[row] = update.arrays["model"]
         self.stateless[clients] = 0
 
     def latest(self, clients: npt.NDArray[np.int64]) -> FloatArray:

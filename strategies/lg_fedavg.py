@@ -6,15 +6,16 @@ A client trains local and shared layers together.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class LGFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class LGFedAvgSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
     """Settings of LG-FedAvg."""
 
     card = MethodCard(

@@ -6,21 +6,18 @@ Only ``local`` is reported, because the server serves no model.
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.common.typing import NDArrays
-
+from posy.strategies.arrays import Refused, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Program
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
 
 
-class LocalSettings(
-    MethodSettings,
-    noise=Refused("its clients send no model"),
-    sums=Refused("its clients send no model"),
-    robust=Refused("its clients send no model"),
-):
+class LocalSettings(MethodSettings, robust=Refused("its clients send no model")):
     """Local training has no settings."""
+
+    sent = ()
+    returned = reply()
 
     card = MethodCard(
         paper=None,
@@ -56,10 +53,6 @@ class Local(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Set up nothing."""
-
-    def serve(self, client: int) -> NDArrays:
-        """Send nothing."""
-        return []
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change nothing."""

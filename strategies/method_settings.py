@@ -1,16 +1,16 @@
 """The base of method settings, from which server and clients derive the same network, layers and references."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, dataclass_transform
+from typing import TYPE_CHECKING, ClassVar, Literal, dataclass_transform
 
 from posy.settings import setting
+from posy.strategies.arrays import ALLOWED, RETURNED, SENT, Arrays, Refused, Returned
 
 if TYPE_CHECKING:  # settings are read without PyTorch
     from collections.abc import Mapping
 
     import numpy as np
     import numpy.typing as npt
-    from flwr.common.typing import NDArrays
     from torch import Tensor
 
     from posy.models.architecture import Architecture
@@ -18,16 +18,8 @@ if TYPE_CHECKING:  # settings are read without PyTorch
     from posy.strategies.settings import Settings
 
 
-class Refused(NamedTuple):
-    """The verdict that a method does not support a feature, with the reason."""
-
-    why: str
-
-
-ALLOWED = None
-"""The verdict that a method supports a feature."""
-UNDECIDED = Refused("it does not say that the weighted mean of its clients' arrays is all that its server needs")
 UNSAMPLED = Refused("it does not say that the gradients of single samples are all that its clients' arrays depend on")
+NOTHING_SENT = Refused("its clients send no model")
 NO_MEAN = Refused("it does not declare that its server step is a weighted mean of models")
 
 
@@ -42,24 +34,27 @@ def training_clients(settings: "Settings") -> int:
 class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
 
-    A subclass must state whether the method supports the noise of differential privacy, for example
-    ``class FedPerSettings(MethodSettings, noise=ALLOWED)``. With ``sums=ALLOWED`` it states that its server needs only
-    the weighted mean of the clients' arrays, and with ``dp_sgd=ALLOWED`` that DP-SGD protects all that they send. With
-    ``robust=ALLOWED`` it states that its server combines whole models by
-    :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the methods below.
+    A method declares the arrays in its messages, each once: ``sent`` has the names of the arrays that a client
+    receives, and ``returned`` the arrays of its reply. By default both are one model. With ``dp_sgd=ALLOWED`` a
+    subclass states that DP-SGD protects all that clients send, and with ``robust=ALLOWED`` that its server combines
+    whole models by :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the
+    methods below.
     """
 
+    sent: ClassVar[tuple[str, ...]] = SENT
+    """Names of the arrays that :meth:`~posy.strategies.base.PersonalisedStrategy.serve` returns."""
+    sent_once: ClassVar[str] = ""
+    """Name of a growing list of arrays, an attribute of the strategy. Each client receives an array of the list once,
+    and stores it in its state as ``<name>-<number>``, with numbers from 1."""
+    returned: ClassVar["Mapping[str, Returned]"] = RETURNED
+    """The arrays of a client's reply, in their order."""
     noise: ClassVar[Refused | None]
-    """Why the method does not support noise on a client's update (``dp = local``); :data:`ALLOWED` if it does. All
-    arrays of a reply then have a reference, so that no array is sent without noise."""
+    """Why the method does not support noise on a client's update; :data:`ALLOWED` if all its arrays do."""
     sums: ClassVar[Refused | None]
-    """Why the method does not support secure aggregation; :data:`ALLOWED` if it does. It then serves the same arrays
-    to all clients of a round, and its server needs only the weighted mean of their arrays."""
+    """Why the method does not support secure aggregation; :data:`ALLOWED` if its server needs only the mean of each
+    array. It then serves the same arrays to all clients of a round."""
     routes: ClassVar[bool] = False
     """Whether :meth:`client_scores` chooses the client that answers a query; otherwise the clients' models vote."""
-    per_client: ClassVar[frozenset[str]] = frozenset()
-    """Entries of ``train_config`` that differ between the clients of a round. With secure aggregation all other entries
-    must be the same, or the masks do not cancel."""
     dp_sgd: ClassVar[Refused | None]
     """Why the method does not support DP-SGD (``dp = sample``); :data:`ALLOWED` if it does. A client's arrays then
     depend on its data only through one local training whose objective is a mean over samples."""
@@ -77,14 +72,15 @@ class MethodSettings:
     def __init_subclass__(
         cls,
         *,
-        noise: Refused | None,
-        sums: Refused | None = UNDECIDED,
         dp_sgd: Refused | None = UNSAMPLED,
         robust: Refused | None = NO_MEAN,
         point: Literal["served", "local"] = "local",
     ) -> None:
-        """Make the subclass a frozen dataclass."""
-        cls.noise, cls.sums, cls.dp_sgd, cls.robust, cls.point = noise, sums, dp_sgd, robust, point
+        """Make the subclass a frozen dataclass, and derive what noise and masks allow from its arrays."""
+        arrays = cls.returned.values()
+        cls.noise = next((array.noise for array in arrays if array.noise), ALLOWED) if arrays else NOTHING_SENT
+        cls.sums = next((array.sums for array in arrays if array.sums), ALLOWED) if arrays else NOTHING_SENT
+        cls.dp_sgd, cls.robust, cls.point = dp_sgd, robust, point
         dataclass(frozen=True)(cls)
 
     @classmethod
@@ -138,19 +134,20 @@ class MethodSettings:
         """Return the names of the layers or single tensors that stay on the client; by default none."""
         return ()
 
-    def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":
-        """Return the references of the first arrays of a reply; its further arrays are not models.
+    def reference(self, network: "Architecture", sent: Arrays, reply: Arrays) -> Arrays:
+        """Return the value from which the client has changed each array of its reply, by the declarations.
 
-        The update is the difference between these arrays and their references. ``max-update-norm`` and
-        ``max-norm-ratio`` limit its norm, and ``dp`` clips it and adds noise.
+        The update is the difference between the arrays and these values. ``max-update-norm`` and ``max-norm-ratio``
+        limit its norm, ``dp`` clips it and adds noise, and masks cover it. A method overrides this function if the
+        client starts from a part or a mixture of the sent arrays.
 
         Parameters
         ----------
         network : Architecture
             The network that clients train.
-        sent : list of numpy.ndarray
-            The arrays of the server's message, which are the default references.
-        reply : list of numpy.ndarray
+        sent : dict
+            The arrays of the server's message.
+        reply : dict
             The arrays of the reply, with checked shapes.
         """
-        return sent
+        return {name: self.returned[name].start(sent, array) for name, array in reply.items()}

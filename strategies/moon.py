@@ -8,16 +8,19 @@ is constant.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, model, reply
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class MOONSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED, point="served"):
+class MOONSettings(MethodSettings, robust=ALLOWED, point="served"):
     """Settings of MOON."""
+
+    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
 
     mu: float = setting(
         1.0,

@@ -6,15 +6,16 @@ The learning rate of the run is the paper's β.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
 
-class PerFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
+class PerFedAvgSettings(MethodSettings, robust=ALLOWED):
     """Settings of Per-FedAvg."""
 
     alpha: float = setting(

@@ -8,29 +8,36 @@ global Gaussians' head. Each predicts with its own head, from Gaussians between 
 from typing import ClassVar
 
 import numpy as np
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked, weighted_mean
+from posy.strategies.method_settings import MethodSettings
+from posy.strategies.replies import BadReplyError, Update, mean_of
 
 AUTO = "auto"
 """The word in place of a number for β: cross-validation chooses it."""
 
+NOISY = Refused("noise makes the covariance unusable")
+
 
 class PFedFDASettings(
     MethodSettings,
-    noise=Refused("noise makes the covariance unusable"),
-    sums=ALLOWED,
     point="served",
     robust=Refused("its server also averages means and covariances, which the rule would not cover"),
 ):
     """Settings of pFedFDA."""
+
+    sent = ("model", "means", "covariance")
+    returned = reply(
+        model=model(noise=ALLOWED, sums=ALLOWED),
+        means=numbers(change_of="means", noise=NOISY, sums=ALLOWED),
+        covariance=numbers(change_of="covariance", noise=NOISY, sums=ALLOWED),
+    )
 
     class_statistics = True
     card = MethodCard(
@@ -127,10 +134,6 @@ class PFedFDASettings(
         """Keep the head."""
         return ("head",)
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return the body that was sent; means and covariance are statistics of features."""
-        return [sent[0]]
-
 
 class PFedFDA(PersonalisedStrategy):
     """Average body, means and covariances, all with the same weights (Algorithm 1)."""
@@ -147,13 +150,9 @@ class PFedFDA(PersonalisedStrategy):
         self.means: FloatArray = drawn.reshape(classes, size)
         self.covariance: FloatArray = np.eye(size, dtype=np.float32)
 
-    def serve(self, client: int) -> NDArrays:
-        """Send the body and the global Gaussians."""
-        return [self.model, self.means, self.covariance]
-
-    def check(self, arrays: NDArrays) -> None:
+    def check(self, client: int, arrays: Arrays) -> None:
         """Raise :class:`BadReplyError` for a covariance that is not symmetric or not positive semi-definite."""
-        covariance = np.asarray(arrays[2], np.float64)
+        covariance = np.asarray(arrays["covariance"], np.float64)
         size = np.abs(covariance).max()
         try:
             np.linalg.cholesky(covariance + 1e-6 * size * np.eye(len(covariance)))
@@ -165,10 +164,5 @@ class PFedFDA(PersonalisedStrategy):
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, float]:
         """Average the clients' bodies, means and covariances."""
-        self.model = mean_of(updates)
-        classes, size = self.means.shape
-        weights = num_examples(updates)
-        rows = [stacked(updates, position).reshape(len(updates), -1) for position in (1, 2)]
-        means, covariance = (weighted_mean(matrix, weights) for matrix in rows)
-        self.means, self.covariance = means.reshape(classes, size), covariance.reshape(size, size)
+        self.model, self.means, self.covariance = (mean_of(updates, name) for name in self.state)
         return {}

@@ -10,9 +10,11 @@ from flwr.common.logger import log
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, SettingsError, setting
+from posy.strategies.arrays import ALLOWED, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.cohorts import cohort_of
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
 from posy.strategies.settings import CENTRAL
 
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class PFedMeSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED):
+class PFedMeSettings(MethodSettings, robust=ALLOWED):
     """Settings of pFedMe."""
+
+    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
 
     strength: float = setting(
         15.0,
@@ -119,16 +123,18 @@ class PFedMeSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, robust=ALLOWED
 class PFedMe(PersonalisedStrategy):
     """Step from the model to the clients' mean, or beyond it (Algorithm 1)."""
 
+    method: PFedMeSettings
+
     def initialise(self) -> None:
         """Set up the model; raise :class:`SettingsError` if masks or central noise forbid a sample of the clients."""
         run = self.settings.run
-        if run.secure_aggregation and self.trains_all:
+        if run.secure_aggregation and self.samples:
             raise SettingsError(
                 f"pfedme-clients = 'all' with secure-aggregation = true and fraction-train = {run.fraction_train:g}: "
                 "the server cannot choose whose masked models it adds up; set pfedme-clients = 'cohort' or "
                 "fraction-train = 1"
             )
-        if self.settings.train.dp == CENTRAL and self.trains_all:
+        if self.settings.train.dp == CENTRAL and self.samples:
             raise SettingsError(
                 f"pfedme-clients = 'all' with dp = 'central' and fraction-train = {run.fraction_train:g}: clients "
                 "outside the sample send no update, so noise cannot cover them alike; set pfedme-clients = 'cohort' or "
@@ -137,36 +143,30 @@ class PFedMe(PersonalisedStrategy):
         super().initialise()
 
     @property
-    def trains_all(self) -> bool:
+    def samples(self) -> bool:
         """Whether more clients train than the server aggregates."""
-        return bool(self.method.clients == "all" and self.settings.run.fraction_train < 1)
+        return self.method.clients == "all" and self.settings.run.fraction_train < 1
 
-    def cohort(self, server_round: int) -> list[int]:
-        """Return the clients that train: all members, or the sample whose models are aggregated."""
-        return list(self.members) if self.trains_all else super().cohort(server_round)
-
-    def sample(self, server_round: int) -> list[int]:
-        """Return the clients that send their models in a round."""
-        return super().cohort(server_round)
+    def trains_all(self, server_round: int) -> bool:
+        """Let all members train if the server aggregates a sample of them."""
+        return self.samples or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
         """Return whether a client sends its model."""
-        return {"sampled": client in self.sample(server_round)} if self.trains_all else {}
+        return {"sampled": client in cohort_of(self.settings, server_round)} if self.samples else {}
 
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+    def returns(self, server_round: int, client: int) -> tuple[str, ...]:
         """Expect a model from the sampled clients and nothing from the others."""
-        sampled = not self.trains_all or client in self.sample(self.record.number)
-        return super().expected_shapes(client) if sampled else []
+        sampled = not self.samples or client in cohort_of(self.settings, server_round)
+        return super().returns(server_round, client) if sampled else ()
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Change the model; BatchNorm's running statistics, which may not be negative, are the clients' mean."""
+        """Move the model towards the mean of the sampled clients."""
         sent = [update for update in updates if update.arrays]
-        if len(sent) < self.least_replies:
-            log(WARNING, "round %s: %s; the model stays as it is", server_round, self.too_few(len(sent)))
+        if len(sent) < self.influence.least_replies:
+            log(WARNING, "round %s: %s; the model stays as it is", server_round, self.influence.too_few(len(sent)))
             return {}
-        mean, parameters = self.mean(sent), self.architecture.layout.trainable
-        moved = relaxed(parameters.take(self.model), parameters.take(mean), self.method.beta)
-        self.model = parameters.put(mean, moved)
+        self.model = relaxed(self.model, self.mean(sent), self.method.beta)
         return {}
 
 

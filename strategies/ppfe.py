@@ -10,23 +10,21 @@ Appendix A.4: stage 2 is dense, and in later stages all fully connected layers a
 while the convolutions continue. ``svd-fedavg`` transmits the fractions of the parameters that Section 6.3.3 reports.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from logging import INFO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from flwr.common.logger import log
-from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
-from posy.models.parameters import FloatArray, Layout, Part
+from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, SettingsError, setting
+from posy.strategies.arrays import ALLOWED, UNIFORM_WEIGHTS, Refused, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update, number_in
+from posy.strategies.method_settings import MethodSettings
+from posy.strategies.replies import Update
 from posy.strategies.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,17 +34,17 @@ PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
 
 
-class PPFESettings(
-    MethodSettings,
-    noise=Refused("the coefficients of its stages, which its clients send, have no noise"),
-    sums=ALLOWED,
-    robust=ALLOWED,
-    point="served",
-):
+class PPFESettings(MethodSettings, robust=ALLOWED, point="served"):
     """Settings of PPFE."""
 
+    returned = reply(
+        model=model(
+            noise=Refused("all clients train at the end of a stage, for which the noise does not account"), sums=ALLOWED
+        )
+    )
+
+    sent_once = "finished"
     follows_number_of_rounds = True
-    per_client = frozenset(("first-finished",))
 
     stages: int = setting(
         4,
@@ -257,11 +255,12 @@ class Stage:
 class PPFE(PersonalisedStrategy):
     """Average the shared layers of the stage, uniformly over its clients (Algorithm 1, line 18).
 
-    The state holds the shared layers of this stage and of the finished ones, how many of its rounds are done, how
-    many finished stages each client has ``(M,)``, and the coefficients ``(M, T)``.
+    The state holds the shared layers of this stage and of the finished ones, and how many of its rounds are done.
     """
 
-    state = ("rounds_done", "informed", "betas")
+    state = ("model", "rounds_done")
+    resized = frozenset(("model",))
+    method: PPFESettings
 
     def initialise(self) -> None:
         """Begin stage 1."""
@@ -269,8 +268,8 @@ class PPFE(PersonalisedStrategy):
         self.rounds_done = np.zeros((), np.int64)
         self.model: FloatArray = self.initial()
         self.finished: list[FloatArray] = []
-        self.informed = np.zeros(self.num_clients, np.int64)
-        self.betas = np.full((self.num_clients, len(self.stages)), np.nan)
+        """The shared layers of each finished stage."""
+        self.influence.exchanged = lambda: (self.stage.architecture.layout, self.stage.shared_part)
         self.ends: list[int] = np.cumsum([stage.rounds for stage in self.stages]).tolist()
         if (planned := len(self.stages)) < self.method.stages:
             log(INFO, "PPFE: %s stages, ppfe-stages is %s", planned, self.method.stages)
@@ -278,54 +277,22 @@ class PPFE(PersonalisedStrategy):
             ranks = dict(s.architecture.ranks)
             log(INFO, "PPFE: stage %s: %s rounds, personal %s, ranks %s", s.number, s.rounds, s.personal, ranks)
 
-    def takes_all(self, server_round: int) -> bool:
-        """Take all clients at the end of a stage too."""
-        return self._is_end(server_round) or super().takes_all(server_round)
-
-    def serve(self, client: int) -> NDArrays:
-        """Send the shared layers of this stage and of the finished stages that the client lacks."""
-        return [self.model, *self.finished[self.informed[client] :]]
+    def trains_all(self, server_round: int) -> bool:
+        """Let all clients train at the end of a stage too."""
+        return self._is_end(server_round) or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the stage, the first finished stage in the message, and whether the stage has been trained or ends."""
+        """Return the stage, whether it has been trained or ends, and that the mean is uniform from stage 2 on."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),
-            "first-finished": int(self.informed[client]) + 1,
             "rounds-done": int(self.rounds_done),
+            UNIFORM_WEIGHTS: self.stage.number > 1,
         }
-
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the shared layers of this stage."""
-        return [self.model.shape]
-
-    def common(self) -> NDArrays:
-        """Return the shared layers of this stage and of all finished stages."""
-        return [self.model, *self.finished]
-
-    def check_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse a number of closed stages that is impossible, and a reply that lacks a coefficient."""
-        closed = int(number_in(metrics, "stages-closed"))
-        if not 0 <= closed <= len(self.finished):
-            raise BadReplyError(f"{closed} stages closed of {len(self.finished)}")
-        for number in () if self.settings.run.secure_aggregation else range(1, closed + 1):
-            number_in(metrics, f"beta-{number}")
-
-    def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
-        """Record which finished stages a client has closed, and their coefficients."""
-        self.informed[client] = closed = int(metrics["stages-closed"])
-        for number in () if self.settings.run.secure_aggregation else range(1, closed + 1):
-            self.betas[client, number - 1] = metrics[f"beta-{number}"]
-
-    def lost(self, client: int) -> None:
-        """Send all finished stages again, and forget the coefficients of the lost models."""
-        self.informed[client] = 0
-        self.betas[client] = np.nan
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average; at the end of a stage keep its shared layers and begin the next one."""
-        first = self.stage.number == 1
-        self.model = self.mean(updates, None if first else np.ones(len(updates)))
+        self.model = self.mean(updates)
         self.rounds_done += 1
         quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}
         if self._is_end(server_round):
@@ -340,30 +307,10 @@ class PPFE(PersonalisedStrategy):
                 self.model = np.ascontiguousarray(self.stage.shared_part.take(begun.numpy()))
         return quantities
 
-    def exchanged(self) -> tuple[Layout, Part]:
-        """Return the layout of the stage's network and its shared part."""
-        return self.stage.architecture.layout, self.stage.shared_part
-
-    def weight(self, client: int) -> int:
-        """Return 1 from stage 2 on: the mean is uniform."""
-        return super().weight(client) if self.stage.number == 1 else 1
-
     @property
     def stage(self) -> Stage:
         """The stage that is being trained; the last one when all are finished."""
         return self.stages[min(len(self.finished), len(self.stages) - 1)]
-
-    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the state; the models' sizes differ between the stages."""
-        models = {f"finished-{i}": model for i, model in enumerate(self.finished, start=1)} | {"model": self.model}
-        return super().server_state() | models
-
-    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Load the state."""
-        super().load_server_state(arrays)
-        count = sum(name.startswith("finished-") for name in arrays)
-        names = ("model", *(f"finished-{number}" for number in range(1, count + 1)))
-        self.model, *self.finished = (np.asarray(arrays[name], np.float32) for name in names)
 
     def _is_end(self, server_round: int) -> bool:
         """Return whether a round ends the stage; after a failed round the next one with enough replies does."""

@@ -25,23 +25,19 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
     return np.where(total > 0, sums / np.maximum(total, 1), before).astype(np.float32)
 
 
-def class_counts(updates: list[Update], position: int) -> npt.NDArray[np.float64]:
+def class_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
     """Return the clients' samples by class ``(M, C)``, each client's within the limit of ``max-client-weight``."""
-    return stacked(updates, position) * np.array([[update.samples_factor] for update in updates])
+    return stacked(updates, "counts") * np.array([[update.samples_factor] for update in updates])
 
 
 def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
-    """Raise :class:`BadReplyError` if the number of samples by class ``(C,)`` differs from the enrolled number.
+    """Raise :class:`BadReplyError` for impossible numbers of samples by class ``(C,)``.
 
-    The counts travel in float32, which rounds numbers above 2^24.
+    Their sum must be the enrolled number. The counts travel in float32, which rounds numbers above 2^24.
     """
-    total = float(np.asarray(counts, np.float64).sum())
-    if abs(total - enrolled) > 1e-6 * enrolled:
-        raise BadReplyError(f"{total:.0f} samples by class, but the client has joined with {enrolled}")
-
-
-def check_counts(counts: npt.ArrayLike) -> None:
-    """Raise :class:`BadReplyError` for impossible numbers of samples by class ``(C,)``."""
     n = np.asarray(counts, np.float64)
     if (n < 0).any() or (n != np.round(n)).any() or not n.any():
         raise BadReplyError(f"samples by class: {n.tolist()}")
+    total = float(n.sum())
+    if abs(total - enrolled) > 1e-6 * enrolled:
+        raise BadReplyError(f"{total:.0f} samples by class, but the client has joined with {enrolled}")

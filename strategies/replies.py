@@ -1,7 +1,7 @@
 """The clients' updates, the checks of their replies, and means over clients."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, SupportsFloat
 from zipfile import BadZipFile
@@ -9,7 +9,6 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.typing import NDArrays
 
 from posy.flower import record_in
 from posy.models.parameters import FloatArray
@@ -47,8 +46,9 @@ BLOCK = 16_384
 class Update:
     """A client's update after training."""
 
-    arrays: list[Any]
-    """On the client NumPy arrays or tensors; on the server NumPy arrays with checked shapes and finite values."""
+    arrays: dict[str, Any]
+    """The arrays by name, in the order of the method's declaration. On the client NumPy arrays or tensors; on the
+    server NumPy arrays with checked shapes and finite values."""
     loss: SupportsFloat
     """Mean training loss of the last local epoch; on the client also a tensor of one element."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -145,9 +145,10 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
     return (w / w.sum()).astype(np.float32) @ rows
 
 
-def mean_of(updates: list[Update]) -> FloatArray:
-    """Return the mean of the updates' first arrays, with the weights of the setting ``client-weights``."""
-    return weighted_mean(stacked(updates), num_examples(updates))
+def mean_of(updates: list[Update], name: str = "model") -> FloatArray:
+    """Return the mean of one array of the updates, with the weights of the setting ``client-weights``."""
+    rows = stacked(updates, name)
+    return weighted_mean(rows.reshape(len(rows), -1), num_examples(updates)).reshape(rows.shape[1:])
 
 
 def gram(rows: FloatArray, block: int = BLOCK, origin: FloatArray | None = None) -> npt.NDArray[np.float64]:
@@ -186,9 +187,9 @@ def distances_from_gram(products: npt.NDArray[np.float64]) -> npt.NDArray[np.flo
     return squares
 
 
-def stacked(updates: list[Update], position: int = 0) -> FloatArray:
+def stacked(updates: list[Update], name: str = "model") -> FloatArray:
     """Return one array of every update as a matrix ``(M, ...)``."""
-    return np.stack([np.asarray(update.arrays[position], np.float32) for update in updates])
+    return np.stack([np.asarray(update.arrays[name], np.float32) for update in updates])
 
 
 def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
@@ -212,13 +213,15 @@ def sample_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
     return np.array([update.num_examples * update.samples_factor for update in updates], np.float64)
 
 
-def changes(reply: NDArrays, reference: NDArrays) -> list[npt.NDArray[np.float64]]:
-    """Return the differences between the first arrays of a reply and their references, in double precision."""
-    pairs = zip(reply, reference, strict=False)
+def changes(
+    arrays: Sequence[npt.NDArray[Any]], references: Sequence[npt.NDArray[Any]]
+) -> list[npt.NDArray[np.float64]]:
+    """Return the differences between arrays and their references, in double precision."""
+    pairs = zip(arrays, references, strict=True)
     return [np.asarray(array, np.float64) - np.asarray(before, np.float64) for array, before in pairs]
 
 
-def norm_of(arrays: list[npt.NDArray[np.float64]]) -> float:
+def norm_of(arrays: Iterable[npt.NDArray[np.float64]]) -> float:
     """Return the L2 norm over the elements of all arrays."""
     return math.sqrt(sum(float(np.square(array).sum()) for array in arrays))
 
@@ -235,37 +238,38 @@ def check_enrolled(key: str, count: Any, enrolled: int) -> None:
         raise BadReplyError(f"{key} = {count:.0f}, but the client has joined with {enrolled}")
 
 
-def read_update(content: RecordDict, shapes: list[tuple[int, ...]], *, with_loss: bool = True) -> Update:
+def read_update(content: RecordDict, shapes: Mapping[str, tuple[int, ...]], *, with_loss: bool = True) -> Update:
     """Return the update in a reply to a training message, with the client's index unset.
 
     Parameters
     ----------
     content : RecordDict
         The reply.
-    shapes : list of tuple of int
-        The expected shapes of its arrays.
+    shapes : mapping of str to tuple of int
+        The expected names and shapes of its arrays.
     with_loss : bool
         Whether the reply contains the training loss; otherwise the update's loss is NaN.
 
     Raises
     ------
     BadReplyError
-        If its arrays have other shapes or contain NaN or infinite numbers, or if a count is impossible. A malformed
-        reply raises any of :data:`UNREADABLE`.
+        If its arrays have other names or shapes, or contain NaN or infinite numbers, or if a count is impossible. A
+        malformed reply raises any of :data:`UNREADABLE`.
     """
     record, metrics = record_in(content, "arrays", ArrayRecord), read_metrics(content)
     check_size(record, shapes)
-    arrays = [array.numpy() for array in record.values()]
+    arrays = {name: record[name].numpy() for name in shapes}
     count, loss = metrics["num-examples"], metrics["train-loss"] if with_loss else math.nan
     check_count("num-examples", count, 1)
     check_count("num-test", metrics["num-test"], 0)
-    if [a.shape for a in arrays] != shapes:
-        raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
-    if any(a.dtype.kind not in "iuf" for a in arrays):
-        raise BadReplyError(f"arrays of types {[str(a.dtype) for a in arrays]} instead of numbers")
+    for name, array in arrays.items():
+        if array.shape != shapes[name]:
+            raise BadReplyError(f"{name} has the shape {array.shape} instead of {shapes[name]}")
+        if array.dtype.kind not in "iuf":
+            raise BadReplyError(f"{name} has the type {array.dtype} instead of numbers")
     # The server computes in float32, for which a finite float64 may be too large.
     with np.errstate(over="ignore"):
-        finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays)
+        finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays.values())
     if (with_loss and not math.isfinite(loss)) or not finite:
         raise BadReplyError("NaN or Inf in the reply")
     return Update(arrays, float(loss), metrics, num_examples=int(count))
@@ -318,14 +322,14 @@ def read_evaluation(content: RecordDict) -> Evaluation:
     )
 
 
-def check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:
-    """Raise :class:`BadReplyError` for too many arrays or bytes, before the arrays are built from their bytes."""
-    if len(record) != len(shapes):
-        raise BadReplyError(f"{len(record)} arrays instead of {len(shapes)}")
-    for array, shape in zip(record.values(), shapes, strict=True):
-        size = len(vars(array).get("data", b""))  # an array that is passed by reference has no bytes
+def check_size(record: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise :class:`BadReplyError` for other arrays or too many bytes, before the arrays are built from their bytes."""
+    if set(record) != set(shapes):
+        raise BadReplyError(f"the reply has {len(record)} arrays, other than {', '.join(shapes) or 'none'}")
+    for name, shape in shapes.items():
+        size = len(vars(record[name]).get("data", b""))  # an array that is passed by reference has no bytes
         if size > (most := ITEM_BYTES * math.prod(shape) + HEADER_BYTES):
-            raise BadReplyError(f"an array of {size} bytes; with the shape {shape} it may have at most {most}")
+            raise BadReplyError(f"{name} has {size} bytes; with the shape {shape} it may have at most {most}")
 
 
 def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:

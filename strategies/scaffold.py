@@ -10,33 +10,41 @@ The server stores c and never a c_i. It therefore keeps c equal to the mean of t
 * The server cannot subtract the c_i of a client that has lost its state. All variates then restart at 0.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from logging import WARNING
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.common.logger import log
-from flwr.common.typing import NDArrays
 
-from posy.models.architecture import Architecture
-from posy.models.parameters import FloatArray, Part
+from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
+from posy.strategies.arrays import ALLOWED, Refused, gradient, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update, num_examples, stacked, weighted_mean
 
 
 class SCAFFOLDSettings(
     MethodSettings,
-    noise=Refused("its server adds up the changes of all control variates, and would add up the noise of all rounds"),
-    sums=ALLOWED,
     robust=Refused("its server also averages control variates, which the rule would not cover"),
     point="served",
 ):
     """Settings of SCAFFOLD."""
+
+    sent = ("model", "control")
+    returned = reply(
+        model=model(noise=ALLOWED, sums=ALLOWED),
+        control=gradient(
+            change_of="control",
+            noise=Refused(
+                "its server adds up the changes of all control variates, and would add up the noise of all rounds"
+            ),
+            sums=ALLOWED,
+        ),
+    )
 
     server_lr: float = setting(
         1.0,
@@ -95,70 +103,41 @@ class SCAFFOLDSettings(
             "optimizer-state": "a stored momentum holds gradients of earlier rounds, which would enter the variates",
         }
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return the served model, and zeros for the second array, which is a change already."""
-        return [sent[0], np.zeros_like(sent[1])]
-
 
 class SCAFFOLD(PersonalisedStrategy):
     """Send the model x and the control variate c; average both changes (Eq. 5)."""
 
     state = ("model", "control", "weights")
+    method: SCAFFOLDSettings
 
     def initialise(self) -> None:
         """Start from the initial model, and from c = 0."""
         super().initialise()
         self.control: FloatArray = np.zeros_like(self.model)
         self.weights: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
-        self._restarts = False
-
-    def serve(self, client: int) -> NDArrays:
-        """Send x and c, both ``(d,)``."""
-        return [self.model, self.control]
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Move x along the models' mean change, and c with the variates of the clients that replied."""
         n = num_examples(updates)
-        trainable = self.architecture.layout.trainable
-        self.model = moved(self.model, weighted_mean(stacked(updates), n), self.method.server_lr, trainable)
+        self.model = moved(self.model, weighted_mean(stacked(updates), n), self.method.server_lr)
         before = self.weights.sum()
         self.weights = self.weights.copy()
         for client in self.members:
             if client in self.clients:
-                self.weights[client] = self.weight(client)
-        change = weighted_mean(stacked(updates, 1), n)
+                self.weights[client] = self.exchange.weight(client)
+        change = weighted_mean(stacked(updates, "control"), n)
         self.control = mean_variate(self.control, before, change, n.sum(), self.weights.sum())
         return {"control_norm": float(np.linalg.norm(self.control))}
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the round, then restart the variates if a client has lost its own."""
-        aggregated = super().aggregate_train(server_round, replies)
-        self._restart()
-        return aggregated
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Record each client's scores."""
-        scores = super().aggregate_evaluate(server_round, replies)
-        self._restart()
-        return scores
-
-    def lost(self, client: int) -> None:
-        """Restart all variates after this phase: c still contains the c_i of the client that lost its state."""
-        self._restarts = True
-
-    def _restart(self) -> None:
-        """Restart c and every c_i at 0 if a client has lost its state: no client has a version to start from."""
-        if self._restarts:
-            log(WARNING, "scaffold: a client has lost its control variate, so all variates restart at 0")
-            self.control = np.zeros_like(self.control)
-            self.states.versions = {}
-        self._restarts = False
+    def lost(self, clients: list[int]) -> None:
+        """Restart c and every c_i at 0: c still contains the variates of the clients that have lost their states."""
+        log(WARNING, "scaffold: a client has lost its control variate, so all variates restart at 0")
+        self.control = np.zeros_like(self.control)
+        self.restart_clients()
 
 
-def moved(model: FloatArray, mean: FloatArray, rate: float, trainable: Part) -> FloatArray:
-    """Return x + η (y − x) for the parameters, and y for running statistics; at η = 1 it is y itself.
+def moved(model: FloatArray, mean: FloatArray, rate: float) -> FloatArray:
+    """Return x + η (y − x); at η = 1 it is y itself.
 
     Parameters
     ----------
@@ -166,13 +145,8 @@ def moved(model: FloatArray, mean: FloatArray, rate: float, trainable: Part) -> 
         The server's model x, and the mean y of the trained models.
     rate : float
         η, the server's rate.
-    trainable : Part
-        The parameters, without running statistics.
     """
-    if rate == 1:
-        return mean
-    step = (model + np.float32(rate) * (mean - model)).astype(np.float32)
-    return trainable.put(mean.copy(), trainable.take(step))
+    return mean if rate == 1 else (model + np.float32(rate) * (mean - model)).astype(np.float32)
 
 
 def mean_variate(control: FloatArray, before: float, change: FloatArray, replied: float, total: float) -> FloatArray:

@@ -21,7 +21,7 @@ If the same clients take part in the next phase, they send the keys and shares f
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -59,6 +59,8 @@ NEXT = "next-round"
 """Entry of a request in the stages of survivors and shares: the round for which keys or shares are wanted too."""
 AGAIN = "again"
 """Entry of a request for keys: earlier keys and shares for this round are void."""
+MASKED = "masked"
+"""Name of the array with the masked words of a reply."""
 PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-personal", "sources", "shares"))
 """Entries of a message's config that differ between the clients of a round; all others must be the same."""
 REFUSAL = b"refused"
@@ -487,7 +489,7 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
     return excluded
 
 
-def masked_shape(shapes: Sequence[tuple[int, ...]], numbers: int) -> tuple[int]:
+def masked_shape(shapes: Iterable[tuple[int, ...]], numbers: int) -> tuple[int]:
     """Return the shape of a masked update: words of the parameters, a word of the weight, and words of the scores."""
     return (sum(map(math.prod, shapes)) + 1 + LIMBS * numbers,)
 
@@ -499,10 +501,10 @@ def read_masked(content: RecordDict, size: int, num_train: int | None = None) ->
     than ``num_train``. A malformed reply raises any of :data:`~posy.strategies.replies.UNREADABLE`.
     """
     record, metrics = record_in(content, "arrays", ArrayRecord), read_metrics(content)
-    check_size(record, [(size,)])
-    words = next(iter(record.values())).numpy()
+    check_size(record, {MASKED: (size,)})
+    words = record[MASKED].numpy()
     if words.shape != (size,):
-        raise BadReplyError(f"arrays of shapes {[words.shape]} instead of {[(size,)]}")
+        raise BadReplyError(f"masked words of shape {words.shape} instead of {(size,)}")
     if words.dtype != np.uint32:
         raise BadReplyError(f"masked numbers of type {words.dtype} instead of uint32")
     if num_train is not None:
@@ -510,7 +512,7 @@ def read_masked(content: RecordDict, size: int, num_train: int | None = None) ->
     return words, metrics
 
 
-def common_digest(config: Mapping[str, Any], per_client: Collection[str], arrays: NDArrays) -> bytes:
+def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
     """Return a digest of all that the clients of a round receive in common; masks of different digests do not cancel.
 
     If the server sent one client another model, learning rate or sum of weights, it could otherwise recognise this
@@ -519,14 +521,13 @@ def common_digest(config: Mapping[str, Any], per_client: Collection[str], arrays
     Parameters
     ----------
     config : mapping
-        The config of a message to a client. The entries in :data:`PER_CLIENT` and ``per_client`` are not common.
-    per_client : collection of str
-        Entries of the method that differ between clients.
+        The config of a message to a client. The entries in :data:`PER_CLIENT` are not common.
     arrays : list of numpy.ndarray
         The arrays that all clients have in common.
     """
-    excluded = PER_CLIENT.union(per_client)
-    entries = [f"{key} = {type(config[key]).__name__} {config[key]!r}" for key in sorted(config) if key not in excluded]
+    entries = [
+        f"{key} = {type(config[key]).__name__} {config[key]!r}" for key in sorted(config) if key not in PER_CLIENT
+    ]
     parts: list[Any] = [str(len(entries)), *entries]
     for array in arrays:
         parts += [f"{array.dtype.str} {array.shape}", array]

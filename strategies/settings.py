@@ -15,6 +15,8 @@ AUTO, OFF = "auto", "off"
 """Words instead of a number: Posy chooses the number, or the feature is off."""
 LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
 """Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
+UNIFORM = "uniform"
+"""The value of ``client-weights`` with which all clients have the same weight."""
 WITHHELD = "withheld"
 """The value of ``dp-scores`` with which clients send no scores."""
 
@@ -261,7 +263,7 @@ class RunSettings:
         "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
         "over samples (class prototypes, FedFew's n_i / N of the losses) always use the numbers of samples",
         needs="robust = mean | multi-krum | geometric-median or method = feddrm",
-        choices=("samples", "uniform"),
+        choices=("samples", UNIFORM),
         source="McMahan et al., 2017, Algorithm 1: n_i / n",
         synonyms=("client-weighting", "weighted-average"),
     )

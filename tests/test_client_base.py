@@ -14,7 +14,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from torch import Tensor
 
 from posy.client_app import app as client_app
-from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps, scores
+from posy.client_app.base import Config, PersonalClient, Result
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Member, Predictor, scores
 from posy.client_app.state import ContextStore, MissingStateError, State, Versions
 from posy.client_app.training.work import Train, TrainingDivergedError
 from posy.client_app.workspace import Workspace, choose_device, workspace_for

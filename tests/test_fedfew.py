@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posy.client_app.base import array_of
+from posy.client_app.predictors import array_of
 from posy.client_app.training.work import TrainingDivergedError
 from posy.randomness import model_seed, torch_generator
 from posy.strategies.fedfew import STCHWeights, entropy, server_step, stch_weights, weighted_losses

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from posy.client_app.base import Member, Predictor
 from posy.client_app.ppfe import reweight, sparsity_mask
+from posy.client_app.predictors import Member, Predictor
 from posy.client_app.workspace import Workspace
 from posy.data.task import Task
 from posy.models.architecture import Architecture

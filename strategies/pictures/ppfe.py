@@ -2,14 +2,26 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from posy import figures
+from posy.storage import load_arrays
 from posy.strategies.ppfe import PPFE
 
 
 def draw(strategy: PPFE, folder: Path) -> None:
-    """Draw the coefficients of the clients' stages; with secure aggregation the clients keep them."""
-    if strategy.settings.run.secure_aggregation:
+    """Draw the coefficients of the clients' stages from the models that the clients of a simulation have stored."""
+    models, stages = strategy.exchange.models_folder, strategy.stages
+    if models is None or len(stages) < 2:
         return
-    names = [f"stage {stage.number}" for stage in strategy.stages]
-    panel = figures.Panel(strategy.betas, ylabel="client", label="beta", xticks=names)
+    betas = np.full((strategy.num_clients, len(stages)), np.nan)
+    for client in range(strategy.num_clients):
+        path = models / f"client-{client}.safetensors"
+        arrays = load_arrays(path) if path.exists() else {}
+        for stage in range(1, len(stages) + 1):
+            if (beta := arrays.get(f"stage{stage}.coefficient")) is not None:
+                betas[client, stage - 1] = beta[0]
+    if np.isnan(betas).all():
+        return
+    panel = figures.Panel(betas, ylabel="client", label="beta", xticks=[f"stage {stage.number}" for stage in stages])
     figures.heatmaps([panel], folder / "coefficients.png", title="Coefficients of the stages")

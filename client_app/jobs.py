@@ -1,0 +1,157 @@
+"""The local trainings of a client: their samples, random streams, weights and optimisers."""
+
+from collections.abc import Generator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posy.client_app.training.batches import DropoutNumbers, Samples, Share
+from posy.client_app.training.networks import Network
+from posy.client_app.training.work import Forward, Job, Moments, Split, Train, Trained
+from posy.randomness import torch_generator
+from posy.strategies.privacy import sampling_of
+
+if TYPE_CHECKING:
+    from posy.client_app.base import PersonalClient
+
+R = TypeVar("R")
+Steps = Generator[Train | Forward, Any, R]
+
+
+class Jobs:
+    """The requests of a client, with its samples and its random streams of the round.
+
+    Parameters
+    ----------
+    client : PersonalClient
+        The client whose requests are run.
+    """
+
+    def __init__(self, client: "PersonalClient") -> None:
+        self.client = client
+        self.workspace = client.workspace
+        self.settings = client.settings
+        self.processed = 0
+        """Samples that models were trained on in this call. K models count each sample K times."""
+        self.samples_private = False
+        """Whether trainings are DP-SGD: the replies depend on them."""
+        self.moments: dict[str, Moments] | None = None
+        """The optimisers of the round's trainings by name, with ``optimizer-state = kept``."""
+
+    def drive(self, steps: Steps[R]) -> R:
+        """Run a method's requests in order and return its result. An error is raised inside the method."""
+        try:
+            request = next(steps)
+            while True:
+                try:
+                    answer = self.answer(request)
+                except Exception as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(answer)
+        except StopIteration as finished:
+            return finished.value
+
+    def answer(self, request: Train | Forward) -> Trained | Any:
+        """Run one request."""
+        network, trainer = self.network(request), self.workspace.trainer
+        if isinstance(request, Forward):
+            return trainer.forward(request, network, self.samples(request.split))
+        return trainer.train(self.job(request), network)
+
+    def samples(self, split: Split) -> Samples:
+        """Return the samples of a split."""
+        data = self.client.data
+        return Samples(getattr(data, f"x_{split}"), getattr(data, f"y_{split}"))
+
+    @cached_property
+    def class_weight(self) -> Tensor | None:
+        """Class weight of each training sample ``(n,)``, with mean 1; None if all samples have the same weight."""
+        return self.class_weights("train")
+
+    def class_weights(self, split: Split) -> Tensor | None:
+        """Return the class weight of each sample of a split ``(n,)``, with mean 1; None if all weights are equal.
+
+        The weight of a class is inversely proportional to its number of training samples.
+        """
+        if self.settings.train.class_weights == "none":
+            return None
+        data = self.client.data
+        counts = torch.bincount(data.y_train, minlength=data.num_classes).clamp_min(1)
+        weight = 1 / counts[self.samples(split).y]
+        return weight / weight.mean()
+
+    def network(self, request: Train | Forward) -> Network:
+        """Return the resident network of a request."""
+        return self._default_network if request.network is None else self.workspace.network(request.network)
+
+    @cached_property
+    def _default_network(self) -> Network:
+        return self.workspace.network(self.client.architecture)
+
+    def job(self, work: Train) -> Job:
+        """Return a local training with the client's samples and its random streams of this round."""
+        job = self._job(work)
+        for number, of_model in enumerate(job.models or (job,)):
+            if self.moments is not None and of_model.moments is not None:
+                self.moments[f"optimiser-{work.stream}-{number}"] = of_model.moments
+        if not work.measures:
+            self.processed += self.share(job).total * (1 if work.start.dim() == 1 else len(work.start))
+        return job
+
+    def steps(self, work: Train) -> int:
+        """Return the number of steps of a local training."""
+        return self.share(self._job(work)).steps
+
+    def share(self, job: Job) -> Share:
+        """Return the share of a job in a computation: its batches, weights and steps."""
+        return self.workspace.trainer.share(job, self.network(job.work).smallest_batch)
+
+    def _job(self, work: Train) -> Job:
+        if work.own_batches and work.start.dim() > 1:
+            models = tuple(self._job_of(work.of_model(number), number) for number in range(len(work.start)))
+            return models[0]._replace(work=work, models=models)
+        return self._job_of(work)
+
+    def _job_of(self, work: Train, model: int = 0) -> Job:
+        """Return the job of one of several models. Model 0 has the same random streams as a single model."""
+
+        def stream(purpose: str) -> torch.Generator:
+            key = (self.client.round, self.client.client, work.stream, model)
+            order_key = self.workspace.order_key
+            return torch_generator(self.settings.run.seed, purpose, *(key if model else key[:-1]), *order_key)
+
+        augment = self.workspace.augment(lambda: stream("augment"))
+        width = self.network(work).dropout_width
+        dropout = DropoutNumbers(width, stream("dropout")) if width else None
+        rate = self.client.lr if work.lr is None else work.lr
+        samples, batches = self.samples("train"), stream("batches")
+        if work.measures:
+            return Job(work, samples, batches, rate)
+        moments = self._moments_of(work, model)
+        sampling = sampling_of(self.settings, len(samples.y)) if self.samples_private else None
+        return Job(
+            work, samples, batches, rate, augment, dropout, self.class_weight, moments=moments, sampling=sampling
+        )
+
+    def _moments_of(self, work: Train, model: int = 0) -> Moments | None:
+        """Return the optimiser's state that a training continues from; None for a fresh optimiser."""
+        if self.moments is None or work.plain:
+            return None
+        name = f"optimiser-{work.stream}-{model}"
+        means, squares, steps = (self.client.recall(f"{name}-{part}") for part in ("means", "squares", "steps"))
+        if means is None or steps is None or means.shape != work.start.shape:  # first round, or another network
+            return Moments()
+        return Moments(int(steps), means, squares)
+
+    def keep_moments(self) -> None:
+        """Store the optimisers of the round in the client's state."""
+        for name, moments in (self.moments or {}).items():
+            for part, tensor in (("means", moments.means), ("squares", moments.squares)):
+                if tensor is not None:
+                    self.client.keep(f"{name}-{part}", tensor)
+            if moments.means is not None:
+                self.client.state[f"{name}-steps"] = np.array(moments.steps, np.int64)

@@ -1,0 +1,320 @@
+"""One message to a client: its method trains or evaluates, and the reply is protected and scored."""
+
+from collections.abc import Generator, Mapping, Sequence
+from logging import WARNING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.common.logger import log
+from torch import Tensor
+
+from posy.client_app.jobs import Steps
+from posy.client_app.predictors import Predictor, array_of, scores
+from posy.client_app.privacy import UnprotectedError, noised
+from posy.client_app.secure_aggregation import Masking
+from posy.client_app.state import StateError
+from posy.client_app.training.work import Split, TrainingDivergedError, advice_on_divergence
+from posy.storage import write_arrays
+from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names, dimensions, shape_of
+from posy.strategies.masking import OutOfRangeError, Words
+from posy.strategies.pooled import numbers_of
+from posy.strategies.privacy import BELOW
+from posy.strategies.replies import Update
+from posy.strategies.secure_aggregation import MASKED
+from posy.strategies.settings import CENTRAL, LOCAL, SAMPLE, UNIFORM
+
+if TYPE_CHECKING:
+    from posy.client_app.base import PersonalClient
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+"""The splits of a client's samples."""
+LARGEST_LOSS = 1e6
+"""Largest loss in a masked sum. A larger loss counts as missing."""
+Reply = tuple[Arrays | float, int, dict[str, Any]]
+"""The arrays or the loss, the number of samples, and the metrics."""
+R = TypeVar("R")
+
+
+class LocalRun:
+    """A training or an evaluation of one client.
+
+    Parameters
+    ----------
+    client : PersonalClient
+        The client.
+    received : dict
+        The arrays of the message, by name.
+    config : mapping
+        The config of the message.
+    masking : Masking, optional
+        The masks of the reply in a run with secure aggregation.
+    """
+
+    def __init__(
+        self, client: "PersonalClient", received: Arrays, config: Mapping[str, Any], masking: Masking | None = None
+    ) -> None:
+        self.client = client
+        self.jobs = client.jobs
+        self.settings, self.method = client.settings, client.method
+        self.config = config
+        self.masking = masking
+        self.jobs.moments, self.jobs.samples_private = None, False
+        client.round = int(config["server-round"])
+        client.lr = float(config.get("lr", self.settings.train.lr))
+        self._keep_once(received)
+        self.received = {name: received[name] for name in self.method.sent if name in received}
+        """The arrays that the method's hooks receive."""
+
+    # -- training --------------------------------------------------------------------------------------
+
+    def train(self) -> Steps[tuple[Arrays, int, dict[str, Any]]]:
+        """Train, and score the local model on the client's test split if the config has ``evaluate-local``."""
+        client, train = self.client, self.settings.train
+        self.jobs.moments = {} if train.optimizer_state == "kept" else None
+        self.jobs.samples_private = train.dp == SAMPLE
+        update, local = yield from self._update()
+        loss = float(update.loss)
+        if not (np.isfinite(loss) or train.withholds_scores or self.masking):
+            advice = advice_on_divergence(train)
+            raise TrainingDivergedError(f"training diverged: the training loss is {loss}; {advice}")
+        self.jobs.keep_moments()
+        metrics: dict[str, Any] = {**update.metrics, "num-test": len(client.data.y_test)}
+        if not train.withholds_scores:
+            metrics["train-loss"] = loss
+        if local is not None:
+            if self.config.get("evaluate-local"):
+                metrics |= yield from self._scores("local", local)
+            self._save(local, "local")
+        metrics |= {"samples": self.jobs.processed}
+        arrays = self._named(update)
+        if train.dp in (LOCAL, CENTRAL):
+            self._check_protected(update.metrics)
+            arrays, metrics = self._protected(arrays, metrics)
+        if self.masking:
+            if update.metrics:
+                raise ValueError(f"masks do not cover {', '.join(update.metrics)}, which the method sends")
+            arrays, metrics = {MASKED: self._masked_update(arrays, metrics)}, {}
+        return arrays, client.num_train, metrics
+
+    def _update(self) -> Steps[tuple[Update, Predictor | None]]:
+        """Return the update of the method, or an update without a change if an error would reveal a divergence."""
+        try:
+            return (yield from self.client.local_round(self._tensors(), self.config))
+        except TrainingDivergedError as error:
+            if not (self.masking or self.settings.train.withholds_scores):
+                raise
+            log(WARNING, "client %s sends no change in round %s: %s", self.client.client, self.client.round, error)
+            return Update(dict(self._unchanged()), np.nan), None
+
+    def _named(self, update: Update) -> Arrays:
+        """Return the arrays of an update in the order of their declaration; raise :class:`TypeError` for others.
+
+        Posy sets the entries of BatchNorm's running statistics to 0 where the array has none by its declaration.
+        """
+        expected, kind = self._expected(), type(self.method).__name__
+        check_names("the update has", update.arrays, expected, f"{kind}.returned")
+        arrays = {name: array_of(update.arrays[name]) for name in expected}
+        for name, array in arrays.items():
+            if not self.method.returned[name].has_statistics:
+                arrays[name] = self._without_statistics(array)
+        return arrays
+
+    def _expected(self) -> tuple[str, ...]:
+        """Return the names of the arrays that the server expects."""
+        names = self.config.get(RETURNS)
+        return tuple(self.method.returned) if names is None else tuple(name for name in str(names).split(",") if name)
+
+    def _without_statistics(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return an array in the shape of the network's parameters with 0 for the running statistics."""
+        layout, parameters = self.client.layout, self.client.layout.trainable
+        if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
+            return array
+        return parameters.put(np.zeros_like(array), parameters.take(array))
+
+    def _unchanged(self) -> Arrays:
+        """Return the arrays of an update that changes nothing."""
+        client = self.client
+        sizes = dimensions(client.architecture, client.shared.size)
+        shapes = {
+            name: shape_of(self.method.returned[name], self.received, sizes, self.method) for name in self._expected()
+        }
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        return self.method.reference(client.architecture, self.received, zeros)
+
+    def _check_protected(self, further: Mapping[str, float]) -> None:
+        """Raise :class:`UnprotectedError` if the method sends ``further`` numbers, which have no noise."""
+        if further:
+            raise UnprotectedError(
+                f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
+                f"refuse dp = {self.settings.train.dp!r}"
+            )
+
+    def _protected(self, arrays: Arrays, metrics: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+        """Return the arrays and metrics of a reply with local or central differential privacy."""
+        train = self.settings.train
+        adaptive = train.dp == CENTRAL and train.dp_clip_quantile > 0
+        # With local noise a norm of the server's choice would break the guarantee.
+        clip = float(self.config["dp-clip"]) if adaptive else train.dp_clip
+        threshold = self.masking.threshold if self.masking else 0
+        start = self.method.reference(self.client.architecture, self.received, arrays)
+        references = [start[name] for name in arrays]
+        noisy, norm = noised(list(arrays.values()), references, self.settings, clip=clip, threshold=threshold)
+        if adaptive:
+            metrics[BELOW] = float(norm <= clip)
+        return dict(zip(arrays, noisy, strict=True)), metrics
+
+    # -- masks -----------------------------------------------------------------------------------------
+
+    def _masked_update(self, arrays: Arrays, metrics: dict[str, Any]) -> Words:
+        """Return an update and its scores under masks."""
+        try:
+            return self._masked(arrays, self._numbers(metrics, training=True))
+        except OutOfRangeError as error:  # raised before the masks are used
+            log(WARNING, "client %s sends no change in round %s: %s", self.client.client, self.client.round, error)
+            numbers = self._numbers({"samples": self.jobs.processed}, training=True)
+            return self._masked(self._unchanged(), numbers)
+
+    def _masked(self, arrays: Arrays, numbers: Sequence[int]) -> Words:
+        """Return an update, empty for an evaluation, and scores under masks."""
+        assert self.masking is not None
+        start = self.method.reference(self.client.architecture, self.received, arrays)
+        references, limit = [start[name] for name in arrays], self.settings.run.secure_range
+        uniform = self.config.get(UNIFORM_WEIGHTS) or self.settings.run.client_weights == UNIFORM or not arrays
+        weight = 1 if uniform else self.client.num_train
+        common = [*self.received.values(), *self._stored_once()]
+        return self.masking.put_on(list(arrays.values()), references, weight, limit, common, numbers)
+
+    def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
+        """Return the client's scores as whole numbers for the masked sum.
+
+        A loss that is not a number of the sum counts as missing, because an error would reveal it.
+        """
+        wrong = {key for key, value in metrics.items() if key.endswith("-loss") and not 0 <= value <= LARGEST_LOSS}
+        valid = {key: value for key, value in metrics.items() if key not in wrong}
+        sizes: dict[str, int] = {split: len(self.jobs.samples(split).y) for split in SPLITS}
+        return numbers_of(self.settings, valid, sizes, training=training)
+
+    # -- evaluation ------------------------------------------------------------------------------------
+
+    def evaluate(self) -> Steps[Reply]:
+        """Score the served model, and with ``evaluate-personal`` the local model, on the client's test split.
+
+        With secure aggregation the result has masked words instead of the loss, and no numbers of this client.
+        """
+        client = self.client
+        metrics: dict[str, Any] = {"num-train": client.num_train}
+        best, point = None, "served"
+        if self.received:
+            best = served = yield from _result(client.served_model(self._tensors(), self.config))
+            if not self.settings.train.withholds_scores:
+                metrics["chosen"] = served.chosen
+            metrics |= yield from self._scores("served", served)
+            if self.method.point == "served":
+                self._save(served, "served", "served")
+        if client.personal_in_every_evaluation or self.config.get("evaluate-personal"):
+            personal = yield from self._personal_model()
+            if personal is not None:
+                best, point = personal, "local"
+                metrics |= yield from self._scores("local", personal)
+            if best is not None:
+                self._save(best, point)
+        metrics |= {"samples": self.jobs.processed}
+        if self.masking:
+            if not client.personal_in_every_evaluation:  # the sum would cover the clients that have a local model
+                metrics = {key: value for key, value in metrics.items() if not key.startswith("local")}
+            return {MASKED: self._masked({}, self._numbers(metrics, training=False))}, 0, {}
+        return metrics.get("served-loss", 0.0), len(client.data.y_test), metrics
+
+    def _personal_model(self) -> Steps[Predictor | None]:
+        """Return the local model, or None if its training has diverged: the scores of the served model stay valid."""
+        try:
+            return (yield from _result(self.client.personal_model(self._tensors(), self.config)))
+        except TrainingDivergedError as error:
+            log(WARNING, "client %s has no local model in round %s: %s", self.client.client, self.client.round, error)
+            return None
+
+    def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
+        """Return a predictor's scores by key, on each split with samples.
+
+        The training split is scored only with ``evaluate-training``. A run with noise has no scores by default.
+        """
+        measured: dict[str, float] = {}
+        if self.settings.train.withholds_scores:
+            return measured
+        advice = advice_on_divergence(self.settings.train)
+        splits: dict[str, Split] = {point: "test"}
+        if self.settings.data.validation_fraction:
+            splits[f"{point}-validation"] = "validation"
+        if self.settings.run.evaluate_training:
+            splits[f"{point}-training"] = "train"
+        for key, split in splits.items():
+            if len(labels := self.jobs.samples(split).y):
+                outputs = yield from self.client.predict(predictor, split)
+                if self.masking and bool(torch.isnan(outputs).any()):
+                    client, number = self.client.client, self.client.round
+                    log(WARNING, "client %s has no %s scores in round %s: NaN", client, key, number)
+                    continue  # an error would reveal it
+                loss, accuracy = scores(outputs, labels, advice)
+                measured |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
+        return measured
+
+    def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
+        """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config has one.
+
+        ``client-<i>`` is the local model, or the served model of a client without one. ``served-<i>`` is the served
+        model of a method whose ``point`` is ``served``.
+        """
+        folder = self.config.get("save-models-to")
+        if not folder:
+            return
+        client = self.client
+        path = Path(str(folder)) / f"{file}-{client.client}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = {"client": str(client.client), "site": str(self.config.get("site", "")), "round": str(client.round)}
+        about |= {"point": point, "chosen": predictor.chosen}
+        needed = {"settings": self.settings.to_json(), "preprocessing": client.workspace.preprocessing}
+        write_arrays(path, predictor.as_arrays(), about | needed)
+
+    # -- received arrays -------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the received arrays on the device. Do not write to them."""
+        return {name: self.client.workspace.tensor(np.asarray(array)) for name, array in self.received.items()}
+
+    def _keep_once(self, received: Arrays) -> None:
+        """Store the arrays that the server sends once.
+
+        Raises
+        ------
+        StateError
+            If the message lacks an array that the client has not stored, because the client has lost its state, or if
+            it contains another value than an earlier message.
+        """
+        prefix, client = f"{self.method.sent_once}-", self.client
+        if not self.method.sent_once:
+            return
+        sent = {int(name.removeprefix(prefix)): array for name, array in received.items() if name.startswith(prefix)}
+        for number, array in sorted(sent.items()):
+            name, stored = f"{prefix}{number}", len(self._stored_once())
+            if number > stored + 1:
+                raise StateError(f"client {client.client} stores {stored} arrays; the message begins at {name}")
+            if number == stored + 1:
+                client.state[name] = np.array(array)
+            elif not np.array_equal(client.state[name], array):
+                raise StateError(f"the message contains another array {name} than an earlier message")
+
+    def _stored_once(self) -> list[npt.NDArray[Any]]:
+        """Return the stored arrays that the server has sent once, in their order."""
+        prefix, state = f"{self.method.sent_once}-", self.client.state
+        if not self.method.sent_once:
+            return []
+        numbers = sorted(int(name.removeprefix(prefix)) for name in state if name.startswith(prefix))
+        return [np.asarray(state[f"{prefix}{number}"]) for number in numbers]
+
+
+def _result(returned: R | Steps[R]) -> Steps[R]:
+    """Return the result of a hook, which may be a generator or a plain function."""
+    return (yield from returned) if isinstance(returned, Generator) else returned

@@ -1,0 +1,137 @@
+"""The models that a client predicts with: one network, or an ensemble."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posy.client_app.training.work import TrainingDivergedError
+from posy.models.architecture import Architecture, reduced_like
+from posy.models.parameters import FloatArray
+
+if TYPE_CHECKING:
+    from posy.strategies.method_settings import MethodSettings
+
+
+@dataclass
+class Member:
+    """One model of an ensemble: its parameters ``(d,)``, its network and its coefficient.
+
+    ``fixed`` contains the fixed tensors of the network by name, if the model was read from a file.
+    """
+
+    parameters: Tensor
+    architecture: Architecture
+    coefficient: float = 1.0
+    fixed: Mapping[str, FloatArray] = field(default_factory=dict)
+
+
+@dataclass
+class Predictor:
+    """One model, or an ensemble whose probabilities are summed (log-probabilities with ``logarithms``).
+
+    ``chosen`` is the method's choice for this client, such as the number of the server's model, for the record.
+    """
+
+    members: list[Member]
+    chosen: str = ""
+    logarithms: bool = False
+
+    def log_probabilities(self, outputs: Sequence[Tensor | tuple[Tensor, ...]]) -> Tensor:
+        """Return the log-probabilities ``(n, C)`` from the outputs of the members' networks.
+
+        Parameters
+        ----------
+        outputs : sequence of Tensor or tuple of Tensor
+            Each member's logits ``(n, C)``, alone or before its further outputs.
+        """
+        rows = [F.log_softmax(output[0] if isinstance(output, tuple) else output, dim=-1) for output in outputs]
+        if len(rows) == 1:
+            return rows[0]
+        coefficients = torch.tensor([member.coefficient for member in self.members], device=rows[0].device)
+        return combined(torch.stack(rows), coefficients, self.logarithms)
+
+    def as_arrays(self) -> dict[str, FloatArray]:
+        """Return the tensors by name; in an ensemble with the prefix ``stage<t>.``, and with each coefficient."""
+        several = len(self.members) > 1
+        arrays: dict[str, FloatArray] = {}
+        for number, member in enumerate(self.members, start=1):
+            prefix = f"stage{number}." if several else ""
+            named = {**member.architecture.layout.views(array_of(member.parameters)), **member.architecture.fixed}
+            arrays |= {prefix + name: array for name, array in named.items()}
+            if several:
+                arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
+        return arrays
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, FloatArray], architecture: Architecture, method: "MethodSettings"
+    ) -> Self:
+        """Return the predictor whose :meth:`as_arrays` is ``arrays``.
+
+        Parameters
+        ----------
+        arrays : mapping
+            The tensors of the members by name.
+        architecture : Architecture
+            The method's network, without reduced ranks.
+        method : MethodSettings
+            The settings of the method.
+        """
+        members = []
+        for stage in sorted({name.partition(".")[0] for name in arrays if name.startswith("stage")}) or [""]:
+            prefix = f"{stage}." if stage else ""
+            tensors = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+            coefficient = float(tensors.pop("coefficient", np.ones(1))[0])
+            reduced = reduced_like(architecture, tensors)
+            fixed = {name: tensors[name] for name in reduced.fixed}
+            members.append(Member(torch.from_numpy(reduced.layout.flatten(tensors)), reduced, coefficient, fixed))
+        return cls(members, logarithms=method.sums_logarithms)
+
+
+def scores(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller lr may help") -> tuple[float, float]:
+    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
+
+    NaN raises :class:`TrainingDivergedError`, whose message ends with the advice.
+    """
+    if bool(torch.isnan(log_probabilities).any()):
+        raise TrainingDivergedError(f"the model has diverged: its outputs contain NaN; {advice}")
+    loss = F.nll_loss(log_probabilities, labels)
+    accuracy = (log_probabilities.argmax(dim=-1) == labels).float().mean()
+    return float(loss), float(accuracy)
+
+
+def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) -> Tensor:
+    """Return the log-probabilities ``(n, C)`` of an ensemble of T members.
+
+    The members' probabilities, or with ``logarithms`` their logarithms, are averaged with the coefficients as weights.
+    If all coefficients are zero, all members have the same weight.
+
+    Parameters
+    ----------
+    outputs : Tensor, (T, n, C)
+        Log-probabilities of the members.
+    coefficients : Tensor, (T,)
+        Weights of the members, which may be negative.
+    logarithms : bool
+        Whether to average log-probabilities.
+    """
+    if not bool(coefficients.any()):
+        coefficients = torch.ones_like(coefficients)
+    coefficients = coefficients / coefficients.abs().sum()
+    if logarithms:
+        return F.log_softmax(torch.einsum("t,tnc->nc", coefficients, outputs), dim=-1)
+    mixture = torch.einsum("t,tnc->nc", coefficients, outputs.exp())
+    # Negative coefficients leave a sum below 1. The difference is spread evenly, which keeps the order of the classes.
+    mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
+    return mixture.clamp_min(1e-12).log()
+
+
+def array_of(values: Any) -> npt.NDArray[Any]:
+    """Return a tensor, or another array-like value, as a NumPy array in host memory."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -1,0 +1,174 @@
+"""The arrays in a method's messages.
+
+A method declares each array of a client's reply once. The shape check of the server, the limits on norms, the noise of
+differential privacy and the masks of secure aggregation follow from this declaration.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+"""The arrays of a message or of a reply, by name."""
+Shape: TypeAlias = tuple[int, ...]
+Dimensions: TypeAlias = tuple[int | str, ...]
+
+
+class Refused(NamedTuple):
+    """The verdict that a method does not support a feature, with the reason."""
+
+    why: str
+
+
+ALLOWED = None
+"""The verdict that a method supports a feature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """An array in a client's reply. Use :func:`model`, :func:`gradient` or :func:`numbers` to declare one."""
+
+    noise: Refused | None
+    """Why the array does not tolerate noise (``dp = local``); :data:`ALLOWED` if it does."""
+    sums: Refused | None
+    """Why the server needs more than the weighted mean of the clients' arrays; :data:`ALLOWED` if the mean is enough.
+
+    Secure aggregation and ``dp = central`` reveal only the mean.
+    """
+    change_of: str = ""
+    """Name of the sent array from which the client starts; empty if the array is absolute."""
+    is_change: bool = False
+    """Whether the client sends the difference to its start, and not the changed array."""
+    shape: Dimensions | Callable[[Arrays], Shape] | None = None
+    """The shape as numbers, names of :func:`dimensions` and names of the method's settings, or a function of the sent
+    arrays. None: the shape of the sent array ``change_of``."""
+    limited: bool = True
+    """Whether ``max-update-norm`` and ``max-norm-ratio`` cover the array."""
+    has_statistics: bool = True
+    """Whether an array in the shape of a model contains BatchNorm's running statistics; otherwise Posy sets these
+    entries to 0."""
+
+    def start(self, sent: Mapping[str, npt.NDArray[Any]], array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the value from which the client has changed the array; zeros if it is absolute or a difference."""
+        return sent[self.change_of] if self.change_of and not self.is_change else np.zeros_like(array)
+
+
+def model(
+    *,
+    noise: Refused | None,
+    sums: Refused | None,
+    change_of: str = "model",
+    is_change: bool = False,
+    shape: Dimensions | None = None,
+) -> Returned:
+    """Declare a trained model, or with ``is_change`` the difference to the model from which the client has started."""
+    return Returned(noise=noise, sums=sums, change_of=change_of, is_change=is_change, shape=shape)
+
+
+def gradient(*, noise: Refused | None, sums: Refused | None, change_of: str) -> Returned:
+    """Declare a change of one number for each parameter, such as a control variate. It has no running statistics."""
+    return Returned(noise=noise, sums=sums, change_of=change_of, is_change=True, has_statistics=False)
+
+
+def numbers(
+    *shape: int | str,
+    noise: Refused | None,
+    sums: Refused | None,
+    change_of: str = "",
+    limited: bool = False,
+    shape_from: Callable[[Arrays], Shape] | None = None,
+) -> Returned:
+    """Declare other numbers, such as losses or class means.
+
+    Parameters
+    ----------
+    *shape : int or str
+        The dimensions: numbers, names of :func:`dimensions`, or names of the method's settings. None for a scalar.
+    noise, sums : Refused or None
+        Whether the array tolerates noise, and whether the server needs only the clients' mean.
+    change_of : str
+        The sent array that the client has changed, whose shape is the default; empty if the array is absolute.
+    limited : bool
+        Whether ``max-update-norm`` and ``max-norm-ratio`` cover the array.
+    shape_from : callable, optional
+        Returns the shape from the arrays that the client has received.
+    """
+    default = None if change_of and not shape else shape
+    return Returned(
+        noise=noise,
+        sums=sums,
+        change_of=change_of,
+        shape=shape_from or default,
+        limited=limited,
+    )
+
+
+def reply(**arrays: Returned) -> Mapping[str, Returned]:
+    """Declare the arrays of a client's reply by name, in their order."""
+    return MappingProxyType(arrays)
+
+
+UNIFORM_WEIGHTS = "uniform-weights"
+"""Entry of ``train_config`` with which all clients have the weight 1 in the mean of the round."""
+RETURNS = "returns"
+"""Entry of a message's config with the names of the arrays that the server expects, if these are not all arrays."""
+SENT = ("model",)
+"""The names of the arrays that a server sends by default."""
+RETURNED = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+"""The arrays that a client returns by default: the trained model, of which the server needs the weighted mean."""
+
+
+def dimensions(network: Any, shared: int) -> dict[str, Callable[[], int]]:
+    """Return the named dimensions of a network: all parameters, the shared ones, the classes and the features."""
+    return {
+        "parameters": lambda: int(network.layout.size),
+        "shared": lambda: shared,
+        "classes": lambda: int(network.task.num_classes),
+        "features": lambda: int(network.embedding_dim),
+    }
+
+
+def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], int]], method: Any) -> Shape:
+    """Return the shape of an array in a client's reply.
+
+    Parameters
+    ----------
+    declared : Returned
+        The declaration of the array.
+    sent : dict
+        The arrays that the client has received.
+    named : mapping
+        The named dimensions of :func:`dimensions`.
+    method : MethodSettings
+        The method's settings, whose whole numbers are dimensions too.
+    """
+    shape = declared.shape
+    if shape is None:
+        return sent[declared.change_of].shape
+    if callable(shape):
+        return shape(sent)
+    return tuple(d if isinstance(d, int) else named[d]() if d in named else int(getattr(method, d)) for d in shape)
+
+
+def check_names(kind: str, given: Mapping[str, Any], declared: tuple[str, ...], where: str) -> None:
+    """Raise :class:`TypeError` if arrays have other names than the method declares.
+
+    Parameters
+    ----------
+    kind : str
+        ``serve returns`` or ``the update has``, for the message.
+    given : mapping
+        The arrays by name.
+    declared : tuple of str
+        The declared names.
+    where : str
+        The declaration, such as ``FedMineSettings.sent``.
+    """
+    if set(given) != set(declared):
+        raise TypeError(
+            f"{kind} the arrays {', '.join(given) or 'none'}; {where} declares {', '.join(declared) or 'none'}"
+        )

@@ -1,0 +1,280 @@
+"""The messages of a round: they are sent, their replies are decoded, and lost or unusable replies are dropped."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from logging import WARNING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy.typing as npt
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, record_of, with_entries
+from posy.mistakes import raise_mistake
+from posy.sharing import Once
+from posy.strategies import schedule
+from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names
+from posy.strategies.replies import BadReplyError, RoundRecord, client_of
+from posy.strategies.settings import UNIFORM
+from posy.strategies.states import ClientStates, LostStateError, decoded_reply
+from posy.words import are, one_line
+
+if TYPE_CHECKING:
+    from posy.strategies.base import PersonalisedStrategy
+
+SAVE_SECONDS = 120.0
+"""Seconds between two rounds that store the models, so that a stopped run has recent ones."""
+MAX_LIFE_SECONDS = 7 * 86_400.0
+"""Longest lifetime of a message."""
+MAX_REASONS = 10
+"""Number of reasons for dropped replies that the log of a phase lists."""
+Decoder = Callable[[int], Callable[[RecordDict], Any]]
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Exchange:
+    """The messages of a strategy to its clients, and the record of the round.
+
+    Parameters
+    ----------
+    strategy : PersonalisedStrategy
+        The strategy, whose hooks return the arrays and the config of a message.
+    """
+
+    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+        self.strategy = strategy
+        self.settings = strategy.settings
+        self.refresh: Callable[[], list[int]] | None = None
+        """Updates the clients of the strategy before a round."""
+        self.client_names: Mapping[int, str] = {}
+        """Names of clients in the data, such as the groups of a natural partition; others have their node's name."""
+        self.models_folder: Path | None = None
+        self.states = ClientStates()
+        self.saving = False
+        """Whether clients store their models in this round; see :data:`SAVE_SECONDS` for rounds before the last."""
+        self.finished_in: list[int] = []
+        """The rounds after which the arrays of ``sent_once`` were complete."""
+        self.phase: list[Message] = []
+        """The messages for training or evaluation in this phase."""
+        self.sent: list[Message] = []
+        self.server_round = 0
+        self._lost: list[int] = []
+        self._saved = -math.inf
+        self._settings_json = self.settings.to_json()
+        self._clock = time.perf_counter()
+
+    def begin_round(self, server_round: int) -> None:
+        """Begin the record of a round, and decide whether clients store their models."""
+        strategy = self.strategy
+        if self.refresh:
+            self.refresh()
+        away = tuple(client for client in range(strategy.num_clients) if client not in strategy.clients)
+        strategy.record = RoundRecord(server_round, away=away)
+        self._clock = time.perf_counter()
+        run = self.settings.run
+        # The system accuracy of these rounds is computed from the stored models.
+        averaged = server_round == run.num_server_rounds or schedule.in_average(run, server_round)
+        due = averaged or self._clock - self._saved > SAVE_SECONDS
+        self.saving = self.models_folder is not None and schedule.evaluates(run, server_round) and due
+        if self.saving:
+            self._saved = self._clock
+
+    def messages(
+        self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, Any]]
+    ) -> list[Message]:
+        """Return a message for each client in ``flags``, with the client's config entries of the phase."""
+        strategy = self.strategy
+        common = ConfigRecord({**config, "settings": self._settings_json, "server-round": server_round})
+        common["lr"] = schedule.learning_rate(self.settings, server_round)
+        if self.saving:
+            common["save-models-to"] = str(self.models_folder)
+        pack = Once(Array)  # serialises an array for several clients once
+        self.sent = []
+        for client, flagged in flags.items():
+            served, row = self.served(client), strategy.record.row(client)
+            arrays = record_of({name: pack(array) for name, array in served.items()})
+            state = self.states.config(kind, server_round, client)
+            expected = strategy.returns(server_round, client)
+            if kind == MessageType.TRAIN and expected != tuple(strategy.method.returned):
+                state[RETURNS] = ",".join(expected)
+            entries = {"client": client, **state, **flagged, **strategy.train_config(server_round, client)}
+            self.count_bytes(client, down=sum(array.nbytes for array in served.values()))
+            if name := self.client_names.get(client, strategy.clients[client].name):
+                row["site"] = name
+                if self.saving:
+                    entries["site"] = name
+            content = content_of(arrays=arrays, config=with_entries(common, entries))
+            self.sent.append(self.message(content, client, kind))
+        self.phase = self.sent
+        return self.sent
+
+    def message(self, content: RecordDict, client: int, kind: str) -> Message:
+        """Return a message of this round for a client; it expires soon after ``round-timeout``."""
+        lifetime = min(self.settings.run.timeout, MAX_LIFE_SECONDS) + CLOCK_SECONDS
+        node, group = self.strategy.clients[client].node_id, str(self.strategy.record.number)
+        return Message(content, node, kind, ttl=lifetime, group_id=group)
+
+    def served(self, client: int) -> Arrays:
+        """Return the arrays of a message: the served ones, and the finished ones that the client does not store yet."""
+        return self._named(client) | self.arrays_once(self._stored_by(client))
+
+    def _named(self, client: int) -> Arrays:
+        """Return the served arrays in the order of their declaration; raise :class:`TypeError` for other names."""
+        served, sent = self.strategy.serve(client), self.strategy.method.sent
+        check_names("serve returns", served, sent, f"{type(self.strategy.method).__name__}.sent")
+        return {name: served[name] for name in sent}
+
+    def common(self) -> Arrays:
+        """Return the arrays that all clients of a round have in common; with secure aggregation they bind the masks."""
+        return self._named(self.strategy.members[0]) | self.arrays_once()
+
+    def arrays_once(self, first: int = 0) -> Arrays:
+        """Return the arrays of ``sent_once`` by name, without the first ones."""
+        if not (name := self.strategy.method.sent_once):
+            return {}
+        finished: list[npt.NDArray[Any]] = getattr(self.strategy, name)
+        return {f"{name}-{number}": array for number, array in enumerate(finished[first:], start=first + 1)}
+
+    def note_finished(self, server_round: int) -> None:
+        """Record the round that has completed an array of ``sent_once``."""
+        if name := self.strategy.method.sent_once:
+            self.finished_in += [server_round] * (len(getattr(self.strategy, name)) - len(self.finished_in))
+
+    def _stored_by(self, client: int) -> int:
+        """Return the number of arrays of ``sent_once`` that the state of a client contains, by its version."""
+        if not (version := self.states.versions.get(client, "")):
+            return 0
+        number, evaluation = (int(word) for word in version.split("-")[1:])
+        return sum((number, evaluation) >= (finished, 1) for finished in self.finished_in)
+
+    def weight(self, client: int) -> int:
+        """Return the weight of a client in the server's means; with secure aggregation the client applies it."""
+        strategy = self.strategy
+        uniform = strategy.train_config(strategy.record.number, client).get(UNIFORM_WEIGHTS, False)
+        return 1 if uniform or self.settings.run.client_weights == UNIFORM else strategy.clients[client].num_train
+
+    def query(self, grid: Grid, contents: Mapping[int, RecordDict], decoder: Decoder) -> dict[int, Any]:
+        """Send a query to some clients, and return their accepted answers."""
+        self.sent = [self.message(content, client, MessageType.QUERY) for client, content in contents.items()]
+        replies = grid.send_and_receive(self.sent, timeout=self.settings.run.timeout)
+        return dict(self.collect(replies, decoder, lambda client, answer: (client, answer), stateful=False))
+
+    def collect(
+        self,
+        replies: Iterable[Message],
+        decoder: Callable[[int], Callable[[RecordDict], T]],
+        accept: Callable[[int, T], R],
+        versions: dict[int, str] | None = None,
+        *,
+        stateful: bool = True,
+    ) -> list[R]:
+        """Return the results of the accepted replies; drop and record errors and unusable replies.
+
+        Only the decoding of a reply is guarded. An exception of a hook is a mistake in the method and ends the run.
+
+        Parameters
+        ----------
+        replies : iterable of Message
+            Replies to the messages in ``sent``.
+        decoder : callable
+            Returns, for a client, a function that decodes its reply. This function may raise any of
+            :data:`~posy.strategies.replies.UNREADABLE`.
+        accept : callable
+            Checks and records a client's decoded reply. It raises :class:`BadReplyError` for unusable values.
+        versions : dict, optional
+            Receives the version of each client's state; by default ``states.versions``.
+        stateful : bool
+            Whether replies name the version of the client's state.
+
+        Raises
+        ------
+        MethodError
+            In a simulation, if the method's code has raised an exception on a client.
+        """
+        versions = self.states.versions if versions is None else versions
+        accepted, dropped = [], []
+        # The SuperLink reports the error of a lost node. Only the id of the message identifies the client.
+        # A message that was not sent before the timeout has no id.
+        unsent = [client_of(m) for m in self.sent if not m.metadata.message_id]
+        waiting = {m.metadata.message_id: m for m in self.sent if m.metadata.message_id}
+        for reply in replies:
+            message = waiting.pop(reply.metadata.reply_to_message_id, None)
+            client = -1 if message is None else client_of(message)
+            try:
+                version, content = _decoded(message, reply, client, decoder, stateful=stateful)
+                accepted.append(accept(client, content))
+                if version is not None:
+                    versions[client] = version
+            except BadReplyError as error:
+                if isinstance(error, LostStateError):
+                    self.states.versions.pop(client, None)
+                    self._lost.append(client)
+                dropped.append((client, one_line(str(error), MAX_REASON)))
+        timeout = self.settings.run.timeout
+        late = "no reply" + (f" within round-timeout = {timeout:g} s" if timeout < math.inf else "")
+        dropped += [(client, late) for client in (*map(client_of, waiting.values()), *unsent)]
+        self.drop(dropped)
+        return accepted
+
+    def report_lost(self) -> None:
+        """Pass the clients of this phase that have lost their state to the strategy."""
+        clients, self._lost = sorted(set(self._lost)), []
+        if clients:
+            self.strategy.lost(clients)
+
+    def drop(self, dropped: list[tuple[int, str]]) -> None:
+        """Record and log clients that are dropped from the round, with the reasons."""
+        record = self.strategy.record
+        self._log_dropped(set(dropped) - set(record.dropped))  # an earlier phase may have logged the same reason
+        record.dropped += dropped
+
+    def _log_dropped(self, dropped: set[tuple[int, str]]) -> None:
+        """Log the clients that are dropped from the round, one line for each reason."""
+        reasons: dict[str, list[int]] = defaultdict(list)
+        for client, reason in sorted(dropped):
+            reasons[reason].append(client)
+        strategy, number = self.strategy, self.strategy.record.number
+        names = {client: info.name for client, info in strategy.clients.items() if info.name}
+        for reason, clients in list(reasons.items())[:MAX_REASONS]:
+            senders = [client for client in clients if client >= 0]
+            who = f"{are(senders, names, strategy.num_clients)} dropped" if senders else "dropped"
+            log(WARNING, "round %s: %s: %s", number, who, reason)
+        if (more := len(reasons) - MAX_REASONS) > 0:
+            log(WARNING, "round %s: replies are dropped for %s further reasons", number, more)
+
+    def count_bytes(self, client: int, up: int = 0, down: int = 0) -> None:
+        """Add bytes to the record of the round and of a client."""
+        record, row = self.strategy.record, self.strategy.record.row(client)
+        record.bytes_up += up
+        record.bytes_down += down
+        row["bytes_up"] += up
+        row["bytes_down"] += down
+
+    def lap(self, phase: str) -> None:
+        """Add the seconds since the last lap to a phase of the round."""
+        clock = time.perf_counter()
+        seconds = self.strategy.record.seconds
+        seconds[phase] = seconds.get(phase, 0.0) + clock - self._clock
+        self._clock = clock
+
+
+def _decoded(
+    message: Message | None,
+    reply: Message,
+    client: int,
+    decoder: Callable[[int], Callable[[RecordDict], T]],
+    *,
+    stateful: bool,
+) -> tuple[str | None, T]:
+    """Return the version of a client's state and its decoded reply; raise :class:`BadReplyError` for an error."""
+    if message is None:
+        raise BadReplyError("a reply to no message of this phase, or a second reply")
+    if reply.has_error():
+        raise_mistake(client, reply.error)
+        raise BadReplyError(failure(reply.error))
+    return decoded_reply(message, reply, decoder(client), stateful=stateful)

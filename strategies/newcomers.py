@@ -1,0 +1,51 @@
+"""The phase after the last round, in which clients that have never trained join the run."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord, MessageType
+from flwr.serverapp import Grid
+
+from posy.strategies.replies import read_metrics, scores_of
+
+if TYPE_CHECKING:
+    from posy.strategies.base import PersonalisedStrategy
+
+
+class NewcomerPhase:
+    """Evaluates the served model of each newcomer, and lets it train once; its update is not aggregated.
+
+    Parameters
+    ----------
+    strategy : PersonalisedStrategy
+        The strategy of the run.
+    """
+
+    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+        self.strategy = strategy
+        self.exchange = strategy.exchange
+
+    def run(
+        self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
+    ) -> None:
+        """Run the phase, and write the scores into ``newcomer_rows`` of the strategy."""
+        strategy, exchange = self.strategy, self.exchange
+        last = strategy.record
+        exchange.begin_round(server_round)
+        present = [client for client in strategy.newcomers if client in strategy.clients]
+
+        def accept(client: int, metrics: Mapping[str, Any]) -> None:
+            row = strategy.newcomer_rows.setdefault(client, {"n_train": strategy.clients[client].num_train})
+            row |= scores_of(metrics)
+
+        for kind, config, flag in (
+            (MessageType.EVALUATE, evaluate_config, "evaluate-personal"),
+            (MessageType.TRAIN, train_config, "evaluate-local"),
+        ):
+            if kind == MessageType.TRAIN:
+                strategy.rounds.before_training(server_round, present)
+            flags = {client: {flag: True} for client in present}
+            messages = exchange.messages(kind, server_round, config, flags)
+            exchange.collect(grid.send_and_receive(messages, timeout=timeout), lambda client: read_metrics, accept)
+            exchange.report_lost()
+        strategy.record = last

@@ -1,0 +1,273 @@
+"""The phases of a round: the cohort trains, the server aggregates, and the clients evaluate."""
+
+from collections.abc import Callable, Iterable
+from logging import INFO, WARNING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from posy.strategies import schedule
+from posy.strategies.arrays import dimensions, shape_of
+from posy.strategies.cohorts import cohort_of
+from posy.strategies.privacy import (
+    BELOW,
+    adapted_clip,
+    clipped,
+    noise_multiplier,
+    noisy_fraction,
+    noisy_sum,
+    split_noise,
+)
+from posy.strategies.replies import (
+    BadReplyError,
+    Evaluation,
+    Update,
+    changes,
+    check_enrolled,
+    read_evaluation,
+    read_update,
+    samples_of,
+    scores_of,
+    stacked,
+    weighted_mean,
+)
+from posy.strategies.secure_rounds import SecureRounds
+from posy.strategies.settings import CENTRAL
+
+if TYPE_CHECKING:
+    from posy.strategies.base import PersonalisedStrategy
+
+
+class Rounds:
+    """The phases of the rounds of a run.
+
+    Parameters
+    ----------
+    strategy : PersonalisedStrategy
+        The strategy, whose hooks the phases call.
+    """
+
+    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+        self.strategy = strategy
+        self.settings = strategy.settings
+        self.exchange = strategy.exchange
+        self.secure = SecureRounds(strategy) if self.settings.run.secure_aggregation else None
+        self.before_training: Callable[[int, list[int]], None] = lambda server_round, clients: None
+        """Receives the round and the clients before the server asks them to train, for the privacy ledger."""
+        self._dimensions = dimensions(strategy.architecture, strategy.shared.size)
+
+    # -- training --------------------------------------------------------------------------------------
+
+    def cohort(self, server_round: int) -> list[int]:
+        """Return the sorted clients that train in a round, drawn from the seed and the round."""
+        everyone = self.strategy.trains_all(server_round)
+        return list(self.strategy.members) if everyone else cohort_of(self.settings, server_round)
+
+    def configure_train(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Return one message for each client of the round's cohort."""
+        strategy, record = self.strategy, self.exchange
+        record.begin_round(server_round)
+        clients = [c for c in self.cohort(server_round) if c in strategy.clients]
+        strategy.record.cohort = tuple(clients)
+        log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(strategy.clients))
+        evaluates = schedule.evaluates(self.settings.run, server_round)
+        flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": evaluates} for c in clients}
+        if self.secure:
+            weights = {client: self.exchange.weight(client) for client in clients}
+            same = evaluates and clients == self._present()
+            following = self.secure.evaluation_name(server_round) if same else ""
+            flags = self.secure.open(self.secure.training_name(server_round), weights, grid, following, flags)
+        if self.settings.train.dp_clip_quantile:
+            for entries in flags.values():
+                entries["dp-clip"] = float(strategy.dp_clip[0])
+        self.before_training(server_round, list(flags))
+        return self.exchange.messages(MessageType.TRAIN, server_round, config, flags)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the replies, aggregate the accepted updates, and record the round.
+
+        A round fails if it has fewer than ``min-train-replies`` accepted updates or if secure aggregation fails. A
+        failed round changes no state, and the next message to a client names the version before the round.
+        """
+        strategy, exchange = self.strategy, self.exchange
+        exchange.lap("train")
+        versions: dict[int, str] = {}
+        if self.secure:
+            updates = exchange.collect(replies, self.secure.decoder, self.secure.accept, versions)
+        else:
+            updates = exchange.collect(replies, self.decoder, self.accept_update, versions)
+        updates.sort(key=lambda update: update.client)
+        accepted = updates
+        why = self.secure.current.refusal if self.secure else ""
+        if not why and len(updates) < strategy.influence.least_replies:
+            why = strategy.influence.too_few(len(updates))
+        if not why and self.secure:
+            updates, why = self.secure.summed(updates)
+        if why:
+            log(WARNING, "aggregate_train: %s; the round fails, and server and clients keep their states", why)
+            for row in strategy.record.clients.values():  # the clients discard these models
+                for column in [name for name in row if name == "train_loss" or name.startswith("local_")]:
+                    del row[column]
+            exchange.report_lost()
+            return None, None
+        exchange.states.versions |= versions
+        strategy.record.trained = {update.client for update in accepted}
+        self._aggregate(server_round, updates)
+        exchange.report_lost()
+        exchange.lap("aggregate")
+        return None, MetricRecord({"train-loss": float(np.mean([float(update.loss) for update in updates]))})
+
+    def _aggregate(self, server_round: int, updates: list[Update]) -> None:
+        """Add central noise or limit the updates, and aggregate them."""
+        strategy, train = self.strategy, self.settings.train
+        if train.dp == CENTRAL and updates[0].arrays:
+            updates = [self._with_noise(server_round, updates)]
+        elif not self.secure and train.dp != CENTRAL:
+            strategy.influence.limit(updates)
+        served = getattr(strategy, "model", None)
+        strategy.record.quantities = strategy.aggregate(server_round, updates)
+        self._average_statistics(served, updates)
+        self.exchange.note_finished(server_round)
+        if train.dp_clip_quantile:
+            strategy.record.quantities = {**strategy.record.quantities, "dp_clip": float(strategy.dp_clip[0])}
+
+    def _average_statistics(self, served: npt.NDArray[Any] | None, updates: list[Update]) -> None:
+        """Replace BatchNorm's running statistics in a global model by the mean of the clients' statistics.
+
+        A server that moves the parameters along an update would extrapolate the statistics, and a variance could
+        become negative. This applies to an attribute ``model`` that the server has replaced in this round, that has
+        the shape of the clients' models, and that all of these clients receive.
+        """
+        strategy = self.strategy
+        model, sent = getattr(strategy, "model", None), [update for update in updates if "model" in update.arrays]
+        if model is None or served is None or model is served or not sent:
+            return
+        if model.shape != served.shape or model.shape != sent[0].arrays["model"].shape:
+            return
+        statistics = ~strategy.influence.is_parameter(model)
+        is_global = all(strategy.serve(update.client).get("model") is model for update in sent)
+        if statistics.any() and is_global and strategy.influence.rule is None:
+            factors = [update.weight_factor for update in sent]
+            mean = weighted_mean(stacked(sent)[:, statistics], strategy.mean_weights(sent) * factors)
+            strategy.model = model.copy()
+            strategy.model[statistics] = mean
+
+    def expected_shapes(self, client: int) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the arrays in a client's update."""
+        strategy, method = self.strategy, self.strategy.method
+        sent = strategy.serve(client)
+        names = strategy.returns(strategy.record.number, client)
+        return {name: shape_of(method.returned[name], sent, self._dimensions, method) for name in names}
+
+    def decoder(self, client: int) -> Callable[[RecordDict], Update]:
+        """Return the function that decodes a client's update."""
+        shapes, with_loss = self.expected_shapes(client), not self.settings.train.withholds_scores
+        return lambda content: read_update(content, shapes, with_loss=with_loss)
+
+    def accept_update(self, client: int, update: Update) -> Update:
+        """Check an update, and record it in the row of its client."""
+        strategy, record = self.strategy, self.strategy.record
+        update.client, update.weight = client, self.exchange.weight(client)
+        check_enrolled("num-examples", update.num_examples, strategy.clients[client].num_train)
+        check_enrolled("num-test", update.metrics["num-test"], strategy.clients[client].num_test)
+        strategy.check(client, update.arrays)
+        strategy.influence.check_norm(client, update.arrays)
+        scores, samples = scores_of(update.metrics), samples_of(update.metrics)
+        if self.settings.train.dp_clip_quantile and update.metrics.get(BELOW) not in (0.0, 1.0):
+            raise BadReplyError(f"{BELOW} = {update.metrics.get(BELOW)}")
+        # All checks have passed. A dropped reply writes nothing into the client's row.
+        self.exchange.count_bytes(client, up=sum(array.nbytes for array in update.arrays.values()))
+        row = record.row(client)
+        row |= {"n_train": update.num_examples, "n_test": int(update.metrics["num-test"]), **scores}
+        if not self.settings.train.withholds_scores:
+            row["train_loss"] = float(update.loss)
+        record.samples += samples
+        return update
+
+    def _with_noise(self, server_round: int, updates: list[Update]) -> Update:
+        """Return the mean of the clipped updates with noise on their sum, as a single update.
+
+        The sum is divided by the size of the drawn cohort, which does not depend on the clients' data or replies. With
+        secure aggregation ``updates`` is one mean, which already contains the noise of the clients.
+        """
+        strategy, train = self.strategy, self.settings.train
+        cohort, clip = len(self.cohort(server_round)), float(strategy.dp_clip[0])
+        names = list(updates[0].arrays)
+        client = min(strategy.record.trained) if self.secure else updates[0].client
+        starts = strategy.reference(client, updates[0].arrays)
+        references = [starts[name] for name in names]
+        each = [[update.arrays[name] for name in names] for update in updates]
+        if self.secure:
+            count = len(strategy.record.trained)
+            total = [count * change for change in changes(each[0], references)]
+        else:
+            multiplier = noise_multiplier(self.settings)
+            if quantile := train.dp_clip_quantile:
+                multiplier, of_count = split_noise(multiplier, cohort)
+                below = noisy_fraction([float(update.metrics[BELOW]) for update in updates], cohort, of_count)
+                strategy.dp_clip = np.array([adapted_clip(clip, below, quantile)])
+            # A client could send an update with a larger norm than it should.
+            total = noisy_sum([clipped(arrays, references, clip)[0] for arrays in each], multiplier * clip)
+        noisy = [(start + change / cohort).astype(np.float32) for start, change in zip(references, total, strict=True)]
+        loss = float(np.mean([float(update.loss) for update in updates]))
+        examples = sum(update.num_examples for update in updates)
+        arrays = dict(zip(names, noisy, strict=True))
+        return Update(arrays, loss, client=updates[0].client, num_examples=examples, weight=1)
+
+    # -- evaluation ------------------------------------------------------------------------------------
+
+    def configure_evaluate(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Return a message to every member with the arrays that it is served now, if the round is evaluated."""
+        self.exchange.sent = []
+        run = self.settings.run
+        if not schedule.evaluates(run, server_round):
+            return []
+        trained, present = self.strategy.record.trained, self._present()
+        flags: dict[int, dict[str, Any]] = {client: {"evaluate-personal": client not in trained} for client in present}
+        if self.secure:
+            same = server_round < run.num_server_rounds and set(self.cohort(server_round + 1)) == {*present}
+            following = self.secure.training_name(server_round + 1) if same else ""
+            name, weights = self.secure.evaluation_name(server_round), dict.fromkeys(present, 1)
+            flags = self.secure.open(name, weights, grid, following, flags)
+        return self.exchange.messages(MessageType.EVALUATE, server_round, config, flags)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Record each client's scores."""
+        record, exchange = self.strategy.record, self.exchange
+        if self.secure:
+            evaluated = schedule.evaluates(self.settings.run, server_round)
+            scores = self.secure.sum_evaluations(replies) if evaluated else None
+        else:
+            results = exchange.collect(replies, lambda client: read_evaluation, self._accept_evaluation)
+            record.evaluated = sum(record.clients[client]["n_test"] > 0 for client in results)
+            record.asked = len(exchange.sent) - len(results) + record.evaluated
+            exchange.lap("evaluate")
+            served = [row["served_accuracy"] for row in record.clients.values() if "served_accuracy" in row]
+            mean = float(np.mean(served)) if results and served else None
+            scores = None if mean is None else MetricRecord({"served-accuracy": mean})
+        exchange.report_lost()
+        return scores
+
+    def _accept_evaluation(self, client: int, evaluation: Evaluation) -> int:
+        """Check the result of an evaluation, and record it in the row of its client."""
+        strategy, record = self.strategy, self.strategy.record
+        check_enrolled("num-train", evaluation.num_train, strategy.clients[client].num_train)
+        check_enrolled("num-examples", evaluation.num_test, strategy.clients[client].num_test)
+        row = record.row(client)
+        row |= {"n_train": evaluation.num_train, "n_test": evaluation.num_test}
+        record.samples += evaluation.samples
+        for column, value in evaluation.scores.items():
+            row.setdefault(column, value)  # the scores of the training round take precedence
+        if evaluation.chosen:
+            row["chosen"] = evaluation.chosen
+        return client
+
+    def _present(self) -> list[int]:
+        """Return the members that have joined."""
+        return [client for client in self.strategy.members if client in self.strategy.clients]
