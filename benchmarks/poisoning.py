@@ -99,9 +99,9 @@ class PoisoningGrid(InProcessGrid):
             if reply.has_error() or message.metadata.message_type != MessageType.TRAIN:
                 continue
             if message.content.config_records["config"]["client"] in ATTACKERS:
-                received, trained = (m.content.array_records["arrays"]["0"].numpy() for m in (message, reply))
+                received, trained = (m.content.array_records["arrays"]["model"].numpy() for m in (message, reply))
                 changed = self.change(received, trained).astype(np.float32)
-                reply.content.array_records["arrays"]["0"] = Array(changed)
+                reply.content.array_records["arrays"]["model"] = Array(changed)
         return replies
 
 

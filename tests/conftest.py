@@ -62,7 +62,7 @@ class Finished:
 
     def kept(self, client: int) -> dict[str, np.ndarray]:
         """Return the arrays that a client stores on its node. Each node hosts one client."""
-        version = self.strategy.states.versions.get(client)
+        version = self.strategy.exchange.states.versions.get(client)
         record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}/{version}")
         return {} if record is None else {name: array.numpy() for name, array in record.items()}
 
@@ -203,8 +203,8 @@ def federate() -> Callable[..., Finished]:
         clients = grid(settings.data.num_clients)
         waves = WaveGrid(clients)
         federation = Federation(waves, settings)
-        strategy.clients, strategy.refresh = federation.join(), federation.refresh
-        strategy.models_folder = models_folder
+        strategy.clients, strategy.exchange.refresh = federation.join(), federation.refresh
+        strategy.exchange.models_folder = models_folder
         prepare(strategy)
         records: list[RoundRecord] = []
 

@@ -233,8 +233,8 @@ def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strateg
 @pytest.mark.parametrize("method", ["fedproto", "fedpac"])
 def test_samples_by_class_that_cannot_be(method, counts, make_strategy):
     strategy = make_strategy(method)
-    arrays = [np.zeros(shape, np.float32) for shape in strategy.expected_shapes(0)]
-    position = next(i for i, shape in enumerate(strategy.expected_shapes(0)) if shape == (3,))
+    arrays = [np.zeros(shape, np.float32) for shape in strategy.rounds.expected_shapes(0)]
+    position = next(i for i, shape in enumerate(strategy.rounds.expected_shapes(0)) if shape == (3,))
     arrays[position] = np.array([2, 0, 1], np.float32)
     strategy.check(arrays)
     arrays[position] = np.array(counts, np.float32)
@@ -379,7 +379,7 @@ def test_fedpac_server_by_hand(make_strategy, update):
     """Clients 0 and 2 take part, client 0 with three times the samples. Clients 1 and 3 get the mean head."""
     strategy = make_strategy("fedpac")
     rng = np.random.default_rng(0)
-    shapes = strategy.expected_shapes(0)
+    shapes = strategy.rounds.expected_shapes(0)
     arrays = [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
     for reply, counts, variance in zip(arrays, ([2, 0, 1], [0, 0, 1]), (1.0, 2.0), strict=True):
         reply[3], reply[4] = np.array(counts, np.float32), np.array(variance, np.float32)
@@ -412,7 +412,7 @@ def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, fed
 
 def test_a_variance_below_zero(make_strategy):
     strategy = make_strategy("fedpac")
-    arrays = [np.ones(shape, np.float32) for shape in strategy.expected_shapes(0)]
+    arrays = [np.ones(shape, np.float32) for shape in strategy.rounds.expected_shapes(0)]
     strategy.check(arrays)
     arrays[4] = np.array(-1e-3, np.float32)
     with pytest.raises(BadReplyError, match="variance"):
@@ -547,7 +547,7 @@ def test_fedcp_starts_with_equal_heads_and_leaves_the_global_one(make_client):
     halves = model.model.body(x) / 2
     torch.testing.assert_close(model(x), model.model.head(halves) + model.model.head(halves))
     client.lr = LR
-    local = client.drive(client.local_round([client.shared.take(client.initial())], CONFIG))[1]
+    local = client.jobs.drive(client.local_round([client.shared.take(client.initial())], CONFIG))[1]
     trained = client.layout.views(local.members[0].parameters)
     assert torch.equal(trained["global_head.weight"], tensors["global_head.weight"])
     assert not torch.equal(trained["model.head.weight"], tensors["model.head.weight"])

@@ -14,6 +14,7 @@ from posy.client_app.fedfomo import first_order_weights, normalised
 from posy.strategies.cfl import bipartition, split
 from posy.strategies.fedfomo import chosen
 from posy.strategies.pfedme import relaxed
+from posy.strategies.server_state import load_state, state_of
 
 Make = Callable[..., Any]
 Flat = np.ndarray
@@ -35,7 +36,7 @@ def loss_and_gradient(client: Any, flat: Flat, which: Any = slice(None), split: 
         name: torch.tensor(np.asarray(view), dtype=torch.float64, requires_grad=True)
         for name, view in client.layout.views(flat).items()
     }
-    x, y = client.samples(split)
+    x, y = client.jobs.samples(split)
     loss = F.cross_entropy(torch.func.functional_call(module, leaves, (x[which].double(),)), y[which])
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     return float(loss.detach()), torch.cat([g.flatten() for g in gradients]).numpy()
@@ -404,7 +405,7 @@ def test_fedfomos_server_by_hand(make_strategy: Make, update: Make) -> None:
     strategy = make_strategy("fedfomo", model="linear", fedfomo_models=2, fedfomo_epsilon=0.0)
     rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     assert strategy.serve(1)[0].shape == (0, strategy.size)
-    assert strategy.expected_shapes(1) == [(strategy.size,), (1,)]
+    assert strategy.rounds.expected_shapes(1) == [(strategy.size,), (1,)]
     np.testing.assert_array_equal(strategy.reference(1, [rows[1], np.zeros(1)]), [strategy.initial()])
     strategy.aggregate(1, [update(c, [rows[c], np.zeros(1)]) for c in (0, 1, 3)])
     assert [set(row) for row in strategy.sent.tolist()] == [{1, 3}, {0, 3}, {0, 1, 3} & set(strategy.sent[2]), {0, 1}]
@@ -484,7 +485,7 @@ def test_two_rounds_of_cfl_by_hand(make_strategy: Make, update: Make) -> None:
     for client in range(4):
         np.testing.assert_allclose(strategy.serve(client)[0], start + away[client] * way, atol=1e-6)
     fresh = make_strategy("cfl", model="linear")
-    fresh.load_server_state(strategy.server_state())
+    load_state(fresh, state_of(strategy))
     before = strategy.serve(1)[0]
     strategy.aggregate(2, [update(0, [start], 3), update(2, [start + 4 * way], 1)])  # cluster 1 has no reply
     np.testing.assert_allclose(strategy.serve(0)[0], start + way, atol=1e-6)
@@ -570,7 +571,7 @@ def test_fedalas_passes_see_most_samples(make_client: Make, monkeypatch: pytest.
     client = make_client("fedala", batch_size=4, model="mlp")
     client.fit([start_of(client)], CONFIG)
     requests = []
-    usual = client.carry_out
+    usual = client.jobs.answer
     monkeypatch.setattr(client, "carry_out", lambda work: (requests.append(work), usual(work))[1])
     client.fit([start_of(client, 1)], SECOND)
     passes = [work for work in requests if work.bounds]

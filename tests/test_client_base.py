@@ -38,7 +38,7 @@ def initial(client: PersonalClient, offset: int = 0) -> np.ndarray:
 
 
 def drive(client: PersonalClient, steps: Steps[Any]) -> Any:
-    return client.drive(steps)
+    return client.jobs.drive(steps)
 
 
 def logits(client: PersonalClient, flat: Tensor, split: str = "test") -> Tensor:
@@ -46,7 +46,7 @@ def logits(client: PersonalClient, flat: Tensor, split: str = "test") -> Tensor:
     module = client.architecture.build().eval()
     module.load_state_dict(client.layout.views(flat))
     with torch.no_grad():
-        return module(client.samples(split).x)
+        return module(client.jobs.samples(split).x)
 
 
 # -- predictors ------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_a_client_with_one_sample_trains_and_is_not_scored(
     arrays, count, metrics = client.fit(strategy.serve(3), config)
     _, tested, scored = client.evaluate(strategy.serve(3), config)
     assert (count, tested, metrics["num-test"], scored["num-train"]) == (1, 0, 0, 1)
-    assert [a.shape for a in arrays] == strategy.expected_shapes(3)
+    assert [a.shape for a in arrays] == strategy.rounds.expected_shapes(3)
     assert all(np.isfinite(a).all() for a in arrays)
     assert not [key for key in {**metrics, **scored} if key.endswith("accuracy")]
 
@@ -438,7 +438,7 @@ def test_numbers_and_texts_of_a_reply_travel_apart() -> None:
     reply = client_app.reply_to(request, [transposed], 9, {"train-loss": 0.5, "chosen": "2"})
     assert dict(reply.content["metrics"]) == {"train-loss": 0.5, "num-examples": 9}
     assert dict(reply.content["config"]) == {"chosen": "2", "client": 5}
-    assert np.array_equal(reply.content.array_records["arrays"]["0"].numpy(), transposed)
+    assert np.array_equal(reply.content.array_records["arrays"]["model"].numpy(), transposed)
     assert isinstance(reply.content["metrics"], MetricRecord)
 
 

@@ -10,6 +10,7 @@ from posy.settings import SettingsError
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_experiment, read_settings
 from posy.strategies.replies import Update
+from posy.strategies.server_state import state_of
 from posy.yaml12 import dump
 
 UNIFORM = {"client_weights": "uniform", "model": "linear", "num_server_rounds": 1}
@@ -53,7 +54,7 @@ def test_uniform_weights_change_a_run_or_are_refused(make_config, federate, meth
 
     def state(**settings):
         config = make_config(method, model="mlp", num_server_rounds=2, **settings)
-        return federate(config).strategy.server_state()
+        return state_of(federate(config).strategy)
 
     try:
         uniform = state(client_weights="uniform")

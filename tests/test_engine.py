@@ -27,6 +27,7 @@ from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
+from posy.strategies.server_state import state_of
 from posy.strategies.settings import TrainSettings
 
 SAME = 1e-5  # relative, in norm
@@ -35,7 +36,7 @@ every_method = pytest.mark.parametrize("method", sorted(METHODS))
 
 def states(finished):
     """Return everything that is left after a run: the server's arrays, and each client's."""
-    arrays = {f"server {k}": v for k, v in finished.strategy.server_state().items()}
+    arrays = {f"server {k}": v for k, v in state_of(finished.strategy).items()}
     for client in range(finished.strategy.num_clients):
         arrays |= {f"client {client} {k}": v for k, v in finished.kept(client).items()}
     return arrays

@@ -66,7 +66,7 @@ def test_custom_loss_decides_the_choice_of_a_model(make_client: Make, two_models
     data = (np.arange(6, dtype=np.float32)[:, None], LABELS, *PARTS)
     settings = {"model": "linear", "data": data, "fedfew_models": 2, "loss": f"{tmp_path / 'losses.py'}:rare"}
     client = make_client("fedfew", **settings)
-    losses = client.drive(client.losses(torch.from_numpy(two_models)))
+    losses = client.jobs.drive(client.losses(torch.from_numpy(two_models)))
     np.testing.assert_allclose(losses, [(3 * 0.126928 + 10 * 2.126928) / 4, 13 * 0.693147 / 4], rtol=1e-5)
     assert client.evaluate([two_models], {"server-round": 1})[2]["chosen"] == "1"
 
@@ -80,7 +80,7 @@ def test_class_weights_are_ppfes_first_sample_weights(make_client: Make) -> None
     settings = {"model": "linear", "data": (x, LABELS, *PARTS), "ppfe_beta": "adaboost"}
     client = make_client("ppfe", class_weights="balanced", **settings)
     model = torch.tensor([9.0, -9.0, 0.0, 0.0])  # class 0 for positive inputs
-    beta, weights = client.drive(client.reweighted(client.stages[0], model))
+    beta, weights = client.jobs.drive(client.reweighted(client.stages[0], model))
     assert beta == pytest.approx(np.log(5) / 2, rel=1e-5)
     expected = np.array([2 * np.sqrt(5) / 3, 2 / 3, 2 / 3, 2])
     np.testing.assert_allclose(weights, 4 * expected / expected.sum(), rtol=1e-5)
@@ -93,12 +93,12 @@ def test_ppfes_training_applies_class_weights_once(make_client: Make) -> None:
     x = np.array([-1, 1, 1, -1, 1, -1], np.float32)[:, None]
     client = make_client("ppfe", model="mlp", data=(x, LABELS, *PARTS), class_weights="balanced", ppfe_reduction="none")
     first, second = client.stages[:2]
-    client.drive(client.close_stage(first, client.initial()))
+    client.jobs.drive(client.close_stage(first, client.initial()))
     omega = client.state["weights"]
     assert omega.mean() == pytest.approx(1, rel=1e-5)
     shared = second.shared_part.take(client.initial())
     work = next(client.local_round([shared], {"stage": 2, "first-finished": 2, "rounds-done": 0}))
-    np.testing.assert_allclose(client._share(client.job(work)).weight, omega, rtol=1e-5)
+    np.testing.assert_allclose(client._share(client.jobs.job(work)).weight, omega, rtol=1e-5)
 
 
 # -- clients that never train, are absent, or lose their state ------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 
 from posy.client_app.workspace import Workspace
 from posy.randomness import model_seed
+from posy.strategies import schedule
 from posy.strategies.cfl import nearest_side, split
 from posy.strategies.confree import guidance, sequential_guidance
 from posy.strategies.fedamp import farthest, message_weights
@@ -60,7 +61,7 @@ def test_newcomers_descend_the_tree_of_splits(make_config: Any, federate: Any, m
         if parent != expected:
             continue
         start = strategy.split_models[index]
-        (trained,), _, _ = client.fit([start], {"server-round": 3, "lr": strategy.learning_rate(3)})
+        (trained,), _, _ = client.fit([start], {"server-round": 3, "lr": schedule.learning_rate(strategy.settings, 3)})
         rows = strategy.split_sides[:, 0] == index
         updates, sides = strategy.split_updates[rows].astype(np.float64), strategy.split_sides[rows, 1]
         change = (trained - start).astype(np.float64)
@@ -161,7 +162,7 @@ def test_fedfomos_epsilon_decays(make_strategy: Any, update: Any) -> None:
 
 def sizes(strategy: Any) -> list[tuple[int, int]]:
     """Return each client with the number of weights that it sends."""
-    return [(client, strategy.expected_shapes(client)[1][0]) for client in range(4)]
+    return [(client, strategy.rounds.expected_shapes(client)[1][0]) for client in range(4)]
 
 
 def test_a_fedfomo_update_is_measured_from_the_start_of_its_training(make_config: Any, federate: Any) -> None:
@@ -287,8 +288,8 @@ def test_balanced_classes_weigh_the_losses_that_choose_models(method: str, make_
     client = make_client(method, data=data, model="linear", class_weights="balanced", batch_size=100)
     models = torch.stack([client.initial(number) for number in range(3)])
     split = "train" if method == "ifca" else "validation"
-    samples = client.samples(split)
-    losses = client.drive(client.losses(models, split))
+    samples = client.jobs.samples(split)
+    losses = client.jobs.drive(client.losses(models, split))
     counts = torch.bincount(client.data.y_train, minlength=client.data.num_classes).clamp_min(1).double()
     for model, loss in zip(models, losses, strict=True):
         tensors = client.layout.views(model)
@@ -374,7 +375,7 @@ def test_running_statistics_are_averaged_and_enter_nothing_else(
         noise = np.random.default_rng(1).normal(0, 0.1, (4, layout.trainable.size))
         layout.trainable.put(rows, layout.trainable.take(rows) + noise.astype(np.float32))
         rows[:, statistics] += scale * np.arange(4, dtype=np.float32)[:, None]
-        more = [np.zeros(shape) for shape in strategy.expected_shapes(0)[1:]]
+        more = [np.zeros(shape) for shape in strategy.rounds.expected_shapes(0)[1:]]
         sent = strategy.shared.take(rows)
         quantities.append(strategy.aggregate(1, [update(c, [sent[c], *more], c + 1) for c in range(4)]))
         parameters = ~np.isin(strategy.shared.take(indices), statistics)

@@ -244,7 +244,7 @@ def test_fedalas_weights_leave_running_statistics_alone(normalised: str, make_cl
     client.fit([client.initial().numpy()], CONFIG)
     client_model = client.state["model"]
     shared = client.initial().numpy() + 0.5
-    start, weights = client.drive(client.aggregated(torch.from_numpy(shared)))
+    start, weights = client.jobs.drive(client.aggregated(torch.from_numpy(shared)))
     upper = client.method.mixed(client.architecture)
     entries = [entry for entry in client.layout.entries if entry.layer in upper]
     assert [entry.name for entry in entries if not entry.trainable] == [
@@ -275,7 +275,7 @@ def test_fedalas_weights_learn_with_plain_sgd(optimiser: dict[str, Any], make_cl
         client.round = 2
         generator = torch.Generator().manual_seed(0)
         shared = client.initial() + 0.3 * torch.randn(client.layout.size, generator=generator)
-        results.append(client.drive(client.aggregated(shared))[1])
+        results.append(client.jobs.drive(client.aggregated(shared))[1])
     assert torch.equal(*results) and float((results[0] - 1).abs().max()) > 1e-3
 
 
@@ -285,7 +285,7 @@ def test_fedalas_threshold_decides_the_number_of_passes(make_client: Make, monke
         client = make_client("fedala", batch_size=4, model="mlp", fedala_threshold=threshold)
         client.fit([client.initial().numpy()], CONFIG)
         passes = []
-        usual = client.carry_out
+        usual = client.jobs.answer
         monkeypatch.setattr(
             client, "carry_out", lambda work, usual=usual, passes=passes: (passes.append(work), usual(work))[1]
         )

@@ -48,7 +48,7 @@ def gradient(client, flat, weight=None, which=slice(None)):
         name: torch.tensor(np.asarray(view), dtype=torch.float64, requires_grad=True)
         for name, view in client.layout.views(np.asarray(flat)).items()
     }
-    x, y = client.samples("train")
+    x, y = client.jobs.samples("train")
     losses = F.cross_entropy(
         torch.func.functional_call(module, leaves, (x[which].double(),)), y[which], reduction="none"
     )
@@ -158,7 +158,7 @@ def test_per_fedavg_keeps_class_weights(make_client):
     settings = {"data": data, "model": "mlp", "batch_size": 2, "local_steps": 1, "class_weights": "balanced"}
     client = make_client("per-fedavg", **settings, per_fedavg_alpha=0.4)
     weight = torch.tensor([2 / 3, 2 / 3, 2 / 3, 2.0])
-    torch.testing.assert_close(client.class_weight, weight)
+    torch.testing.assert_close(client.jobs.class_weight, weight)
     start = 0.2 * start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
     fits = []

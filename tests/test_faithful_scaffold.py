@@ -22,7 +22,7 @@ def assert_mean(finished, members=range(4)):
 
 def absent(strategy, client, server_round):
     """Let a client have no node when a round begins."""
-    refresh = strategy.refresh
+    refresh = strategy.exchange.refresh
 
     def without_client():
         joined = refresh()
@@ -30,7 +30,7 @@ def absent(strategy, client, server_round):
             strategy.clients.pop(client)
         return joined
 
-    strategy.refresh = without_client
+    strategy.exchange.refresh = without_client
 
 
 # -- c is the mean of the members' variates ----------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_all_variates_restart_when_a_client_loses_its_state(message, make_config
     """The loss in round 3 restarts them after this round; rounds 4 and 5 then rebuild c."""
     grid = failing(forget={(message, 3, 0)})
     three = federate(make_config("scaffold", num_server_rounds=3), grid=grid)
-    assert not three.strategy.control.any() and not any(three.strategy.states.versions.values())
+    assert not three.strategy.control.any() and not any(three.strategy.exchange.states.versions.values())
     assert "all variates restart at 0" in warnings.text
     five = federate(make_config("scaffold", num_server_rounds=5), grid=failing(forget={(message, 3, 0)}))
     assert all(variate is not None for variate in assert_mean(five).values())

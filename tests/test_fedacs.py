@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from posy.strategies.fedacs import attention_weights, cosine_similarity
+from posy.strategies.server_state import load_state, state_of
 
 R = math.sqrt(0.5)
 
@@ -153,7 +154,7 @@ def test_those_not_seen_yet_are_sent_one_array(make_strategy, update):
     strategy.aggregate(1, [update(0, [models[0]]), update(3, [models[1]])])
     assert strategy.serve(1)[0] is strategy.serve(2)[0]
     again = make_strategy("fedacs", model="linear")
-    again.load_server_state(strategy.server_state())
+    load_state(again, state_of(strategy))
     np.testing.assert_array_equal(again.serve(1)[0], models.mean(axis=0))
 
 

@@ -104,4 +104,4 @@ def test_a_piece_that_is_missing_is_not_made_up() -> None:
     told = fold(RecordDict({"arrays": ArrayRecord({"0": FlowerArray(ARRAYS["large"])})}))
     told["arrays/0/0"] = ConfigRecord({"": [1, 2]})
     with pytest.raises((ValueError, EOFError)):
-        unfold(told).array_records["arrays"]["0"].numpy()
+        unfold(told).array_records["arrays"]["model"].numpy()

@@ -16,6 +16,7 @@ from posy.settings import SettingsError, settings_of
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.server_state import state_of
 
 ROOT = Path(__file__).resolve().parent.parent
 Make = Callable[..., Any]
@@ -138,7 +139,7 @@ def test_card_agrees_with_real_runs(make_config: Make, federate: Make, method: s
         finished += 1
         assert all(map(right_sent, run.grid.sent)), (settings, run.grid.sent)
         assert all(map(right_returned, run.grid.returned)), (settings, run.grid.returned)
-        stored = run.strategy.server_state()
+        stored = state_of(run.strategy)
         assert [name for name in stored if not server_names.fullmatch(name)] == [], settings
         if not settings:
             assert [name for name in card.server_state if not any(map(numbered([name]).fullmatch, stored))] == []

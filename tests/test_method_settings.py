@@ -14,6 +14,7 @@ from posy.settings import Scalar, Setting, SettingsError
 from posy.strategies.feddrm import FedDRM
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import groups, unmet_conditions
+from posy.strategies.server_state import state_of
 
 Make = Callable[..., Any]
 SETTINGS = {
@@ -77,7 +78,7 @@ def contexts(declared: dict[str, Setting]) -> Iterator[dict[str, Scalar]]:
 def digest(finished: Any) -> str:
     """Return a hash of the server's state, the clients' states, the scores and the routes of a few queries."""
     content = hashlib.sha256()
-    for arrays in (finished.strategy.server_state(), *map(finished.kept, range(4))):
+    for arrays in (state_of(finished.strategy), *map(finished.kept, range(4))):
         for name, array in sorted(arrays.items()):
             content.update(name.encode() + np.asarray(array).tobytes())
     for column in ("served_accuracy", "served_loss", "local_accuracy", "local_loss"):

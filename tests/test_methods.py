@@ -13,6 +13,7 @@ from posy.storage import read_arrays, write_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.registry import defaults, read_settings
+from posy.strategies.server_state import load_state, state_of
 
 SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
 
@@ -33,7 +34,7 @@ def assert_same_state(first, second):
 
 
 def assert_same_run(first, second):
-    assert_same_state(first.strategy.server_state(), second.strategy.server_state())
+    assert_same_state(state_of(first.strategy), state_of(second.strategy))
     for column in SCORES:
         assert first.column(column) == second.column(column)
     for client in range(first.strategy.num_clients):
@@ -129,12 +130,12 @@ def test_state_of_the_server_can_be_stored_and_loaded(make_config, federate, met
     """A new strategy that loads the state from a safetensors file serves the same arrays to every client."""
     config = make_config(method, num_server_rounds=5, fraction_train=0.3, pfedme_clients="cohort")
     strategy = federate(config).strategy
-    state = strategy.server_state()
+    state = state_of(strategy)
     if state:
         write_arrays(tmp_path / "state.safetensors", state)
         state, _ = read_arrays(tmp_path / "state.safetensors")
     fresh = strategy_class(method)(read_settings(config), strategy.architecture)
-    fresh.load_server_state(state)
+    load_state(fresh, state)
     changed = False
     untouched = strategy_class(method)(read_settings(config), strategy.architecture)
     for client in range(4):
@@ -144,11 +145,11 @@ def test_state_of_the_server_can_be_stored_and_loaded(make_config, federate, met
         for array, other in zip(served, again, strict=True):
             np.testing.assert_array_equal(array, other)
         assert strategy.train_config(6, client) == fresh.train_config(6, client)
-        assert strategy.expected_shapes(client) == fresh.expected_shapes(client)
+        assert strategy.rounds.expected_shapes(client) == fresh.expected_shapes(client)
         before = untouched.serve(client)
         changed |= any(a.shape != b.shape or (a != b).any() for a, b in zip(served, before, strict=True))
     assert changed == (method != "local")
-    assert_same_state(fresh.server_state(), strategy.server_state())
+    assert_same_state(state_of(fresh), state_of(strategy))
 
 
 @every_method
@@ -168,8 +169,8 @@ def test_client_that_raises_counts_as_absent(make_config, federate, failing, met
     left_out = federate(config, prepare=leave_out)
     assert_same_run(failed, left_out)
     if method != "local":
-        complete = federate(config).strategy.server_state()
-        state = failed.strategy.server_state()
+        complete = state_of(federate(config).strategy)
+        state = state_of(failed.strategy)
         assert any(state[n].shape != complete[n].shape or (state[n] != complete[n]).any() for n in complete)
 
 
@@ -179,7 +180,7 @@ def test_client_that_raises_in_an_evaluation_changes_nothing_but_its_scores(make
     failed = federate(config, grid=failing(("evaluate", 2, 1)))
     complete = federate(config)
     assert [[c for c, _ in r.dropped] for r in failed.records] == [[], [1], []]
-    assert_same_state(failed.strategy.server_state(), complete.strategy.server_state())
+    assert_same_state(state_of(failed.strategy), state_of(complete.strategy))
     assert failed.column("served_accuracy")[2] == complete.column("served_accuracy")[2]
     assert 1 not in failed.column("served_accuracy")[1]
 
@@ -193,7 +194,7 @@ def test_round_with_too_few_replies_does_not_change_the_state(make_config, feder
 
         def aggregate(number, updates):
             quantities = usual(number, updates)
-            after[number] = {name: array.copy() for name, array in strategy.server_state().items()}
+            after[number] = {name: array.copy() for name, array in state_of(strategy).items()}
             return quantities
 
         strategy.aggregate = aggregate
@@ -201,7 +202,7 @@ def test_round_with_too_few_replies_does_not_change_the_state(make_config, feder
     config = make_config(method, num_server_rounds=2, min_train_replies=4, ppfe_stages=1)
     finished = federate(config, grid=failing(("train", 2, 0)), prepare=note_states)
     assert list(after) == [1]
-    assert_same_state(finished.strategy.server_state(), after[1])
+    assert_same_state(state_of(finished.strategy), after[1])
     assert finished.records[1].quantities == {}
 
 
@@ -243,7 +244,7 @@ def test_every_client_with_one_class_and_few_samples(make_config, federate, meth
     config = make_config(method, data=(x, y, [[0, 1], [4], [8]], [[2, 3], [5, 6], [9]]), batch_size=1)
     finished = federate(config)
     assert [r.dropped for r in finished.records] == [[]] * 3
-    for array in finished.strategy.server_state().values():
+    for array in state_of(finished.strategy).values():
         assert np.isfinite(array).all()
 
 

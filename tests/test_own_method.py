@@ -15,6 +15,7 @@ from pandas import read_csv
 from posy.commands.cli import main
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.methods import settings_class
+from posy.strategies.server_state import state_of
 from posy.yaml12 import dump, read_yaml
 
 Config = dict[str, Any]
@@ -203,7 +204,7 @@ def test_a_method_written_anew_gives_what_ours_does(
 ) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6, "max_update_norm": 1e6}
     mine, ours = (federate(make_config(method, **settings)) for method in (own(name), known))
-    states = [finished.strategy.server_state() for finished in (mine, ours)]
+    states = [state_of(finished.strategy) for finished in (mine, ours)]
     assert states[0].keys() == states[1].keys()
     for array, content in states[0].items():
         np.testing.assert_array_equal(content, states[1][array])

@@ -53,7 +53,7 @@ class PoisoningGrid(InProcessGrid):
 
 def poison(sent: RecordDict, reply: RecordDict, attack: Callable[[Any, Any], Any]) -> None:
     arrays = reply.array_records["arrays"]
-    start, trained = (content.array_records["arrays"]["0"].numpy() for content in (sent, reply))
+    start, trained = (content.array_records["arrays"]["model"].numpy() for content in (sent, reply))
     arrays["0"] = Array(attack(start, trained).astype(np.float32))
 
 
@@ -175,7 +175,7 @@ def test_a_site_that_joins_with_a_huge_number_has_a_limited_weight(make_strategy
     strategy.clients[4].num_train = CLAIM
     _, replies = send(strategy)
     metrics(num_examples=CLAIM)(replies[4].content)
-    models = [reply.content.array_records["arrays"]["0"].numpy().astype(np.float64) for reply in replies]
+    models = [reply.content.array_records["arrays"]["model"].numpy().astype(np.float64) for reply in replies]
     take(strategy, replies)
     n = np.array([client + 2.0 for client in range(10)])
     n[4] = 0.3 / 0.7 * (n.sum() - n[4])  # 3 / 10 of the sum
@@ -211,7 +211,7 @@ def test_fedas_limits_the_weights_with_the_fisher_information(make_strategy: Mak
     strategy = make_strategy("fedas", model="mlp", max_client_weight=0.5)
     size = strategy.serve(0)[0].size
     updates = [update_of(c, np.full(size, c), trace, n=1) for c, trace in ((0, 1.0), (1, 1e9), (2, 3.0))]
-    strategy._limit(updates)
+    strategy.influence.limit(updates)
     quantities = strategy.aggregate(1, updates)
     assert quantities["largest_weight"] == pytest.approx(0.5)
     assert strategy.model[0] == pytest.approx((1 * 0 + 4 * 1 + 3 * 2) / 8)
@@ -223,7 +223,7 @@ def test_fedfew_limits_the_weights_of_the_losses(make_strategy: MakeStrategy) ->
     shape, k = strategy.models.shape, len(strategy.models)
     before = strategy.models.copy()
     updates = [update_of(c, np.full(shape, c), np.full(k, loss), n=1) for c, loss in ((0, 0.1), (1, 1e5), (2, 0.1))]
-    strategy._limit(updates)
+    strategy.influence.limit(updates)
     strategy.aggregate(1, updates)
     # α = (0, 1, 0) becomes (0, 1/2, 0), and all K models share it: Σ α_i Δ_i / K = 1/2 / K
     assert strategy.models - before == pytest.approx(np.full(shape, 0.5 / k), abs=1e-6)
@@ -238,7 +238,7 @@ def test_sums_over_samples_have_the_limit_too(make_strategy: MakeStrategy) -> No
         update_of(1, np.full(shape, 6.0), [1e9, 0, 0], n=10**9),
         update_of(2, np.full(shape, 3.0), [2, 0, 0], n=2),
     ]
-    strategy._limit(updates)
+    strategy.influence.limit(updates)
     strategy.aggregate(1, updates)
     assert strategy.prototypes[0, 0] == pytest.approx((1 * 0 + 4 * 6 + 2 * 3) / 7, rel=1e-5)
     assert strategy.record.down_weighted == [1]
@@ -253,7 +253,7 @@ def test_a_large_update_is_scaled_to_a_multiple_of_the_median(make_strategy: Mak
     step = np.zeros((4, strategy.size), np.float32)
     step[0, 0], step[1, 0], step[2, 1], step[3, 2] = 1, 2, 3, -100
     updates = [update_of(client, start + row) for client, row in enumerate(step)]
-    strategy._limit(updates)
+    strategy.influence.limit(updates)
     moved = np.stack([update.arrays[0] - start for update in updates])
     expected = step.copy()
     expected[3, 2] = -4  # 2 times the median, which of an even number is the smaller one
@@ -267,12 +267,12 @@ def test_running_statistics_have_a_bound_of_their_own(make_strategy: MakeStrateg
     x = np.random.default_rng(0).integers(0, 256, (40, 4, 4, 1), dtype=np.uint8)
     parts = [list(range(i, i + 8)) for i in (0, 10, 20, 30)], [[8], [18], [28], [38]]
     strategy = make_strategy("fedavg", data=(x, np.arange(40) % 2, *parts), model=NORMALISED, max_norm_ratio=2.0)
-    is_parameter = strategy._is_parameter(strategy.model)
+    is_parameter = strategy.influence.is_parameter(strategy.model)
     assert 0 < (~is_parameter).sum() < strategy.size
     start = strategy.model.copy()
     updates = [update_of(client, start + np.float32(0.01)) for client in range(4)]
     updates[3].arrays[0][~is_parameter] += 1e6
-    strategy._limit(updates)
+    strategy.influence.limit(updates)
     assert updates[3].arrays[0][is_parameter] == pytest.approx(start[is_parameter] + 0.01, abs=1e-6)
     assert updates[3].arrays[0][~is_parameter] == pytest.approx(start[~is_parameter] + 0.02, rel=1e-3)
     assert strategy.record.clipped == [3]
@@ -307,7 +307,7 @@ def test_an_update_of_a_site_is_clipped_in_every_method(method: str, make_strate
     take(strategy, replies)
     assert BAD in strategy.record.clipped
     assert not strategy.record.dropped
-    arrays = [array for array in strategy.server_state().values() if array.dtype == np.float32]
+    arrays = [array for array in state_of(strategy).values() if array.dtype == np.float32]
     assert max(float(np.abs(array).max()) for array in arrays if array.size) < 100
 
 
@@ -329,7 +329,7 @@ def test_a_trimmed_mean_without_trimming_is_the_uniform_mean(
     settings |= {"ppfe_stages": 2} if method == "ppfe" else {}
     uniform = federate(make_config(method, client_weights="uniform", **settings))
     trimmed = federate(make_config(method, robust="trimmed-mean", trim_fraction=0.0, **settings))
-    states = [ran.strategy.server_state() for ran in (uniform, trimmed)]
+    states = [state_of(ran.strategy) for ran in (uniform, trimmed)]
     for name, array in states[0].items():
         if array.dtype == np.float32:
             assert states[1][name] == pytest.approx(array, rel=1e-4, abs=1e-5), name
@@ -420,7 +420,7 @@ def test_statistics_of_chosen_models_are_medians(make_strategy: MakeStrategy) ->
     x = np.random.default_rng(0).integers(0, 256, (50, 4, 4, 1), dtype=np.uint8)
     parts = [list(range(i, i + 8)) for i in range(0, 50, 10)], [[i + 8] for i in range(0, 50, 10)]
     strategy = make_strategy("fedavg", data=(x, np.arange(50) % 2, *parts), model=NORMALISED, robust="krum")
-    statistics = ~strategy._is_parameter(strategy.model)
+    statistics = ~strategy.influence.is_parameter(strategy.model)
     updates = [update_of(c, strategy.model + np.float32(step)) for c, step in enumerate((0, 0.15, 0.2, 0.25, 0.4))]
     updates[2].arrays[0][statistics] = 1e9  # the model in the middle, which Krum chooses
     start = strategy.model.copy()

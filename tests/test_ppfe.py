@@ -236,7 +236,7 @@ def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
     rng = np.random.default_rng(0)
     sent = [torch.from_numpy(rng.normal(size=s.shared_part.size).astype(np.float32)) for s in client.stages]
     plain = client.stages[0].architecture.layout.views(sent[0])
-    client.drive(client.close_stage(client.stages[0], sent[0]))
+    client.jobs.drive(client.close_stage(client.stages[0], sent[0]))
     np.testing.assert_array_equal(client.state["personal-2"], client.stages[1].personal_part.take(sent[0]))
     for stage, ranks in (
         (3, {"blocks.fc2.linear": 10, "head": 2}),
@@ -244,7 +244,7 @@ def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
     ):
         before, after = client.stages[stage - 2 : stage]
         client.keep(f"personal-{before.number}", torch.ones(before.personal_part.size))
-        client.drive(client.close_stage(before, sent[stage - 2]))
+        client.jobs.drive(client.close_stage(before, sent[stage - 2]))
         flat = client.stage_model(after, sent[stage - 1])
         views = after.architecture.layout.views(flat)
         for name, rank in ranks.items():
@@ -403,7 +403,7 @@ def test_losses_of_three_samples_by_hand(make_client, loss, expected):
     client = make_client("ppfe", data=data, model="linear", ppfe_stages=1, ppfe_loss=loss)
     flat = torch.zeros(client.layout.size)
     flat[-4:] = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
-    losses = client.drive(client.sample_losses(Predictor([Member(flat, client.architecture)])))
+    losses = client.jobs.drive(client.sample_losses(Predictor([Member(flat, client.architecture)])))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
@@ -425,7 +425,7 @@ def test_ensemble_by_hand(make_client, betas, expected):
         flat = torch.zeros(client.layout.size)
         flat[-3:] = torch.log(torch.tensor(p))
         members.append(Member(flat, client.architecture, beta))
-    log_probabilities = client.drive(client.predict(Predictor(members), "test"))
+    log_probabilities = client.jobs.drive(client.predict(Predictor(members), "test"))
     np.testing.assert_allclose(log_probabilities.exp(), np.tile(expected, (len(log_probabilities), 1)), rtol=1e-5)
 
 
@@ -438,7 +438,7 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
         flat = torch.zeros(client.layout.size)
         flat[-3:] = torch.log(torch.tensor(p))
         members.append(Member(flat, client.architecture, beta))
-    mixture = client.drive(client.predict(Predictor(members), "test")).exp()
+    mixture = client.jobs.drive(client.predict(Predictor(members), "test")).exp()
     assert mixture.argmax(dim=1).unique().tolist() == [chosen]
     assert bool((mixture > 0).all())
 
@@ -548,8 +548,8 @@ def test_coefficient_of_an_unfinished_stage_is_as_if_it_ended_now(make_client):
         answers = np.where(np.arange(4) == wrong, 1 - labels, labels)
         models.append(torch.tensor([*(10.0 * (answers == 0)), *(10.0 * (answers == 1)), 0, 0]).float())
     first, second = client.stages
-    client.drive(client.close_stage(first, models[0]))
-    members = client.drive(client.ensemble(second, models[1])).members
+    client.jobs.drive(client.close_stage(first, models[0]))
+    members = client.jobs.drive(client.ensemble(second, models[1])).members
     expected = [math.log(3) / 2, math.log(2 + math.sqrt(3)) / 2]
     assert [member.coefficient for member in members] == pytest.approx(expected, rel=1e-5)
     assert len(client.betas) == 1
@@ -560,10 +560,10 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
         strategy = make_strategy("ppfe", ppfe_ensemble=ensemble)
         client = make_client("ppfe", ppfe_ensemble=ensemble)
         first = strategy.stages[0]
-        client.drive(client.close_stage(first, client.initial()))
+        client.jobs.drive(client.close_stage(first, client.initial()))
         second = client.stages[1]
         current = client.stage_model(second, second.shared_part.take(open_stage(first, second, client.initial())))
-        predictor = client.drive(client.ensemble(second, current))
+        predictor = client.jobs.drive(client.ensemble(second, current))
         assert len(predictor.members) == count
         assert torch.equal(predictor.members[-1].parameters, current)
 
@@ -580,7 +580,7 @@ def test_local_step_of_a_later_stage(make_client, first_slow, rate):
     client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25, ppfe_body_lr_stage=first_slow)
     n = len(client.data.y_train)
     first, second = client.stages[:2]
-    client.drive(client.close_stage(first, client.initial()))
+    client.jobs.drive(client.close_stage(first, client.initial()))
     weights = torch.linspace(0.5, 1.5, n)
     client.keep("weights", weights)
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
@@ -603,7 +603,7 @@ def test_local_step_of_a_later_stage(make_client, first_slow, rate):
 def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resample):
     client = make_client("ppfe", ppfe_weighting=weighting)
     first, second = client.stages[:2]
-    client.drive(client.close_stage(first, client.initial()))
+    client.jobs.drive(client.close_stage(first, client.initial()))
     weights = torch.linspace(0.5, 1.5, len(client.data.y_train))
     client.keep("weights", weights)
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
@@ -616,7 +616,7 @@ def test_a_stage_may_end_with_the_personal_layers_alone(make_client, make_strate
     """The head takes three whole-batch steps on fixed features. In other rounds the shared layers train too."""
     client = make_client("ppfe", batch_size=100, ppfe_final_epochs=3, ppfe_reduction="none", local_epochs=1)
     first, second = client.stages[:2]
-    client.drive(client.close_stage(first, client.initial()))
+    client.jobs.drive(client.close_stage(first, client.initial()))
     client.state.pop("weights")  # the weights of stage 1
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
     start = client.stage_model(second, shared)
@@ -666,7 +666,7 @@ def test_first_stage_is_weighted_and_later_ones_are_uniform(make_strategy, updat
 def test_everybody_takes_part_in_a_full_last_round_that_ends_no_stage(make_strategy):
     strategy = make_strategy("ppfe", num_server_rounds=4, ppfe_stages=2, fraction_train=0.3, full_last_round=True)
     strategy.ends = [5, 6]
-    assert [len(strategy.cohort(number)) for number in (1, 2, 3, 4)] == [2, 2, 2, 4]
+    assert [len(strategy.rounds.cohort(number)) for number in (1, 2, 3, 4)] == [2, 2, 2, 4]
 
 
 def test_everybody_takes_part_at_stage_ends(make_config, federate):
@@ -769,7 +769,7 @@ def test_served_model_of_a_stage_that_has_not_begun_is_the_finished_ones(make_cl
     first = client.stages[0]
     body = client.stages[1].shared_part.take(open_stage(first, client.stages[1], client.initial()))
     config = {"server-round": 2, "stage": 2, "first-finished": 1, "rounds-done": 0}
-    before = client.drive(client.served_model([body, client.initial()], config))
+    before = client.jobs.drive(client.served_model([body, client.initial()], config))
     assert len(before.members) == 1 and torch.equal(before.members[0].parameters, client.initial())
-    after = client.drive(client.served_model([body], {**config, "first-finished": 2, "rounds-done": 1}))
+    after = client.jobs.drive(client.served_model([body], {**config, "first-finished": 2, "rounds-done": 1}))
     assert len(after.members) == 2

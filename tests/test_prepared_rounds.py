@@ -11,6 +11,7 @@ from test_secure_aggregation import ClientGroup, Federate, StageGrid, assert_clo
 from posy.client_app.secure_aggregation import ProtocolError, Secrets
 from posy.strategies.masking import MaskingError
 from posy.strategies.secure_aggregation import REFUSAL, Prepared, SecureRound, View
+from posy.strategies.server_state import state_of
 from posy.strategies.settings import RunSettings
 
 __all__ = ["five"]  # a fixture
@@ -57,7 +58,7 @@ def test_a_client_that_prepares_nothing_costs_only_messages(
     finished = federate(config, grid=lambda clients: CountingGrid(clients, lost=[(stage, 1, 1)]))
     assert {"evaluation keys", "evaluation shares"} <= stages_of(finished, 1)
     assert reasons(finished, 1) == {1: "no reply"} and reasons(finished, 2) == {}
-    assert_close(finished.strategy.server_state(), federate(config).strategy.server_state(), 0)
+    assert_close(state_of(finished.strategy), state_of(federate(config).strategy), 0)
 
 
 def test_prepared_keys_are_void_if_a_client_is_gone(make_config: Any, federate: Federate, five: Any) -> None:
@@ -76,7 +77,7 @@ def test_prepared_keys_are_void_if_a_client_is_gone(make_config: Any, federate: 
     assert reasons(finished, 2) == {4: "no reply"}  # it counts as a client that has dropped out of the phase
     lost = [("train", number, 4) for number in (2, 3)]
     plain = federate(config | {"secure-aggregation": False}, grid=lambda clients: StageGrid(clients, lost))
-    assert_close(finished.strategy.server_state(), plain.strategy.server_state(), 1e-6)
+    assert_close(state_of(finished.strategy), state_of(plain.strategy), 1e-6)
 
 
 def test_a_prepared_phase_takes_no_keys_of_another_round_or_cohort() -> None:
@@ -184,4 +185,4 @@ def test_shares_for_void_keys_open_nothing() -> None:
 def test_a_run_that_is_repeated_has_the_same_model(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedrep", data=five, model="mlp", num_server_rounds=3)
     twice = run(federate, config, twice=True)
-    assert_close(twice.strategy.server_state(), run(federate, config).strategy.server_state(), 0)
+    assert_close(state_of(twice.strategy), state_of(run(federate, config).strategy), 0)

@@ -34,6 +34,7 @@ from posy.strategies.privacy import (
     split_noise,
 )
 from posy.strategies.registry import from_json, read_settings
+from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
 MakeClient = Callable[..., Any]
@@ -219,7 +220,7 @@ def test_the_plan_counts_the_rounds_of_the_busiest_client(make_strategy: Callabl
     assert noise_multiplier(settings) == pytest.approx(math.sqrt(most_trainings(settings)) * 3.730631634816)
     assert most_trainings(from_json(settings.to_json())) == most_trainings(settings)  # a client computes the same
     strategy = make_strategy("fedavg", fraction_train=0.5)
-    assert [strategy.cohort(n) for n in (1, 2, 3)] == [cohort_of(strategy.settings, n) for n in (1, 2, 3)]
+    assert [strategy.rounds.cohort(n) for n in (1, 2, 3)] == [cohort_of(strategy.settings, n) for n in (1, 2, 3)]
 
 
 def test_the_plan_of_dp_sgd() -> None:
@@ -331,8 +332,8 @@ def test_the_norm_adapts_over_the_rounds(make_config: MakeConfig, federate: Fede
     done = federate(config)
     norms = [record.quantities["dp_clip"] for record in done.records]
     assert norms[-1] == done.strategy.dp_clip[0] and norms[-1] < norms[0] < 100.0
-    assert done.strategy.server_state()["dp_clip"].tolist() == [norms[-1]]
-    assert "dp_clip" not in federate(make_config("fedavg")).strategy.server_state()
+    assert state_of(done.strategy)["dp_clip"].tolist() == [norms[-1]]
+    assert "dp_clip" not in state_of(federate(make_config("fedavg")).strategy)
 
 
 def test_the_server_cannot_choose_the_norm_of_local_noise(make_client: MakeClient) -> None:

@@ -22,6 +22,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import read_settings
+from posy.strategies.server_state import state_of
 
 PAIRS = ((0, 1), (1, 2), (2, 0), (0, 2), (1, 0))
 MAJORITY, MINORITY, TESTED = 6, 3, 4
@@ -74,7 +75,7 @@ def assert_equal_runs(first, second, clients=4):
         everyone = finished.strategy.num_clients
         return array[tuple(slice(clients) if size == everyone else slice(None) for size in array.shape)]
 
-    states = [finished.strategy.server_state() for finished in (first, second)]
+    states = [state_of(finished.strategy) for finished in (first, second)]
     assert states[0].keys() == states[1].keys()
     for name in states[0].keys() - FOR_NEWCOMERS:
         expected, actual = rows(states[0][name], first), rows(states[1][name], second)

@@ -34,6 +34,7 @@ from posy.storage import load_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS, strategy_class
 from posy.strategies.registry import defaults
+from posy.strategies.server_state import load_state
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +131,7 @@ def test_a_run_that_was_killed_equals_one_that_was_not(
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["round-4", "round-6"]
     # The data of the pictures covers all rounds too.
     other = strategy_class(method)(strategy.settings, strategy.architecture)
-    other.load_server_state(load_arrays(uninterrupted / "checkpoints" / "round-6" / "server.safetensors"))
+    load_state(other, load_arrays(uninterrupted / "checkpoints" / "round-6" / "server.safetensors"))
     for name in ("losses", "weights", "objectives", "local_norms", "pictures", "betas"):
         if hasattr(other, name):
             np.testing.assert_equal(getattr(strategy, name), getattr(other, name))

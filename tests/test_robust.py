@@ -236,7 +236,7 @@ def test_krum_selects_flowers_models(attackers: int, selected: int) -> None:
     rows = np.random.default_rng(attackers + selected).normal(size=(10, 50)).astype(np.float32)
     contents = [RecordDict({"arrays": ArrayRecord({"0": Array(row)})}) for row in rows]
     selected_by_flower = select_multikrum(contents, attackers, selected)
-    expected = np.mean([content.array_records["arrays"]["0"].numpy() for content in selected_by_flower], axis=0)
+    expected = np.mean([content.array_records["arrays"]["model"].numpy() for content in selected_by_flower], axis=0)
     rule = Rule("multi-krum", attackers=attackers, selected=selected)
     assert np.allclose(rule.combine(rows, origin_of(rows), np.ones(10)).model, expected, atol=1e-6)
 

@@ -57,6 +57,7 @@ from posy.strategies.secure_aggregation import (
     safe_threshold,
     threshold_of,
 )
+from posy.strategies.server_state import state_of
 
 SUMMED = [method for method in METHODS if settings_class(method).sums is ALLOWED]
 CLIENTS = 5
@@ -293,7 +294,7 @@ class StageGrid(InProcessGrid):
         for (key, _), reply in zip(sent, replies, strict=True):
             if key[0] in ("train", "evaluate") and not reply.has_error() and reply.content["arrays"]:
                 self.masked[key if key[0] == "evaluate" else key[1:]] = (
-                    reply.content.array_records["arrays"]["0"].numpy().copy()
+                    reply.content.array_records["arrays"]["model"].numpy().copy()
                 )
             if key not in self.unheard:
                 delivered.append(reply)
@@ -329,13 +330,15 @@ def test_models_are_those_of_the_plain_run(make_config: Any, federate: Federate,
     config = make_config(method, data=five, model="mlp", num_server_rounds=4, ppfe_stages=2, ppfe_stage_rounds="2,2")
     plain, secure = federate(config), run(federate, config)
     assert [record.dropped for record in secure.records] == [[]] * 4
-    states = [{k: v for k, v in done.strategy.server_state().items() if k != "betas"} for done in (secure, plain)]
+    states = [{k: v for k, v in state_of(done.strategy).items() if k != "betas"} for done in (secure, plain)]
     assert_close(states[0], states[1], 2e-6)
     for client in range(CLIENTS):
         assert_close(secure.kept(client), plain.kept(client), 1e-5)
     words = secure.grid.masked[4, 0]
     assert words.dtype == np.uint32
-    shapes = secure.strategy.expected_shapes(0)  # SCAFFOLD sends a control variate too, pFedFDA means and covariance
+    shapes = secure.strategy.rounds.expected_shapes(
+        0
+    )  # SCAFFOLD sends a control variate too, pFedFDA means and covariance
     assert words.shape == (sum(map(math.prod, shapes)) + 1 + 4 * (2 * 4 + 1),)
     assert_scores_are_sums(plain, secure)
 
@@ -374,7 +377,7 @@ def test_the_same_run_twice_is_the_same_models_under_other_masks(
 ) -> None:
     config = make_config("fedrep", data=five, model="mlp", fraction_train=0.8)
     first, again = run(federate, config), run(federate, config)
-    assert_close(first.strategy.server_state(), again.strategy.server_state(), 0)
+    assert_close(state_of(first.strategy), state_of(again.strategy), 0)
     assert first.grid.masked.keys() == again.grid.masked.keys()
     assert all((words != again.grid.masked[key]).mean() > 0.9 for key, words in first.grid.masked.items())
     assert {key[0] for key in first.grid.masked if len(key) == 3} == {"evaluate"}
@@ -384,14 +387,12 @@ def test_secrets_pass_from_process_to_process_in_the_context(make_config: Any, f
     config = make_config("fedavg", data=five) | {"secure-aggregation": True}
     reloaded, in_process = federate(config, grid=ProcessGrid), run(federate, config)
     assert [record.dropped for record in reloaded.records] == [[]] * 3
-    assert_close(reloaded.strategy.server_state(), in_process.strategy.server_state(), 0)
+    assert_close(state_of(reloaded.strategy), state_of(in_process.strategy), 0)
 
 
 def test_messages_that_come_twice_are_answered_alike(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("ditto", data=five)
-    assert_close(
-        run(federate, config, twice=True).strategy.server_state(), run(federate, config).strategy.server_state(), 0
-    )
+    assert_close(state_of(run(federate, config, twice=True).strategy), state_of(run(federate, config).strategy), 0)
 
 
 @pytest.mark.parametrize("neighbours", [0, 2])
@@ -426,7 +427,7 @@ def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
     assert reasons(secure, 1) == {1: "no reply"}
     assert reasons(secure, 2) == {}
     plain = federate(config, grid=lambda clients: StageGrid(clients, [] if 1 in summed else [("train", 1, 1)]))
-    assert_close(secure.strategy.server_state(), plain.strategy.server_state(), 1e-6)
+    assert_close(state_of(secure.strategy), state_of(plain.strategy), 1e-6)
 
 
 @pytest.mark.parametrize("neighbours", [0, 2])
@@ -773,7 +774,7 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
         assert "its node config needs signing-key and trusted-keys" in reason
     lost = [("train", number, 4) for number in (1, 2)]
     plain = federate(settings, grid=lambda clients: StageGrid(clients, lost))
-    assert_close(done.strategy.server_state(), plain.strategy.server_state(), 1e-6)
+    assert_close(state_of(done.strategy), state_of(plain.strategy), 1e-6)
 
 
 def test_two_sites_of_one_key_are_refused_by_the_others(
@@ -957,9 +958,11 @@ def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
         for message, reply in zip(requests, replies, strict=True):
             if key_of(message) == (stage, 1, 1):
                 if stage == "train":
-                    words = reply.content.array_records["arrays"]["0"].numpy()
+                    words = reply.content.array_records["arrays"]["model"].numpy()
                     malformed = {"text": words.astype(np.int64), "short": words[1:], "zero": words.astype(np.float32)}
-                    reply.content.array_records["arrays"]["0"] = Array(malformed.get(wrong, np.append(words, words)))
+                    reply.content.array_records["arrays"]["model"] = Array(
+                        malformed.get(wrong, np.append(words, words))
+                    )
                 else:
                     config = reply.content.config_records["config"]
                     texts: Any = config["answer"]

@@ -29,6 +29,7 @@ from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import SettingsError
 from posy.storage import load_arrays
+from posy.strategies.server_state import state_of
 
 Config = dict[str, Any]
 IMAGES = DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b,c")
@@ -687,7 +688,7 @@ def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], confi
 
 def test_who_answers_first_does_not_change_the_run(sites: list[Config], config: Config) -> None:
     runs = [run(NodeGrid(*order), config | {"run-name": str(i)}) for i, order in enumerate([sites, sites[::-1]])]
-    states = [done.strategy.server_state()["model"].tobytes() for done in runs]
+    states = [state_of(done.strategy)["model"].tobytes() for done in runs]
     assert states[0] == states[1]
     assert rows_of(runs[0]) == rows_of(runs[1])
 

@@ -23,6 +23,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.storage import DamagedFileError, read_arrays, read_json, write_arrays, write_json
 from posy.strategies.replies import BadReplyError
+from posy.strategies.server_state import state_of
 from posy.strategies.states import ClientStates, version_after
 
 STORES: dict[str, Callable[[Path], StateStore]] = {
@@ -232,13 +233,13 @@ def test_a_reply_that_the_server_drops_leaves_the_client_where_it_was(
     monkeypatch.setattr(ClientStates, "config", noted)
     finished = federate(config, grid=Spoilt)
     assert starts == ["", "0-1-0", "0-1-0"]
-    assert finished.strategy.states.versions == {0: "0-3-0", 1: "0-3-0", 2: "0-3-0", 3: "0-3-0"}
+    assert finished.strategy.exchange.states.versions == {0: "0-3-0", 1: "0-3-0", 2: "0-3-0", 3: "0-3-0"}
     assert [[client for client, _ in record.dropped] for record in finished.records] == [[], [2], []]
 
 
 def test_methods_that_keep_nothing_have_no_versions(make_config: Callable[..., Any], federate: Any) -> None:
     finished = federate(make_config("fedavg"))
-    assert finished.strategy.states.versions == dict.fromkeys(range(4), "")
+    assert finished.strategy.exchange.states.versions == dict.fromkeys(range(4), "")
     assert not any(context.state.array_records for context in finished.grid._contexts.values())
 
 
@@ -259,8 +260,8 @@ def test_a_message_that_a_node_gets_twice_is_answered_alike(make_config: Callabl
     for method in ("fedrep", "ppfe"):
         config = make_config(method, model="mlp", **({"ppfe_stages": 2} if method == "ppfe" else {}))
         once, twice = federate(config), federate(config, grid=Twice)
-        for name, array in once.strategy.server_state().items():
-            np.testing.assert_array_equal(twice.strategy.server_state()[name], array)
+        for name, array in state_of(once.strategy).items():
+            np.testing.assert_array_equal(state_of(twice.strategy)[name], array)
         for client in range(4):
             for name, array in once.kept(client).items():
                 np.testing.assert_array_equal(twice.kept(client)[name], array)

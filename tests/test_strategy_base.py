@@ -22,6 +22,7 @@ from posy.strategies import base as strategy_base
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
+from posy.strategies.server_state import load_state
 
 MakeStrategy = Callable[..., Any]
 Change = Callable[[RecordDict], None]
@@ -50,7 +51,7 @@ def take(
 
 
 def state_of(strategy: PersonalisedStrategy) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in strategy.server_state().items()}
+    return {name: array.tobytes() for name, array in state_of(strategy).items()}
 
 
 def metrics(**values: Any) -> Change:
@@ -78,7 +79,7 @@ def no_record(name: str) -> Change:
 def array(make: Callable[[np.ndarray], np.ndarray]) -> Change:
     def change(content: RecordDict) -> None:
         record = content.array_records["arrays"]
-        record["0"] = Array(make(record["0"].numpy().copy()))
+        record["model"] = Array(make(record["model"].numpy().copy()))
 
     return change
 
@@ -94,7 +95,7 @@ def first(value: float) -> Change:
 def data(content_bytes: bytes, stype: str = "numpy.ndarray") -> Change:
     def change(content: RecordDict) -> None:
         record = content.array_records["arrays"]
-        record["0"] = Array(dtype="float32", shape=record["0"].shape, stype=stype, data=content_bytes)
+        record["model"] = Array(dtype="float32", shape=record["model"].shape, stype=stype, data=content_bytes)
 
     return change
 
@@ -219,7 +220,7 @@ def test_a_bad_reply_after_evaluation_is_left_out(
 ) -> None:
     change, reason = EVALUATE_FAULTS[fault]
     strategy = make_strategy("fedavg", fraction_train=0.5)  # so that some rows have only an evaluation
-    trained = strategy.cohort(1)
+    trained = strategy.rounds.cohort(1)
     _, replies = send(strategy)
     take(strategy, replies)
     before = state_of(strategy)
@@ -325,7 +326,7 @@ def test_a_client_that_was_not_asked_is_not_missing(make_strategy: MakeStrategy)
     strategy.clients[3] = member
     _, replies = send(strategy, server_round=2)
     take(strategy, replies[1:], server_round=2)
-    assert strategy.record.missing == [strategy.cohort(2)[0]]
+    assert strategy.record.missing == [strategy.rounds.cohort(2)[0]]
 
 
 def test_a_reply_counts_for_the_client_that_was_asked_not_for_the_one_it_names(make_strategy: MakeStrategy) -> None:
@@ -409,7 +410,7 @@ def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(
     assert [m.metadata.dst_node_id for m in messages] == [1, 2, 3, 4]
     assert all(sent["mine"] == 1 and sent["server-round"] == 1 for sent in configs)
     contents[0].config_records["config"]["mine"] = 2
-    del contents[0].array_records["arrays"]["0"]
+    del contents[0].array_records["arrays"]["model"]
     assert contents[1].config_records["config"]["mine"] == 1
     assert list(contents[1].array_records["arrays"]) == ["0"]
     assert not set(configs[0]) & set(messages[0].content.metric_records)
@@ -419,7 +420,7 @@ def test_the_message_brings_what_the_strategy_serves_and_the_rounds_rate(make_st
     strategy = make_strategy("fedavg", lr=0.25)
     messages, _ = send(strategy)
     content = messages[2].content
-    assert np.array_equal(content.array_records["arrays"]["0"].numpy(), strategy.serve(2)[0])
+    assert np.array_equal(content.array_records["arrays"]["model"].numpy(), strategy.serve(2)[0])
     assert content.config_records["config"]["lr"] == 0.25  # the strategy's, not the caller's
     assert content.config_records["config"]["evaluate-local"] is True
 
@@ -442,7 +443,7 @@ def test_bytes_are_those_of_the_messages(make_strategy: MakeStrategy) -> None:
 
 def test_models_are_saved_at_first_and_last_and_now_and_then(make_strategy: MakeStrategy, tmp_path: Any) -> None:
     strategy = make_strategy("fedavg", num_server_rounds=3)
-    strategy.models_folder = tmp_path / "models"
+    strategy.exchange.models_folder = tmp_path / "models"
     for server_round, expected in ((1, True), (2, False), (3, True)):
         for phase in ("train", "evaluate"):
             messages, _ = send(strategy, server_round, phase)
@@ -461,7 +462,7 @@ def test_models_are_saved_at_first_and_last_and_now_and_then(make_strategy: Make
 def test_the_cohorts_size(fraction: float, size: int, make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=fraction)
     for server_round in range(1, 6):
-        cohort = strategy.cohort(server_round)
+        cohort = strategy.rounds.cohort(server_round)
         assert len(set(cohort)) == len(cohort) == size
         assert cohort == sorted(cohort)
         assert set(cohort) <= set(range(4))
@@ -470,7 +471,7 @@ def test_the_cohorts_size(fraction: float, size: int, make_strategy: MakeStrateg
 def test_cohorts_depend_on_seed_and_round_alone(make_strategy: MakeStrategy) -> None:
     def cohorts(method: str = "fedavg", **settings: Any) -> list[list[int]]:
         strategy = make_strategy(method, fraction_train=0.5, **settings)
-        return [strategy.cohort(r) for r in range(1, 21)]
+        return [strategy.rounds.cohort(r) for r in range(1, 21)]
 
     drawn = cohorts()
     assert drawn == cohorts() == cohorts("fedfew", lr=0.5, model="mlp")
@@ -478,18 +479,18 @@ def test_cohorts_depend_on_seed_and_round_alone(make_strategy: MakeStrategy) -> 
     assert len({tuple(cohort) for cohort in drawn}) > 1
     assert Counter(c for cohort in drawn for c in cohort).keys() == {0, 1, 2, 3}
     strategy = make_strategy("fedavg", fraction_train=0.5)
-    assert [strategy.cohort(r) for r in range(20, 0, -1)][::-1] == drawn
+    assert [strategy.rounds.cohort(r) for r in range(20, 0, -1)][::-1] == drawn
 
 
 def test_every_client_is_drawn_about_equally_often(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5)
-    times = Counter(c for r in range(1, 401) for c in strategy.cohort(r))
+    times = Counter(c for r in range(1, 401) for c in strategy.rounds.cohort(r))
     assert all(150 < times[c] < 250 for c in range(4))  # 200 on average, standard deviation 10
 
 
 def test_only_the_cohort_trains_and_all_are_evaluated(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5)
-    cohort = strategy.cohort(1)
+    cohort = strategy.rounds.cohort(1)
     messages, replies = send(strategy)
     assert [m.content.config_records["config"]["client"] for m in messages] == cohort
     assert strategy.record.cohort == tuple(cohort)
@@ -582,12 +583,12 @@ def test_a_state_of_another_shape_or_type_is_not_taken_up(
     method: str, name: str, spoil: Callable[[np.ndarray], np.ndarray], make_strategy: MakeStrategy
 ) -> None:
     strategy = make_strategy(method)
-    state = strategy.server_state()
+    state = state_of(strategy)
     served = strategy.serve(0)[0].copy()
     with pytest.raises(ValueError, match=f"{name}: float"):
-        strategy.load_server_state({**state, name: spoil(state[name])})
+        load_state(strategy, {**state, name: spoil(state[name])})
     with pytest.raises(KeyError, match=name):
-        strategy.load_server_state({other: array for other, array in state.items() if other != name})
+        load_state(strategy, {other: array for other, array in state.items() if other != name})
     assert np.array_equal(strategy.serve(0)[0], served)
 
 
@@ -638,7 +639,7 @@ def test_arrays_that_mean_nothing_to_the_method_are_refused(
     method: str, settings: dict[str, Any], spoil: Any, make_strategy: MakeStrategy
 ) -> None:
     strategy = make_strategy(method, **settings)
-    shapes = strategy.expected_shapes(0)
+    shapes = strategy.rounds.expected_shapes(0)
     valid = [np.zeros(shapes[0], np.float32), np.array(1) if method == "ifca" else np.full(shapes[1], 1 / shapes[1][0])]
     strategy.check(valid)
     with pytest.raises(BadReplyError):
@@ -678,7 +679,7 @@ def moved_by_3_and_4(strategy: Any) -> Change:
         else:
             update = np.concatenate(strategy.serve(BAD))  # cwFedAvg sends the head, the last part, separately
             update[[0, -1]] += (3, -4)
-        record["0"] = Array(update)
+        record["model"] = Array(update)
 
     return change
 
