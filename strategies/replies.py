@@ -324,8 +324,11 @@ def read_evaluation(content: RecordDict) -> Evaluation:
 
 def check_size(record: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise :class:`BadReplyError` for other arrays or too many bytes, before the arrays are built from their bytes."""
-    if set(record) != set(shapes):
-        raise BadReplyError(f"the reply has {len(record)} arrays, other than {', '.join(shapes) or 'none'}")
+    for name in shapes:
+        if name not in record:
+            raise BadReplyError(f"the reply lacks the array {name}")
+    if len(record) > len(shapes):  # the client chooses the further names, so the reason does not quote them
+        raise BadReplyError(f"the reply has {len(record)} arrays instead of {len(shapes)}")
     for name, shape in shapes.items():
         size = len(vars(record[name]).get("data", b""))  # an array that is passed by reference has no bytes
         if size > (most := ITEM_BYTES * math.prod(shape) + HEADER_BYTES):

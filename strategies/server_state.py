@@ -37,11 +37,10 @@ def load_state(strategy: "PersonalisedStrategy", arrays: Mapping[str, npt.NDArra
         same = array.ndim == fresh.ndim and (array.shape[rows:] == fresh.shape[rows:] or name in strategy.resized)
         if array.dtype != fresh.dtype or not same:
             raise ValueError(f"{name}: {array.dtype} {array.shape} instead of {fresh.dtype} {fresh.shape}")
-    if strategy.method.sent_once:
-        strategy.exchange.finished_in = arrays[FINISHED_IN].tolist()
-        count = len(strategy.exchange.finished_in)
-        finished = [np.asarray(arrays[f"{strategy.method.sent_once}-{number}"]) for number in range(1, count + 1)]
-        setattr(strategy, strategy.method.sent_once, finished)
+    if once := strategy.method.sent_once:
+        finished_in = arrays[FINISHED_IN].tolist()
+        setattr(strategy, once, [arrays[f"{once}-{number}"] for number in range(1, len(finished_in) + 1)])
+        strategy.exchange.finished_in = finished_in
     for name in _names(strategy):
         setattr(strategy, name, np.require(arrays[name], requirements=("C", "W")))
 
