@@ -18,11 +18,11 @@ from posy.flower import Array as ByReference
 from posy.flower import raised
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
-from posy.strategies import base as strategy_base
+from posy.strategies import influence, schedule
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
-from posy.strategies.server_state import load_state
+from posy.strategies.server_state import load_state, state_of
 
 MakeStrategy = Callable[..., Any]
 Change = Callable[[RecordDict], None]
@@ -50,7 +50,7 @@ def take(
     return aggregate(server_round, replies)
 
 
-def state_of(strategy: PersonalisedStrategy) -> dict[str, bytes]:
+def state_bytes(strategy: PersonalisedStrategy) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in state_of(strategy).items()}
 
 
@@ -128,11 +128,11 @@ TRAIN_FAULTS: dict[str, tuple[Change, str]] = {
     "complex": (array(lambda a: a.astype(np.complex64)), "complex64"),
     "texts": (array(lambda a: np.full(a.shape, "1")), "instead of numbers"),
     "booleans": (array(lambda a: a > 0), "bool"),
-    "one element less": (array(lambda a: a[:-1]), "arrays of shapes"),
-    "one axis more": (array(lambda a: a[None]), "arrays of shapes"),
-    "scalar": (array(lambda a: np.array(1.0, np.float32)), "arrays of shapes"),
-    "one array more": (more_arrays, "2 arrays instead of 1"),
-    "no arrays": (no_arrays, "0 arrays instead of 1"),
+    "one element less": (array(lambda a: a[:-1]), "model has the shape ("),
+    "one axis more": (array(lambda a: a[None]), "model has the shape ("),
+    "scalar": (array(lambda a: np.array(1.0, np.float32)), "model has the shape ("),
+    "one array more": (more_arrays, "the reply has 2 arrays instead of 1"),
+    "no arrays": (no_arrays, "the reply lacks the array model"),
     "no bytes": (data(b""), "malformed"),
     "noise": (data(b"noise" * 100), "malformed"),
     "a zip": (data(b"PK\x03\x04" + bytes(100)), "malformed"),
@@ -183,14 +183,6 @@ EVALUATE_FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-def acknowledged(strategy: PersonalisedStrategy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that notes whose replies a strategy acknowledges; it must lose no client's state."""
-    clients: list[int] = []
-    monkeypatch.setattr(strategy, "lost", None)
-    monkeypatch.setattr(strategy, "acknowledged", lambda client, metrics: clients.append(client))
-    return clients
-
-
 @pytest.mark.parametrize("fault", TRAIN_FAULTS)
 def test_a_bad_reply_after_training_is_left_out(
     fault: str, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
@@ -201,13 +193,13 @@ def test_a_bad_reply_after_training_is_left_out(
     take(expected, [replies[c] for c in GOOD])
 
     _, replies = send(strategy)
-    noted = acknowledged(strategy, monkeypatch)
+    monkeypatch.setattr(strategy, "lost", None)  # no client loses its state
     change(replies[BAD].content)
     take(strategy, replies)
-    assert state_of(strategy) == state_of(expected)
+    assert state_bytes(strategy) == state_bytes(expected)
     assert [client for client, _ in strategy.record.dropped] == [BAD]
     assert reason in strategy.record.dropped[0][1]
-    assert noted == list(GOOD)
+    assert sorted(strategy.exchange.states.versions) == list(GOOD)
     # The record has only the bytes of the message to the client.
     assert set(strategy.record.row(BAD)) == {"bytes_up", "bytes_down"}
     assert strategy.record.row(BAD)["bytes_up"] == 0
@@ -223,16 +215,16 @@ def test_a_bad_reply_after_evaluation_is_left_out(
     trained = strategy.rounds.cohort(1)
     _, replies = send(strategy)
     take(strategy, replies)
-    before = state_of(strategy)
+    before = state_bytes(strategy)
     faulty = next(c for c in range(4) if c not in trained)
     _, replies = send(strategy, phase="evaluate")
-    noted = acknowledged(strategy, monkeypatch)
+    monkeypatch.setattr(strategy, "lost", None)  # no client loses its state
     change(replies[faulty].content)
     take(strategy, replies, phase="evaluate")
-    assert state_of(strategy) == before
+    assert state_bytes(strategy) == before
     assert [client for client, _ in strategy.record.dropped] == [faulty]
     assert reason in strategy.record.dropped[0][1]
-    assert faulty not in noted
+    assert sorted(strategy.exchange.states.versions) == [c for c in range(4) if c != faulty]
     assert set(strategy.record.row(faulty)) == {"bytes_up", "bytes_down"}
     assert all("n_train" in strategy.record.row(c) for c in range(4) if c != faulty)
 
@@ -247,7 +239,7 @@ def test_errors_lost_doubled_and_foreign_replies_are_counted_by_reason(make_stra
     foreign = Message(replies[2].content, reply_to=messages[2])
     foreign.metadata.__dict__["_reply_to_message_id"] = "of another run"
     take(strategy, [replies[0], replies[0], error, foreign])
-    assert state_of(strategy) == state_of(expected)
+    assert state_bytes(strategy) == state_bytes(expected)
     strange = "a reply to no message of this phase, or a second reply"
     late = "no reply"
     assert Counter(strategy.record.dropped) == Counter(
@@ -359,10 +351,10 @@ def test_a_reply_of_the_training_is_none_of_the_evaluation(make_strategy: MakeSt
 @pytest.mark.parametrize("method", METHODS)
 def test_no_good_reply_leaves_every_methods_state_as_it_was(method: str, make_strategy: MakeStrategy) -> None:
     strategy = make_strategy(method, model="mlp", num_server_rounds=8)
-    before = state_of(strategy)
+    before = state_bytes(strategy)
     messages, _ = send(strategy)
     assert take(strategy, [Message(Error(1, "gone"), reply_to=m) for m in messages]) == (None, None)
-    assert state_of(strategy) == before
+    assert state_bytes(strategy) == before
     assert len(strategy.record.dropped) == 4
 
 
@@ -371,11 +363,11 @@ def test_fewer_good_replies_than_asked_for_change_nothing(
     least: int, changes: bool, make_strategy: MakeStrategy
 ) -> None:
     strategy = make_strategy("fedavg", min_train_replies=least)
-    before = state_of(strategy)
+    before = state_bytes(strategy)
     _, replies = send(strategy)
     first(math.nan)(replies[BAD].content)
     _, result = take(strategy, replies)
-    assert (state_of(strategy) != before) is changes
+    assert (state_bytes(strategy) != before) is changes
     assert (result is not None) is changes
     assert bool(strategy.record.dropped)
 
@@ -387,7 +379,7 @@ def test_the_order_of_the_replies_does_not_matter(make_strategy: MakeStrategy) -
         _, replies = send(strategy)
         random.Random(seed).shuffle(replies)
         take(strategy, replies)
-        states.append(state_of(strategy))
+        states.append(state_bytes(strategy))
     assert states[0] == states[1] == states[2]
 
 
@@ -412,7 +404,7 @@ def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(
     contents[0].config_records["config"]["mine"] = 2
     del contents[0].array_records["arrays"]["model"]
     assert contents[1].config_records["config"]["mine"] == 1
-    assert list(contents[1].array_records["arrays"]) == ["0"]
+    assert list(contents[1].array_records["arrays"]) == ["model"]
     assert not set(configs[0]) & set(messages[0].content.metric_records)
 
 
@@ -420,7 +412,7 @@ def test_the_message_brings_what_the_strategy_serves_and_the_rounds_rate(make_st
     strategy = make_strategy("fedavg", lr=0.25)
     messages, _ = send(strategy)
     content = messages[2].content
-    assert np.array_equal(content.array_records["arrays"]["model"].numpy(), strategy.serve(2)[0])
+    assert np.array_equal(content.array_records["arrays"]["model"].numpy(), strategy.serve(2)["model"])
     assert content.config_records["config"]["lr"] == 0.25  # the strategy's, not the caller's
     assert content.config_records["config"]["evaluate-local"] is True
 
@@ -531,16 +523,19 @@ def test_rounds_that_are_evaluated(every: int, rounds: int, expected: list[int],
 
 def test_the_learning_rate_by_hand(make_strategy: MakeStrategy) -> None:
     constant = make_strategy("fedavg", lr=0.2, num_server_rounds=4)
-    assert [constant.learning_rate(r) for r in range(1, 5)] == [0.2] * 4
+    assert [schedule.learning_rate(constant.settings, r) for r in range(1, 5)] == [0.2] * 4
     cosine = make_strategy("fedavg", lr=0.2, lr_schedule="cosine", num_server_rounds=4)
     half = 0.1 * math.sqrt(0.5)
-    assert [cosine.learning_rate(r) for r in range(1, 5)] == pytest.approx([0.2, 0.1 + half, 0.1, 0.1 - half])
-    assert make_strategy("fedavg", lr=0.2, lr_schedule="cosine", num_server_rounds=1).learning_rate(1) == 0.2
+    assert [schedule.learning_rate(cosine.settings, r) for r in range(1, 5)] == pytest.approx(
+        [0.2, 0.1 + half, 0.1, 0.1 - half]
+    )
+    single = make_strategy("fedavg", lr=0.2, lr_schedule="cosine", num_server_rounds=1)
+    assert schedule.learning_rate(single.settings, 1) == 0.2
     rates = {"lr": 0.2, "lr_decay": 0.5, "num_server_rounds": 5}
     exponential = make_strategy("fedavg", lr_schedule="exponential", **rates)
-    assert [exponential.learning_rate(r) for r in range(1, 5)] == [0.2, 0.1, 0.05, 0.025]
+    assert [schedule.learning_rate(exponential.settings, r) for r in range(1, 5)] == [0.2, 0.1, 0.05, 0.025]
     step = make_strategy("fedavg", lr_schedule="step", lr_step=2, **rates)
-    assert [step.learning_rate(r) for r in range(1, 6)] == [0.2, 0.2, 0.1, 0.1, 0.05]
+    assert [schedule.learning_rate(step.settings, r) for r in range(1, 6)] == [0.2, 0.2, 0.1, 0.1, 0.05]
     messages, _ = send(cosine, 3)
     assert messages[0].content.config_records["config"]["lr"] == pytest.approx(0.1)
 
@@ -584,12 +579,25 @@ def test_a_state_of_another_shape_or_type_is_not_taken_up(
 ) -> None:
     strategy = make_strategy(method)
     state = state_of(strategy)
-    served = strategy.serve(0)[0].copy()
+    served = {key: array.copy() for key, array in strategy.serve(0).items()}
     with pytest.raises(ValueError, match=f"{name}: float"):
         load_state(strategy, {**state, name: spoil(state[name])})
     with pytest.raises(KeyError, match=name):
         load_state(strategy, {other: array for other, array in state.items() if other != name})
-    assert np.array_equal(strategy.serve(0)[0], served)
+    assert all(np.array_equal(array, served[key]) for key, array in strategy.serve(0).items())
+
+
+def test_a_state_without_a_finished_array_is_not_loaded(make_strategy: MakeStrategy) -> None:
+    strategy, fresh = (make_strategy("ppfe", model="mlp", num_server_rounds=2, ppfe_stages=2) for _ in range(2))
+    _, replies = send(strategy)
+    take(strategy, replies)
+    state, before = state_of(strategy), state_bytes(fresh)
+    for name in ("finished-1", "finished-in"):
+        with pytest.raises(KeyError, match=name):
+            load_state(fresh, {other: array for other, array in state.items() if other != name})
+        assert state_bytes(fresh) == before
+    load_state(fresh, state)
+    assert state_bytes(fresh) == state_bytes(strategy) != before
 
 
 def test_the_summary_names_network_clients_and_training(
@@ -619,31 +627,33 @@ def test_weights_that_are_none_are_an_error(weights: list[float]) -> None:
 
 
 def test_replies_are_stacked_in_float32() -> None:
-    updates = [Update([np.full(2, c, np.float64), np.array(c)], 0.5, num_examples=c + 1) for c in range(3)]
+    arrays = [{"model": np.full(2, c, np.float64), "choice": np.array(c)} for c in range(3)]
+    updates = [Update(named, 0.5, num_examples=c + 1) for c, named in enumerate(arrays)]
     assert stacked(updates).tolist() == [[0, 0], [1, 1], [2, 2]]
     assert stacked(updates).dtype == np.float32
-    assert stacked(updates, 1).tolist() == [0, 1, 2]
+    assert stacked(updates, "choice").tolist() == [0, 1, 2]
     assert num_examples(updates).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "spoil"),
+    ("method", "settings", "spoilt"),
     [
-        ("ifca", {}, lambda arrays: [arrays[0], np.array(7)]),
-        ("ifca", {}, lambda arrays: [arrays[0], np.array(-1)]),
-        ("cwfedavg", {"cwfedavg_distribution": "empirical"}, lambda arrays: [arrays[0], -arrays[1]]),
-        ("cwfedavg", {"cwfedavg_distribution": "empirical"}, lambda arrays: [arrays[0], 0 * arrays[1]]),
+        ("ifca", {}, {"cluster": np.array(7)}),
+        ("ifca", {}, {"cluster": np.array(-1)}),
+        ("cwfedavg", {"cwfedavg_distribution": "empirical"}, {"distribution": np.full(3, -1 / 3)}),
+        ("cwfedavg", {"cwfedavg_distribution": "empirical"}, {"distribution": np.zeros(3)}),
     ],
 )
 def test_arrays_that_mean_nothing_to_the_method_are_refused(
-    method: str, settings: dict[str, Any], spoil: Any, make_strategy: MakeStrategy
+    method: str, settings: dict[str, Any], spoilt: dict[str, np.ndarray], make_strategy: MakeStrategy
 ) -> None:
     strategy = make_strategy(method, **settings)
-    shapes = strategy.rounds.expected_shapes(0)
-    valid = [np.zeros(shapes[0], np.float32), np.array(1) if method == "ifca" else np.full(shapes[1], 1 / shapes[1][0])]
-    strategy.check(valid)
+    further = {"cluster": np.array(1)} if method == "ifca" else {"distribution": np.full(3, 1 / 3)}
+    valid = {"model": np.zeros(strategy.size, np.float32), **further}
+    assert {name: array.shape for name, array in valid.items()} == strategy.rounds.expected_shapes(0)
+    strategy.check(0, valid)
     with pytest.raises(BadReplyError):
-        strategy.check(spoil(valid))
+        strategy.check(0, valid | spoilt)
 
 
 # -- limits on the content of a reply --------------------------------------------------------------------
@@ -672,13 +682,15 @@ def moved_by_3_and_4(strategy: Any) -> Change:
         if strategy.settings.run.method == "fedfew":  # FedFew sends the updates of K models
             update = np.zeros(strategy.models.shape, np.float32)
             update[0, 1], update[2, 0] = 3, 4
-        elif strategy.settings.run.method == "ifca":
-            record["1"] = Array(np.array(1))
+            record["models"] = Array(update)
+            return
+        if strategy.settings.run.method == "ifca":
+            record["cluster"] = Array(np.array(1))
             update = strategy.models[1].copy()
-            update[:2] += (3, -4)
-        else:
-            update = np.concatenate(strategy.serve(BAD))  # cwFedAvg sends the head, the last part, separately
-            update[[0, -1]] += (3, -4)
+        else:  # cwFedAvg sends the parameters of its class-wise part, the last ones, separately
+            served = strategy.serve(BAD)
+            update = np.concatenate([served[name] for name in strategy.method.sent])
+        update[[0, -1]] += (3, -4)
         record["model"] = Array(update)
 
     return change
@@ -712,7 +724,7 @@ def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_str
             without_it = make_strategy(method, lr=1e-4)
             _, replies = send(without_it)
             take(without_it, [replies[c] for c in GOOD])
-            assert state_of(strategy) == state_of(without_it)
+            assert state_bytes(strategy) == state_bytes(without_it)
 
 
 def test_an_update_too_large_for_a_float_is_beyond_any_limit(make_strategy: MakeStrategy) -> None:
@@ -726,7 +738,7 @@ def test_an_update_too_large_for_a_float_is_beyond_any_limit(make_strategy: Make
 
 def test_without_a_limit_no_norm_is_reckoned(make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = make_strategy("fedavg")
-    monkeypatch.setattr(strategy_base, "norm_of", None)
+    monkeypatch.setattr(influence, "norm_of", None)
     _, replies = send(strategy)
     take(strategy, replies)
     assert not strategy.record.dropped
@@ -763,4 +775,4 @@ def test_a_huge_reply_is_refused_before_its_arrays_are_made(
     reasons = dict(strategy.record.dropped)
     assert sorted(reasons) == [1, 2]
     assert f"with the shape ({d},) it may have at most {8 * d + 4096}" in reasons[1]
-    assert reasons[2] == "50 arrays instead of 1"
+    assert reasons[2] == "the reply has 50 arrays instead of 1"
