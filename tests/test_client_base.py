@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from torch import Tensor
 
 from posy.client_app import app as client_app
-from posy.client_app.base import Config, PersonalClient, Result
+from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.predictors import Member, Predictor, scores
 from posy.client_app.state import ContextStore, MissingStateError, State, Versions
@@ -24,6 +24,7 @@ from posy.data.errors import DataError
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.storage import load_arrays
+from posy.strategies.arrays import RETURNS
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
 from posy.strategies.replies import Update
@@ -169,9 +170,9 @@ def test_fine_tuning_that_diverges_leaves_the_served_score(make_client: MakeClie
 
 
 def test_the_class_distribution(make_client: MakeClient) -> None:
-    assert make_client("fedavg", 0).class_distribution().tolist() == pytest.approx([1 / 3] * 3)
-    assert make_client("fedavg", 1).class_distribution().tolist() == [0.5, 0.5, 0]
-    assert make_client("fedavg", 3).class_distribution().tolist() == [0, 1, 0]
+    assert make_client("fedavg", 0).data.class_distribution().tolist() == pytest.approx([1 / 3] * 3)
+    assert make_client("fedavg", 1).data.class_distribution().tolist() == [0.5, 0.5, 0]
+    assert make_client("fedavg", 3).data.class_distribution().tolist() == [0, 1, 0]
 
 
 # -- one round -------------------------------------------------------------------------------------------
@@ -229,11 +230,13 @@ def test_a_client_with_one_sample_trains_and_is_not_scored(
     """Without test samples, the accuracy would be 0 / 0."""
     settings = {"model": "mlp", "num_server_rounds": 8}
     client, strategy = make_client(method, 3, **settings), make_strategy(method, **settings)
-    config = {**TRAIN, **strategy.train_config(1, 3), "evaluate-personal": True}
-    arrays, count, metrics = client.fit(strategy.serve(3), config)
-    _, tested, scored = client.evaluate(strategy.serve(3), config)
+    config = {**TRAIN, **strategy.train_config(1, 3), RETURNS: ",".join(strategy.returns(1, 3))}
+    config["evaluate-personal"] = True
+    served = list(strategy.serve(3).values())
+    arrays, count, metrics = client.fit(served, config)
+    _, tested, scored = client.evaluate(served, config)
     assert (count, tested, metrics["num-test"], scored["num-train"]) == (1, 0, 0, 1)
-    assert [a.shape for a in arrays] == strategy.rounds.expected_shapes(3)
+    assert [a.shape for a in arrays] == list(strategy.rounds.expected_shapes(3).values())
     assert all(np.isfinite(a).all() for a in arrays)
     assert not [key for key in {**metrics, **scored} if key.endswith("accuracy")]
 
@@ -284,7 +287,7 @@ def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) ->
     for method in ("fedavg", "ditto", "local", "fedamp"):
         client = make_client(method)
         with pytest.raises(TrainingDivergedError):
-            client.fit([initial(client)], {**TRAIN, "lr": 1e38})
+            client.fit([initial(client)] if client.method.sent else [], {**TRAIN, "lr": 1e38})
         assert not client.state.changed
         assert not len(client.state)
 
@@ -292,9 +295,9 @@ def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) ->
 class NoLoss(PersonalClient):
     """A client whose method reports a loss that is not a number."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        yield Train(received[0])
-        return Update([], math.nan), None
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
+        yield Train(received["model"])
+        return Update({}, math.nan), None
 
 
 def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> None:
@@ -331,10 +334,17 @@ def test_a_client_that_has_not_trained_stores_what_it_is_served(make_client: Mak
     assert np.array_equal(client.layout.flatten(load_arrays(tmp_path / "client-2.safetensors")), initial(client))
 
 
+def ensemble_round(received: Received, predictor: Predictor) -> Steps[Result]:
+    """Train the served model, and return an ensemble as the local model."""
+    trained = yield Train(received["model"])
+    return Update({"model": trained.parameters}, trained.loss), predictor
+
+
 def test_an_ensemble_is_stored_with_its_coefficients(make_client: MakeClient, tmp_path: Path) -> None:
     client = make_client("fedavg")
     ensemble = members(client, 0.5, -2.0)
-    client._save(Predictor(ensemble, "stage 2"), {"save-models-to": str(tmp_path)}, "local")
+    client.local_round = lambda received, config: ensemble_round(received, Predictor(ensemble, "stage 2"))
+    client.fit([initial(client)], {**TRAIN, "save-models-to": str(tmp_path)})
     stored = load_arrays(tmp_path / "client-0.safetensors")
     assert stored["stage1.coefficient"].tolist() == [0.5]
     assert stored["stage2.coefficient"].tolist() == [-2.0]
@@ -435,26 +445,30 @@ def test_numbers_and_texts_of_a_reply_travel_apart() -> None:
     InProcessGrid(1)
     request = Message(RecordDict({"config": ConfigRecord({"client": 5})}), 1, MessageType.TRAIN)
     transposed = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    reply = client_app.reply_to(request, [transposed], 9, {"train-loss": 0.5, "chosen": "2"})
+    reply = client_app.reply_to(request, {"model": transposed}, 9, {"train-loss": 0.5, "chosen": "2"})
     assert dict(reply.content["metrics"]) == {"train-loss": 0.5, "num-examples": 9}
     assert dict(reply.content["config"]) == {"chosen": "2", "client": 5}
     assert np.array_equal(reply.content.array_records["arrays"]["model"].numpy(), transposed)
     assert isinstance(reply.content["metrics"], MetricRecord)
 
 
-def test_arrays_of_a_message_keep_their_order(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of twelve arrays would sort as texts to 0, 1, 10, 11, 2."""
+def test_the_order_of_the_arrays_in_a_message_does_not_matter(make_config: Callable[..., Any]) -> None:
+    """SCAFFOLD's control variate has the shape of the model, so that only the names distinguish them."""
     InProcessGrid(1)
-    arrays = ArrayRecord({str(i): Array(np.array(i)) for i in range(12)})
+    settings = read_settings(make_config("scaffold"))
+    model = Workspace(settings).architecture.initial(1)
+    sent = {"model": Array(model), "control": Array(model / 100)}
     states = ClientStates().config("train", 1, 0)
-    config = {"settings": read_settings(make_config("fedavg")).to_json(), "client": 0, "server-round": 1, **states}
-    message = Message(RecordDict({"arrays": arrays, "config": ConfigRecord(config)}), 1, MessageType.TRAIN)
-    received: list[tuple[list[int], dict[str, Any]]] = []
-    monkeypatch.setattr(
-        PersonalClient, "fit_steps", lambda _, *args: received.append(([int(a) for a in args[0]], args[1]))
-    )
-    client_app.Call(message, context()).open()
-    assert received == [(list(range(12)), {"client": 0, "server-round": 1})]
+    config = {"settings": settings.to_json(), "client": 0, "server-round": 1, **states}
+    trained = []
+    for names in (["model", "control"], ["control", "model"]):
+        arrays = ArrayRecord({name: sent[name] for name in names})
+        message = Message(RecordDict({"arrays": arrays, "config": ConfigRecord(config)}), 1, MessageType.TRAIN)
+        reply = client_app.Call(message, context()).answer().content.array_records["arrays"]
+        assert list(reply) == ["model", "control"]
+        trained.append(reply["model"].numpy())
+    assert np.array_equal(*trained)
+    assert not np.array_equal(trained[0], model)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 10, 12])
