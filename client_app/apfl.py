@@ -7,6 +7,7 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.rules import Mixed
 from posy.client_app.training.work import Train, Trained
+from posy.strategies.apfl import APFLSettings
 from posy.strategies.replies import Update
 
 TOGETHER, SHARE = 0, 1  # streams of batches
@@ -15,22 +16,24 @@ TOGETHER, SHARE = 0, 1  # streams of batches
 class APFLClient(PersonalClient):
     """Minimise F_i(w), and F_i(alpha v + (1 - alpha) w) over v (APFL, Algorithm 1)."""
 
+    method: APFLSettings
+
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train both over the same batches, send w, and store v and the mixture."""
-        stored = self.recall("own")
+        stored = self.stored.get("own")
         personal = self.initial() if stored is None else stored
         alpha = yield from self.mixing_share(personal, received["model"])
         start = torch.stack([received["model"], personal])
         both: Trained = yield Train(start, rule=Mixed(alpha), stream=TOGETHER)
         shared, personal = both.parameters
         if self.method.adaptive:
-            self.keep("alpha", torch.tensor(alpha, dtype=torch.float64))
-        self.keep("own", personal.clone())
+            self.stored["alpha"] = torch.tensor(alpha, dtype=torch.float64)
+        self.stored["own"] = personal.clone()
         return Update({"model": shared}, both.loss[1]), self.keep_model(self.mixture(personal, shared, alpha))
 
     def mixing_share(self, personal: Tensor, shared: Tensor) -> Steps[float]:
         """Return alpha; if it is adaptive, after a step along its gradient <v - w, grad F_i(mixture)>."""
-        stored = self.recall("alpha")
+        stored = self.stored.get("alpha")
         alpha = self.method.alpha if stored is None else float(stored)
         if not self.method.adaptive:
             return alpha

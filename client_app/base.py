@@ -17,20 +17,22 @@ from torch import Tensor
 
 from posy.client_app.jobs import Jobs, Steps
 from posy.client_app.local_run import LocalRun
-from posy.client_app.predictors import Member, Predictor, array_of
-from posy.client_app.state import State
+from posy.client_app.predictors import Member, Predictor
+from posy.client_app.state import State, StoredTensors
 from posy.client_app.training.work import Forward, Split, Train, Trained
 from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture
 from posy.randomness import model_seed
 from posy.settings import SettingsError
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
 
 Config = Mapping[str, Any]
 Received = Mapping[str, Tensor]
 """The arrays of the server's message on the device, by name. Do not write to them."""
-Result = tuple[Update, Predictor | None]
-"""The result of a round: the update for the server, and the local model. None if an evaluation computes the model."""
+Result = tuple[Update, Predictor | Tensor | None]
+"""The result of a round: the update for the server, and the local model, as a predictor or as parameters ``(d,)``.
+None if an evaluation computes the model."""
 
 
 class PersonalClient(NumPyClient):
@@ -63,6 +65,7 @@ class PersonalClient(NumPyClient):
         The round and its learning rate.
     """
 
+    method: MethodSettings
     personal_in_every_evaluation = False
     """Whether the local model is scored in evaluations instead of the training round."""
 
@@ -70,8 +73,10 @@ class PersonalClient(NumPyClient):
         self.client = client
         self.workspace = workspace
         self.state = state
+        self.stored = StoredTensors(state, workspace.device)
+        """The client's state as tensors: ``self.stored["control"]`` lasts from round to round."""
         self.settings = workspace.settings
-        self.method: Any = workspace.settings.method
+        self.method = workspace.settings.method
         self.device = workspace.device
         self.data = workspace.client_data(client)
         self.num_train = len(self.data.y_train)
@@ -108,7 +113,7 @@ class PersonalClient(NumPyClient):
 
         The default is the stored model, or None if the client has not stored one.
         """
-        stored = self.recall("model")
+        stored = self.stored.get("model")
         return None if stored is None else self.plain(stored)
 
     def assembled(self, received: Received) -> Tensor:
@@ -133,33 +138,22 @@ class PersonalClient(NumPyClient):
 
     def with_personal(self, fresh: Tensor) -> Tensor:
         """Return a copy of a model ``(d,)``, or of several ``(K, d)``, with the stored personal layers, if any."""
-        stored = self.recall("personal")
+        stored = self.stored.get("personal")
         return fresh.clone() if stored is None else self.personal.put(fresh.clone(), stored)
 
     def kept_model(self, otherwise: Tensor) -> Tensor:
         """Return the model that the client has stored, or ``otherwise`` if it has not stored one."""
-        stored = self.recall("model")
-        return otherwise if stored is None else stored
+        return self.stored.get("model", otherwise)
 
     def keep_model(self, parameters: Tensor) -> Predictor:
         """Store the client's model ``(d,)`` and return it as a predictor."""
-        self.keep("model", parameters)
+        self.stored["model"] = parameters
         return self.plain(parameters)
 
     def keep_personal(self, parameters: Tensor) -> None:
         """Store the personal layers, if any, of one model ``(d,)`` or of several ``(K, d)``."""
         if self.personal.size:
-            self.keep("personal", self.personal.take(parameters).clone())
-
-    def recall(self, name: str) -> Tensor | None:
-        """Return a stored array as a tensor, or None if the client has not stored it."""
-        array = self.state.get(name)
-        return None if array is None else torch.from_numpy(array).to(self.device)
-
-    def keep(self, name: str, tensor: Tensor) -> None:
-        """Store a tensor in the client's state. A view is copied, so that its larger tensor can be freed."""
-        is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
-        self.state[name] = array_of(tensor.clone() if is_view else tensor)
+            self.stored["personal"] = self.personal.take(parameters).clone()
 
     def plain(self, parameters: Tensor, chosen: str = "") -> Predictor:
         """Return a single model of the method's network as a predictor."""

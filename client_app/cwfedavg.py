@@ -7,6 +7,7 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train
+from posy.strategies.cwfedavg import CwFedAvgSettings
 
 SMALLEST = 1e-12
 """The smallest sum of norms that makes a distribution."""
@@ -14,6 +15,8 @@ SMALLEST = 1e-12
 
 class CwFedAvgClient(PersonalClient):
     """Minimise cross-entropy + λ ||p_i − p̃_i||₂ (Eq. 8)."""
+
+    method: CwFedAvgSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train as FedAvg does. Send the class distribution too in the `empirical` ablation."""

@@ -3,6 +3,7 @@
 from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.work import Pull, Train, Trained
+from posy.strategies.ditto import DittoSettings
 from posy.strategies.replies import Update
 
 GLOBAL, PERSONAL = 0, 1  # streams of batches
@@ -10,6 +11,8 @@ GLOBAL, PERSONAL = 0, 1  # streams of batches
 
 class DittoClient(PersonalClient):
     """Minimise F_i(v) + lambda/2 ||v - w||^2 over the personal v (Ditto, Algorithm 1)."""
+
+    method: DittoSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the global model, then the personal one towards the received model."""

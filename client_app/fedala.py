@@ -9,6 +9,7 @@ from posy.client_app.predictors import Predictor
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train, Trained
 from posy.models.parameters import Entry, Part
+from posy.strategies.fedala import FedALASettings
 from posy.strategies.replies import Update
 
 LAST = 10
@@ -22,12 +23,14 @@ LEARNING = 1
 class FedALAClient(PersonalClient):
     """Train from θ_i + (θ − θ_i) ⊙ W with W in [0, 1] (FedALA, Algorithm 1)."""
 
+    method: FedALASettings
+
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Aggregate, train and send the model. Store the model and the weights."""
         start, weights = yield from self.aggregated(received["model"])
         trained: Trained = yield self.work(start)
         if weights is not None:
-            self.keep("weights", weights)
+            self.stored["weights"] = weights
         return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)
 
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
@@ -43,7 +46,7 @@ class FedALAClient(PersonalClient):
 
     def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
         """Return the start of the training ``(d,)`` and the weights. Before the first round it is the global model."""
-        model, weights = self.recall("model"), self.recall("weights")
+        model, weights = self.stored.get("model"), self.stored.get("weights")
         if model is None:
             return shared, None
         part, entries = self.mixed_part()

@@ -7,11 +7,14 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Pull, Train, Trained
+from posy.strategies.fedamp import FedAMPSettings
 from posy.strategies.replies import Update
 
 
 class FedAMPClient(PersonalClient):
     """Minimise F_i(w) + lambda / (2 alpha) ||w - u_i||^2 (FedAMP, Eq. 4)."""
+
+    method: FedAMPSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the client's own model and send it."""

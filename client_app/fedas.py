@@ -9,6 +9,7 @@ from posy.client_app.prototypes import class_means
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.rules import FisherTrace
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
+from posy.strategies.fedas import FedASSettings
 
 LOCAL, ALIGNMENT, FISHER = 0, 1, 2  # streams of batches
 
@@ -20,6 +21,8 @@ class FedASClient(PersonalClient):
     Before its first training the latest model is the initial one.
     """
 
+    method: FedASSettings
+
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train, and send the body with the trace of the Fisher information."""
         start = self.assembled(received)
@@ -27,7 +30,7 @@ class FedASClient(PersonalClient):
             start = yield from self.aligned(start)
         trained: Trained = yield Train(start, stream=LOCAL)
         if self.method.align_epochs:
-            self.keep("prototypes", (yield from self.prototypes_of(trained.parameters)))
+            self.stored["prototypes"] = yield from self.prototypes_of(trained.parameters)
         rule = FisherTrace()
         fisher: Trained = yield Train(trained.parameters, rule=rule, plain=True, measures=True, epochs=1, stream=FISHER)
         update, local = self.share(trained)
@@ -36,7 +39,7 @@ class FedASClient(PersonalClient):
 
     def aligned(self, start: Tensor) -> Steps[Tensor]:
         """Return a model ``(d,)`` whose body was trained towards the prototypes of the client's latest model."""
-        prototypes = self.recall("prototypes")
+        prototypes = self.stored.get("prototypes")
         if prototypes is None:
             prototypes = yield from self.prototypes_of(self.initial())
         rate, epochs = self.method.align_lr, self.method.align_epochs

@@ -6,6 +6,7 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Train, Trained
+from posy.strategies.fedavg_ft import FedAvgFTSettings
 from posy.strategies.replies import Update
 
 FINE_TUNING = 1  # a separate stream of batches
@@ -19,6 +20,7 @@ class FedAvgFTClient(PersonalClient):
     """
 
     personal_in_every_evaluation = True
+    method: FedAvgFTSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train as FedAvg does, or fine-tune for a round."""
@@ -31,7 +33,7 @@ class FedAvgFTClient(PersonalClient):
     def personal_model(self, received: Received, config: Config) -> Steps[Predictor | None]:
         """Fine-tune the served model. With rounds of fine-tuning, return the stored model, if there is one."""
         if self.tuning_rounds:
-            stored = self.recall("model")
+            stored = self.stored.get("model")
             return None if stored is None else self.plain(stored)
         trained: Trained = yield self.fine_tuning(self.assembled(received))
         return self.plain(trained.parameters)

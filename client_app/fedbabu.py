@@ -4,10 +4,13 @@ from torch import Tensor
 
 from posy.client_app.fedavg_ft import FedAvgFTClient
 from posy.client_app.training.work import Train
+from posy.strategies.fedbabu import FedBABUSettings
 
 
 class FedBABUClient(FedAvgFTClient):
     """FedAvg's client on a fixed head (FedBABU, Algorithm 1), which fine-tunes the whole network or the head."""
+
+    method: FedBABUSettings
 
     def work(self, start: Tensor) -> Train:
         """Return the training of the body."""

@@ -7,6 +7,7 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
+from posy.strategies.fedcp import FedCPSettings
 
 WIDTHS = (10.0, 15.0, 20.0, 50.0)
 """Squared widths of the Gaussian kernels, from the authors' program (clientcp.py, MMD)."""
@@ -18,6 +19,8 @@ class FedCPClient(PersonalClient):
     The features of the served body are constant in a round. They are computed without augmentation and, in a network
     with BatchNorm, from its running statistics.
     """
+
+    method: FedCPSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train with the global head fixed. Send the mean of both heads in its place."""

@@ -6,10 +6,13 @@ from torch import Tensor
 from posy.client_app.base import PersonalClient
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train, cross_entropy
+from posy.strategies.feddrm import FedDRMSettings
 
 
 class FedDRMClient(PersonalClient):
     """Minimise λ CE(class) + (1 − λ) CE(client = i) (Algorithm 1, lines 6-11)."""
+
+    method: FedDRMSettings
 
     def work(self, start: Tensor) -> Train:
         """Return the training of both branches."""

@@ -7,11 +7,14 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Train, Trained
+from posy.strategies.fedfew import FedFewSettings
 from posy.strategies.replies import Update
 
 
 class FedFewClient(PersonalClient):
     """Train θ_1..θ_K, send Δ_ik = θ_k^local − θ_k and L_ik (Algorithm 1, lines 3-11)."""
+
+    method: FedFewSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the K models in one pass."""

@@ -13,6 +13,7 @@ from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Split, Trained
 from posy.data.partitions import split
 from posy.randomness import numpy_generator
+from posy.strategies.fedfomo import FedFomoSettings
 from posy.strategies.replies import Update
 
 
@@ -21,6 +22,8 @@ class FedFomoClient(PersonalClient):
 
     theta is the client's model before its last training. The first theta_n is its model after that training.
     """
+
+    method: FedFomoSettings
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -43,7 +46,7 @@ class FedFomoClient(PersonalClient):
         """Move towards the better models and train. Send the trained model and the weights of Eq. 3."""
         start, weights = yield from self.moved(received["models"])
         trained: Trained = yield self.work(start)
-        self.keep("start", start)
+        self.stored["start"] = start
         return Update({"model": trained.parameters, "weights": weights}, trained.loss), self.keep_model(
             trained.parameters
         )
@@ -61,7 +64,7 @@ class FedFomoClient(PersonalClient):
         received : torch.Tensor, (k, d)
             Models of other clients.
         """
-        previous, initial = self.recall("start"), self.initial()
+        previous, initial = self.stored.get("start"), self.initial()
         start = initial if previous is None else previous
         candidates = torch.cat([self.kept_model(initial).unsqueeze(0), received])
         part: Split = "validation" if len(self.data.y_validation) else "train"

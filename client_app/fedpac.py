@@ -7,6 +7,7 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.prototypes import class_means, towards_prototypes
 from posy.client_app.training.work import Forward, Train, Trained
+from posy.strategies.fedpac import FedPACSettings
 from posy.strategies.replies import Update
 
 HEAD, BODY = 0, 1  # streams of batches
@@ -14,6 +15,8 @@ HEAD, BODY = 0, 1  # streams of batches
 
 class FedPACClient(PersonalClient):
     """Train the head, then the body with a pull towards the global class means (FedPAC, Algorithm 1)."""
+
+    method: FedPACSettings
 
     def assembled(self, received: Received) -> Tensor:
         """Return the whole model ``(d,)``: the shared body with the head that was combined for the client."""

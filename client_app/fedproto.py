@@ -8,6 +8,7 @@ from posy.client_app.jobs import Steps
 from posy.client_app.predictors import Predictor
 from posy.client_app.prototypes import class_means, towards_prototypes
 from posy.client_app.training.work import Forward, Train, Trained
+from posy.strategies.fedproto import FedProtoSettings
 from posy.strategies.replies import Update
 
 UNKNOWN = -1e9
@@ -16,6 +17,8 @@ UNKNOWN = -1e9
 
 class FedProtoClient(PersonalClient):
     """Minimise cross-entropy + λ times the distance of features to the prototypes (FedProto, Eq. 7)."""
+
+    method: FedProtoSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the client's network. Send its prototypes, and their numbers of samples."""
@@ -27,9 +30,9 @@ class FedProtoClient(PersonalClient):
         means, counts = class_means(features, self.data.y_train, self.data.num_classes)
         # For a class without samples the client returns the served prototype unchanged.
         update = torch.where(counts[:, None] > 0, means, prototypes)
-        self.keep("model", trained.parameters)
-        self.keep("prototypes", torch.where(defined[:, None] > 0, prototypes, update))
-        self.keep("known", torch.maximum(defined, (counts > 0).float()))
+        self.stored["model"] = trained.parameters
+        self.stored["prototypes"] = torch.where(defined[:, None] > 0, prototypes, update)
+        self.stored["known"] = torch.maximum(defined, (counts > 0).float())
         return Update({"prototypes": update, "counts": counts}, trained.loss), self.personal_model(received, config)
 
     def served_model(self, received: Received, config: Config) -> Predictor:
@@ -40,7 +43,7 @@ class FedProtoClient(PersonalClient):
 
     def personal_model(self, received: Received, config: Config) -> Predictor | None:
         """Return the network as trained, with the prototypes of its last training."""
-        parameters, prototypes, defined = (self.recall(name) for name in ("model", "prototypes", "known"))
+        parameters, prototypes, defined = (self.stored.get(name) for name in ("model", "prototypes", "known"))
         if parameters is None or prototypes is None or defined is None:
             return None
         return self.nearest(parameters, prototypes, defined)

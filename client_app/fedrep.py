@@ -5,6 +5,7 @@ from dataclasses import replace
 from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.work import Train, Trained
+from posy.strategies.fedrep import FedRepSettings
 
 HEAD, BODY = 0, 1
 """Streams of batches: the two trainings of a round draw their batches independently."""
@@ -12,6 +13,8 @@ HEAD, BODY = 0, 1
 
 class FedRepClient(PersonalClient):
     """Alternate head and body (FedRep, Algorithm 1, client update)."""
+
+    method: FedRepSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the head, then the body. Send the body."""

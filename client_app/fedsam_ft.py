@@ -5,10 +5,13 @@ from torch import Tensor
 from posy.client_app.fedavg_ft import FedAvgFTClient
 from posy.client_app.training.rules import SharpnessAware
 from posy.client_app.training.work import Train
+from posy.strategies.fedsam_ft import FedSAMFTSettings
 
 
 class FedSAMFTClient(FedAvgFTClient):
     """Minimise max F_i(w + e) over ||e|| <= rho (FedSAM, Algorithm 1), and fine-tune."""
+
+    method: FedSAMFTSettings
 
     def work(self, start: Tensor) -> Train:
         """Return local training with SAM."""

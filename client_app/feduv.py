@@ -8,6 +8,7 @@ from torch import Tensor
 from posy.client_app.base import PersonalClient
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train
+from posy.strategies.feduv import FedUVSettings
 
 SMALLEST = 1e-12
 """Added to a variance, because the square root has no gradient at 0."""
@@ -15,6 +16,8 @@ SMALLEST = 1e-12
 
 class FedUVClient(PersonalClient):
     """Minimise cross-entropy + α L_V + β L_U over the mini-batches."""
+
+    method: FedUVSettings
 
     def work(self, start: Tensor) -> Train:
         """Return local training with the regularisers."""

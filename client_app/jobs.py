@@ -102,10 +102,6 @@ class Jobs:
             self.processed += self.share(job).total * (1 if work.start.dim() == 1 else len(work.start))
         return job
 
-    def steps(self, work: Train) -> int:
-        """Return the number of steps of a local training."""
-        return self.share(self._job(work)).steps
-
     def share(self, job: Job) -> Share:
         """Return the share of a job in a computation: its batches, weights and steps."""
         return self.workspace.trainer.share(job, self.network(job.work).smallest_batch)
@@ -142,7 +138,7 @@ class Jobs:
         if self.moments is None or work.plain:
             return None
         name = f"optimiser-{work.stream}-{model}"
-        means, squares, steps = (self.client.recall(f"{name}-{part}") for part in ("means", "squares", "steps"))
+        means, squares, steps = (self.client.stored.get(f"{name}-{part}") for part in ("means", "squares", "steps"))
         if means is None or steps is None or means.shape != work.start.shape:  # first round, or another network
             return Moments()
         return Moments(int(steps), means, squares)
@@ -152,6 +148,6 @@ class Jobs:
         for name, moments in (self.moments or {}).items():
             for part, tensor in (("means", moments.means), ("squares", moments.squares)):
                 if tensor is not None:
-                    self.client.keep(f"{name}-{part}", tensor)
+                    self.client.stored[f"{name}-{part}"] = tensor
             if moments.means is not None:
                 self.client.state[f"{name}-steps"] = np.array(moments.steps, np.int64)

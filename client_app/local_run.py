@@ -102,7 +102,8 @@ class LocalRun:
     def _update(self) -> Steps[tuple[Update, Predictor | None]]:
         """Return the update of the method, or an update without a change if an error would reveal a divergence."""
         try:
-            return (yield from self.client.local_round(self._tensors(), self.config))
+            update, local = yield from self.client.local_round(self._tensors(), self.config)
+            return update, self.client.plain(local) if isinstance(local, Tensor) else local
         except TrainingDivergedError as error:
             if not (self.masking or self.settings.train.withholds_scores):
                 raise

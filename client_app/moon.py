@@ -8,6 +8,7 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained, mean_over
+from posy.strategies.moon import MOONSettings
 from posy.strategies.replies import Update
 
 
@@ -17,6 +18,8 @@ class MOONClient(PersonalClient):
     The features of the two other models do not change during a round. They are computed once, in evaluation mode and
     without augmentation.
     """
+
+    method: MOONSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train from the global model, and keep the result for the next round."""

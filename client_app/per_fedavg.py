@@ -5,12 +5,14 @@ from torch import Tensor
 from posy.client_app.fedavg_ft import FINE_TUNING, FedAvgFTClient
 from posy.client_app.training.rules import MetaGradient
 from posy.client_app.training.work import Train
+from posy.strategies.per_fedavg import PerFedAvgSettings
 
 
 class PerFedAvgClient(FedAvgFTClient):
     """Minimise F_i(w - alpha grad F_i(w)) (Per-FedAvg, Algorithm 1)."""
 
     tuning_rounds = 0
+    method: PerFedAvgSettings  # type: ignore[assignment]  # a schedule of its own, without the settings of FedAvgFT
 
     def work(self, start: Tensor) -> Train:
         """Return local training along the meta-gradient."""

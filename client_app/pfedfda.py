@@ -11,7 +11,7 @@ from posy.client_app.jobs import Steps
 from posy.client_app.predictors import Predictor
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
-from posy.strategies.pfedfda import AUTO
+from posy.strategies.pfedfda import AUTO, PFedFDASettings
 from posy.strategies.replies import Update
 
 RARE = 1e-4
@@ -25,6 +25,8 @@ Gaussians = tuple[Tensor, Tensor]
 
 class PFedFDAClient(PersonalClient):
     """Train the body (Algorithm 1), and interpolate between the local and the global Gaussians by cross-validation."""
+
+    method: PFedFDASettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train under the global discriminant. Send the body, and the Gaussians that fit its features."""
@@ -68,7 +70,8 @@ class PFedFDAClient(PersonalClient):
             The global Gaussians.
         """
         count, ridge = self.method.folds, self.method.ridge
-        if self.method.beta == AUTO:
+        beta: object = self.method.beta  # a number, or the word
+        if beta == AUTO:
             fold = folds_of(labels, count)
             parts = [
                 (gaussians(features[train], labels[train], overall[0], ridge, count), features[test], labels[test])

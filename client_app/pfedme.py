@@ -4,11 +4,14 @@ from posy.client_app.base import Config, PersonalClient, Received, Result
 from posy.client_app.jobs import Steps
 from posy.client_app.training.rules import MoreauEnvelope
 from posy.client_app.training.work import Train, Trained
+from posy.strategies.pfedme import PFedMeSettings
 from posy.strategies.replies import Update
 
 
 class PFedMeClient(PersonalClient):
     """Descend along lambda (w - theta), theta = argmin F_i + lambda/2 ||theta - w||^2 (pFedMe, Algorithm 1)."""
+
+    method: PFedMeSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train w, send it if the client is in the round's sample, and store the personal model."""

@@ -12,7 +12,7 @@ from posy.client_app.jobs import Steps
 from posy.client_app.predictors import Member, Predictor
 from posy.client_app.training.work import Train, Trained
 from posy.randomness import torch_generator
-from posy.strategies.ppfe import Stage, open_stage, plan_stages
+from posy.strategies.ppfe import PPFESettings, Stage, open_stage, plan_stages
 from posy.strategies.replies import Update
 
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1
@@ -26,6 +26,8 @@ class PPFEClient(PersonalClient):
     finished stage. With ``class-weights=balanced`` the first weights are the class weights, so that ω contains them.
     """
 
+    method: PPFESettings
+
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages of the run, as the server plans them."""
@@ -37,7 +39,7 @@ class PPFEClient(PersonalClient):
         slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         head_only = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
         factor = self.method.body_lr_factor if stage.number >= self.method.body_lr_stage else 1.0
-        weights = self.recall("weights")
+        weights = self.stored.get("weights")
         if weights is not None and self.jobs.class_weight is not None:
             weights = weights / self.jobs.class_weight  # the trainer multiplies by the class weights
         trained: Trained = yield Train(
@@ -50,7 +52,7 @@ class PPFEClient(PersonalClient):
             network=stage.architecture,
         )
         if stage.personal:
-            self.keep(f"personal-{stage.number}", stage.personal_part.take(trained.parameters).clone())
+            self.stored[f"personal-{stage.number}"] = stage.personal_part.take(trained.parameters).clone()
         local = None
         if config.get("evaluate-local"):
             local = yield from self.ensemble(stage, trained.parameters)
@@ -69,7 +71,7 @@ class PPFEClient(PersonalClient):
 
     def catch_up(self, config: Config) -> Steps[Stage]:
         """Close the finished stages that the client has received, and return the current one."""
-        while (shared := self.recall(f"finished-{len(self.betas) + 1}")) is not None:
+        while (shared := self.stored.get(f"finished-{len(self.betas) + 1}")) is not None:
             yield from self.close_stage(self.stages[len(self.betas)], shared)
         return self.stages[int(config["stage"]) - 1]
 
@@ -80,12 +82,12 @@ class PPFEClient(PersonalClient):
         self.state["betas"] = np.append(self.betas, np.float32(beta))
         if stage.number < len(self.stages):
             if self.method.reweighting:
-                self.keep("weights", weights)
+                self.stored["weights"] = weights
             after = self.stages[stage.number]
-            begun = open_stage(stage, after, model, self.recall("finished-1"))
+            begun = open_stage(stage, after, model, self.stored.get("finished-1"))
             if (mask := self.mask(after)) is not None:
                 begun *= mask
-            self.keep(f"personal-{after.number}", after.personal_part.take(begun).clone())
+            self.stored[f"personal-{after.number}"] = after.personal_part.take(begun).clone()
 
     def reweighted(self, stage: Stage, model: Tensor) -> Steps[tuple[float, Tensor]]:
         """Return β and the new sample weights for the ensemble of the earlier stages and a model of this stage.
@@ -93,7 +95,7 @@ class PPFEClient(PersonalClient):
         The model enters the ensemble with the coefficient that its error alone gives it, because its coefficient in the
         ensemble depends on the ensemble's error.
         """
-        weights = self.recall("weights")
+        weights = self.stored.get("weights")
         if weights is None:
             weights = torch.ones(len(self.data.y_train), device=self.device)
             if self.jobs.class_weight is not None:
@@ -139,7 +141,7 @@ class PPFEClient(PersonalClient):
         """Return the models of the finished stages with their coefficients."""
         members = []
         for stage, beta in zip(self.stages, self.betas, strict=False):
-            shared = self.recall(f"finished-{stage.number}")
+            shared = self.stored.get(f"finished-{stage.number}")
             assert shared is not None
             members.append(Member(self.stage_model(stage, shared), stage.architecture, float(beta)))
         return members
@@ -148,7 +150,7 @@ class PPFEClient(PersonalClient):
         """Return a stage's model ``(d,)``: the shared layers and the client's personal layers."""
         model = torch.empty(stage.architecture.layout.size, device=self.device)
         stage.shared_part.put(model, shared)
-        personal = self.recall(f"personal-{stage.number}")
+        personal = self.stored.get(f"personal-{stage.number}")
         if personal is not None:
             stage.personal_part.put(model, personal)
         return model

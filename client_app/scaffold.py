@@ -14,13 +14,13 @@ class SCAFFOLDClient(PersonalClient):
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train, and send the model with the change of the control variate."""
         start, common = received["model"], received["control"]
-        stored = self.recall("control")
+        stored = self.stored.get("control")
         variate = torch.zeros_like(common) if stored is None else stored
         work = Train(start, offset=common - variate)
         trained: Trained = yield work
-        steps = gradients_in_distance(self.jobs.steps(work), self.settings.train.momentum)
+        steps = gradients_in_distance(trained.steps, self.settings.train.momentum)
         change = (start - trained.parameters) / (steps * self.lr) - common
-        self.keep("control", variate + change)
+        self.stored["control"] = variate + change
         return Update({"model": trained.parameters, "control": change}, trained.loss), self.plain(trained.parameters)
 
 

@@ -8,7 +8,7 @@ and a lost reply leaves no half step. A resumed run names earlier versions.
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict, UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from logging import WARNING
 from pathlib import Path
 from threading import RLock
@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from flwr.app import Context
 from flwr.common.logger import log
+from torch import Tensor
 
 from posy.flower import record_of
 from posy.settings import SettingsError
@@ -51,6 +53,39 @@ class State(UserDict[str, npt.NDArray[np.generic]]):
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
         self.changed = True
+
+
+class StoredTensors(MutableMapping[str, Tensor]):
+    """The arrays of a client's state as tensors on its device.
+
+    Parameters
+    ----------
+    state : State
+        The client's state.
+    device : torch.device
+        The device of the tensors.
+    """
+
+    def __init__(self, state: State, device: torch.device) -> None:
+        self._state = state
+        self._device = device
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.from_numpy(self._state[name]).to(self._device)
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        # A view is copied, so that its larger tensor can be freed.
+        is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
+        self._state[name] = (tensor.clone() if is_view else tensor).detach().cpu().numpy()
+
+    def __delitem__(self, name: str) -> None:
+        del self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 class Versions(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from logging import WARNING
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from posy.models.parameters import FloatArray
 from posy.server_app.results import RunDirectory
 from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.settings import Settings
 
 
@@ -110,7 +111,9 @@ def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
     return routing_scores(strategy.method, outputs, weights, strategy.newcomers).argmax(dim=-1)
 
 
-def routing_scores(method: Any, outputs: Tensor, weights: npt.NDArray[np.float64], absent: Collection[int]) -> Tensor:
+def routing_scores(
+    method: MethodSettings, outputs: Tensor, weights: npt.NDArray[np.float64], absent: Collection[int]
+) -> Tensor:
     """Return a method's scores ``(n, M)`` of the clients for each query; absent clients have minus infinity."""
     scores: Tensor = method.client_scores(outputs, weights).clone()
     scores[..., list(absent)] = -torch.inf

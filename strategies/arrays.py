@@ -7,7 +7,7 @@ differential privacy and the masks of secure aggregation follow from this declar
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ class Refused(NamedTuple):
     why: str
 
 
+Answer: TypeAlias = Literal[True] | str | Refused | None
+"""An author's answer: True, or the reason why the method does not support a feature."""
 ALLOWED = None
 """The verdict that a method supports a feature."""
 
@@ -57,27 +59,36 @@ class Returned:
         return sent[self.change_of] if self.change_of and not self.is_change else np.zeros_like(array)
 
 
+def verdict(answer: Answer) -> Refused | None:
+    """Return the verdict of an author's answer: True, or the reason why the method does not support a feature."""
+    return Refused(answer) if isinstance(answer, str) else ALLOWED if answer is True else answer
+
+
 def model(
     *,
-    noise: Refused | None,
-    sums: Refused | None,
+    noise: Answer,
+    sums: Answer,
     change_of: str = "model",
     is_change: bool = False,
     shape: Dimensions | None = None,
 ) -> Returned:
-    """Declare a trained model, or with ``is_change`` the difference to the model from which the client has started."""
-    return Returned(noise=noise, sums=sums, change_of=change_of, is_change=is_change, shape=shape)
+    """Declare a trained model, or with ``is_change`` the difference to the model from which the client has started.
+
+    ``noise`` and ``sums`` are True, or the reason why the array does not tolerate noise and why the server needs more
+    than the clients' mean.
+    """
+    return Returned(noise=verdict(noise), sums=verdict(sums), change_of=change_of, is_change=is_change, shape=shape)
 
 
-def gradient(*, noise: Refused | None, sums: Refused | None, change_of: str) -> Returned:
+def gradient(*, noise: Answer, sums: Answer, change_of: str) -> Returned:
     """Declare a change of one number for each parameter, such as a control variate. It has no running statistics."""
-    return Returned(noise=noise, sums=sums, change_of=change_of, is_change=True, has_statistics=False)
+    return Returned(noise=verdict(noise), sums=verdict(sums), change_of=change_of, is_change=True, has_statistics=False)
 
 
 def numbers(
     *shape: int | str,
-    noise: Refused | None,
-    sums: Refused | None,
+    noise: Answer,
+    sums: Answer,
     change_of: str = "",
     limited: bool = False,
     shape_from: Callable[[Arrays], Shape] | None = None,
@@ -88,8 +99,8 @@ def numbers(
     ----------
     *shape : int or str
         The dimensions: numbers, names of :func:`dimensions`, or names of the method's settings. None for a scalar.
-    noise, sums : Refused or None
-        Whether the array tolerates noise, and whether the server needs only the clients' mean.
+    noise, sums : True or str
+        Whether the array tolerates noise, and whether the server needs only the clients' mean; the reason if not.
     change_of : str
         The sent array that the client has changed, whose shape is the default; empty if the array is absolute.
     limited : bool
@@ -99,8 +110,8 @@ def numbers(
     """
     default = None if change_of and not shape else shape
     return Returned(
-        noise=noise,
-        sums=sums,
+        noise=verdict(noise),
+        sums=verdict(sums),
         change_of=change_of,
         shape=shape_from or default,
         limited=limited,
@@ -116,9 +127,7 @@ UNIFORM_WEIGHTS = "uniform-weights"
 """Entry of ``train_config`` with which all clients have the weight 1 in the mean of the round."""
 RETURNS = "returns"
 """Entry of a message's config with the names of the arrays that the server expects, if these are not all arrays."""
-SENT = ("model",)
-"""The names of the arrays that a server sends by default."""
-RETURNED = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+RETURNED = reply(model=model(noise=True, sums=True))
 """The arrays that a client returns by default: the trained model, of which the server needs the weighted mean."""
 
 
@@ -132,7 +141,7 @@ def dimensions(network: Any, shared: int) -> dict[str, Callable[[], int]]:
     }
 
 
-def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], int]], method: Any) -> Shape:
+def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], int]], method: object) -> Shape:
     """Return the shape of an array in a client's reply.
 
     Parameters

@@ -26,6 +26,7 @@ from posy.strategies.arrays import Arrays
 from posy.strategies.cohorts import members_of, newcomers_of, takes_all
 from posy.strategies.exchange import Exchange
 from posy.strategies.influence import Influence
+from posy.strategies.method_settings import MethodSettings
 from posy.strategies.newcomers import NewcomerPhase
 from posy.strategies.replies import (
     ClientInfo,
@@ -87,11 +88,12 @@ class PersonalisedStrategy(Strategy):
     """Whether :meth:`aggregate` sums over samples, regardless of ``client-weights``."""
     newcomer_phase: ClassVar[type[NewcomerPhase]] = NewcomerPhase
     """The phase in which newcomers join after the last round."""
+    method: MethodSettings
     model: FloatArray
 
     def __init__(self, settings: Settings, plain: Architecture) -> None:
         self.settings = settings
-        self.method: Any = settings.method
+        self.method = settings.method
         self.num_clients = settings.data.num_clients
         self.architecture: Architecture = self.method.network(plain, self.num_clients)
         self.shared = self.architecture.divided(self.method.personal(self.architecture))[0]
@@ -119,8 +121,11 @@ class PersonalisedStrategy(Strategy):
     # -- hooks of a method: by default FedAvg over the shared layers -----------------------------------
 
     def initialise(self) -> None:
-        """Set up the server's state."""
+        """Set up the server's state: the initial model, and zeros in its shape for the other arrays of ``state``."""
         self.model = np.ascontiguousarray(self.shared.take(self.initial()))
+        for name in self.state:
+            if name != "model" and not hasattr(self, name):
+                setattr(self, name, np.zeros_like(self.model))
 
     def serve(self, client: int) -> Arrays:
         """Return the arrays for a client by name; nothing may write to them afterwards.

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import Arrays, Refused, model, reply
+from posy.strategies.arrays import Arrays, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedacs import cosine_similarity
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 class CFLSettings(
     MethodSettings,
-    robust=Refused("it splits clusters by the mean and the angles of single updates, which an attacker can steer"),
+    robust="it splits clusters by the mean and the angles of single updates, which an attacker can steer",
     point="served",
 ):
     """Settings of CFL."""
 
     returned = reply(
         model=model(
-            noise=Refused("it splits clusters by the cosine similarity of single updates, which noise brings to zero"),
-            sums=Refused("it splits clusters by the cosine similarity of single updates"),
+            noise="it splits clusters by the cosine similarity of single updates, which noise brings to zero",
+            sums="it splits clusters by the cosine similarity of single updates",
         )
     )
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
-from posy.strategies.arrays import Refused, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedrep import FedRepSettings
@@ -24,13 +24,13 @@ SMALLEST = 1e-6
 """Added to a length of about 1 before a division by it."""
 
 
-class ConFREESettings(FedRepSettings, robust=Refused("its server mixes updates by their angles"), point="served"):
+class ConFREESettings(FedRepSettings, robust="its server mixes updates by their angles", point="served"):
     """Settings of ConFREE."""
 
     returned = reply(
         model=model(
-            noise=Refused("it projects updates that conflict by their angles, which noise makes right angles"),
-            sums=Refused("it compares the clients' updates with each other"),
+            noise="it projects updates that conflict by their angles, which noise makes right angles",
+            sums="it compares the clients' updates with each other",
         )
     )
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, setting
-from posy.strategies.arrays import Arrays, Refused, model, numbers, reply
+from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -22,13 +22,13 @@ from posy.strategies.replies import BadReplyError, Update, num_examples, stacked
 
 A = TypeVar("A")  # a NumPy array or a tensor
 Float64 = npt.NDArray[np.float64]
-SINGLE_REPLIES = Refused("it reads each client's class distribution off its own output weights")
-NOISY = Refused("class distributions are read off the norms of the output weights, which noise makes all alike")
+SINGLE_REPLIES = "it reads each client's class distribution off its own output weights"
+NOISY = "class distributions are read off the norms of the output weights, which noise makes all alike"
 
 
 class CwFedAvgSettings(
     MethodSettings,
-    robust=Refused("its server averages class by class, with weights that it reads off the clients' models"),
+    robust="its server averages class by class, with weights that it reads off the clients' models",
     point="served",
 ):
     """Settings of cwFedAvg."""

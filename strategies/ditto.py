@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class DittoSettings(MethodSettings, robust=ALLOWED):
+class DittoSettings(MethodSettings, robust=True):
     """Settings of Ditto."""
 
-    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+    returned = reply(model=model(noise=True, sums=True))
 
     strength: float = setting(
         0.1,

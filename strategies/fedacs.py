@@ -13,7 +13,7 @@ import numpy.typing as npt
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import Arrays, Refused, model, reply
+from posy.strategies.arrays import Arrays, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import MethodSettings, training_clients
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedACSSettings(MethodSettings, robust=Refused("its server mixes a model for each client by cosine similarity")):
+class FedACSSettings(MethodSettings, robust="its server mixes a model for each client by cosine similarity"):
     """Settings of FedACS."""
 
     returned = reply(
         model=model(
-            noise=Refused(
-                "it decides who collaborates by the cosine similarity of single models, which noise brings to zero"
-            ),
-            sums=Refused("it decides who collaborates by the cosine similarity of single models"),
+            noise="it decides who collaborates by the cosine similarity of single models, which noise brings to zero",
+            sums="it decides who collaborates by the cosine similarity of single models",
         )
     )
 

@@ -6,7 +6,7 @@ Only the upper layers are mixed; the lower layers are the global model's. ``serv
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedALASettings(MethodSettings, robust=ALLOWED, point="served"):
+class FedALASettings(MethodSettings, robust=True, point="served"):
     """Settings of FedALA."""
 
-    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+    returned = reply(model=model(noise=True, sums=True))
 
     card = MethodCard(
         paper=Paper(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import Arrays, Refused, model, reply
+from posy.strategies.arrays import Arrays, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -25,13 +25,13 @@ NEGLIGIBLE = 1e-3
 """Attention below which a notice calls two clients unconnected."""
 
 
-class FedAMPSettings(MethodSettings, robust=Refused("its server mixes a model for each client by distance")):
+class FedAMPSettings(MethodSettings, robust="its server mixes a model for each client by distance"):
     """Settings of FedAMP."""
 
     returned = reply(
         model=model(
-            noise=Refused("it decides who collaborates by the distance of single models, which noise makes all alike"),
-            sums=Refused("it decides who collaborates by the distance of single models"),
+            noise="it decides who collaborates by the distance of single models, which noise makes all alike",
+            sums="it decides who collaborates by the distance of single models",
         )
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
+from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -19,18 +19,18 @@ from posy.strategies.replies import BadReplyError, Update, sample_counts, stacke
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
-SINGLE_REPLIES = Refused("it weighs bodies by the Fisher information of single clients")
+SINGLE_REPLIES = "it weighs bodies by the Fisher information of single clients"
 
 
 class FedASSettings(
-    MethodSettings, robust=Refused("its server weighs bodies by the Fisher information that the clients report")
+    MethodSettings, robust="its server weighs bodies by the Fisher information that the clients report"
 ):
     """Settings of FedAS."""
 
     returned = reply(
-        model=model(noise=ALLOWED, sums=SINGLE_REPLIES),
+        model=model(noise=True, sums=SINGLE_REPLIES),
         fisher=numbers(
-            noise=Refused("the trace of the Fisher information, which its clients send, has no noise"),
+            noise="the trace of the Fisher information, which its clients send, has no noise",
             sums=SINGLE_REPLIES,
         ),
     )

@@ -4,12 +4,11 @@ FedAvg needs no strategy and no client class: :class:`~posy.strategies.base.Pers
 :class:`~posy.client_app.base.PersonalClient` implement it, and other methods override their hooks.
 """
 
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
 
-class FedAvgSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class FedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     """FedAvg has no settings."""
 
     card = MethodCard(

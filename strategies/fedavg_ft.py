@@ -3,7 +3,7 @@
 from typing import Any
 
 from posy.settings import Search, SettingsError, setting
-from posy.strategies.arrays import ALLOWED, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -39,10 +39,10 @@ CARD = MethodCard(
 )
 
 
-class FedAvgFTSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED):
+class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
     """Settings of FedAvg with fine-tuning."""
 
-    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+    returned = reply(model=model(noise=True, sums=True))
 
     epochs: int = setting(
         1,

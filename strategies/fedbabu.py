@@ -6,7 +6,6 @@ The head stays as it was initialised until then. A newcomer is served and fine-t
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedavg_ft import FedAvgFT, FedAvgFTSettings
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedBABUSettings(FedAvgFTSettings, dp_sgd=ALLOWED, robust=ALLOWED):
+class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
     """Settings of FedBABU's fine-tuning."""
 
     card = MethodCard(

@@ -5,7 +5,6 @@ Normalisation layers are BatchNorm, GroupNorm and LayerNorm; BatchNorm's running
 
 from typing import TYPE_CHECKING
 
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedBNSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     """FedBN has no settings."""
 
     card = MethodCard(

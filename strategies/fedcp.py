@@ -7,7 +7,7 @@ and sends the mean of both heads in its place. The loss draws the features to th
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedCPSettings(MethodSettings, robust=ALLOWED, point="served"):
+class FedCPSettings(MethodSettings, robust=True, point="served"):
     """Settings of FedCP."""
 
-    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+    returned = reply(model=model(noise=True, sums=True))
 
     card = MethodCard(
         paper=Paper(

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from posy.models.architecture import Architecture
 from posy.models.catalogue import SHARING
 from posy.settings import Search, SettingsError, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedDRMSettings(MethodSettings, robust=ALLOWED, point="served"):
+class FedDRMSettings(MethodSettings, robust=True, point="served"):
     """Settings of FedDRM."""
 
     class_weight: float = setting(

@@ -15,7 +15,7 @@ from flwr.common.logger import log
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Refused, model, numbers, reply
+from posy.strategies.arrays import model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -30,22 +30,20 @@ IDLE_ROUNDS = 10
 SMALLEST = 1e-30
 """The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
 
-SINGLE_REPLIES = Refused(
-    "it weighs each client's updates by its losses of this round, so the server needs single replies"
-)
+SINGLE_REPLIES = "it weighs each client's updates by its losses of this round, so the server needs single replies"
 
 
 class FedFewSettings(
-    MethodSettings, robust=Refused("its server weighs updates by the losses that the clients report"), point="served"
+    MethodSettings, robust="its server weighs updates by the losses that the clients report", point="served"
 ):
     """Settings of FedFew."""
 
     sent = ("models",)
     returned = reply(
-        models=model(change_of="models", is_change=True, noise=ALLOWED, sums=SINGLE_REPLIES),
+        models=model(change_of="models", is_change=True, noise=True, sums=SINGLE_REPLIES),
         losses=numbers(
             "models",
-            noise=Refused("the K training losses, by which its server weighs the updates, have no noise"),
+            noise="the K training losses, by which its server weighs the updates, have no noise",
             sums=SINGLE_REPLIES,
         ),
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
+from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.latest import LatestModels
 from posy.strategies.method_settings import MethodSettings, training_clients
@@ -27,20 +27,18 @@ if TYPE_CHECKING:
 NONE = -1
 """Marks an unused entry in a row of clients."""
 
-SINGLE_REPLIES = Refused("its clients are sent each other's models")
+SINGLE_REPLIES = "its clients are sent each other's models"
 
 
-class FedFomoSettings(
-    MethodSettings, robust=Refused("its server passes single models on to other clients"), point="served"
-):
+class FedFomoSettings(MethodSettings, robust="its server passes single models on to other clients", point="served"):
     """Settings of FedFomo."""
 
     sent = ("models",)
     returned = reply(
-        model=model(shape=("parameters",), noise=ALLOWED, sums=SINGLE_REPLIES),
+        model=model(shape=("parameters",), noise=True, sums=SINGLE_REPLIES),
         weights=numbers(
             shape_from=lambda sent: (1 + len(sent["models"]),),
-            noise=Refused("its clients weigh each other's single models, and the weights they send cannot be noised"),
+            noise="its clients weigh each other's single models, and the weights they send cannot be noised",
             sums=SINGLE_REPLIES,
         ),
     )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import Refused, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -26,13 +26,13 @@ STAIR = 100
 """Rounds between two decreases of eta (Section 6.1)."""
 
 
-class FedMGDASettings(MethodSettings, robust=Refused("its server mixes updates by their angles"), point="served"):
+class FedMGDASettings(MethodSettings, robust="its server mixes updates by their angles", point="served"):
     """Settings of FedMGDA+."""
 
     returned = reply(
         model=model(
-            noise=Refused("it weighs the clients by the angles between their updates, which noise makes right angles"),
-            sums=Refused("it weighs the clients by the angles between their updates"),
+            noise="it weighs the clients by the angles between their updates, which noise makes right angles",
+            sums="it weighs the clients by the angles between their updates",
         )
     )
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import Arrays, Refused, model, reply
+from posy.strategies.arrays import Arrays, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import MethodSettings
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 Float64 = npt.NDArray[np.float64]
 
 
-class FedMTLSettings(MethodSettings, robust=Refused("its server keeps every client's model and relates them")):
+class FedMTLSettings(MethodSettings, robust="its server keeps every client's model and relates them"):
     """Settings of FedMTL."""
 
     returned = reply(
         model=model(
-            noise=Refused("it relates the clients by their single models, which noise makes all alike"),
-            sums=Refused("its server keeps every client's model, and sends each what belongs to its own"),
+            noise="it relates the clients by their single models, which noise makes all alike",
+            sums="its server keeps every client's model, and sends each what belongs to its own",
         )
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, SettingsError, setting
-from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
+from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -24,13 +24,11 @@ ROUNDING = 0.01
 """Largest error of the sum of the classes' shares, for features in bfloat16."""
 
 
-class FedNHSettings(
-    MethodSettings, robust=Refused("its server also averages class directions, which the rule would not cover")
-):
+class FedNHSettings(MethodSettings, robust="its server also averages class directions, which the rule would not cover"):
     """Settings of FedNH."""
 
     returned = reply(
-        model=model(noise=ALLOWED, sums=ALLOWED), directions=numbers("classes", "features", noise=ALLOWED, sums=ALLOWED)
+        model=model(noise=True, sums=True), directions=numbers("classes", "features", noise=True, sums=True)
     )
 
     rho: float = setting(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
+from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -27,20 +27,20 @@ from posy.strategies.simplex import minimise_on_simplex
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = Refused("it decides whose heads are combined by the class means of single clients")
-NOISY = Refused("it decides whose heads are combined by class means, which noise makes all alike")
+SINGLE_REPLIES = "it decides whose heads are combined by the class means of single clients"
+NOISY = "it decides whose heads are combined by class means, which noise makes all alike"
 
 
 class FedPACSettings(
     MethodSettings,
-    robust=Refused("its server also averages class means and combines heads, which the rule would not cover"),
+    robust="its server also averages class means and combines heads, which the rule would not cover",
 ):
     """Settings of FedPAC."""
 
     sent = ("model", "head", "prototypes", "known")
     returned = reply(
-        model=model(noise=ALLOWED, sums=SINGLE_REPLIES),
-        head=model(change_of="head", noise=ALLOWED, sums=SINGLE_REPLIES),
+        model=model(noise=True, sums=SINGLE_REPLIES),
+        head=model(change_of="head", noise=True, sums=SINGLE_REPLIES),
         means=numbers("classes", "features", noise=NOISY, sums=SINGLE_REPLIES),
         counts=numbers("classes", noise=NOISY, sums=SINGLE_REPLIES),
         variance=numbers(noise=NOISY, sums=SINGLE_REPLIES),

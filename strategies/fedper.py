@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, SettingsError, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedPerSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     """Settings of FedPer."""
 
     card = MethodCard(

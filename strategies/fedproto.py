@@ -15,7 +15,7 @@ import numpy as np
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Arrays, Refused, numbers, reply
+from posy.strategies.arrays import Arrays, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -25,20 +25,20 @@ from posy.strategies.replies import Update, stacked
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = Refused("it weighs each client's prototypes by the client's samples of the class")
+SINGLE_REPLIES = "it weighs each client's prototypes by the client's samples of the class"
 
 
 class FedProtoSettings(
-    MethodSettings, robust=Refused("its server averages class prototypes, and receives no model"), point="served"
+    MethodSettings, robust="its server averages class prototypes, and receives no model", point="served"
 ):
     """Settings of FedProto."""
 
     sent = ("prototypes", "known")
     returned = reply(
-        prototypes=numbers(change_of="prototypes", limited=True, noise=ALLOWED, sums=SINGLE_REPLIES),
+        prototypes=numbers(change_of="prototypes", limited=True, noise=True, sums=SINGLE_REPLIES),
         counts=numbers(
             "classes",
-            noise=Refused("the numbers of samples of each class, which its clients send, have no noise"),
+            noise="the numbers of samples of each class, which its clients send, have no noise",
             sums=SINGLE_REPLIES,
         ),
     )

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -21,7 +20,7 @@ PAPER = Paper(
 EQUATION = "h_k(w; w^t) = F_k(w) + μ/2 ||w − w^t||² (Eq. 2): w ← w − η (∇F_k(w) + μ (w − w^t))"
 
 
-class FedProxSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     """Settings of FedProx."""
 
     mu: float = setting(

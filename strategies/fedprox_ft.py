@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.fedavg_ft import CARD, PROGRAM, FedAvgFT, FedAvgFTSettings
 from posy.strategies.fedprox import EQUATION, PAPER, FedProxSettings
 
 
-class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, dp_sgd=ALLOWED, robust=ALLOWED):
+class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, dp_sgd=True, robust=True):
     """Settings of FedProx and of the fine-tuning, which has no proximal term."""
 
     card = replace(

@@ -6,7 +6,7 @@ Every round a client first trains its head on the served body, then the body on 
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedRepSettings(MethodSettings, robust=ALLOWED, point="served"):
+class FedRepSettings(MethodSettings, robust=True, point="served"):
     """Settings of FedRep."""
 
-    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+    returned = reply(model=model(noise=True, sums=True))
 
     card = MethodCard(
         paper=Paper(

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import Paper
 from posy.strategies.fedavg_ft import CARD, PROGRAM, FedAvgFT, FedAvgFTSettings
 
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedSAMFTSettings(FedAvgFTSettings, robust=ALLOWED):
+class FedSAMFTSettings(FedAvgFTSettings, robust=True):
     """Settings of FedSAM and of the fine-tuning, which takes the gradient at the parameters."""
 
     rho: float = setting(

@@ -7,7 +7,6 @@ evenly spread features. The server is FedAvg's.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class FedUVSettings(MethodSettings, robust=ALLOWED, point="served"):
+class FedUVSettings(MethodSettings, robust=True, point="served"):
     """Settings of FedUV."""
 
     variance: float = setting(

@@ -7,7 +7,7 @@ import numpy as np
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
+from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -17,22 +17,20 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = Refused("its server averages each cluster by itself, so it must see which model is whose")
+SINGLE_REPLIES = "its server averages each cluster by itself, so it must see which model is whose"
 
 
 class IFCASettings(
     MethodSettings,
-    robust=Refused("it averages each cluster by itself, and an attacker can choose a cluster with few clients"),
+    robust="it averages each cluster by itself, and an attacker can choose a cluster with few clients",
     point="served",
 ):
     """Settings of IFCA."""
 
     sent = ("models",)
     returned = reply(
-        model=model(change_of="models", shape=("parameters",), noise=ALLOWED, sums=SINGLE_REPLIES),
-        cluster=numbers(
-            noise=Refused("each client names its cluster, and a name cannot be noised"), sums=SINGLE_REPLIES
-        ),
+        model=model(change_of="models", shape=("parameters",), noise=True, sums=SINGLE_REPLIES),
+        cluster=numbers(noise="each client names its cluster, and a name cannot be noised", sums=SINGLE_REPLIES),
     )
 
     card = MethodCard(

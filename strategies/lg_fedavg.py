@@ -6,7 +6,6 @@ A client trains local and shared layers together.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class LGFedAvgSettings(MethodSettings, dp_sgd=ALLOWED, robust=ALLOWED, point="served"):
+class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     """Settings of LG-FedAvg."""
 
     card = MethodCard(

@@ -6,14 +6,14 @@ Only ``local`` is reported, because the server serves no model.
 from collections.abc import Mapping
 from typing import Any
 
-from posy.strategies.arrays import Refused, reply
+from posy.strategies.arrays import reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Program
 from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
 
 
-class LocalSettings(MethodSettings, robust=Refused("its clients send no model")):
+class LocalSettings(MethodSettings, robust="its clients send no model"):
     """Local training has no settings."""
 
     sent = ()

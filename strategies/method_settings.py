@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, dataclass_transform
 
 from posy.settings import setting
-from posy.strategies.arrays import ALLOWED, RETURNED, SENT, Arrays, Refused, Returned
+from posy.strategies.arrays import ALLOWED, RETURNED, Answer, Arrays, Refused, Returned, verdict
 
 if TYPE_CHECKING:  # settings are read without PyTorch
     from collections.abc import Mapping
@@ -35,14 +35,14 @@ class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
 
     A method declares the arrays in its messages, each once: ``sent`` has the names of the arrays that a client
-    receives, and ``returned`` the arrays of its reply. By default both are one model. With ``dp_sgd=ALLOWED`` a
-    subclass states that DP-SGD protects all that clients send, and with ``robust=ALLOWED`` that its server combines
+    receives, and ``returned`` the arrays of its reply. By default both are one model. With ``dp_sgd=True`` a
+    subclass states that DP-SGD protects all that clients send, and with ``robust=True`` that its server combines
     whole models by :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the
     methods below.
     """
 
-    sent: ClassVar[tuple[str, ...]] = SENT
-    """Names of the arrays that :meth:`~posy.strategies.base.PersonalisedStrategy.serve` returns."""
+    sent: ClassVar[tuple[str, ...]]
+    """Names of the arrays that a client receives; by default those from which the returned arrays are changes."""
     sent_once: ClassVar[str] = ""
     """Name of a growing list of arrays, an attribute of the strategy. Each client receives an array of the list once,
     and stores it in its state as ``<name>-<number>``, with numbers from 1."""
@@ -72,15 +72,17 @@ class MethodSettings:
     def __init_subclass__(
         cls,
         *,
-        dp_sgd: Refused | None = UNSAMPLED,
-        robust: Refused | None = NO_MEAN,
+        dp_sgd: Answer = UNSAMPLED,
+        robust: Answer = NO_MEAN,
         point: Literal["served", "local"] = "local",
     ) -> None:
         """Make the subclass a frozen dataclass, and derive what noise and masks allow from its arrays."""
         arrays = cls.returned.values()
+        if "sent" not in vars(cls) and ("returned" in vars(cls) or not hasattr(cls, "sent")):
+            cls.sent = tuple(dict.fromkeys(array.change_of for array in arrays if array.change_of))
         cls.noise = next((array.noise for array in arrays if array.noise), ALLOWED) if arrays else NOTHING_SENT
         cls.sums = next((array.sums for array in arrays if array.sums), ALLOWED) if arrays else NOTHING_SENT
-        cls.dp_sgd, cls.robust, cls.point = dp_sgd, robust, point
+        cls.dp_sgd, cls.robust, cls.point = verdict(dp_sgd), verdict(robust), point
         dataclass(frozen=True)(cls)
 
     @classmethod

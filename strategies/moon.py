@@ -8,7 +8,7 @@ is constant.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class MOONSettings(MethodSettings, robust=ALLOWED, point="served"):
+class MOONSettings(MethodSettings, robust=True, point="served"):
     """Settings of MOON."""
 
-    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+    returned = reply(model=model(noise=True, sums=True))
 
     mu: float = setting(
         1.0,

@@ -6,7 +6,6 @@ The learning rate of the run is the paper's β.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class PerFedAvgSettings(MethodSettings, robust=ALLOWED):
+class PerFedAvgSettings(MethodSettings, robust=True):
     """Settings of Per-FedAvg."""
 
     alpha: float = setting(

@@ -13,7 +13,7 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Arrays, Refused, model, numbers, reply
+from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -22,21 +22,21 @@ from posy.strategies.replies import BadReplyError, Update, mean_of
 AUTO = "auto"
 """The word in place of a number for β: cross-validation chooses it."""
 
-NOISY = Refused("noise makes the covariance unusable")
+NOISY = "noise makes the covariance unusable"
 
 
 class PFedFDASettings(
     MethodSettings,
     point="served",
-    robust=Refused("its server also averages means and covariances, which the rule would not cover"),
+    robust="its server also averages means and covariances, which the rule would not cover",
 ):
     """Settings of pFedFDA."""
 
     sent = ("model", "means", "covariance")
     returned = reply(
-        model=model(noise=ALLOWED, sums=ALLOWED),
-        means=numbers(change_of="means", noise=NOISY, sums=ALLOWED),
-        covariance=numbers(change_of="covariance", noise=NOISY, sums=ALLOWED),
+        model=model(noise=True, sums=True),
+        means=numbers(change_of="means", noise=NOISY, sums=True),
+        covariance=numbers(change_of="covariance", noise=NOISY, sums=True),
     )
 
     class_statistics = True

@@ -10,7 +10,7 @@ from flwr.common.logger import log
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, SettingsError, setting
-from posy.strategies.arrays import ALLOWED, model, reply
+from posy.strategies.arrays import model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.cohorts import cohort_of
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 
-class PFedMeSettings(MethodSettings, robust=ALLOWED):
+class PFedMeSettings(MethodSettings, robust=True):
     """Settings of pFedMe."""
 
-    returned = reply(model=model(noise=ALLOWED, sums=ALLOWED))
+    returned = reply(model=model(noise=True, sums=True))
 
     strength: float = setting(
         15.0,

@@ -20,7 +20,7 @@ from flwr.common.logger import log
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, SettingsError, setting
-from posy.strategies.arrays import ALLOWED, UNIFORM_WEIGHTS, Refused, model, reply
+from posy.strategies.arrays import UNIFORM_WEIGHTS, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import MethodSettings
@@ -34,13 +34,11 @@ PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
 
 
-class PPFESettings(MethodSettings, robust=ALLOWED, point="served"):
+class PPFESettings(MethodSettings, robust=True, point="served"):
     """Settings of PPFE."""
 
     returned = reply(
-        model=model(
-            noise=Refused("all clients train at the end of a stage, for which the noise does not account"), sums=ALLOWED
-        )
+        model=model(noise="all clients train at the end of a stage, for which the noise does not account", sums=True)
     )
 
     sent_once = "finished"
@@ -319,7 +317,8 @@ class PPFE(PersonalisedStrategy):
 
 def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
     """Return the stages of a run; raise :class:`SettingsError` if their rounds do not fit, or numbers are malformed."""
-    method: PPFESettings = settings.method
+    method = settings.method
+    assert isinstance(method, PPFESettings)
     names = plain.layer_names
     if method.fixed_head >= len(names) + 1:
         raise SettingsError(f"ppfe-fixed-head = {method.fixed_head}: {plain.model} has the layers {', '.join(names)}")

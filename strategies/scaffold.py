@@ -20,7 +20,7 @@ from flwr.common.logger import log
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
-from posy.strategies.arrays import ALLOWED, Refused, gradient, model, reply
+from posy.strategies.arrays import gradient, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
@@ -29,20 +29,18 @@ from posy.strategies.replies import Update, num_examples, stacked, weighted_mean
 
 class SCAFFOLDSettings(
     MethodSettings,
-    robust=Refused("its server also averages control variates, which the rule would not cover"),
+    robust="its server also averages control variates, which the rule would not cover",
     point="served",
 ):
     """Settings of SCAFFOLD."""
 
     sent = ("model", "control")
     returned = reply(
-        model=model(noise=ALLOWED, sums=ALLOWED),
+        model=model(noise=True, sums=True),
         control=gradient(
             change_of="control",
-            noise=Refused(
-                "its server adds up the changes of all control variates, and would add up the noise of all rounds"
-            ),
-            sums=ALLOWED,
+            noise="its server adds up the changes of all control variates, and would add up the noise of all rounds",
+            sums=True,
         ),
     )
 

@@ -3,13 +3,13 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from posy.data.settings import DataSettings
 from posy.extensions import word_of
 from posy.models.catalogue import MODELS, PRETRAINED
 from posy.paths import found_at, sha256_of
 from posy.settings import Scalar, Search, SettingsError, as_config, setting, settings_of
+from posy.strategies.method_settings import MethodSettings
 
 AUTO, OFF = "auto", "off"
 """Words instead of a number: Posy chooses the number, or the feature is off."""
@@ -461,7 +461,7 @@ class Settings:
     run: RunSettings
     data: DataSettings
     train: TrainSettings
-    method: Any
+    method: MethodSettings
 
     def __post_init__(self) -> None:
         """Check the settings that depend on settings of another group."""

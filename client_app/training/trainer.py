@@ -170,7 +170,7 @@ class Trainer:
                 outcome.append(flat + models.joined(torch._foreach_sub(models.beside, models.parameters)))
         of_jobs = [(t[:, 0] if single else t).unbind() for t in outcome]
         for row, (index, *trained) in enumerate(zip(order, *of_jobs, strict=True)):
-            results[index] = Trained(*trained)
+            results[index] = Trained(*trained)._replace(steps=shares[index].steps)
             if not finite[row]:
                 # Without the loss, the message is the same for all clients, and the server logs it once in a round.
                 results[index] = TrainingDivergedError(
@@ -200,7 +200,8 @@ class Trainer:
                 joined.append(errors[0])
                 continue
             parameters = torch.stack([result.parameters for result in trained])
-            joined.append(Trained(parameters, torch.stack([result.loss for result in trained])))
+            loss = torch.stack([result.loss for result in trained])
+            joined.append(Trained(parameters, loss, steps=trained[0].steps))
         return joined
 
     def _train_privately(self, job: Job, sampling: Sampling, network: Network) -> Trained:
@@ -221,7 +222,7 @@ class Trainer:
         if job.moments is not None:
             ((means, squares),) = optimiser.moments(models, single=True)
             job.moments.follow(sampling.steps, means, squares)
-        return Trained(models.flat[0, 0].clone(), loss)
+        return Trained(models.flat[0, 0].clone(), loss, steps=sampling.steps)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.precision != "bfloat16":

@@ -162,7 +162,7 @@ class Train:
     context: Context = field(default_factory=dict)
     sample_weight: Tensor | None = None  # (n,)
     resample: bool = False
-    pull: Pull | None = None
+    pull: Pull | None = None  # or a pair: the anchor w_0, and the strength s of the term s / 2 * ||w - w_0||^2
     rule: Rule | None = None  # of posy.client_app.training.rules; None: the gradient
     offset: Tensor | None = None  # (d,), added to each gradient
     notes: Tensor | None = None  # (n, ...), constants of the samples: the objective's ``batch.notes``
@@ -177,6 +177,11 @@ class Train:
     network: Any = None  # which of the client's networks to train
     stream: int = 0  # number of the training in the round; it decides the random order of the batches
     own_batches: bool = False  # whether each of K models has a separate order of batches
+
+    def __post_init__(self) -> None:
+        """Turn the pair of anchor and strength into a :class:`Pull`."""
+        if self.pull is not None:
+            self.pull = Pull(*self.pull)
 
     @property
     def kind(self) -> Hashable:
@@ -206,12 +211,14 @@ class Train:
 class Trained(NamedTuple):
     """Result of :class:`Train`: parameters in the shape of ``start``, mean loss of the last epoch ``()`` or ``(K,)``.
 
-    ``beside`` is the second set of parameters that some rules update; None for other trainings.
+    ``beside`` is the second set of parameters that some rules update; None for other trainings. ``steps`` is the number
+    of steps.
     """
 
     parameters: Tensor
     loss: Tensor
     beside: Tensor | None = None
+    steps: int = 0
 
 
 @dataclass

@@ -270,7 +270,7 @@ def _sharing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
         task = Task("image", (3, 32, 32), tuple(map(str, range(10))))  # CIFAR-10's
         plain = architecture_for(settings.train.model, task)
         architecture = settings.method.network(plain, settings.data.num_clients)
-        network = architecture.build()
+        network: Any = architecture.build()  # FedDRM's TwoBranch
         names = [*network.model.blocks, "head"]
         panels[f"{variant}\n{architecture.layout.size:,} parameters"] = names, network.shared_blocks
     figures.branches(panels, path, title=comparison.item.title, names=("class", "client"))
