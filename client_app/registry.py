@@ -6,8 +6,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from posy.client_app.base import PersonalClient
+from posy.client_app.method_check import check_code
 from posy.extensions import is_own
-from posy.strategies.methods import METHODS, check_method, own_class
+from posy.strategies.methods import METHODS, check_method, own_class, settings_class, strategy_class
 
 
 @cache
@@ -15,6 +16,8 @@ def client_class(method: str) -> Any:
     """Return the NumPyClient class of a method; by default FedAvg's class, which all methods share."""
     check_method(method)
     if is_own(method):
-        return own_class(method, "Client", PersonalClient)
+        client = own_class(method, "Client", PersonalClient)
+        check_code(method, settings_class(method), strategy_class(method), client)
+        return client
     name = f"posy.client_app.{method.replace('-', '_')}"
     return getattr(import_module(name), f"{METHODS[method]}Client") if find_spec(name) else PersonalClient

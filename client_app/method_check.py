@@ -1,0 +1,85 @@
+"""Checks of a custom method's code before the first round: mistakes that Python itself does not report."""
+
+import inspect
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from posy.client_app.base import PersonalClient
+from posy.settings import SettingsError, shown
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import MethodSettings
+
+BASES = (MethodSettings, PersonalisedStrategy, PersonalClient)
+"""The classes whose hooks a method overrides."""
+SIMILAR = 0.8
+"""Similarity from which a name counts as a misspelt hook."""
+
+
+def check_code(method: str, settings: type[MethodSettings], strategy: type[Any], client: type[Any]) -> None:
+    """Check the classes of a custom method.
+
+    Raises
+    ------
+    SettingsError
+        If a hook is misspelt or has other parameters, if ``local_round`` is no generator, or if a class replaces the
+        server's mean or the client's round and the settings do not declare ``returned``.
+    """
+    prefix = f"method = {shown(method)}"
+    for cls, base in zip((settings, strategy, client), BASES, strict=True):
+        for kind in cls.__mro__[: cls.__mro__.index(base)]:
+            if not kind.__module__.startswith("posy."):
+                _check_names(prefix, kind, base)
+                _check_parameters(prefix, kind, base)
+    _check_returned(prefix, settings, strategy, client)
+    if not inspect.isgeneratorfunction(client.local_round):
+        raise SettingsError(
+            f"{prefix}: {client.__name__}.local_round is no generator; it must yield its trainings, as in "
+            "`trained = yield Train(start)`"
+        )
+
+
+def _check_names(prefix: str, kind: type[Any], base: type[Any]) -> None:
+    """Raise :class:`SettingsError` for a public name of a class that is similar to a name of its base class."""
+    known = [name for name in (*dir(base), *base.__annotations__) if not name.startswith("_")]
+    settings: Any = kind
+    own_fields = {field.name for field in fields(settings)} if is_dataclass(kind) else set()
+    for name in vars(kind):
+        if name.startswith("_") or name in known or name in own_fields:
+            continue
+        if near := get_close_matches(name, known, 1, SIMILAR):
+            raise SettingsError(
+                f"{prefix}: {kind.__name__}.{name} is not used: did you mean {near[0]}? If not, begin its name with _"
+            )
+
+
+def _check_parameters(prefix: str, kind: type[Any], base: type[Any]) -> None:
+    """Raise :class:`SettingsError` if a hook has other positional parameters than the hook of the base class."""
+    for name, function in vars(kind).items():
+        hook = getattr(base, name, None)
+        if name.startswith("_") or not (inspect.isfunction(function) and inspect.isfunction(hook)):
+            continue
+        expected = [p for p in inspect.signature(hook).parameters.values() if p.default is p.empty]
+        try:
+            inspect.signature(function).bind(*expected)
+        except TypeError as error:
+            names = ", ".join(parameter.name for parameter in expected)
+            raise SettingsError(
+                f"{prefix}: {kind.__name__}.{name}{inspect.signature(function)} must accept ({names}): {error}"
+            ) from error
+
+
+def _check_returned(prefix: str, settings: type[MethodSettings], strategy: type[Any], client: type[Any]) -> None:
+    """Raise :class:`SettingsError` if the method changes the reply or its use and does not declare ``returned``."""
+    if any("returned" in vars(kind) for kind in settings.__mro__[: settings.__mro__.index(MethodSettings)]):
+        return
+    for kind, base, hook, effect in (
+        (strategy, PersonalisedStrategy, "aggregate", "uses the replies"),
+        (client, PersonalClient, "local_round", "makes the reply"),
+    ):
+        if getattr(kind, hook) is not getattr(base, hook):
+            raise SettingsError(
+                f"{prefix}: {kind.__name__}.{hook} {effect}, so {settings.__name__} must declare `returned`: each "
+                "array, and whether it tolerates noise and sums; for a model whose mean is enough, "
+                'returned = {"model": model(noise=True, sums=True)}'
+            )
