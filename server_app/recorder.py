@@ -18,13 +18,13 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
-from posy import figures
 from posy.client_app.training.work import advice_on_divergence
 from posy.client_app.workspace import Workspace
 from posy.extensions import word_of
 from posy.forked import own_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
+from posy.server_app.pictures import Pictures
 from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
@@ -48,14 +48,11 @@ from posy.signals import undivided
 from posy.storage import plain, write_arrays
 from posy.strategies import schedule
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.methods import drawing_of
 from posy.strategies.pooled import spreads
 from posy.strategies.replies import LIMITED, RoundRecord
 from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
-DRAW_SECONDS = 30.0
-"""Shortest time between two drawings of the accuracy over the rounds."""
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
 """Reasons of dropped replies for numbers out of range."""
 NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
@@ -108,6 +105,7 @@ class Recorder:
         if run.save_models:
             strategy.exchange.models_folder = self.directory.models
         self._tracking = Tracking(run.track)
+        self._pictures = Pictures(self.directory, strategy, workspace, federation)
         self.totals = Totals()
         self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
         strategy.rounds.before_training = self.privacy.note
@@ -118,7 +116,6 @@ class Recorder:
         self.system: SystemAccuracy | None = None
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
-        self._drawn = 0.0
         if resumption is not None:
             self._take_up(resumption.checkpoint)
         self.status.note(results=self.directory.path, rounds=run.num_server_rounds)
@@ -129,7 +126,7 @@ class Recorder:
         if self.workspace.of_sites:
             print(self.federation.task(self.strategy.architecture.model), flush=True)
         with self._writing():
-            self._draw_partition()
+            self._pictures.draw_partition()
             self._write_summary("running")
         path = self.directory.path
         self._tracking.start(TrackedRun(path.name, self.directory.id, path, self.settings.as_config(), self.rounds))
@@ -158,7 +155,7 @@ class Recorder:
             write_arrays(self.directory.models / ARRAYS, self._server_state or state_of(self.strategy))
         if status == "completed" and not self.settings.train.withholds_scores:
             self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
-        self._draw(final=True)
+        self._pictures.draw(self.totals, self.system, final=True)
         self._write_summary(status)
 
     def record(self) -> Record:
@@ -255,8 +252,8 @@ class Recorder:
         if self.checkpoints.every and sum(array.nbytes for array in state.values()) <= HELD_BYTES:
             # The next round may write into its arrays before it is interrupted.
             self._server_state = {name: array.copy() for name, array in state.items()}
-        if time.perf_counter() - self._drawn > DRAW_SECONDS:
-            self._draw()
+        if self._pictures.due:
+            self._pictures.draw(self.totals)
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
@@ -367,38 +364,6 @@ class Recorder:
             return {}
         over_clients = {point: spread_of(rows.values(), f"{point}_accuracy") for point in POINTS}
         return {"newcomers": {**over_clients, "clients": {str(client): row for client, row in sorted(rows.items())}}}
-
-    def _draw_partition(self) -> None:
-        task = self.workspace.task
-        if self.workspace.of_sites:
-            counts = self.strategy.class_counts = self.federation.class_counts()
-        else:
-            labels = self.workspace.dataset.y, task.num_classes
-            counts = self.workspace.partition.counts(*labels)
-            self.strategy.class_counts = self.workspace.partition.train_counts(*labels)
-        if counts is not None:
-            self.directory.write_partition(counts, task.class_names)
-            figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
-
-    def _draw(self, *, final: bool = False) -> None:
-        """Draw the pictures; a failure is a warning and does not end the run."""
-        folder = self.directory.figures
-        try:
-            figures.over_rounds(self.totals.accuracy, folder / "accuracy.png")
-            if final:
-                figures.over_rounds(self.totals.loss, folder / "loss.png", measure="loss")
-                served, local = (
-                    [self.totals.clients.get(c, {}).get(column) for c in range(self.settings.data.num_clients)]
-                    for column in ("served_accuracy", "local_accuracy")
-                )
-                figures.client_accuracies(served, local, folder / "clients.png")
-                if self.system and self.system.routed is not None:
-                    figures.routing(self.system.routed, folder / "routing.png")
-                if draw := drawing_of(type(self.strategy)):
-                    draw(self.strategy, folder)
-        except (ValueError, OSError, ArithmeticError) as error:
-            log(WARNING, "a picture could not be drawn: %r", error)
-        self._drawn = time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

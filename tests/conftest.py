@@ -29,7 +29,7 @@ from posy.client_app.workspace import Workspace
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
-from posy.server_app.recorder import Recorder
+from posy.server_app.pictures import Pictures
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import pertinent, read_settings, without_effect
@@ -45,7 +45,7 @@ TINY_TRAIN = (21, 12, 8, 1)
 TINY_TEST = (9, 6, 4, 0)
 
 
-DRAWING = {name: getattr(Recorder, name) for name in ("_draw", "_draw_partition")}
+DRAWING = {name: getattr(Pictures, name) for name in ("draw", "draw_partition")}
 
 
 @dataclass
@@ -112,7 +112,7 @@ def no_pictures() -> Iterator[None]:
     """Draw no figures, because drawing takes longer than the runs."""
     with pytest.MonkeyPatch.context() as patched:
         for name in DRAWING:
-            patched.setattr(Recorder, name, lambda self, **_: None)
+            patched.setattr(Pictures, name, lambda self, *_, **__: None)
         yield
 
 
@@ -120,7 +120,7 @@ def no_pictures() -> Iterator[None]:
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw the figures of the runs in this test."""
     for name, draw in DRAWING.items():
-        monkeypatch.setattr(Recorder, name, draw)
+        monkeypatch.setattr(Pictures, name, draw)
 
 
 @pytest.fixture

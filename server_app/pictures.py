@@ -1,0 +1,90 @@
+"""The pictures of a run: the partition, the accuracy over the rounds, the clients and the method's own pictures."""
+
+import time
+from logging import WARNING
+
+from flwr.common.logger import log
+
+from posy import figures
+from posy.client_app.workspace import Workspace
+from posy.server_app.members import Federation
+from posy.server_app.results import RunDirectory, Totals
+from posy.server_app.system import SystemAccuracy
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.methods import drawing_of
+
+DRAW_SECONDS = 30.0
+"""Shortest time between two drawings of the accuracy over the rounds."""
+
+
+class Pictures:
+    """Draws the pictures of a run into the ``figures`` of its directory.
+
+    Parameters
+    ----------
+    directory : RunDirectory
+        The directory of the run.
+    strategy : PersonalisedStrategy
+        The strategy, which receives the training samples by client and class if the server knows them.
+    workspace : Workspace
+        The data of the clients.
+    federation : Federation
+        The clients, which report their samples by class where each has its own data.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, strategy: PersonalisedStrategy, workspace: Workspace, federation: Federation
+    ) -> None:
+        self.directory = directory
+        self.strategy = strategy
+        self.workspace = workspace
+        self.federation = federation
+        self._drawn = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the accuracy over the rounds is to be drawn again."""
+        return time.perf_counter() - self._drawn > DRAW_SECONDS
+
+    def draw_partition(self) -> None:
+        """Write and draw the clients' samples by class."""
+        task = self.workspace.task
+        if self.workspace.of_sites:
+            counts = self.strategy.class_counts = self.federation.class_counts()
+        else:
+            labels = self.workspace.dataset.y, task.num_classes
+            counts = self.workspace.partition.counts(*labels)
+            self.strategy.class_counts = self.workspace.partition.train_counts(*labels)
+        if counts is not None:
+            self.directory.write_partition(counts, task.class_names)
+            figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
+
+    def draw(self, totals: Totals, system: SystemAccuracy | None = None, *, final: bool = False) -> None:
+        """Draw the pictures; a failure is a warning and does not end the run.
+
+        Parameters
+        ----------
+        totals : Totals
+            The scores of the finished rounds.
+        system : SystemAccuracy, optional
+            The accuracy of the federation as a whole.
+        final : bool
+            Whether the run has ended; otherwise only the accuracy over the rounds is drawn.
+        """
+        folder = self.directory.figures
+        try:
+            figures.over_rounds(totals.accuracy, folder / "accuracy.png")
+            if final:
+                figures.over_rounds(totals.loss, folder / "loss.png", measure="loss")
+                served, local = (
+                    [totals.clients.get(c, {}).get(column) for c in range(self.strategy.num_clients)]
+                    for column in ("served_accuracy", "local_accuracy")
+                )
+                figures.client_accuracies(served, local, folder / "clients.png")
+                if system and system.routed is not None:
+                    figures.routing(system.routed, folder / "routing.png")
+                if draw := drawing_of(type(self.strategy)):
+                    draw(self.strategy, folder)
+        except (ValueError, OSError, ArithmeticError) as error:
+            log(WARNING, "a picture could not be drawn: %r", error)
+        self._drawn = time.perf_counter()
