@@ -11,7 +11,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -269,8 +269,9 @@ def make_client(make_config: Callable[..., Config]) -> Callable[..., Any]:
 def update() -> Callable[..., Update]:
     """Return a function that builds a client's update as a strategy receives it."""
 
-    def make(client: int, arrays: Sequence[Any], num_examples: int = 1, loss: float = 1.0) -> Update:
-        return Update([np.asarray(a, np.float32) for a in arrays], loss, client=client, num_examples=num_examples)
+    def make(client: int, arrays: Mapping[str, Any], num_examples: int = 1, loss: float = 1.0) -> Update:
+        received = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
+        return Update(received, loss, client=client, num_examples=num_examples)
 
     return make
 

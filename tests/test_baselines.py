@@ -30,7 +30,7 @@ def start_of(client, seed=0):
 def test_fedavg_averages_by_samples(make_strategy, update):
     strategy = make_strategy("fedavg", model="linear")
     rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [rows[0]], 21), update(3, [rows[1]], 7)])
+    strategy.aggregate(1, [update(0, {"model": rows[0]}, 21), update(3, {"model": rows[1]}, 7)])
     np.testing.assert_allclose(strategy.model, 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
 
 
@@ -216,7 +216,7 @@ def test_fedrep_shares_the_body_alone(make_strategy, update):
     head = strategy.architecture.layout.part(["head"]).size
     assert strategy.model.size == strategy.size - head
     rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [rows[0]], 1), update(1, [rows[1]], 3)])
+    strategy.aggregate(1, [update(0, {"model": rows[0]}, 1), update(1, {"model": rows[1]}, 3)])
     np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
 
 
@@ -342,11 +342,11 @@ def test_fedamp_round_by_hand(make_strategy, update):
     strategy = make_strategy("fedamp", model="linear", fedamp_alpha=0.5, fedamp_sigma=2.0)
     models = np.zeros((2, strategy.size), np.float32)
     models[1, 0] = 1
-    strategy.aggregate(1, [update(0, [models[0]]), update(2, [models[1]])])
+    strategy.aggregate(1, [update(0, {"model": models[0]}), update(2, {"model": models[1]})])
     near = 0.25 * math.exp(-0.5)
-    assert strategy.serve(0)[0][0] == pytest.approx(near, rel=1e-5)
-    assert strategy.serve(2)[0][0] == pytest.approx(1 - near, rel=1e-5)
-    assert strategy.serve(1)[0][0] == pytest.approx(0.5)  # client 1 has no model yet, so it gets the mean
+    assert strategy.serve(0)["model"][0] == pytest.approx(near, rel=1e-5)
+    assert strategy.serve(2)["model"][0] == pytest.approx(1 - near, rel=1e-5)
+    assert strategy.serve(1)["model"][0] == pytest.approx(0.5)  # client 1 has no model yet, so it gets the mean
 
 
 # -- IFCA ----------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_fedbn_keeps_normalisation_and_shares_all_else(model, make_client, make_
     count = sum(e.stop - e.start for e in personal)
     assert count > 0 and strategy.model.size == client.layout.size - count
 
-    received = strategy.serve(0)[0].copy()
+    received = strategy.serve(0)["model"].copy()
     (sent,), _, _ = client.fit([received], CONFIG)
     assert sent.shape == received.shape and (sent != received).any()
     assert client.state["personal"].size == count

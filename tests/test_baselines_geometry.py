@@ -58,7 +58,9 @@ def test_every_client_is_tied_to_the_mean_of_all(make_strategy, update):
     """λ Σ_j Ω_ij w_j with Ω = I − 11ᵀ/3 is λ (w_i − w̄), a pull of 2λ/3 towards the mean of the other clients."""
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
     models = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(c, [row], n) for c, row, n in zip((0, 1, 3), models, (5, 1, 9), strict=True)])
+    strategy.aggregate(
+        1, [update(c, {"model": row}, n) for c, row, n in zip((0, 1, 3), models, (5, 1, 9), strict=True)]
+    )
     for client, row, peers in ((0, 0, (1, 2)), (1, 1, (0, 2)), (3, 2, (0, 1))):
         (served,) = strategy.serve(client)
         tie = strategy.train_config(2, client)["tie"]
@@ -71,8 +73,8 @@ def test_a_newcomer_is_tied_to_the_mean_of_the_models(make_strategy, update):
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
     assert strategy.train_config(1, 2) == {"tie": 0.0}  # the server has no client's model yet
     models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(c, [row]) for c, row in enumerate(models)])
-    np.testing.assert_allclose(strategy.serve(2)[0], models.mean(axis=0), atol=1e-6)
+    strategy.aggregate(1, [update(c, {"model": row}) for c, row in enumerate(models)])
+    np.testing.assert_allclose(strategy.serve(2)["model"], models.mean(axis=0), atol=1e-6)
     assert strategy.train_config(2, 2)["tie"] == pytest.approx(0.6 * 2 / 3)
 
 
@@ -92,12 +94,12 @@ def test_learnt_ties_are_the_gradient_of_the_regulariser(make_strategy, update):
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6, fedmtl_relations="learnt")
     models = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
     models[2] = models[0] + 0.1 * models[2]
-    strategy.aggregate(1, [update(c, [row]) for c, row in enumerate(models)])
+    strategy.aggregate(1, [update(c, {"model": row}) for c, row in enumerate(models)])
     w = models.T.astype(np.float64)
     gradient = 0.6 * w @ learnt_relations(w.T @ w)
     for client in range(3):
         tie = strategy.train_config(2, client)["tie"]
-        pull = tie * (models[client] - strategy.serve(client)[0])
+        pull = tie * (models[client] - strategy.serve(client)["model"])
         np.testing.assert_allclose(pull, gradient[:, client], atol=1e-5)
 
 
@@ -146,7 +148,9 @@ def test_fedmgdas_round_by_hand(make_strategy, update):
     before = strategy.model.copy()
     moved = np.zeros((2, strategy.size), np.float32)
     moved[0, 0], moved[1, 1] = 3, -2
-    quantities = strategy.aggregate(1, [update(0, [before + moved[0]], 3), update(2, [before + moved[1]], 1)])
+    quantities = strategy.aggregate(
+        1, [update(0, {"model": before + moved[0]}, 3), update(2, {"model": before + moved[1]}, 1)]
+    )
     expected = np.zeros(strategy.size)
     expected[:2] = 0.5 * 0.65, -0.5 * 0.35
     np.testing.assert_allclose(strategy.model - before, expected, atol=1e-6)
@@ -157,14 +161,14 @@ def test_opposed_updates_leave_the_model(make_strategy, update):
     strategy = make_strategy("fedmgda", model="linear", fedmgda_epsilon=1.0)
     before = strategy.model.copy()
     step = np.random.default_rng(0).normal(size=strategy.size).astype(np.float32)
-    strategy.aggregate(1, [update(0, [before + step], 1), update(1, [before - 3 * step], 9)])
+    strategy.aggregate(1, [update(0, {"model": before + step}, 1), update(1, {"model": before - 3 * step}, 9)])
     np.testing.assert_allclose(strategy.model, before, atol=1e-5)
 
 
 def test_clients_that_have_not_moved(make_strategy, update):
     strategy = make_strategy("fedmgda", model="linear")
     before = strategy.model.copy()
-    strategy.aggregate(1, [update(0, [before]), update(1, [before])])
+    strategy.aggregate(1, [update(0, {"model": before}), update(1, {"model": before})])
     np.testing.assert_array_equal(strategy.model, before)
 
 
@@ -175,7 +179,7 @@ def test_running_statistics_are_averaged(make_strategy, update):
     strategy = make_strategy("fedmgda", data=data, model="resnet18-bn")
     models = np.float32(strategy.initial() + 1e-3 * rng.normal(size=(2, strategy.size)))
     statistics = strategy.architecture.layout.select(lambda entry: not entry.trainable)
-    strategy.aggregate(1, [update(0, [models[0]], 1), update(1, [models[1]], 3)])
+    strategy.aggregate(1, [update(0, {"model": models[0]}, 1), update(1, {"model": models[1]}, 3)])
     expected = 0.25 * statistics.take(models[0]) + 0.75 * statistics.take(models[1])
     np.testing.assert_allclose(statistics.take(strategy.model), expected, atol=1e-6)
 
@@ -329,7 +333,7 @@ def test_prototypes_are_weighted_by_samples_of_the_class(make_strategy, update):
     first, second = np.eye(size, dtype=np.float32)[:2]
     views(models[0])["head.weight"][0] = 2 / 4 * first
     views(models[1])["head.weight"][0] = 4 / 12 * second
-    strategy.aggregate(1, [update(0, [models[0]], 4), update(1, [models[1]], 12)])
+    strategy.aggregate(1, [update(0, {"model": models[0]}, 4), update(1, {"model": models[1]}, 12)])
     mean = 2 * first + 4 * second
     expected = 0.5 * before[0] + 0.5 * mean / np.linalg.norm(mean)
     after = views(strategy.model)["head.weight"]
@@ -508,7 +512,7 @@ def test_confree_resolves_conflicts_tensor_by_tensor(make_strategy, update):
     views[0][second][:2], views[1][second][:2] = (1, 0), (1, 1)
     changes = np.stack([strategy.architecture.layout.flatten(v)[: strategy.model.size] for v in views])
     quantities = strategy.aggregate(
-        1, [update(c, [before + row], n) for c, row, n in zip((0, 2), changes, (9, 1), strict=True)]
+        1, [update(c, {"model": before + row}, n) for c, row, n in zip((0, 2), changes, (9, 1), strict=True)]
     )
     after = strategy.architecture.layout.views(np.append(strategy.model - before, np.zeros(195, np.float32)))
     np.testing.assert_allclose(after[first][:2], [0.25, 0.75], atol=1e-6)

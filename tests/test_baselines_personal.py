@@ -297,7 +297,7 @@ def test_pfedmes_server_by_hand(make_strategy: Make, update: Make) -> None:
     strategy = make_strategy("pfedme", model="linear", pfedme_beta=0.5)
     before = strategy.model
     rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [rows[0]], 1), update(3, [rows[1]], 3)])
+    strategy.aggregate(1, [update(0, {"model": rows[0]}, 1), update(3, {"model": rows[1]}, 3)])
     np.testing.assert_allclose(strategy.model, 0.5 * before + 0.5 * (0.25 * rows[0] + 0.75 * rows[1]), atol=1e-6)
 
 
@@ -306,7 +306,7 @@ def test_pfedme_never_goes_beyond_the_mean_of_running_statistics(make_strategy: 
     data = (x, np.arange(8) % 2, [range(4), range(4, 8)], [[], []])
     strategy = make_strategy("pfedme", data=data, model="resnet18-bn", pfedme_beta=4.0)
     rows = np.stack([strategy.model, strategy.model]) * np.float32([[0.25], [0.75]])
-    strategy.aggregate(1, [update(0, [rows[0]]), update(1, [rows[1]])])
+    strategy.aggregate(1, [update(0, {"model": rows[0]}), update(1, {"model": rows[1]})])
     statistics = strategy.architecture.layout.select(lambda entry: not entry.trainable)
     assert statistics.size
     np.testing.assert_allclose(statistics.take(strategy.model), statistics.take(rows.mean(axis=0)), atol=1e-6)
@@ -404,13 +404,13 @@ def test_models_are_chosen_by_affinity_or_at_random() -> None:
 def test_fedfomos_server_by_hand(make_strategy: Make, update: Make) -> None:
     strategy = make_strategy("fedfomo", model="linear", fedfomo_models=2, fedfomo_epsilon=0.0)
     rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
-    assert strategy.serve(1)[0].shape == (0, strategy.size)
+    assert strategy.serve(1)["models"].shape == (0, strategy.size)
     assert strategy.rounds.expected_shapes(1) == [(strategy.size,), (1,)]
     np.testing.assert_array_equal(strategy.reference(1, [rows[1], np.zeros(1)]), [strategy.initial()])
     strategy.aggregate(1, [update(c, [rows[c], np.zeros(1)]) for c in (0, 1, 3)])
     assert [set(row) for row in strategy.sent.tolist()] == [{1, 3}, {0, 3}, {0, 1, 3} & set(strategy.sent[2]), {0, 1}]
     for client in range(4):
-        np.testing.assert_array_equal(strategy.serve(client)[0], rows[strategy.sent[client]])
+        np.testing.assert_array_equal(strategy.serve(client)["models"], rows[strategy.sent[client]])
     candidates, before = strategy.sent[0].tolist(), strategy.sent[2].tolist()
     reported = [0.125, *(-0.5 if other == 3 else 0.25 for other in candidates)]
     quantities = strategy.aggregate(2, [update(0, [-rows[0], reported])])
@@ -476,21 +476,23 @@ def test_two_rounds_of_cfl_by_hand(make_strategy: Make, update: Make) -> None:
     start, way = strategy.model, np.zeros(strategy.size, np.float32)
     way[0] = 1
     away, counts = (2.2, -1.8, 2.2, -1.8), (1, 1, 1, 1)
-    replies = [update(c, [start + away[c] * way], counts[c]) for c in range(4)]
+    replies = [update(c, {"model": start + away[c] * way}, counts[c]) for c in range(4)]
     three = make_strategy("cfl", model="linear", cfl_eps1=0.3, cfl_eps2=2.0)
     assert three.aggregate(1, replies[:2]) == {"cluster_sizes": [4]}  # absent clients may differ
     np.testing.assert_allclose(three.model, start + 0.2 * way, atol=1e-6)
     assert strategy.aggregate(1, replies) == {"cluster_sizes": [2, 2]}
     assert strategy.cluster.tolist() == [0, 1, 0, 1]
     for client in range(4):
-        np.testing.assert_allclose(strategy.serve(client)[0], start + away[client] * way, atol=1e-6)
+        np.testing.assert_allclose(strategy.serve(client)["model"], start + away[client] * way, atol=1e-6)
     fresh = make_strategy("cfl", model="linear")
     load_state(fresh, state_of(strategy))
-    before = strategy.serve(1)[0]
-    strategy.aggregate(2, [update(0, [start], 3), update(2, [start + 4 * way], 1)])  # cluster 1 has no reply
-    np.testing.assert_allclose(strategy.serve(0)[0], start + way, atol=1e-6)
-    np.testing.assert_array_equal(strategy.serve(3)[0], before)
-    np.testing.assert_array_equal(fresh.serve(3)[0], before)
+    before = strategy.serve(1)["model"]
+    strategy.aggregate(
+        2, [update(0, {"model": start}, 3), update(2, {"model": start + 4 * way}, 1)]
+    )  # cluster 1 has no reply
+    np.testing.assert_allclose(strategy.serve(0)["model"], start + way, atol=1e-6)
+    np.testing.assert_array_equal(strategy.serve(3)["model"], before)
+    np.testing.assert_array_equal(fresh.serve(3)["model"], before)
 
 
 def test_cfl_that_never_splits_is_fedavg(make_config: Make, federate: Make) -> None:

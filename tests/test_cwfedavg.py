@@ -90,7 +90,7 @@ def test_class_that_no_client_has_keeps_its_model():
 
 def test_whole_round_by_hand(make_strategy, update):
     strategy = make_strategy("cwfedavg", data=DATA, model="linear")
-    strategy.aggregate(1, [update(0, [FIRST], 10), update(1, [SECOND], 30)])
+    strategy.aggregate(1, [update(0, {"model": FIRST}, 10), update(1, {"model": SECOND}, 30)])
     q = np.array([[0.1, 0.9], [1, 0], [0.25, 0.75]])
     models = q @ np.stack([FIRST, SECOND])  # Eq. 5
     np.testing.assert_allclose(strategy.class_models, models, rtol=1e-6)
@@ -107,8 +107,8 @@ def test_everybody_is_served_the_initial_model_first(make_strategy):
 
 def test_distribution_and_norms_of_a_client_that_did_not_reply_stay(make_strategy, update):
     strategy = make_strategy("cwfedavg", data=DATA, model="linear")
-    strategy.aggregate(1, [update(0, [FIRST], 10)])
-    strategy.aggregate(2, [update(1, [SECOND], 30)])
+    strategy.aggregate(1, [update(0, {"model": FIRST}, 10)])
+    strategy.aggregate(2, [update(1, {"model": SECOND}, 30)])
     np.testing.assert_allclose(strategy.distributions, [[0.25, 0.5, 0.25], [0.75, 0, 0.25], [1 / 3] * 3], rtol=1e-6)
     np.testing.assert_allclose(strategy.local_norms, [[5, 10, 5], [3, 0, 1], [math.nan] * 3], rtol=1e-6)
 
@@ -127,8 +127,8 @@ def test_iid_clients_make_every_class_model_fedavgs(make_strategy, update, layer
     for factor, model in zip((1.0, 2.0, 0.5), models, strict=True):  # heads alike up to a factor
         model[output.start : output.stop] = factor * models[0][output.start : output.stop]
     sizes = (5, 20, 7)
-    average.aggregate(1, [update(i, [m], n) for i, (m, n) in enumerate(zip(models, sizes, strict=True))])
-    strategy.aggregate(1, [update(i, [m], n) for i, (m, n) in enumerate(zip(models, sizes, strict=True))])
+    average.aggregate(1, [update(i, {"model": m}, n) for i, (m, n) in enumerate(zip(models, sizes, strict=True))])
+    strategy.aggregate(1, [update(i, {"model": m}, n) for i, (m, n) in enumerate(zip(models, sizes, strict=True))])
     for model in strategy.class_models:
         np.testing.assert_allclose(model, strategy.classwise.take(average.model), atol=1e-5)
     for client in range(4):
@@ -167,7 +167,7 @@ def test_layers_that_are_averaged_class_wise(make_strategy, update, layers, clas
     strategy = make_strategy("cwfedavg", data=data, model="cnn", cwfedavg_layers=layers)
     models = rng.normal(size=(2, strategy.size)).astype(np.float32)
     models[1, strategy.output.start : strategy.output.start + 512] *= 5  # class 0 stands out on client 1
-    strategy.aggregate(1, [update(i, [m], n) for i, (m, n) in enumerate(zip(models, (1, 3), strict=True))])
+    strategy.aggregate(1, [update(i, {"model": m}, n) for i, (m, n) in enumerate(zip(models, (1, 3), strict=True))])
     weights = models[:, strategy.output.start : strategy.output.stop].reshape(2, *strategy.output.shape)
     p = weight_distribution(weights)
     mixed = p @ class_weights(p, np.array([1.0, 3.0])) @ models
@@ -297,7 +297,7 @@ def test_pictured_norms_are_those_of_the_last_local_models(make_config, federate
 
 def test_distance_of_the_approximated_distribution_by_hand(make_strategy, update):
     strategy = make_strategy("cwfedavg", data=DATA, model="linear")
-    updates = [update(0, [FIRST], 10), update(1, [SECOND], 30)]
+    updates = [update(0, {"model": FIRST}, 10), update(1, {"model": SECOND}, 30)]
     assert "distribution_distance" not in strategy.aggregate(1, updates)  # sites need not tell their classes
     strategy.class_counts = np.array([[1, 2, 1], [1, 0, 0], [5, 5, 5]])
     # p̃ = (1/4, 1/2, 1/4) = p of the first; that of the second is (3/4, 0, 1/4), its p (1, 0, 0).

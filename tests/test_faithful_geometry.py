@@ -68,7 +68,7 @@ def test_newcomers_descend_the_tree_of_splits(make_config: Any, federate: Any, m
         cosines = updates @ change / np.linalg.norm(updates, axis=1) / np.linalg.norm(change)
         expected = index + 1 if sides[cosines.argmax()] else expected
     assert strategy.cluster[new] == expected
-    np.testing.assert_array_equal(strategy.serve(new)[0], [strategy.model, *strategy.split_off][expected])
+    np.testing.assert_array_equal(strategy.serve(new)["model"], [strategy.model, *strategy.split_off][expected])
     assert "served_accuracy" in strategy.newcomer_rows[new] or new == 3
 
 
@@ -204,17 +204,19 @@ def test_an_update_is_measured_from_the_clients_model(
     near = {"fedamp_sigma": 100.0, "fedamp_alpha": 100.0}  # messages mix all models
     strategy = make_strategy(method, model="linear", **near)
     rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
-    unseen = strategy.serve(0)[0] if method == "fedamp" else strategy.initial()
+    unseen = strategy.serve(0)["model"] if method == "fedamp" else strategy.initial()
     np.testing.assert_array_equal(strategy.reference(0, [rows[0]])[0], unseen)
-    strategy.aggregate(1, [update(c, [rows[c]]) for c in (0, 2)])
+    strategy.aggregate(1, [update(c, {"model": rows[c]}) for c in (0, 2)])
     np.testing.assert_array_equal(strategy.reference(0, [rows[1]])[0], rows[0])
     strategy.lost(0)  # the client starts again from the message, or from the initial model
-    start = strategy.serve(0)[0] if method == "fedamp" else strategy.initial()
+    start = strategy.serve(0)["model"] if method == "fedamp" else strategy.initial()
     np.testing.assert_array_equal(strategy.reference(0, [rows[1]])[0], start)
     client = make_client(method, model="linear", batch_size=100, **near)
     config = {"server-round": 2, "lr": 0.0, **strategy.train_config(2, 0)}
-    np.testing.assert_array_equal(client.fit(strategy.serve(0), config)[0][0], start)  # no step: this is the start
-    strategy.aggregate(2, [update(0, [rows[3]])])
+    np.testing.assert_array_equal(
+        client.fit([*strategy.serve(0).values()], config)[0][0], start
+    )  # no step: this is the start
+    strategy.aggregate(2, [update(0, {"model": rows[3]})])
     np.testing.assert_array_equal(strategy.reference(0, [rows[1]])[0], rows[3])
 
 
@@ -340,7 +342,7 @@ def test_the_body_of_confree_is_one_vector_by_default(make_strategy: Any, update
         first, second = strategy._parts()[0][0], slice(strategy.model.size - 2, strategy.model.size)
         changes[:, first.start : first.start + 2] = (1, 0), (-1, 1)
         changes[:, second] = (3, 0), (3, 0)
-        strategy.aggregate(1, [update(c, [before + row]) for c, row in enumerate(changes)])
+        strategy.aggregate(1, [update(c, {"model": before + row}) for c, row in enumerate(changes)])
         steps[parts] = (strategy.model - before)[first.start : first.start + 2]
     np.testing.assert_allclose(steps["body"], [0, 0.5], atol=1e-6)
     np.testing.assert_allclose(steps["tensors"], [0.25, 0.75], atol=1e-6)
@@ -379,7 +381,7 @@ def test_running_statistics_are_averaged_and_enter_nothing_else(
         sent = strategy.shared.take(rows)
         quantities.append(strategy.aggregate(1, [update(c, [sent[c], *more], c + 1) for c in range(4)]))
         parameters = ~np.isin(strategy.shared.take(indices), statistics)
-        arrays = [strategy.serve(client)[0] for client in range(4)]
+        arrays = [strategy.serve(client)["model"] for client in range(4)]
         if scale and method in ("cfl", "fedmgda", "confree"):  # one model or cluster means over these clients
             groups = strategy.cluster if method == "cfl" else np.zeros(4)
             for client, array in enumerate(arrays):

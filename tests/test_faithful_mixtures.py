@@ -228,9 +228,9 @@ def test_pfedme_trains_all_clients_and_averages_the_sample(make_config, federate
 def test_pfedme_needs_replies_of_the_sample(make_strategy, update):
     strategy = make_strategy("pfedme", model="linear", fraction_train=0.5, min_train_replies=2)
     before = strategy.model.copy()
-    strategy.aggregate(1, [update(0, [before + 1]), update(1, []), update(2, [])])
+    strategy.aggregate(1, [update(0, {"model": before + 1}), update(1, {}), update(2, {})])
     np.testing.assert_array_equal(strategy.model, before)
-    strategy.aggregate(1, [update(0, [before + 1]), update(1, [before + 3]), update(2, [])])
+    strategy.aggregate(1, [update(0, {"model": before + 1}), update(1, {"model": before + 3}), update(2, {})])
     np.testing.assert_allclose(strategy.model, before + 2, atol=1e-6)
 
 

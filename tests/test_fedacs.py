@@ -118,11 +118,15 @@ def test_round_by_hand(make_strategy, update):
     strategy = make_strategy("fedacs", data=data, model="linear", fedacs_p=0.0)
     first, second, third = (np.zeros(4, np.float32) for _ in range(3))
     first[:2], second[:2], third[:2] = 2 * unit(0)[0], unit(60)[0], unit(180)[0]
-    quantities = strategy.aggregate(1, [update(0, [first]), update(2, [second]), update(5, [third])])
-    np.testing.assert_allclose(strategy.serve(0)[0], 2 / 3 * first + 1 / 3 * second, atol=1e-6)
-    np.testing.assert_allclose(strategy.serve(2)[0], 1 / 3 * first + 2 / 3 * second, atol=1e-6)
-    np.testing.assert_allclose(strategy.serve(5)[0], third, atol=1e-6)
-    np.testing.assert_allclose(strategy.serve(1)[0], (first + second + third) / 3, atol=1e-6)  # not seen: the mean
+    quantities = strategy.aggregate(
+        1, [update(0, {"model": first}), update(2, {"model": second}), update(5, {"model": third})]
+    )
+    np.testing.assert_allclose(strategy.serve(0)["model"], 2 / 3 * first + 1 / 3 * second, atol=1e-6)
+    np.testing.assert_allclose(strategy.serve(2)["model"], 1 / 3 * first + 2 / 3 * second, atol=1e-6)
+    np.testing.assert_allclose(strategy.serve(5)["model"], third, atol=1e-6)
+    np.testing.assert_allclose(
+        strategy.serve(1)["model"], (first + second + third) / 3, atol=1e-6
+    )  # not seen: the mean
     assert quantities["collaborators"] == pytest.approx(2 / 3)
     assert quantities["attention_to_self"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3, rel=1e-6)
 
@@ -130,32 +134,34 @@ def test_round_by_hand(make_strategy, update):
 def test_clients_start_from_models_of_their_own(make_strategy, update):
     """Only those that have not trained; independent models are nearly orthogonal."""
     strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own")
-    starts = np.stack([strategy.serve(client)[0] for client in range(4)])
+    starts = np.stack([strategy.serve(client)["model"] for client in range(4)])
     for client, start in enumerate(starts):
         np.testing.assert_array_equal(start, strategy.initial(client))
     similarity = cosine_similarity(starts)
     assert np.abs(similarity - np.eye(4)).max() < 0.9
-    strategy.aggregate(1, [update(1, [starts[1]])])
-    np.testing.assert_allclose(strategy.serve(1)[0], starts[1])
-    np.testing.assert_array_equal(strategy.serve(3)[0], starts[3])
+    strategy.aggregate(1, [update(1, {"model": starts[1]})])
+    np.testing.assert_allclose(strategy.serve(1)["model"], starts[1])
+    np.testing.assert_array_equal(strategy.serve(3)["model"], starts[3])
 
 
 def test_newcomers_are_sent_the_mean_also_where_others_have_models_of_their_own(make_strategy, update):
     strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own", holdout_clients=0.25)
     (newcomer,) = strategy.newcomers
     first, second, _ = strategy.members
-    strategy.aggregate(1, [update(first, [np.ones(strategy.size)]), update(second, [np.zeros(strategy.size)])])
-    np.testing.assert_allclose(strategy.serve(newcomer)[0], 0.5)
+    strategy.aggregate(
+        1, [update(first, {"model": np.ones(strategy.size)}), update(second, {"model": np.zeros(strategy.size)})]
+    )
+    np.testing.assert_allclose(strategy.serve(newcomer)["model"], 0.5)
 
 
 def test_those_not_seen_yet_are_sent_one_array(make_strategy, update):
     strategy = make_strategy("fedacs", model="linear")
     models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [models[0]]), update(3, [models[1]])])
-    assert strategy.serve(1)[0] is strategy.serve(2)[0]
+    strategy.aggregate(1, [update(0, {"model": models[0]}), update(3, {"model": models[1]})])
+    assert strategy.serve(1)["model"] is strategy.serve(2)["model"]
     again = make_strategy("fedacs", model="linear")
     load_state(again, state_of(strategy))
-    np.testing.assert_array_equal(again.serve(1)[0], models.mean(axis=0))
+    np.testing.assert_array_equal(again.serve(1)["model"], models.mean(axis=0))
 
 
 @pytest.mark.parametrize("method", ["fedacs", "fedamp"])
@@ -173,7 +179,7 @@ def test_running_statistics_are_no_parameters(make_strategy, update, method):
     attention = []
     for sent in (models, moved):
         strategy = make_strategy(method, data=data, model="resnet18-bn")
-        strategy.aggregate(1, [update(client, [model]) for client, model in enumerate(sent)])
+        strategy.aggregate(1, [update(client, {"model": model}) for client, model in enumerate(sent)])
         attention.append(strategy.mixed)
     parameters = layout.select(lambda entry: entry.trainable)
     np.testing.assert_array_equal(*(parameters.take(mixed) for mixed in attention))
@@ -182,17 +188,17 @@ def test_running_statistics_are_no_parameters(make_strategy, update, method):
 
 def test_before_the_first_round_all_are_served_the_initial_model(make_strategy):
     strategy = make_strategy("fedacs")
-    np.testing.assert_array_equal(strategy.serve(3)[0], strategy.initial())
+    np.testing.assert_array_equal(strategy.serve(3)["model"], strategy.initial())
 
 
 def test_server_keeps_the_latest_model_of_every_client_seen(make_strategy, update):
     strategy = make_strategy("fedacs", model="linear")
     models = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [models[0]]), update(3, [models[1]])])
-    strategy.aggregate(2, [update(1, [models[2]])])
+    strategy.aggregate(1, [update(0, {"model": models[0]}), update(3, {"model": models[1]})])
+    strategy.aggregate(2, [update(1, {"model": models[2]})])
     assert strategy.seen.tolist() == [0, 1, 3]
     np.testing.assert_array_equal(strategy.models, models[[0, 2, 1]])
-    strategy.aggregate(3, [update(3, [models[3]])])
+    strategy.aggregate(3, [update(3, {"model": models[3]})])
     np.testing.assert_array_equal(strategy.models, models[[0, 2, 3]])
 
 
@@ -211,7 +217,7 @@ def test_pictured_attention_is_that_of_the_rounds(make_config, federate):
     assert others > 0
     for client in seen:
         mixed = pictures[-1][client, sorted(seen)] @ finished.strategy.models
-        np.testing.assert_allclose(finished.strategy.serve(client)[0], mixed, atol=1e-6)
+        np.testing.assert_allclose(finished.strategy.serve(client)["model"], mixed, atol=1e-6)
 
 
 def test_p_one_trains_as_local_does(make_config, federate):

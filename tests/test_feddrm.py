@@ -114,9 +114,9 @@ def test_only_the_class_classifier_is_personal(make_strategy, make_client):
     client = make_client("feddrm")
     head = client.layout.part(["head"])
     assert head.size == 64 * 3 + 3
-    assert strategy.serve(0)[0].size == client.layout.size - head.size
+    assert strategy.serve(0)["model"].size == client.layout.size - head.size
     assert strategy.shared == client.shared == client.layout.without(["head"])
-    (sent,), _, _ = client.fit(strategy.serve(0), CONFIG)
+    (sent,), _, _ = client.fit([*strategy.serve(0).values()], CONFIG)
     assert [sent.shape] == strategy.rounds.expected_shapes(0)
     assert set(client.state) == {"personal"} and client.state["personal"].shape == (head.size,)
 
@@ -135,7 +135,7 @@ def test_kept_classifier_is_used_again(make_client):
 def test_shared_part_is_averaged_by_samples(make_strategy, update):
     strategy = make_strategy("feddrm")
     rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [rows[0]], 10), update(1, [rows[1]], 30)])
+    strategy.aggregate(1, [update(0, {"model": rows[0]}, 10), update(1, {"model": rows[1]}, 30)])
     np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
 
 

@@ -345,7 +345,7 @@ def test_personal_statistics_never_leave_the_client(make_client, make_strategy):
     client, strategy = (make("fedfew", **settings) for make in (make_client, make_strategy))
     statistics = client.layout.select(lambda entry: not entry.trainable)
     assert statistics.size > 0 and strategy.models.shape == (2, client.layout.size - statistics.size)
-    served = strategy.serve(0)[0]
+    served = strategy.serve(0)["models"]
     (delta, losses), _, _ = client.fit([served], train_config())
     assert [delta.shape, losses.shape] == strategy.rounds.expected_shapes(0)
     # Served the same models again, the client has them with the statistics of its own training.

@@ -202,9 +202,9 @@ def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, u
     first, second, third, fourth = strategy.stages
     rng = np.random.default_rng(0)
     sent = [rng.normal(size=stage.shared_part.size).astype(np.float32) for stage in strategy.stages]
-    strategy.aggregate(1, [update(0, [sent[0]], 4)])
+    strategy.aggregate(1, [update(0, {"model": sent[0]}, 4)])
     np.testing.assert_array_equal(strategy.model, second.shared_part.take(sent[0]))  # dense, as FedAvg left it
-    strategy.aggregate(2, [update(0, [sent[1]], 4)])
+    strategy.aggregate(2, [update(0, {"model": sent[1]}, 4)])
     plain, before = (
         first.architecture.layout.views(sent[0]),
         second.architecture.layout.views(
@@ -219,7 +219,7 @@ def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, u
     product = served["blocks.fc1.linear.up.weight"] @ served["blocks.fc1.linear.down.weight"]
     np.testing.assert_allclose(product, low_rank(plain["blocks.fc1.linear.weight"], 20), atol=1e-4)
     np.testing.assert_array_equal(served["blocks.fc1.linear.up.bias"], plain["blocks.fc1.linear.bias"])
-    strategy.aggregate(3, [update(0, [sent[2]], 4)])
+    strategy.aggregate(3, [update(0, {"model": sent[2]}, 4)])
     np.testing.assert_array_equal(
         strategy.model,
         fourth.shared_part.take(
@@ -652,14 +652,14 @@ def test_first_stage_is_fedavg(make_config, federate):
 def test_first_stage_is_weighted_and_later_ones_are_uniform(make_strategy, update):
     strategy = make_strategy("ppfe", ppfe_stage_rounds="1,1,1")
     rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [rows[0]], 10), update(1, [rows[1]], 30)])
+    strategy.aggregate(1, [update(0, {"model": rows[0]}, 10), update(1, {"model": rows[1]}, 30)])
     np.testing.assert_allclose(strategy.finished[0], 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
     assert strategy.stage.number == 2
     head = strategy.architecture.layout.part(["head"]).size
     assert strategy.model.size == strategy.size - head
     np.testing.assert_array_equal(strategy.model, strategy.finished[0][:-head])  # ψ^(t) starts from ψ^(t-1)
     rows = rows[:, :-head]
-    strategy.aggregate(2, [update(0, [rows[0]], 10), update(1, [rows[1]], 30)])
+    strategy.aggregate(2, [update(0, {"model": rows[0]}, 10), update(1, {"model": rows[1]}, 30)])
     np.testing.assert_allclose(strategy.finished[1], 0.5 * rows[0] + 0.5 * rows[1], atol=1e-6)
 
 

@@ -95,8 +95,8 @@ def without(client, rounds):
     """Return a function that removes a client from the cohorts of some rounds."""
 
     def prepare(strategy):
-        cohort = strategy.cohort
-        strategy.cohort = lambda number: [c for c in cohort(number) if number not in rounds or c != client]
+        cohort = strategy.rounds.cohort
+        strategy.rounds.cohort = lambda number: [c for c in cohort(number) if number not in rounds or c != client]
 
     return prepare
 
@@ -105,8 +105,8 @@ def without_cohort(number):
     """Return a function that empties the cohort of a round."""
 
     def prepare(strategy):
-        cohort = strategy.cohort
-        strategy.cohort = lambda current: [] if current == number else cohort(current)
+        cohort = strategy.rounds.cohort
+        strategy.rounds.cohort = lambda current: [] if current == number else cohort(current)
 
     return prepare
 

@@ -109,6 +109,6 @@ def test_cfl_equals_the_authors_program(tmp_path, federate):
     settings["client_weights"] = "uniform"
     strategy = federate(config("cfl", tmp_path, **settings)).strategy
     assert strategy.cluster.tolist() == [0, 1, 0] and len(SIZES) == 3
-    served = np.stack([strategy.serve(client)[0] for client in range(3)])
+    served = np.stack([strategy.serve(client)["model"] for client in range(3)])
     assert served.shape == (3, D)
     check("cfl", [(served[0], TOGETHER), (served[1], APART), (served[2], TOGETHER)])

@@ -278,5 +278,5 @@ def test_fedamp_equals_pfllibs_program(tmp_path, federate):
     settings = {"fedamp_alpha": 0.02, "fedamp_sigma": 0.05, "fedamp_strength": 0.0}
     finished = federate(config("fedamp", tmp_path, **settings))
     models = np.concatenate([finished.kept(client)["model"] for client in range(3)])
-    messages = np.concatenate([finished.strategy.serve(client)[0] for client in range(3)])
+    messages = np.concatenate([finished.strategy.serve(client)["model"] for client in range(3)])
     check("fedamp", [(models, MODELS), (messages, MESSAGES)])
