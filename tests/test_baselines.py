@@ -108,11 +108,11 @@ def test_rounds_of_fine_tuning_by_hand(make_client, gradient_of, softmax_regress
     assert not client.state
     assert "local-loss" not in client.evaluate([served], {**EVALUATE, "server-round": 2})[2]
     local = served - 0.3 * gradient_of(client, served)
-    arrays, _, _ = client.fit([served], {**CONFIG, "server-round": 3})
+    arrays, _, _ = client.fit([served], {**CONFIG, "server-round": 3, "returns": ""})
     assert arrays == []
     np.testing.assert_allclose(client.state["model"], local, atol=1e-5)
     local = local - 0.3 * gradient_of(client, local)
-    _, _, metrics = client.fit([other], {**CONFIG, "server-round": 4, "evaluate-local": True})
+    _, _, metrics = client.fit([other], {**CONFIG, "server-round": 4, "returns": "", "evaluate-local": True})
     np.testing.assert_allclose(client.state["model"], local, atol=1e-5)
     test = client.data.x_test.numpy(), client.data.y_test.numpy()
     assert metrics["local-loss"] == pytest.approx(softmax_regression(local, *test)[0], rel=1e-4)
@@ -225,7 +225,7 @@ def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
     body = client.layout.without(["head"])
     client.fit([body.take(client.initial().numpy())], CONFIG)
     other = np.random.default_rng(0).normal(size=body.size).astype(np.float32)
-    predictor = client.served_model([torch.from_numpy(other)], CONFIG)
+    predictor = client.served_model({"model": torch.from_numpy(other)}, CONFIG)
     flat = predictor.members[0].parameters.numpy()
     np.testing.assert_array_equal(body.take(flat), other)
     np.testing.assert_array_equal(client.layout.part(["head"]).take(flat), client.state["personal"])
@@ -357,7 +357,7 @@ def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, upd
     before = strategy.models
     rows = [np.full(strategy.size, value, np.float32) for value in (1, 5, 2)]
     chosen = zip(rows, (1, 3, 4), (2, 2, 0), strict=True)
-    quantities = strategy.aggregate(1, [update(c, [row, k], n) for c, (row, n, k) in enumerate(chosen)])
+    quantities = strategy.aggregate(1, [update(c, {"model": row, "cluster": k}, n) for c, (row, n, k) in enumerate(chosen)])
     np.testing.assert_allclose(strategy.models[[0, 2]], [rows[2], np.full(strategy.size, 4)])
     np.testing.assert_array_equal(strategy.models[1], before[1])
     assert quantities == {"cluster_sizes": [1, 0, 2]}
@@ -367,7 +367,7 @@ def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, upd
 def test_cluster_that_does_not_exist(make_strategy, cluster):
     strategy = make_strategy("ifca", ifca_clusters=2)
     with pytest.raises(BadReplyError, match=f"cluster {cluster} of 2"):
-        strategy.check([strategy.models[0], np.array(cluster)])
+        strategy.check(0, {"model": strategy.models[0], "cluster": np.array(cluster)})
 
 
 def test_ifca_client_trains_the_model_that_fits_best(make_client, gradient_of, softmax_regression):
@@ -416,7 +416,7 @@ def test_local_sends_and_receives_no_model(make_config, federate):
 def test_local_clients_share_only_the_initial_model(make_config, federate):
     """Client 0 has the same result whether the other clients take part or not."""
     together = federate(make_config("local"))
-    alone = federate(make_config("local"), prepare=lambda s: setattr(s, "cohort", lambda _: [0]))
+    alone = federate(make_config("local"), prepare=lambda s: setattr(s.rounds, "cohort", lambda _: [0]))
     np.testing.assert_array_equal(together.kept(0)["model"], alone.kept(0)["model"])
     assert alone.kept(2) == {}
 

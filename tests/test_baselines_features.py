@@ -65,7 +65,8 @@ def test_scaffold_server_by_hand(make_strategy, update):
     strategy.control = rng.normal(size=strategy.size).astype(np.float32)
     control = strategy.control.copy()
     models, changes = rng.normal(size=(2, 2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [models[0], changes[0]], 21), update(3, [models[1], changes[1]], 7)])
+    arrays = [{"model": model, "control": change} for model, change in zip(models, changes, strict=True)]
+    strategy.aggregate(1, [update(0, arrays[0], 21), update(3, arrays[1], 7)])
     mean = 0.75 * models[0] + 0.25 * models[1]
     np.testing.assert_allclose(strategy.model, (before + mean) / 2, atol=1e-6)
     expected = control + 28 / 42 * (0.75 * changes[0] + 0.25 * changes[1])
@@ -123,7 +124,7 @@ def test_fedbn_keeps_normalisation_and_shares_all_else(model, make_client, make_
     assert sent.shape == received.shape and (sent != received).any()
     assert client.state["personal"].size == count
     # A client that receives another model keeps the tensors of its normalisation layers.
-    predictor = client.served_model([torch.zeros(received.size)], CONFIG)
+    predictor = client.served_model({"model": torch.zeros(received.size)}, CONFIG)
     views = client.layout.views(predictor.members[0].parameters)
     initial = client.layout.views(client.initial())
     moved = 0.0
@@ -223,7 +224,8 @@ def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strateg
     strategy.known = np.array([0, 0, 1], np.float32)
     before = strategy.prototypes.copy()
     unit = np.ones((3, 6), np.float32)
-    quantities = strategy.aggregate(1, [update(0, [unit, [3, 2, 0]], 5), update(1, [5 * unit, [1, 0, 0]], 1)])
+    first, second = {"prototypes": unit, "counts": [3, 2, 0]}, {"prototypes": 5 * unit, "counts": [1, 0, 0]}
+    quantities = strategy.aggregate(1, [update(0, first, 5), update(1, second, 1)])
     np.testing.assert_allclose(strategy.prototypes, [np.full(6, 2.0), np.ones(6), before[2]])
     np.testing.assert_array_equal(strategy.known, [1, 1, 1])
     assert quantities == {"known_classes": 3}
@@ -233,13 +235,12 @@ def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strateg
 @pytest.mark.parametrize("method", ["fedproto", "fedpac"])
 def test_samples_by_class_that_cannot_be(method, counts, make_strategy):
     strategy = make_strategy(method)
-    arrays = [np.zeros(shape, np.float32) for shape in strategy.rounds.expected_shapes(0)]
-    position = next(i for i, shape in enumerate(strategy.rounds.expected_shapes(0)) if shape == (3,))
-    arrays[position] = np.array([2, 0, 1], np.float32)
-    strategy.check(arrays)
-    arrays[position] = np.array(counts, np.float32)
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in strategy.rounds.expected_shapes(0).items()}
+    arrays["counts"] = np.array([2, 0, 1], np.float32)
+    strategy.check(0, arrays)
+    arrays["counts"] = np.array(counts, np.float32)
     with pytest.raises(BadReplyError, match="samples by class"):
-        strategy.check(arrays)
+        strategy.check(0, arrays)
 
 
 def means_of(features, y):
@@ -278,14 +279,14 @@ def test_fedproto_predicts_by_the_nearest_known_prototype(make_client):
     prototypes = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
     for mask in ([1.0, 1.0, 1.0], [1.0, 0.0, 1.0]):
         shown = torch.tensor(mask)
-        flat = client.served_model([prototypes, shown], CONFIG).members[0].parameters
+        flat = client.served_model({"prototypes": prototypes, "known": shown}, CONFIG).members[0].parameters
         head = client.layout.views(flat)
         answers = (features @ head["head.weight"].T + head["head.bias"]).argmax(dim=1)
         distances = torch.cdist(features, prototypes).masked_fill(shown == 0, torch.inf)
         torch.testing.assert_close(answers, distances.argmin(dim=1))
         assert set(answers.tolist()) == {label for label in range(3) if mask[label]}
     # Without prototypes, it predicts with the initial head.
-    flat = client.served_model([prototypes, torch.zeros(3)], CONFIG).members[0].parameters
+    flat = client.served_model({"prototypes": prototypes, "known": torch.zeros(3)}, CONFIG).members[0].parameters
     torch.testing.assert_close(flat, client.initial())
 
 
@@ -380,25 +381,25 @@ def test_fedpac_server_by_hand(make_strategy, update):
     strategy = make_strategy("fedpac")
     rng = np.random.default_rng(0)
     shapes = strategy.rounds.expected_shapes(0)
-    arrays = [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
-    for reply, counts, variance in zip(arrays, ([2, 0, 1], [0, 0, 1]), (1.0, 2.0), strict=True):
-        reply[3], reply[4] = np.array(counts, np.float32), np.array(variance, np.float32)
-    first, second = arrays
+    first, second = (
+        {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(2)
+    )
+    first |= {"counts": np.float32([2, 0, 1]), "variance": np.float32(1)}
+    second |= {"counts": np.float32([0, 0, 1]), "variance": np.float32(2)}
     strategy.aggregate(1, [update(0, first, 3), update(2, second, 1)])
-    distance = np.square(first[5].astype(np.float64) - second[5]).sum()
+    distance = np.square(first["products"].astype(np.float64) - second["products"]).sum()
     weights = [(2 + distance) / (3 + distance), (1 + distance) / (3 + distance)]
-    np.testing.assert_allclose(strategy.model, 0.75 * first[0] + 0.25 * second[0], atol=1e-6)
-    np.testing.assert_allclose(strategy.serve(0)[1], weights[0] * first[1] + (1 - weights[0]) * second[1], atol=1e-5)
-    np.testing.assert_allclose(strategy.serve(2)[1], weights[1] * second[1] + (1 - weights[1]) * first[1], atol=1e-5)
-    for client in (1, 3):
-        np.testing.assert_allclose(strategy.serve(client)[1], 0.75 * first[1] + 0.25 * second[1], atol=1e-5)
-    np.testing.assert_allclose(strategy.prototypes[0], first[2][0], atol=1e-6)
-    np.testing.assert_allclose(strategy.prototypes[2], (first[2][2] + second[2][2]) / 2, atol=1e-6)
+    np.testing.assert_allclose(strategy.model, 0.75 * first["model"] + 0.25 * second["model"], atol=1e-6)
+    for client, weight in ((0, weights[0]), (2, 1 - weights[1]), (1, 0.75), (3, 0.75)):
+        expected = weight * first["head"] + (1 - weight) * second["head"]
+        np.testing.assert_allclose(strategy.serve(client)["head"], expected, atol=1e-5)
+    np.testing.assert_allclose(strategy.prototypes[0], first["means"][0], atol=1e-6)
+    np.testing.assert_allclose(strategy.prototypes[2], (first["means"][2] + second["means"][2]) / 2, atol=1e-6)
     np.testing.assert_array_equal(strategy.known, [1, 0, 1])
-    before = strategy.serve(0)[1].copy()
+    before = strategy.serve(0)["head"].copy()
     strategy.aggregate(2, [update(2, second, 1)])
-    np.testing.assert_array_equal(strategy.serve(0)[1], before)  # client 0 did not take part
-    np.testing.assert_allclose(strategy.serve(1)[1], second[1], atol=1e-6)
+    np.testing.assert_array_equal(strategy.serve(0)["head"], before)  # client 0 did not take part
+    np.testing.assert_allclose(strategy.serve(1)["head"], second["head"], atol=1e-6)
 
 
 def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, federate):
@@ -412,11 +413,11 @@ def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, fed
 
 def test_a_variance_below_zero(make_strategy):
     strategy = make_strategy("fedpac")
-    arrays = [np.ones(shape, np.float32) for shape in strategy.rounds.expected_shapes(0)]
-    strategy.check(arrays)
-    arrays[4] = np.array(-1e-3, np.float32)
+    arrays = {name: np.ones(shape, np.float32) for name, shape in strategy.rounds.expected_shapes(0).items()}
+    strategy.check(0, arrays)
+    arrays["variance"] = np.array(-1e-3, np.float32)
     with pytest.raises(BadReplyError, match="variance"):
-        strategy.check(arrays)
+        strategy.check(0, arrays)
 
 
 # -- FedAS ---------------------------------------------------------------------------------------------
@@ -447,18 +448,19 @@ def test_fedas_client_by_hand(make_client):
 def test_fedas_weights_bodies_by_samples_and_fisher_information(make_strategy, update):
     strategy = make_strategy("fedas")
     rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
-    quantities = strategy.aggregate(1, [update(0, [rows[0], 0.5], 12), update(1, [rows[1], 2.0], 1)])
+    first, second = ({"model": row, "fisher": trace} for row, trace in zip(rows, (0.5, 2.0), strict=True))
+    quantities = strategy.aggregate(1, [update(0, first, 12), update(1, second, 1)])
     np.testing.assert_allclose(strategy.model, 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
     assert quantities == {"largest_weight": pytest.approx(0.75)}
-    strategy.aggregate(2, [update(0, [rows[0], 0.0], 3), update(1, [rows[1], 0.0], 1)])
+    strategy.aggregate(2, [update(0, first | {"fisher": 0.0}, 3), update(1, second | {"fisher": 0.0}, 1)])
     np.testing.assert_allclose(strategy.model, 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
 
 
 def test_a_trace_below_zero(make_strategy):
     strategy = make_strategy("fedas")
-    strategy.check([strategy.model, np.array(0.0)])
+    strategy.check(0, {"model": strategy.model, "fisher": np.array(0.0)})
     with pytest.raises(BadReplyError, match="Fisher"):
-        strategy.check([strategy.model, np.array(-1.0)])
+        strategy.check(0, {"model": strategy.model, "fisher": np.array(-1.0)})
 
 
 def test_fedas_without_alignment_trains_body_and_head_together(make_client):
@@ -547,7 +549,7 @@ def test_fedcp_starts_with_equal_heads_and_leaves_the_global_one(make_client):
     halves = model.model.body(x) / 2
     torch.testing.assert_close(model(x), model.model.head(halves) + model.model.head(halves))
     client.lr = LR
-    local = client.jobs.drive(client.local_round([client.shared.take(client.initial())], CONFIG))[1]
+    local = client.jobs.drive(client.local_round({"model": client.shared.take(client.initial())}, CONFIG))[1]
     trained = client.layout.views(local.members[0].parameters)
     assert torch.equal(trained["global_head.weight"], tensors["global_head.weight"])
     assert not torch.equal(trained["model.head.weight"], tensors["model.head.weight"])

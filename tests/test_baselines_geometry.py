@@ -62,7 +62,7 @@ def test_every_client_is_tied_to_the_mean_of_all(make_strategy, update):
         1, [update(c, {"model": row}, n) for c, row, n in zip((0, 1, 3), models, (5, 1, 9), strict=True)]
     )
     for client, row, peers in ((0, 0, (1, 2)), (1, 1, (0, 2)), (3, 2, (0, 1))):
-        (served,) = strategy.serve(client)
+        served = strategy.serve(client)["model"]
         tie = strategy.train_config(2, client)["tie"]
         np.testing.assert_allclose(served, models[list(peers)].mean(axis=0), atol=1e-6)
         assert tie == pytest.approx(0.4)
@@ -308,13 +308,13 @@ def test_fednhs_client_by_hand(make_client):
         return 5.0 * (features / features.norm(dim=1, keepdim=True)) @ prototypes.T
 
     body, features = body_step(client, start, logits)
-    (sent,), _, _ = client.fit([start], CONFIG)
+    (sent, directions), _, _ = client.fit([start], CONFIG)
     np.testing.assert_allclose(sent[: len(body)], body, atol=1e-6)
     y, unit = client.data.y_train.numpy(), features / np.linalg.norm(features, axis=1, keepdims=True)
     means = np.stack([unit[y == label].mean(axis=0) for label in range(3)])
     shares = np.bincount(y) / len(y)
     expected = shares[:, None] * means / np.linalg.norm(means, axis=1, keepdims=True)
-    np.testing.assert_allclose(client.layout.views(sent)["head.weight"], expected, atol=1e-5)
+    np.testing.assert_allclose(directions, expected, atol=1e-5)
 
 
 def test_a_class_without_samples_has_no_direction():
@@ -331,9 +331,10 @@ def test_prototypes_are_weighted_by_samples_of_the_class(make_strategy, update):
     models = np.zeros((2, strategy.size), np.float32)
     models[:, 0] = 1, 5
     first, second = np.eye(size, dtype=np.float32)[:2]
-    views(models[0])["head.weight"][0] = 2 / 4 * first
-    views(models[1])["head.weight"][0] = 4 / 12 * second
-    strategy.aggregate(1, [update(0, {"model": models[0]}, 4), update(1, {"model": models[1]}, 12)])
+    directions = np.zeros((2, len(before), size), np.float32)
+    directions[:, 0] = 2 / 4 * first, 4 / 12 * second
+    replies = [{"model": model, "directions": rows} for model, rows in zip(models, directions, strict=True)]
+    strategy.aggregate(1, [update(0, replies[0], 4), update(1, replies[1], 12)])
     mean = 2 * first + 4 * second
     expected = 0.5 * before[0] + 0.5 * mean / np.linalg.norm(mean)
     after = views(strategy.model)["head.weight"]
@@ -433,7 +434,7 @@ def reference_head(features, labels, means, covariance, shares, ridge):
 def test_pfedfdas_client_by_hand(make_client, make_strategy):
     settings = {**MLP, "pfedfda_ridge": 0.3}
     client, strategy = make_client("pfedfda", **settings), make_strategy("pfedfda", **settings)
-    received = strategy.serve(0)
+    received = [*strategy.serve(0).values()]
     body, means, covariance = received
     np.testing.assert_array_equal(covariance, np.eye(64))
     y = client.data.y_train.numpy()
@@ -454,21 +455,24 @@ def test_pfedfdas_client_by_hand(make_client, make_strategy):
 def test_pfedfda_averages_bodies_and_gaussians_by_samples(make_strategy, update):
     strategy = make_strategy("pfedfda", model="mlp")
     rng = np.random.default_rng(0)
-    arrays, other = ([rng.normal(size=array.shape).astype(np.float32) for array in strategy.serve(0)] for _ in range(2))
-    strategy.aggregate(1, [update(0, arrays, 1), update(1, other, 3)])
-    for mean, first, second in zip(strategy.serve(0), arrays, other, strict=True):
-        np.testing.assert_allclose(mean, 0.25 * first + 0.75 * second, atol=1e-6)
+    first, second = (
+        {name: rng.normal(size=array.shape).astype(np.float32) for name, array in strategy.serve(0).items()}
+        for _ in range(2)
+    )
+    strategy.aggregate(1, [update(0, first, 1), update(1, second, 3)])
+    for name, mean in strategy.serve(0).items():
+        np.testing.assert_allclose(mean, 0.25 * first[name] + 0.75 * second[name], atol=1e-6)
 
 
 @pytest.mark.parametrize("column", [-1, -2])
 def test_an_invalid_covariance_is_refused(make_strategy, column):
     """Test a negative variance, and a matrix that is not symmetric."""
     strategy = make_strategy("pfedfda", model="mlp")
-    strategy.check(strategy.serve(0))
-    body, means, covariance = (array.copy() for array in strategy.serve(0))
-    covariance[-1, column] = -0.5
+    arrays = {name: array.copy() for name, array in strategy.serve(0).items()}
+    strategy.check(0, arrays)
+    arrays["covariance"][-1, column] = -0.5
     with pytest.raises(BadReplyError, match="an invalid covariance"):
-        strategy.check([body, means, covariance])
+        strategy.check(0, arrays)
 
 
 # -- ConFREE -------------------------------------------------------------------------------------------

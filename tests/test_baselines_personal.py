@@ -376,7 +376,7 @@ def test_fedfomo_weighs_models_on_validation_samples(make_client: Make, of_the_r
     candidates[0] = start - 0.2 * gradient(client, start)
     (_, reported), count, metrics = client.fit([candidates], CONFIG)
     x, y = client.data.x_validation, client.data.y_validation
-    assert len(y) == 8 and count == 13 and metrics["samples"] == 13
+    assert len(y) == 8 and count == 21 and metrics["samples"] == 13
 
     def loss(model: np.ndarray) -> float:
         tensors = client.layout.views(torch.from_numpy(model))
@@ -405,15 +405,16 @@ def test_fedfomos_server_by_hand(make_strategy: Make, update: Make) -> None:
     strategy = make_strategy("fedfomo", model="linear", fedfomo_models=2, fedfomo_epsilon=0.0)
     rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     assert strategy.serve(1)["models"].shape == (0, strategy.size)
-    assert strategy.rounds.expected_shapes(1) == [(strategy.size,), (1,)]
-    np.testing.assert_array_equal(strategy.reference(1, [rows[1], np.zeros(1)]), [strategy.initial()])
-    strategy.aggregate(1, [update(c, [rows[c], np.zeros(1)]) for c in (0, 1, 3)])
+    assert strategy.rounds.expected_shapes(1) == {"model": (strategy.size,), "weights": (1,)}
+    replies = [{"model": row, "weights": np.zeros(1)} for row in rows]
+    np.testing.assert_array_equal(strategy.reference(1, replies[1])["model"], strategy.initial())
+    strategy.aggregate(1, [update(c, replies[c]) for c in (0, 1, 3)])
     assert [set(row) for row in strategy.sent.tolist()] == [{1, 3}, {0, 3}, {0, 1, 3} & set(strategy.sent[2]), {0, 1}]
     for client in range(4):
         np.testing.assert_array_equal(strategy.serve(client)["models"], rows[strategy.sent[client]])
     candidates, before = strategy.sent[0].tolist(), strategy.sent[2].tolist()
     reported = [0.125, *(-0.5 if other == 3 else 0.25 for other in candidates)]
-    quantities = strategy.aggregate(2, [update(0, [-rows[0], reported])])
+    quantities = strategy.aggregate(2, [update(0, {"model": -rows[0], "weights": reported})])
     assert quantities == {"helpful_models": 0.5}
     gained = 0.125 * EYE[0, 0] + 0.25 * (EYE[0, 1] - 2 * EYE[0, 3])
     np.testing.assert_array_equal(strategy.affinity, np.eye(4) + gained)
@@ -574,7 +575,7 @@ def test_fedalas_passes_see_most_samples(make_client: Make, monkeypatch: pytest.
     client.fit([start_of(client)], CONFIG)
     requests = []
     usual = client.jobs.answer
-    monkeypatch.setattr(client, "carry_out", lambda work: (requests.append(work), usual(work))[1])
+    monkeypatch.setattr(client.jobs, "answer", lambda work: (requests.append(work), usual(work))[1])
     client.fit([start_of(client, 1)], SECOND)
     passes = [work for work in requests if work.bounds]
     assert len(passes) >= 10 and {work.steps for work in passes} == {4}
