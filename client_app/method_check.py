@@ -22,7 +22,7 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
     Raises
     ------
     SettingsError
-        If a hook is misspelt or has other parameters, if ``local_round`` is no generator, or if a class replaces the
+        If a hook is misspelt or has other parameters, if ``local_round`` is not a generator, or if a class replaces the
         server's mean or the client's round and the settings do not declare ``returned``.
     """
     prefix = f"method = {shown(method)}"
@@ -34,20 +34,20 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
     _check_returned(prefix, settings, strategy, client)
     if not inspect.isgeneratorfunction(client.local_round):
         raise SettingsError(
-            f"{prefix}: {client.__name__}.local_round is no generator; it must yield its trainings, as in "
+            f"{prefix}: {client.__name__}.local_round is not a generator; it must yield its trainings, as in "
             "`trained = yield Train(start)`"
         )
 
 
 def _check_names(prefix: str, kind: type[Any], base: type[Any]) -> None:
     """Raise :class:`SettingsError` for a public name of a class that is similar to a name of its base class."""
-    known = [name for name in (*dir(base), *base.__annotations__) if not name.startswith("_")]
+    base_names = [name for name in (*dir(base), *base.__annotations__) if not name.startswith("_")]
     settings: Any = kind
     own_fields = {field.name for field in fields(settings)} if is_dataclass(kind) else set()
     for name in vars(kind):
-        if name.startswith("_") or name in known or name in own_fields:
+        if name.startswith("_") or name in base_names or name in own_fields:
             continue
-        if near := get_close_matches(name, known, 1, SIMILAR):
+        if near := get_close_matches(name, base_names, 1, SIMILAR):
             raise SettingsError(
                 f"{prefix}: {kind.__name__}.{name} is not used: did you mean {near[0]}? If not, begin its name with _"
             )

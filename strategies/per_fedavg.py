@@ -6,6 +6,7 @@ The learning rate of the run is the paper's β.
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.arrays import model, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 class PerFedAvgSettings(MethodSettings, robust=True):
     """Settings of Per-FedAvg."""
+
+    returned = reply(model=model(noise=True, sums=True))
 
     alpha: float = setting(
         0.01,

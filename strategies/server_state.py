@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from posy.settings import SettingsError
+
 if TYPE_CHECKING:
     from posy.strategies.base import PersonalisedStrategy
 
@@ -46,13 +48,13 @@ def load_state(strategy: "PersonalisedStrategy", arrays: Mapping[str, npt.NDArra
 
 
 def check_state(strategy: "PersonalisedStrategy") -> None:
-    """Raise :class:`TypeError` if ``initialise`` has not set an array that ``state`` names."""
+    """Raise :class:`SettingsError` if ``initialise`` has set something other than an array that ``state`` names."""
     kind = type(strategy).__name__
     for name in _names(strategy):
         value: Any = getattr(strategy, name, None)
         if not isinstance(value, np.ndarray):
-            raise TypeError(
-                f"{kind}.state names {name!r}, but {kind}.initialise has set it to {value!r}; it must be a NumPy array"
+            raise SettingsError(
+                f"method = {strategy.settings.run.method!r}: {kind}.state names {name!r}, but {kind}.initialise has set it to {value!r}; it must be a NumPy array"
             )
 
 

@@ -17,8 +17,8 @@ STAIRCASE = (
     *("deploy", "report", "commands", "benchmarks"),
 )
 """The packages from the ground up."""
-DOORS = ("posy/__init__.py", "posy/__main__.py")
-"""`posy.run` and `python -m posy`: the only doors upwards, opened when they are used."""
+DOORS = ("posy/__init__.py", "posy/__main__.py", "posy/method.py")
+"""`posy.run`, `python -m posy` and the names for custom methods: the only upward imports, which no other module uses."""
 TRACKERS = {"mlflow-skinny", "wandb"}
 """Tools that a run's record goes to where they are installed; TensorBoard is imported through PyTorch."""
 ACCOUNTANTS = {"dp-accounting"}

@@ -1,0 +1,253 @@
+"""A method author's day: the methods of docs/own.md in few lines and twelve names, and the mistakes that Posy finds."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posy.client_app.method_check import check_code
+from posy.client_app.registry import client_class
+from posy.commands.cli import main
+from posy.strategies.methods import METHODS, settings_class, strategy_class
+
+Config = dict[str, Any]
+PAGE = (Path(__file__).resolve().parent.parent / "docs/own.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+DAY = {"MyProx": 5, "FedMine": 5, "MyScaffold": 25, "FedSlow": 12}
+"""The methods of the page, with the largest number of lines that each may have."""
+TABLE = re.search(r"### Twelve names\n.*?\n\n(\|.*?)\n\n", PAGE, flags=re.DOTALL)
+NAMES = set(re.findall(r"^\| `(\w+)", TABLE[1], flags=re.MULTILINE)) if TABLE else set()
+BASES = {"MethodSettings", "PersonalisedStrategy", "PersonalClient", "setting"}
+
+
+def source_of(method: str) -> str:
+    (code,) = (block for block in BLOCKS if f"class {method}Settings" in block)
+    return code
+
+
+def lines_of(source: str) -> int:
+    """Return the number of lines that are not empty, imports or docstrings."""
+    tree = ast.parse(source)
+    lines = {number for number, line in enumerate(source.splitlines(), start=1) if line.strip()}
+    for node in ast.walk(tree):
+        texts = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if texts or isinstance(node, ast.Import | ast.ImportFrom):
+            lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def names_of(source: str) -> set[str]:
+    """Return the names of Posy that a method imports, overrides or declares."""
+    tree = ast.parse(source)
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("posy"):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ClassDef):
+            names |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            targets = [item.targets[0] for item in node.body if isinstance(item, ast.Assign)]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def write(folder: Path, source: str) -> None:
+    (folder / "mine.py").write_text(source, encoding="utf-8")
+
+
+def test_the_table_has_twelve_names() -> None:
+    assert len(NAMES) == 12
+
+
+@pytest.mark.parametrize("method", DAY)
+def test_a_method_is_short_and_needs_only_the_names_of_the_table(method: str) -> None:
+    source = source_of(method)
+    assert lines_of(source) <= DAY[method]
+    assert names_of(source) <= NAMES | BASES
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a method of the page into ``mine.py``, and return its name for the settings."""
+    monkeypatch.chdir(tmp_path)
+
+    def written(method: str) -> str:
+        write(tmp_path, source_of(method))
+        return f"mine:{method}"
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("method", "known", "own", "ours"),
+    [
+        ("MyProx", "fedprox", {"myprox_mu": 0.5}, {"fedprox_mu": 0.5}),
+        ("FedMine", "fedper", {"fedmine_layers": 2}, {"fedper_layers": 2}),
+        ("MyScaffold", "scaffold", {}, {}),
+    ],
+)
+def test_a_method_of_the_page_trains_as_the_built_in_method(
+    method: str,
+    known: str,
+    own: Config,
+    ours: Config,
+    mine: Callable[[str], str],
+    make_config: Callable[..., Config],
+    federate: Callable[..., Any],
+) -> None:
+    shared = {"model": "mlp", "num_server_rounds": 3, "client_weights": "uniform", "max_update_norm": 1e6}
+    first = federate(make_config(mine(method), **shared, **own))
+    second = federate(make_config(known, **shared, **ours))
+    np.testing.assert_allclose(first.strategy.model, second.strategy.model, rtol=1e-5, atol=1e-6)
+    assert [record.dropped for record in first.records] == [[]] * 3
+
+
+def test_the_server_rule_moves_part_of_the_way(
+    mine: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
+) -> None:
+    slow, usual = (
+        federate(make_config(method, num_server_rounds=1, **own))
+        for method, own in ((mine("FedSlow"), {"fedslow_step": 0.25}), ("fedavg", {}))
+    )
+    start = slow.strategy.initial()
+    np.testing.assert_allclose(slow.strategy.model - start, 0.25 * (usual.strategy.model - start), rtol=1e-4, atol=1e-7)
+
+
+NETWORK = """
+from torch import nn
+
+def small(task):
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, task.num_classes))
+"""
+
+
+def test_posy_handles_the_statistics_of_batchnorm_in_a_method_of_the_page(
+    tmp_path: Path, mine: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
+) -> None:
+    """A control variate has no running statistics, and a server that moves a model does not extrapolate them."""
+    (tmp_path / "nets.py").write_text(NETWORK, encoding="utf-8")
+    sizes = {"batch_size": 4, "num_server_rounds": 1, "model": "nets:small"}
+    scaffold = federate(make_config(mine("MyScaffold"), **sizes)).strategy
+    statistics = ~scaffold.influence.is_parameter(scaffold.model)
+    assert statistics.any()
+    assert not scaffold.control[statistics].any() and scaffold.control[~statistics].any()
+    slow = federate(make_config(mine("FedSlow"), fedslow_step=0.25, **sizes)).strategy
+    usual = federate(make_config("fedavg", **sizes)).strategy
+    np.testing.assert_allclose(slow.model[statistics], usual.model[statistics], rtol=1e-6)
+    start = slow.initial()
+    moved, whole = (strategy.model - start for strategy in (slow, usual))
+    np.testing.assert_allclose(moved[~statistics], 0.25 * whole[~statistics], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_built_in_methods_pass_the_checks(method: str) -> None:
+    check_code(method, settings_class(method), strategy_class(method), client_class(method))
+
+
+HEAD = """
+    from posy.method import MethodSettings, PersonalClient, PersonalisedStrategy, Train, Update, model, numbers
+"""
+DECLARED = """
+    class FedBadSettings(MethodSettings):
+        returned = {"model": model(noise=True, sums=True)}
+"""
+MISTAKES = {
+    "a misspelt hook of the server": (
+        "class FedBad(PersonalisedStrategy):\n    def agregate(self, server_round, updates): return {}",
+        "FedBad.agregate is not used: did you mean aggregate?",
+    ),
+    "a misspelt hook of the client": (
+        "class FedBadClient(PersonalClient):\n    def local_rounds(self, received, config): yield",
+        "FedBadClient.local_rounds is not used: did you mean local_round?",
+    ),
+    "a misspelt declaration": (
+        "class FedBad(PersonalisedStrategy):\n    states = ('model', 'control')",
+        "FedBad.states is not used: did you mean state?",
+    ),
+    "other parameters": (
+        "class FedBad(PersonalisedStrategy):\n    def aggregate(self, updates): return {}",
+        "FedBad.aggregate(self, updates) must accept (self, server_round, updates)",
+    ),
+    "no generator": (
+        "class FedBadClient(PersonalClient):\n    def local_round(self, received, config): return None",
+        "FedBadClient.local_round is not a generator",
+    ),
+    "a state that is no array": (
+        "class FedBad(PersonalisedStrategy):\n    state = ('model', 'count')\n"
+        "    def initialise(self):\n        super().initialise()\n        self.count = 0",
+        "FedBad.state names 'count', but FedBad.initialise has set it to 0",
+    ),
+}
+UNDECLARED = {
+    "the server": (
+        "class FedBad(PersonalisedStrategy):\n    def aggregate(self, server_round, updates): return {}",
+        "FedBad.aggregate uses the replies, so FedBadSettings must declare `returned`",
+    ),
+    "the client": (
+        "class FedBadClient(PersonalClient):\n    def local_round(self, received, config): yield",
+        "FedBadClient.local_round makes the reply, so FedBadSettings must declare `returned`",
+    ),
+}
+
+
+def error_of(source: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    write(folder, source)
+    words = ["method=mine:FedBad", "max-samples=200", "num-clients=2", "num-server-rounds=1", "output-dir=runs"]
+    assert main(["run", *words]) != 0
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("source", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_before_the_first_round(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = error_of(dedent(HEAD) + dedent(DECLARED) + source + "\n", tmp_path, capsys)
+    assert message in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("source", "message"), UNDECLARED.values(), ids=UNDECLARED)
+def test_a_reply_must_be_declared(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = "class FedBadSettings(MethodSettings): ...\n"
+    assert message in error_of(dedent(HEAD) + settings + source + "\n", tmp_path, capsys)
+
+
+def test_an_array_needs_an_answer_on_noise_and_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "class FedBadSettings(MethodSettings):\n    returned = {'model': model(noise=True)}\n"
+    assert "'sums'" in error_of(dedent(HEAD) + source, tmp_path, capsys)
+
+
+OTHER_ARRAYS = {
+    "the server": (
+        "class FedBad(PersonalisedStrategy):\n    def serve(self, client): return {'modell': self.model}",
+        "serve returns the arrays modell; FedBadSettings.sent declares model",
+    ),
+    "the client": (
+        "class FedBadClient(PersonalClient):\n    def local_round(self, received, config):\n"
+        "        trained = yield Train(received['model'])\n"
+        "        return Update({'weights': trained.parameters}, trained.loss), None",
+        "the update has the arrays weights; FedBadSettings.returned declares model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), OTHER_ARRAYS.values(), ids=OTHER_ARRAYS)
+def test_an_undeclared_array_ends_the_run_with_its_name(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, dedent(HEAD) + dedent(DECLARED) + source + "\n")
+    words = ["method=mine:FedBad", "max-samples=200", "num-clients=2", "num-server-rounds=1", "output-dir=runs"]
+    with pytest.raises(Exception, match=re.escape(message)):
+        main(["run", *words, "--traceback"] if "--traceback" in capsys.readouterr().out else ["run", *words])
