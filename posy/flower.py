@@ -39,6 +39,8 @@ UNANSWERED = 1000
 """Code of Posy's own errors, for messages without a reply."""
 PING = "ping"
 """Key in the config of a message that only asks a node for a reply."""
+EXIT_CODE = "Exit Code: "
+"""Start of the message that Flower logs when a process ends with an error."""
 FAILURES = {
     UNANSWERED: "{}",
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app could not be loaded: {}",
@@ -54,10 +56,10 @@ FAILURES = {
 
 
 class ErrorsOnOneLine(logging.Filter):
-    """Log an error with one line, without a traceback.
+    """Log an error with one line, without a traceback and without an exit code.
 
-    Flower logs the traceback of each exception of a ServerApp. If the message is for the user, for example about
-    a wrong setting, the traceback hides it.
+    Flower logs the traceback of each exception of a ServerApp. It then logs an exit code and calls the exception
+    unhandled. If the message is for the user, for example about a wrong setting, this text hides it.
 
     Parameters
     ----------
@@ -68,14 +70,18 @@ class ErrorsOnOneLine(logging.Filter):
     def __init__(self, kinds: tuple[type[Exception], ...]) -> None:
         super().__init__()
         self.kinds = kinds
+        self._explained = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replace a record with the traceback of such an exception by a record with its message."""
+        """Replace a record with the traceback of such an exception by its message, and drop the exit code after it."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, self.kinds):
             record.msg, record.args = "%s: %s", (record.getMessage(), " ".join(str(error).split()))
             record.exc_info = record.exc_text = None
-        return True
+            self._explained = True
+        elif error is not None:
+            self._explained = False
+        return not (self._explained and record.getMessage().startswith(EXIT_CODE))
 
 
 PLAIN: dict[type, set[type]] = {

@@ -1,7 +1,5 @@
 """A user's error gives one line at once, on the command line and in the ServerApp's log."""
 
-import io
-import logging
 import re
 import shutil
 import subprocess
@@ -16,45 +14,52 @@ from flwr.common.logger import FLOWER_LOGGER
 
 from posy.data import assign
 from posy.data.datasets import load_dataset
-from posy.data.errors import DataError
 from posy.data.partitions import partition
 from posy.data.settings import DataSettings
 from posy.flower import ErrorsOnOneLine
 from posy.server_app import app as server
-from posy.settings import RunError, SettingsError
-
-KINDS = (SettingsError, DataError, RunError)
-
+from posy.settings import SettingsError
 
 # -- the log of a ServerApp ---------------------------------------------------------------------------------
 
+SERVER_APP = """
+import sys
+from logging import ERROR
+from flwr.common.logger import FLOWER_LOGGER, log
+from flwr.supercore.exit import ExitCode, flwr_exit
+from posy.data.errors import DataError
+from posy.flower import ErrorsOnOneLine
+from posy.settings import RunError, SettingsError
 
-def logged(error: Exception, message: str = "%s raised an exception") -> str:
-    """Return the log of an exception of a ServerApp, as Flower writes it."""
-    logger, stream = logging.Logger("flwr"), io.StringIO()
-    logger.addHandler(logging.StreamHandler(stream))
-    logger.addFilter(ErrorsOnOneLine(KINDS))
+FLOWER_LOGGER.addFilter(ErrorsOnOneLine((SettingsError, DataError, RunError)))
+for error in sys.argv[1:]:
     try:
-        raise error
+        raise eval(error)
     except Exception as raised:
-        logger.log(logging.ERROR, message, "ServerApp", exc_info=raised)
-    return stream.getvalue()
+        log(ERROR, "%s raised an exception", "ServerApp", exc_info=raised)
+flwr_exit(ExitCode.SERVERAPP_EXCEPTION, emit_telemetry=False)
+"""
 
 
-@pytest.mark.parametrize("error", [SettingsError("lr = -1"), DataError("no file"), RunError("nobody came")])
-def test_an_error_of_the_user_has_no_traceback(error: Exception) -> None:
-    assert logged(error) == f"ServerApp raised an exception: {error}\n"
+def logged(*errors: str) -> str:
+    """Return the log of a process that logs exceptions and ends, as Flower's process of a ServerApp does."""
+    ended = subprocess.run([sys.executable, "-c", SERVER_APP, *errors], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    return re.sub(r"\x1b\[[\d;]*m", "", ended.stdout + ended.stderr)
 
 
-def test_an_error_of_several_lines_has_one_line() -> None:
-    assert logged(DataError("not found; looked for\n  a.csv\n  b.csv")) == (
-        "ServerApp raised an exception: not found; looked for a.csv b.csv\n"
-    )
+@pytest.mark.parametrize("error", ["SettingsError('lr = -1')", "DataError('no\\n  file')", "RunError('no client')"])
+def test_an_error_of_the_user_is_one_line(error: str) -> None:
+    message = error.split("'")[1].replace("\\n ", "")
+    assert logged(error) == f"ERROR :     ServerApp raised an exception: {message}\n"
 
 
-def test_an_error_of_the_program_keeps_its_traceback() -> None:
-    assert "Traceback (most recent call last)" in logged(KeyError("x"))
-    assert "KeyError: 'x'" in logged(KeyError("x"))
+@pytest.mark.parametrize("errors", [["KeyError('x')"], ["SettingsError('lr = -1')", "KeyError('x')"]])
+def test_an_error_of_the_program_keeps_its_traceback_and_exit_code(errors: list[str]) -> None:
+    log = logged(*errors)
+    assert "Traceback (most recent call last)" in log
+    assert "KeyError: 'x'" in log
+    assert "Exit Code: 201" in log
 
 
 def test_the_server_app_uses_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:

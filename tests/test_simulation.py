@@ -6,6 +6,7 @@ run that is killed, and once for `flwr run`, which resumes the killed run.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +151,11 @@ def test_secure_aggregation_gives_the_same_models_on_ray(simulated: Path, tmp_pa
     assert_same_results(simulated / "secure", tmp_path / "secure")
 
 
-@pytest.fixture(scope="module")
-def superlink(folder: Path) -> Iterator[None]:
-    """Start a SuperLink for simulations in a folder whose subfolders have the names of the app's packages."""
+@contextmanager
+def started_superlink(folder: Path, *words: str) -> Iterator[None]:
+    """Start a SuperLink as the default of `flwr`, in a folder whose subfolders have the names of the app's packages."""
     for name in ("posy", "client_app"):
-        (folder / name).mkdir()
+        (folder / name).mkdir(exist_ok=True)
         (folder / name / "__init__.py").write_text("raise RuntimeError('the wrong code')")
     port = free_port()
     (folder / "flwr").mkdir(exist_ok=True)
@@ -163,7 +165,7 @@ def superlink(folder: Path) -> Iterator[None]:
     with (folder / "superlink.log").open("wb") as log:
         where = ["--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(
-            [str(SCRIPTS / "flower-superlink"), "--insecure", "--simulation", *where],
+            [str(SCRIPTS / "flower-superlink"), "--insecure", *words, *where],
             cwd=folder, env=environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     end = time.monotonic() + MOST
@@ -179,23 +181,51 @@ def superlink(folder: Path) -> Iterator[None]:
     process.wait(MOST)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
-        ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp != off"),
-        ("num-clients=5000", "num-clients = 5000 in the run config: digits has 1797 samples"),
-    ],
-)
-def test_a_wrong_setting_through_flwr_run_is_told_in_one_line(
-    setting: str, message: str, superlink: None, folder: Path
-) -> None:
-    done = subprocess.run(
-        [str(SCRIPTS / "flwr"), "run", ".", "--stream", "--run-config", setting], cwd=ROOT, env=environment(folder),
+@pytest.fixture(scope="module")
+def superlink(folder: Path) -> Iterator[None]:
+    """Start a SuperLink for simulations."""
+    with started_superlink(folder, "--simulation"):
+        yield
+
+
+def flwr(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(SCRIPTS / "flwr"), *words], cwd=ROOT, env=environment(folder),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MOST, check=False,
     )  # fmt: skip
-    assert message in done.stdout, done.stdout
-    assert "Traceback" not in done.stdout, done.stdout
+
+
+def check_one_line(setting: str, message: str, folder: Path) -> None:
+    """Run `flwr run` with a wrong setting, and check that the log ends with the message and that the run has failed."""
+    output = flwr(folder, "run", ".", "--stream", "--run-config", setting).stdout
+    shown = re.sub(r"\x1b\[[\d;]*m", "", output).rstrip()
+    last = shown.splitlines()[-1]
+    assert last.startswith("ERROR :") and f" raised an exception: {message}" in last, output
+    assert "Traceback" not in shown and "Exit Code" not in shown, output
+    [run] = re.findall(r"Successfully started run (\d+)", output)
+    [described] = json.loads(flwr(folder, "list", "--run-id", run, "--format", "json").stdout)["runs"]
+    assert described["status"] == "finished:failed"
+
+
+WRONG = [
+    ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
+    ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp != off"),
+    ("num-clients=5000", "num-clients = 5000 in the run config: digits has 1797 samples"),
+]
+
+
+@pytest.mark.parametrize(("setting", "message"), WRONG)
+def test_a_wrong_setting_of_a_simulation_ends_in_one_line(
+    setting: str, message: str, superlink: None, folder: Path
+) -> None:
+    check_one_line(setting, message, folder)
+
+
+@pytest.mark.federation
+def test_a_wrong_setting_on_a_stock_superlink_ends_in_one_line() -> None:
+    with tempfile.TemporaryDirectory() as path, started_superlink(Path(path)):
+        for setting, message in WRONG:
+            check_one_line(setting, message, Path(path))
 
 
 def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
@@ -206,10 +236,7 @@ def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
     assert len(rounds_of(simulated / "cut")) == 5
     words = ["--run-config", f'resume="cut" output-dir="{simulated}"']
     words += ["--federation-config", f"num-supernodes={CLIENTS} client-resources-num-cpus=1"]
-    done = subprocess.run(
-        [str(SCRIPTS / "flwr"), "run", ".", "--stream", *words], cwd=ROOT, env=environment(folder),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MOST, check=False,
-    )  # fmt: skip
+    done = flwr(folder, "run", ".", "--stream", *words)
     assert done.returncode == 0, done.stdout
     assert f"Results of this run: {simulated / 'cut'}" in done.stdout
     run_in_process(settings(tmp_path, "fedrep", "cut", **CUT))
