@@ -147,8 +147,7 @@ def _run(
             stack.callback(directory.release)
             resumed = resumption(directory, stored, changed, settings, strategy, workspace)
             federation.restore(resumed.checkpoint.progress["sites"])
-        federation.fixed_tensors = workspace.architecture.fingerprint
-        strategy.clients = federation.join()
+        strategy.clients = federation.join(workspace.architecture.fingerprint)
         strategy.exchange.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed, status)
         stack.callback(recorder.directory.release)

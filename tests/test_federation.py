@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from nodes import NodeGrid
 
 from posy.client_app.app import Call
-from posy.server_app import grids
-from posy.server_app import members as federation
+from posy.server_app import grids, nodes, presence
 from posy.server_app.app import run
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
-from posy.server_app.members import Federation, Node
+from posy.server_app.members import Federation
+from posy.server_app.nodes import Node
 from posy.settings import SettingsError
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.ppfe import PPFE
@@ -220,7 +220,7 @@ class Script(NodeGrid):
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grids, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(federation, "REFRESH_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "REFRESH_SECONDS", 0.05)
 
 
 def parts(count: int) -> list[dict[str, Any]]:
@@ -283,7 +283,7 @@ def test_a_stock_node_with_an_unknown_word_is_refused_before_it_takes_part(setti
     nodes[1] |= {"state_dir": "/x"}
     members = Script(*nodes).joined(replace(settings, run=replace(settings.run, min_clients=3)))
     assert hosts(members) == {0: 1, 2: 3, 3: 4}
-    ((_, reason),) = members.left_out
+    ((_, reason),) = members.excluded
     assert "state_dir in the node config: a node does not read this word; did you mean state-dir?" in reason
 
 
@@ -300,7 +300,7 @@ def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
         "node 50 is excluded: client 2 is already there on another node"
     ]
     assert hosts(members)[2] == 3
-    assert sum(members.left_out.values()) == 1
+    assert sum(members.excluded.values()) == 1
     grid.leave(3)
     assert members.refresh() == [2]
     assert hosts(members)[2] == 50
@@ -323,7 +323,7 @@ def test_sites_are_numbered_by_name_and_late_ones_after_them(
     grid.connect(11, site("site-e"))
     assert members.refresh() == [0]
     assert hosts(members) == {0: 9, 1: 1, 2: 3, 3: 10}
-    assert dict(members.left_out) == {("site-e", "all 4 clients of the run belong to other sites"): 1}
+    assert dict(members.excluded) == {("site-e", "all 4 clients of the run belong to other sites"): 1}
     assert members.summary()["sites"] == ["site-b", "site-d", "site-a", "site-c"]
     again = Federation(WaveGrid(grid), settings)  # the same run, resumed
     again.restore(json.loads(json.dumps(members.as_json())))
@@ -341,7 +341,7 @@ def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[
     grid.connect(4, unnamed)
     members = grid.joined(settings)
     assert members.owners == {0: "hospital", 1: "site-a"}
-    reasons = " ".join(reason for _, reason in members.left_out)
+    reasons = " ".join(reason for _, reason in members.excluded)
     assert "names it 'site-c', its key is registered as 'thief'" in reasons
     assert "neither name nor partition-id" in reasons
 
@@ -353,7 +353,7 @@ def test_a_site_may_have_its_number_by_its_partition_id(
     grid = Script(site("site-a") | {"partition-id": 2}, site("site-b"), site("site-c") | {"partition-id": 4})
     members = grid.joined(settings)
     assert hosts(members) == {0: 2, 2: 1}
-    assert list(members.left_out) == [("site-c", "partition-id 4: the run has the clients 0 to 3")]
+    assert list(members.excluded) == [("site-c", "partition-id 4: the run has the clients 0 to 3")]
 
 
 # -- owners of clients -----------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_of_two_nodes_without_a_name_one_counts(settings: Settings, warnings: py
     grid = Script(*parts(1), *parts(2))
     members = grid.joined(needing(settings, 1))
     assert hosts(members) == {0: 1, 1: 3}
-    assert dict(members.left_out) == {("", "client 0 is already there on another node"): 1}
+    assert dict(members.excluded) == {("", "client 0 is already there on another node"): 1}
     assert "node 2 is excluded: client 0 is already there on another node" in warnings.text
     assert "The run begins without 2 of its 4 clients: client 0 and client 1 are there" in warnings.text
     with pytest.raises(SettingsError, match=r"client 0 is already there on another node"):
@@ -439,7 +439,7 @@ def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
     members = grid.joined(settings)
     assert (hosts(members), members.owners) == ({0: 1}, {0: "site-a"})
     duplicate = "site-a (client 0) is already there on another node"
-    assert sorted(members.left_out) == [("site-a", refusal), ("site-a", duplicate)]
+    assert sorted(members.excluded) == [("site-a", refusal), ("site-a", duplicate)]
 
 
 @pytest.mark.parametrize("sites", [True, False], ids=["sites", "benchmark"])
@@ -459,7 +459,7 @@ def test_nobody_takes_over_the_client_of_another(
     grid.connect(7, config("site-b"), registered="b")
     assert members.refresh() == []
     assert hosts(members) == {1: 2}
-    assert dict(members.left_out) == {("b", "client 0 belongs to a: give each its own partition-id"): 1}
+    assert dict(members.excluded) == {("b", "client 0 belongs to a: give each its own partition-id"): 1}
     assert "b is excluded: client 0 belongs to a" in warnings.text
     assert members.summary()["sites"] == ["a", "c", None, None]
     again = Federation(WaveGrid(grid), members.settings)  # the resumed run, with b connected and a absent
@@ -482,7 +482,7 @@ def test_a_site_that_comes_back_with_another_number_is_refused(
     grid.connect(9, site("site-b") | {"name": "", "partition-id": 3}, registered="b")
     members.refresh()
     assert hosts(members) == {0: 1}
-    assert list(members.left_out) == [("b", "it is client 1 of this run, but its partition-id says 3")]
+    assert list(members.excluded) == [("b", "it is client 1 of this run, but its partition-id says 3")]
 
 
 class Fingerprints(Registered):
@@ -533,7 +533,7 @@ def test_a_site_whose_data_has_changed_is_refused_when_it_comes_back(
         assert (
             "b",
             "its data has changed since client 1 joined this run; start a new run with it",
-        ) in after.left_out
+        ) in after.excluded
     Fingerprints.of["b"] = "00112233445566bb"
     members.grid.gone.add(2)
     assert members.refresh() == [1]
@@ -727,13 +727,13 @@ def test_a_site_that_tells_nonsense_is_left_out(
     configs = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
     members = Telling(tell, **configs).joined(needing(of_sites, 1))
     assert hosts(members) == {0: 1}
-    assert [name for name, _ in members.left_out] == ["b"]
+    assert [name for name, _ in members.excluded] == ["b"]
 
 
 def test_the_record_of_refused_nodes_is_bounded(settings: Settings) -> None:
     members = Federation(WaveGrid(Script()), settings)
     for node in range(1000):
-        members._leave_out(Node(node, registered=f"n{node}" * 100), "x\n" * 10_000)
+        members.nodes.exclude(Node(node, registered=f"n{node}" * 100), "x\n" * 10_000)
     entries = members.summary()["left-out"]
     assert len(entries) == 201
     assert entries[-1] == {"site": None, "reason": "others", "times": 800}
@@ -769,13 +769,13 @@ def test_means_over_fewer_clients_than_the_run_has_are_marked(
 
 
 def test_a_silent_node_does_not_delay_the_run(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(federation, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(presence, "SILENT_SECONDS", 0.1)
     short = replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.2))
     grid = Script(*parts(4))
     grid.silent = {2}
     members = grid.joined(short)
     assert hosts(members) == {0: 1, 2: 3, 3: 4}
-    assert not members.left_out
+    assert not members.excluded
     grid.connect(9, parts(4)[1])
     grid.silent.add(9)
     started = time.monotonic()
@@ -821,7 +821,7 @@ def test_a_run_starts_as_soon_as_enough_sites_are_there(
     members.agree()
     assert list(members.join()) == [0, 1]
     assert time.monotonic() - started < 30
-    assert not members.left_out
+    assert not members.excluded
 
 
 @pytest.mark.parametrize("least", [0, 2])
@@ -829,20 +829,20 @@ def test_a_site_has_time_to_join_however_long_the_agreement_took(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two answers of 0.25 s each exceed the join-timeout of 0.3 s, but the sites connected in time."""
-    monkeypatch.setattr(federation, "REFRESH_SECONDS", 0.01)
-    monkeypatch.setattr(federation, "ASK_SECONDS", 20.0)
+    monkeypatch.setattr(presence, "REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr(nodes, "ASK_SECONDS", 20.0)
     members = Federation(WaveGrid(Slow(site("a"), site("c"))), open_task(make_config, least, timeout=0.3, clients=2))
     members.agree()
     assert list(members.join()) == [0, 1]
-    assert not members.left_out
+    assert not members.excluded
 
 
 def test_a_site_that_is_late_for_the_agreement_joins(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Site c answers the query for its data after the agreement, and then the query with the task."""
-    monkeypatch.setattr(federation, "ASK_SECONDS", 0.2)
-    monkeypatch.setattr(federation, "SILENT_SECONDS", 20.0)
+    monkeypatch.setattr(nodes, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(presence, "SILENT_SECONDS", 20.0)
     grid = Slow(site("a"), site("b"), site("c"))
     grid.silent = {3}
     members = Federation(WaveGrid(grid), open_task(make_config, least=2, timeout=60.0, clients=3))
@@ -851,18 +851,18 @@ def test_a_site_that_is_late_for_the_agreement_joins(
     grid.replies[question.metadata.message_id] = grid.answer(question)
     grid.silent.clear()
     assert list(members.join()) == [0, 1, 2]
-    assert not members.left_out
+    assert not members.excluded
 
 
 def test_a_silent_node_does_not_hold_up_a_run_whose_clients_others_host(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(federation, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(presence, "SILENT_SECONDS", 0.1)
     grid = Script(*parts(4), parts(4)[0])
     grid.silent = {5}
     members = grid.joined(replace(settings, run=replace(settings.run, join_timeout=300.0)))
     assert hosts(members) == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert not members.left_out
+    assert not members.excluded
 
 
 def test_a_node_that_ended_with_its_question_is_asked_again(
@@ -877,12 +877,12 @@ def test_a_node_that_ended_with_its_question_is_asked_again(
             self.silent = {2} if len(self.requests) < 3 else set()
             return super().push_messages(messages)
 
-    monkeypatch.setattr(federation, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(nodes, "ASK_SECONDS", 0.05)
     grid = Deaf(*parts(4))
     members = grid.joined(settings)
     assert grid.requests == [{1, 2, 3, 4}, {2}, {2}]
     assert hosts(members) == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert not members.left_out
+    assert not members.excluded
 
 
 def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings) -> None:
@@ -898,7 +898,7 @@ def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings)
     grid = Flaky(*parts(4))
     members = grid.joined(settings)
     assert hosts(members) == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert (grid.failures, dict(members.left_out)) == (0, {})
+    assert (grid.failures, dict(members.excluded)) == (0, {})
 
 
 @pytest.mark.parametrize(
@@ -924,7 +924,7 @@ def test_an_answer_that_makes_no_sense_makes_no_member(answer: dict[str, Any], s
 
     members = Liar(*parts(4)).joined(replace(settings, run=replace(settings.run, min_clients=3)))
     assert hosts(members) == {1: 2, 2: 3, 3: 4}
-    assert sum(members.left_out.values()) == 1
+    assert sum(members.excluded.values()) == 1
 
 
 def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -938,7 +938,7 @@ def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkey
         if next(looks) == 3:
             grid.connect(8, parts(4)[0])
 
-    monkeypatch.setattr(federation.time, "sleep", look)
+    monkeypatch.setattr(presence.time, "sleep", look)
     assert members.refresh() == [0]
     assert hosts(members) == {0: 8, 3: 4}
 
@@ -999,5 +999,5 @@ def test_a_site_that_lies_about_itself_is_left_out(
     grid = Liar(site("site-a"), site("site-b"))
     members = grid.joined(replace(of_sites, run=replace(of_sites.run, min_clients=1)))
     assert hosts(members) == {0: 2}
-    ((_, refusal),) = members.left_out
+    ((_, refusal),) = members.excluded
     assert reason in refusal

@@ -407,12 +407,11 @@ def test_the_documented_adapter_runs() -> None:
 def test_a_node_with_other_fixed_tensors_is_refused() -> None:
     settings = read_settings({"model": "nets:fixed", "num-clients": 2, "max-samples": 240, "join-timeout": 5})
     joined = Federation(WaveGrid(NodeGrid(*({"partition-id": i, "num-partitions": 2} for i in (0, 1)))), settings)
-    joined.fixed_tensors = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # as on another processor
-    assert len(joined.join()) == 2
+    alike = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # as on another processor
+    assert len(joined.join(alike)) == 2
     refusing = Federation(WaveGrid(NodeGrid({"partition-id": 0, "num-partitions": 1})), settings)
-    refusing.fixed_tensors = [-number for number in network("fixed").fingerprint]
     with pytest.raises(SettingsError, match=r"other fixed tensors .* on every node"):
-        refusing.join()
+        refusing.join([-number for number in network("fixed").fingerprint])
 
 
 def test_the_fingerprint_of_fixed_tensors_by_hand() -> None:

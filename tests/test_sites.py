@@ -590,7 +590,7 @@ def test_a_site_far_from_the_mean_of_the_run_says_so(tmp_path: Path) -> None:
 def test_an_extra_column_is_named(hospitals: list[Config], config: Config, tmp_path: Path) -> None:
     odd = hospital(tmp_path, "va", [0, 1], 2, weight=np.arange(60))
     done = run(NodeGrid(*hospitals[:2], odd), config | {"method": "fedavg", "model": "linear", "min-clients": 2})
-    assert any("its columns differ from the run's columns" in reason for _, reason in done.federation.left_out)
+    assert any("its columns differ from the run's columns" in reason for _, reason in done.federation.excluded)
     assert done.strategy.clients.keys() == {0, 1}
     names = [site["name"] for site in (hospitals[0], odd)]
     with pytest.raises(
@@ -722,9 +722,9 @@ def test_a_site_with_bad_data_is_left_out(
 def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], config: Config, tmp_path: Path) -> None:
     settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
     done = run(NodeGrid(*sites), settings)
-    reasons = " ".join(reason for _, reason in done.federation.left_out)
+    reasons = " ".join(reason for _, reason in done.federation.excluded)
     assert done.strategy.clients.keys() == {0}  # only site-b has no nine
-    assert sum(done.federation.left_out.values()) == 2  # site-a and site-c
+    assert sum(done.federation.excluded.values()) == 2  # site-a and site-c
     assert "it has labels that are not classes of the run (other-classes)" in reasons
     assert str(tmp_path) not in reasons and "'9'" not in reasons
 

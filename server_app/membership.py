@@ -1,0 +1,155 @@
+"""The clients of a run: the name that each belongs to, and the node that hosts it."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from posy.data.settings import SITES, DataSettings
+from posy.server_app.nodes import Node, NodeRegistry
+from posy.server_app.query import check_index
+from posy.settings import SettingsError
+from posy.storage import plain
+from posy.strategies.replies import ClientInfo
+from posy.words import title
+
+
+class Membership:
+    """The clients of a run, the names that they belong to, and their nodes.
+
+    The partition-id of the node config identifies a client, or the name of its site: the registered name of the node's
+    key, else ``name`` of the node config. The id of the node never does. Once a node with a name has hosted a client,
+    the client belongs to this name for the rest of the run.
+
+    Parameters
+    ----------
+    nodes : NodeRegistry
+        The connected nodes, with the clients that they claim.
+    data : DataSettings
+        The number of clients, and whether each is a site with its own data.
+    """
+
+    def __init__(self, nodes: NodeRegistry, data: DataSettings) -> None:
+        self.hosted: dict[int, ClientInfo] = {}
+        """The reachable clients by index; :meth:`assign` changes it in place."""
+        self.records: dict[int, ClientInfo] = {}
+        """Every client that has ever taken part, with its latest answer."""
+        self.begun = False
+        """Whether the run has begun. Until then, two names for one client are an error."""
+        self._nodes = nodes
+        self._num_clients = data.num_clients
+        self._of_sites = data.dataset == SITES
+
+    @property
+    def owners(self) -> dict[int, str]:
+        """The name that each client belongs to; clients of nodes without names are absent."""
+        return {client: info.name for client, info in sorted(self.records.items()) if info.name}
+
+    def claims(self) -> dict[int, list[ClientInfo]]:
+        """Return the claims to each client, in the order of names; exclude nodes that claim a client of another name.
+
+        Sites without a partition-id are numbered in the order of their names, after the sites with one. Surplus sites
+        get an index from M on. A site has one client, even if several nodes of its name claim others.
+
+        Raises
+        ------
+        SettingsError
+            Before the run begins, if nodes of different names claim one client.
+        """
+        claims: dict[int, list[ClientInfo]] = defaultdict(list)
+        unnumbered: dict[str, list[ClientInfo]] = defaultdict(list)
+        numbers = {name: client for client, name in self.owners.items()} if self._of_sites else {}
+        for node in sorted(self._nodes, key=_by_name):
+            assigned = numbers.get(node.claimed_name, -1)
+            infos = [replace(info, client=assigned) if info.client < 0 else info for info in node.clients]
+            if reason := next(filter(None, (self._objection(info, assigned) for info in infos)), ""):
+                self._nodes.exclude(node, reason)
+                continue
+            for info in infos:
+                (unnumbered[info.name] if info.client < 0 else claims[info.client]).append(info)
+                if self._of_sites and info.name and info.client >= 0:
+                    numbers[info.name] = info.client
+        used = claims.keys() | self.records.keys()
+        free = (client for client in count() if client not in used)
+        for infos, client in zip(unnumbered.values(), free, strict=False):
+            claims[client] = [replace(info, client=client) for info in infos]
+        if not self.begun:
+            for client, infos in sorted(claims.items()):
+                self._check_unique(client, infos)
+        return claims
+
+    def assign(self) -> None:
+        """Assign each client to one node that claims it; its present node keeps it while it claims it."""
+        self.hosted.clear()
+        for client, claims in sorted(self.claims().items()):
+            if client >= self._num_clients:
+                for info in claims:
+                    reason = f"all {self._num_clients} clients of the run belong to other sites"
+                    self._nodes.exclude(self._nodes[info.node_id], reason)
+                continue
+            before = self.records.get(client, claims[0])
+            host = next((info for info in claims if info.node_id == before.node_id), claims[0])
+            self.hosted[client] = self.records[client] = host
+            for other in claims:
+                if other.node_id != host.node_id:
+                    present = f"{title(client, host.name)} is already there on another node"
+                    self._nodes.exclude(self._nodes[other.node_id], self._objection(other, -1) or present)
+
+    def reserve(self, clients: Iterable[ClientInfo]) -> None:
+        """Let clients belong to their names before they join."""
+        self.records |= {info.client: ClientInfo(info.client, 0, 0, 0, info.name) for info in clients if info.name}
+
+    def class_counts(self) -> npt.NDArray[np.int64] | None:
+        """Return the samples of each class on each client ``(M, C)``, if all sites have sent them."""
+        rows = [info.class_counts for _, info in sorted(self.records.items())]
+        return np.array(rows, np.int64) if len(rows) == self._num_clients and all(rows) else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts on the sites that a resumed run needs, as JSON."""
+        fingerprints = {client: info.fingerprint for client, info in sorted(self.records.items()) if info.fingerprint}
+        return plain({"owners": self.owners, "fingerprints": fingerprints})
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`as_json` from an earlier part of the same run, before the first assignment.
+
+        Raises :class:`SettingsError` for another form.
+        """
+        try:
+            for key, attribute in (("owners", "name"), ("fingerprints", "fingerprint")):
+                for client, text in stored[key].items():
+                    if not isinstance(text, str):
+                        raise TypeError(f"{key} holds {text!r}")
+                    info = ClientInfo(check_index(int(client), self._num_clients), 0, 0, 0)
+                    setattr(self.records.setdefault(info.client, info), attribute, text)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise SettingsError(f"the checkpoint does not name the sites of the clients: {error!r}") from error
+
+    def _objection(self, info: ClientInfo, assigned: int) -> str:
+        """Return why a node may not host the client it claims, or nothing; ``assigned``: its site's client, or -1."""
+        last_info = self.records.get(info.client, info)
+        if last_info.name not in ("", info.name):
+            return f"client {info.client} belongs to {last_info.name}: give each its own partition-id"
+        if assigned >= 0 and info.client != assigned:
+            return f"it is client {assigned} of this run, but its partition-id says {info.client}"
+        if last_info.fingerprint not in ("", info.fingerprint):
+            return f"its data has changed since client {info.client} joined this run; start a new run with it"
+        return ""
+
+    def _check_unique(self, client: int, claims: Iterable[ClientInfo]) -> None:
+        """Raise :class:`SettingsError` if nodes of different names claim a client."""
+        *other_names, last = sorted({info.name for info in claims if info.name}) or [""]
+        if other_names:
+            raise SettingsError(
+                f"client {client} is claimed by {'two' if len(other_names) == 1 else len(other_names) + 1} "
+                f"{'sites' if self._of_sites else 'nodes'}, {', '.join(other_names)} and {last}: "
+                "give each its own partition-id"
+            )
+
+
+def _by_name(node: Node) -> tuple[bool, str, bool, int]:
+    """Sort nodes with names first, by name, and within a name nodes that send their client's index."""
+    return not node.claimed_name, node.claimed_name, any(info.client < 0 for info in node.clients), node.number

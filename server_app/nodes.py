@@ -1,0 +1,174 @@
+"""The connected nodes of a run: the question to each, its answer, and the reasons that exclude it."""
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+
+from flwr.app import ConfigRecord, Message
+from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
+
+from posy.data.agreement import Description
+from posy.data.errors import DataError
+from posy.flower import failure, raised, record_in
+from posy.server_app.grids import LOST, WaveGrid
+from posy.server_app.query import MAX_NAME, NodeQuery, name_in
+from posy.server_app.run_status import RunStatus
+from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo
+from posy.words import one_line
+
+ASK_SECONDS = 60.0
+"""Seconds until the server repeats an unanswered question to a node; they double each time."""
+MAX_REASON = 500
+"""Most characters of the reason for the exclusion of a node."""
+MAX_EXCLUDED = 200
+"""Most exclusions of nodes that the record lists by reason; further ones are counted together."""
+
+
+@dataclass
+class Node:
+    """A connected node: its open question and its answers."""
+
+    number: int
+    """Flower's id of the node, which may change with every start."""
+    registered: str = ""
+    """Name that its key was registered under."""
+    claimed_name: str = ""
+    """Name in its answers: the registered name, or else the name in its node config."""
+    question: str = ""
+    """Id of the open question."""
+    asked_at: float = 0.0
+    """Time, by the monotonic clock, at which the open question was first sent."""
+    ask_at: float = 0.0
+    """Time, by the monotonic clock, of the next question."""
+    patience: float = field(default_factory=lambda: ASK_SECONDS)
+    """Seconds until the next question is repeated without an answer."""
+    clients: tuple[ClientInfo, ...] = ()
+    """Clients that it claims to host; a site's client may have no index yet (-1)."""
+    description: Description | None = None
+    """The site's description of its data."""
+    reasons: set[str] = field(default_factory=set)
+    """Reasons that exclude it, or some of its clients."""
+
+    @property
+    def name(self) -> str:
+        """The registered or claimed name, or nothing."""
+        return one_line(self.registered or self.claimed_name, MAX_NAME)
+
+    @property
+    def title(self) -> str:
+        """The name of the node for messages."""
+        return self.name or f"node {self.number}"
+
+
+class NodeRegistry:
+    """The connected nodes by Flower's id, their open questions, and all nodes that were excluded in the run.
+
+    Parameters
+    ----------
+    grid : WaveGrid
+        The grid.
+    query : NodeQuery
+        The question to every node.
+    status : RunStatus
+        Publishes the answers.
+    """
+
+    def __init__(self, grid: WaveGrid, query: NodeQuery, status: RunStatus) -> None:
+        self.excluded: Counter[tuple[str, str]] = Counter()
+        """Exclusions, by the name of the node (empty without a name) and reason."""
+        self._grid = grid
+        self._query = query
+        self._status = status
+        self._nodes: dict[int, Node] = {}
+        self._outages = grid.outages.count
+
+    def __iter__(self) -> Iterator[Node]:
+        """Iterate over the connected nodes."""
+        return iter(self._nodes.values())
+
+    def __len__(self) -> int:
+        """Return the number of connected nodes."""
+        return len(self._nodes)
+
+    def __getitem__(self, number: int) -> Node:
+        """Return the connected node with an id."""
+        return self._nodes[number]
+
+    @property
+    def silent(self) -> list[Node]:
+        """The nodes that have not answered their open question."""
+        return [node for node in self if node.question]
+
+    def poll(self) -> list[Node]:
+        """Look up the connected nodes, send due questions, and read answers; return the questioned nodes.
+
+        It repeats the question to a returned node, which may have restarted with other data. It also repeats it to a
+        silent node: a node that stops loses its question, and returns with the same id.
+        """
+        self._look_up()
+        time_now = time.monotonic()
+        if due := [node for node in self if node.ask_at <= time_now]:
+            questions = self._grid.push_messages([self._query.message(node.number) for node in due])
+            for node, question in zip(due, questions, strict=False):
+                node.asked_at = node.asked_at if node.question else time_now
+                node.question, node.ask_at, node.patience = question, time_now + node.patience, 2 * node.patience
+        if waiting := {node.question: node for node in self.silent}:
+            for reply in self._grid.pull_messages(list(waiting)):
+                self._read(waiting[reply.metadata.reply_to_message_id], reply)
+        return due
+
+    def ask_again(self) -> None:
+        """Ask all nodes that were not excluded, even those whose answer is under way."""
+        self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
+
+    def exclude(self, node: Node, reason: str) -> None:
+        """Record and log the reason that excludes a node, or some of its clients, once for each connection."""
+        name, reason = node.name, one_line(reason, MAX_REASON)
+        if reason in node.reasons:
+            return
+        node.reasons.add(reason)
+        if (name, reason) not in self.excluded and len(self.excluded) >= MAX_EXCLUDED:
+            name, reason = "", "others"
+        self.excluded[name, reason] += 1
+        log(WARNING, "%s is excluded: %s", node.title, reason)
+
+    def _look_up(self) -> None:
+        """Add new nodes, and remove nodes that have gone or whose question an outage may have lost."""
+        connected = {info.node_id: info.name for info in self._grid.get_nodes()}
+        outage = self._outages != self._grid.outages.count
+        self._outages = self._grid.outages.count
+        self._nodes = {
+            number: node
+            for number, node in self._nodes.items()
+            if number in connected and number not in self._grid.gone and not (outage and node.question)
+        }
+        self._grid.gone.clear()
+        for number, name in sorted(connected.items()):
+            self._nodes.setdefault(number, Node(number)).registered = name
+
+    def _read(self, node: Node, reply: Message) -> None:
+        """Read the answer of a node; exclude the node if it cannot take part."""
+        node.question, node.ask_at = "", math.inf
+        if reply.has_error() and reply.error.code in LOST:
+            log(INFO, "%s was gone before it could answer; it is asked again if it comes back", node.title)
+            del self._nodes[node.number]
+        elif reply.has_error():
+            # A warm node sends the text "DataError: message".
+            raised_by_app = reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            message = re.sub(r"^\w*(Error|Exception): ", "", raised(str(reply.error.reason)))
+            self.exclude(node, message if raised_by_app else failure(reply.error))
+        else:
+            try:
+                answer = record_in(reply.content, "config", ConfigRecord)
+                node.claimed_name = name_in(answer, node.registered)
+                claims = self._query.clients(answer, node.number, node.claimed_name)
+                node.clients, node.description = claims.clients, claims.description or node.description
+                self._status.node(node.number, [info.client for info in node.clients], answer)
+            except UNREADABLE as error:
+                understood = isinstance(error, DataError | BadReplyError)
+                self.exclude(node, str(error) if understood else f"malformed answer: {error!r}")

@@ -1,0 +1,141 @@
+"""The waits for clients: before the run begins, and before a round when clients have gone."""
+
+import math
+import time
+from collections.abc import Sequence
+from logging import WARNING
+
+from flwr.common.logger import log
+
+from posy.data.settings import SITES
+from posy.server_app import nodes
+from posy.server_app.grids import pause
+from posy.server_app.membership import Membership
+from posy.server_app.nodes import Node, NodeRegistry
+from posy.server_app.run_status import RunStatus
+from posy.settings import SettingsError
+from posy.strategies.settings import Settings
+from posy.words import are
+
+SILENT_SECONDS = 10.0
+"""Seconds that the first round waits for silent connected nodes when enough others have answered."""
+REFRESH_SECONDS = 2.0
+"""Seconds that a round waits for answers of newly connected nodes; later answers count in the next round."""
+
+
+class Presence:
+    """Waits until enough clients of a run are present.
+
+    Parameters
+    ----------
+    settings : Settings
+        The settings of the run: ``num-clients``, ``min-clients`` and ``join-timeout``.
+    registry : NodeRegistry
+        The connected nodes.
+    members : Membership
+        The clients that these nodes claim.
+    status : RunStatus
+        Publishes the waits.
+    """
+
+    def __init__(self, settings: Settings, registry: NodeRegistry, members: Membership, status: RunStatus) -> None:
+        self._run = settings.run
+        self._num_clients = settings.data.num_clients
+        self._of_sites = settings.data.dataset == SITES
+        self._nodes = registry
+        self._members = members
+        self._status = status
+        self._started = time.monotonic()
+
+    def wait_for_claims(self, *, describe: bool = False) -> None:
+        """Wait until enough clients are claimed: ``min-clients``, or all M if it is 0.
+
+        With enough clients it does not wait for absent nodes. Connected nodes that have not answered get
+        :data:`SILENT_SECONDS` more, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they ``describe`` their data.
+        ``join-timeout`` counts from the first question of the run. A connected node has at least ``ASK_SECONDS`` to
+        answer.
+
+        Raises
+        ------
+        SettingsError
+            If too few clients join in time.
+        """
+        begun = time.monotonic()
+        needed = self._run.min_clients or self._num_clients
+        patience = nodes.ASK_SECONDS if describe else SILENT_SECONDS
+        enough = math.inf  # when enough clients were claimed
+        while True:
+            self._nodes.poll()
+            time_now = time.monotonic()
+            waited, silent = time_now - self._started, self._nodes.silent
+            claimed = sum(client < self._num_clients for client in self._members.claims())
+            overdue = all(time_now - node.asked_at > nodes.ASK_SECONDS for node in silent)
+            late = waited > self._run.join_timeout and overdue
+            enough = min(enough, time_now) if claimed >= needed else math.inf
+            if claimed >= needed and (not silent or late or time_now - enough > patience):
+                return
+            if late or not silent:
+                self._exclude_silent(silent)
+                if late or self._is_hopeless(claimed):
+                    self._members.assign()  # which reports nodes that claim the same client
+                    raise SettingsError(self._too_few(claimed, waited))
+            self._publish_wait(claimed, self._num_clients, self._started)
+            time.sleep(pause(time_now - begun))
+
+    def wait_for_round(self) -> None:
+        """Assign the clients of a round to nodes, log the clients that have gone, and wait if too few remain.
+
+        New nodes have :data:`REFRESH_SECONDS` to answer. The round waits for up to ``join-timeout``.
+        """
+        present, needed = set(self._members.hosted), max(self._run.min_clients, 1)
+        started, warned = time.monotonic(), False
+        asked_nodes: list[Node] = []
+        while True:
+            asked_nodes += self._nodes.poll()
+            waited = time.monotonic() - started
+            if waited > REFRESH_SECONDS or not any(node.question for node in asked_nodes):
+                self._members.assign()
+                hosted = self._members.hosted
+                if lost := sorted(present - hosted.keys()):
+                    log(WARNING, "%s gone; %s", are(lost, self._members.owners, self._num_clients), self.describe())
+                    present -= set(lost)
+                if len(hosted) >= needed or waited > self._run.join_timeout:
+                    return
+                self._publish_wait(len(hosted), needed, started)
+                if not warned:
+                    log(WARNING, "%s; the round waits until %s are", self.describe(), needed)
+                    warned = True
+            time.sleep(pause(waited))
+
+    def describe(self) -> str:
+        """Return in words how many clients are present."""
+        return f"{len(self._members.hosted)} of {self._num_clients} clients are there"
+
+    def _exclude_silent(self, silent: Sequence[Node]) -> None:
+        for node in silent:
+            self._nodes.exclude(node, "no answer in time")
+
+    def _is_hopeless(self, claimed: int) -> bool:
+        """Return whether excluded nodes make a further wait useless."""
+        excluded = sum(bool(node.reasons) for node in self._nodes)
+        # The run needs all benchmark clients, and their data is the same on all nodes: one failure is enough.
+        needs_all = not self._of_sites and not self._run.min_clients
+        return bool(excluded and needs_all) or excluded + claimed >= self._num_clients
+
+    def _publish_wait(self, present: int, clients: int, since: float) -> None:
+        """Publish that the run waits for nodes; ``since`` is a time by the monotonic clock."""
+        since += time.time() - time.monotonic()
+        until = since + self._run.join_timeout
+        self._status.waits(f"nodes: {present} of {clients} clients are present", since, until)
+
+    def _too_few(self, hosted: int, waited: float) -> str:
+        """Return the message for a run whose clients have not joined in time."""
+        least, timeout = self._run.min_clients, self._run.join_timeout
+        reasons = "; ".join(f"{name}: {reason}" if name else reason for name, reason in self._nodes.excluded)
+        if reasons and not self._of_sites:
+            return f"a node cannot serve this run: {reasons}"
+        return (
+            f"num-clients = {self._num_clients}{f', min-clients = {least}' if least else ''}, but the "
+            f"{len(self._nodes)} connected nodes host {hosted} of them after {round(min(waited, timeout), 2):g} s"
+            + (f"; excluded: {reasons}" if reasons else "")
+        )
