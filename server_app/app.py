@@ -117,28 +117,11 @@ def _run(
     find(settings.run.track)  # a missing tracker is an error before the run begins
     if grid is None:
         grid = InProcessGrid(settings.data.num_clients)
-    in_this_process = isinstance(grid, InProcessGrid)
-    if settings.data.dataset == SITES and (in_this_process or in_simulation()):
-        raise SettingsError(
-            f"dataset = {SITES!r}: a simulation has no nodes with data; start a SuperLink and a SuperNode at each "
-            "site, and name the SuperLink with --superlink"
-        )
-    waves = (
-        WaveGrid(grid)
-        if in_this_process
-        else polling(WatchedGrid(grid, status) if status is not None else grid, settings.run)
-    )
+    waves = wave_grid(grid, settings, status)
     federation = Federation(waves, settings, status)
     if settings.data.dataset == SITES:
         settings = federation.agree()
-    workspace = workspace_for(settings, "")  # clients in this process share it
-    if in_this_process:
-        workspace.processes = 1
-    if not workspace.of_sites:  # sites check their data themselves
-        _ = workspace.partition  # wrong data is an error before the first message
-    check_network(settings, workspace.architecture)
-    client_class(settings.run.method)  # a mistake in custom code is an error here
-    _ = workspace.criterion
+    workspace = checked_workspace(settings, in_this_process=isinstance(grid, InProcessGrid))
     strategy = make_strategy(settings, workspace)
     with ExitStack() as stack:
         resumed = None
@@ -169,6 +152,32 @@ def _run(
         )
         recorder.check_outcome()
     return recorder
+
+
+def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveGrid:
+    """Return the grid of a run; raise :class:`SettingsError` if the run needs sites and the grid has none."""
+    in_this_process = isinstance(grid, InProcessGrid)
+    if settings.data.dataset == SITES and (in_this_process or in_simulation()):
+        raise SettingsError(
+            f"dataset = {SITES!r}: a simulation has no nodes with data; start a SuperLink and a SuperNode at each "
+            "site, and name the SuperLink with --superlink"
+        )
+    if in_this_process:
+        return WaveGrid(grid)
+    return polling(WatchedGrid(grid, status) if status is not None else grid, settings.run)
+
+
+def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace:
+    """Return the workspace of the server, which clients in this process share; wrong data or code is an error."""
+    workspace = workspace_for(settings, "")
+    if in_this_process:
+        workspace.processes = 1
+    if not workspace.of_sites:  # sites check their data themselves
+        _ = workspace.partition
+    check_network(settings, workspace.architecture)
+    client_class(settings.run.method)
+    _ = workspace.criterion
+    return workspace
 
 
 def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrategy:

@@ -1,6 +1,7 @@
 """Labels and statistics of the sites' data under secure aggregation, before the first round."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from logging import WARNING
 from typing import Any
 
@@ -42,50 +43,14 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
     SettingsError
         If too few sites answer, or their sum cannot be read.
     """
-    message = {"settings": settings.to_json(), "server-round": 0}
-
-    def ask(
-        stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
-    ) -> dict[int, Answer]:
-        config = {"secure-round": ROUND, "secure-stage": stage}
-        messages = [
-            Message(
-                RecordDict({"config": ConfigRecord({"client": client, **config, **entries})}),
-                dst_node_id=nodes[client],
-                message_type=MessageType.QUERY,
-            )
-            for client, entries in requests.items()
-        ]
-        clients = {node: client for client, node in nodes.items()}
-        answers = {}
-        for reply in grid.send_and_receive(messages, timeout=settings.run.timeout):
-            client = clients[reply.metadata.src_node_id]
-            try:
-                if reply.has_error():
-                    raise BadReplyError(failure(reply.error))
-                answer: Any = record_in(reply.content, "config", ConfigRecord)["answer"]
-                check(client, answer)
-                answers[client] = answer
-            except UNREADABLE as error:
-                drop(client, str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}")
-        return dict(sorted(answers.items()))
-
-    def drop(client: int, reason: str) -> None:
-        log(WARNING, "%s adds no statistics: %s", names[client], one_line(reason, MAX_REASON))
-
+    sites = SiteQueries(grid, nodes, names, settings.run.timeout)
     features = int(settings.data.input_shape) if open_statistics(settings.data, settings.data.sample_kind) else 0
     numbers = count_of(features, classes=not settings.data.classes)
-
-    def check(client: int, answer: Answer) -> None:
-        if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
-            raise BadReplyError("statistics in another form than one text")
-        if len(answer[0]) != 4 * (1 + LIMBS * numbers):
-            raise BadReplyError(f"{len(answer[0])} bytes of statistics instead of {4 * (1 + LIMBS * numbers)}")
-
-    secure = SecureRound(ROUND, settings.run, dict.fromkeys(nodes, 1), ask, drop)
-    opened = secure.opened()
-    requests = {client: {**message, **entries} for client, entries in opened.items()}
-    masked = {client: _words(answer) for client, answer in ask(STATISTICS, requests, check).items()}
+    secure = SecureRound(ROUND, settings.run, dict.fromkeys(nodes, 1), sites.ask, sites.drop)
+    message = {"settings": settings.to_json(), "server-round": 0}
+    requests = {client: {**message, **entries} for client, entries in secure.opened().items()}
+    answers = sites.ask(STATISTICS, requests, partial(_check_statistics, numbers=numbers))
+    masked = {client: _words(answer) for client, answer in answers.items()}
     total = None
     if masked:
         config = {"secure-stage": STATISTICS, **requests[min(masked)]}
@@ -96,6 +61,67 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
             "start the run again, or set classes, feature-mean and feature-std"
         )
     return pooled(total[1], features, classes=not settings.data.classes)
+
+
+class SiteQueries:
+    """The messages of the secure round to the sites.
+
+    Parameters
+    ----------
+    grid : WaveGrid
+        The grid.
+    nodes, names : mapping
+        Flower's id of the node of each client, and the name of its site.
+    timeout : float or None
+        Seconds to wait for the answers of a stage.
+    """
+
+    def __init__(
+        self, grid: WaveGrid, nodes: Mapping[int, int], names: Mapping[int, str], timeout: float | None
+    ) -> None:
+        self._grid = grid
+        self._nodes = nodes
+        self._names = names
+        self._timeout = timeout
+
+    def ask(
+        self, stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
+    ) -> dict[int, Answer]:
+        """Send the requests of a stage to the clients, and return the answers that ``check`` accepts."""
+        config = {"secure-round": ROUND, "secure-stage": stage}
+        messages = [
+            Message(
+                RecordDict({"config": ConfigRecord({"client": client, **config, **entries})}),
+                dst_node_id=self._nodes[client],
+                message_type=MessageType.QUERY,
+            )
+            for client, entries in requests.items()
+        ]
+        clients = {node: client for client, node in self._nodes.items()}
+        answers = {}
+        for reply in self._grid.send_and_receive(messages, timeout=self._timeout):
+            client = clients[reply.metadata.src_node_id]
+            try:
+                if reply.has_error():
+                    raise BadReplyError(failure(reply.error))
+                answer: Any = record_in(reply.content, "config", ConfigRecord)["answer"]
+                check(client, answer)
+                answers[client] = answer
+            except UNREADABLE as error:
+                self.drop(client, str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}")
+        return dict(sorted(answers.items()))
+
+    def drop(self, client: int, reason: str) -> None:
+        """Log that a client does not take part in the statistics."""
+        log(WARNING, "%s adds no statistics: %s", self._names[client], one_line(reason, MAX_REASON))
+
+
+def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:
+    """Raise :class:`BadReplyError` unless an answer has the masked words of some whole numbers."""
+    if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
+        raise BadReplyError("statistics in another form than one text")
+    if len(answer[0]) != 4 * (1 + LIMBS * numbers):
+        raise BadReplyError(f"{len(answer[0])} bytes of statistics instead of {4 * (1 + LIMBS * numbers)}")
 
 
 def _words(answer: Answer) -> npt.NDArray[np.uint32]:
