@@ -148,6 +148,35 @@ class Worker:
         return self.process.exitcode or 0
 
 
+@dataclass
+class _Job:
+    """The groups of parcels of one call of :meth:`Workers.run`, its functions, and the shared arrays by identity."""
+
+    waiting: deque[list[int]]
+    prepare: Callable[[int], Parcel]
+    finish: Finish
+    shelved: Mapping[int, Place]
+    end: float
+
+    def next_bundle(self, num_workers: int) -> list[dict[int, Parcel]]:
+        """Return groups to send together: few if they are large, and fewer towards the end."""
+        bundle: list[dict[int, Parcel]] = []
+        most, size = min(TOGETHER, 1 + len(self.waiting) // (4 * num_workers)), 0
+        while self.waiting and sum(map(len, bundle)) < most and size < TOGETHER_BYTES:
+            group = self.waiting.popleft()
+            parcels: dict[int, Parcel] = {}
+            for number in group if time.monotonic() < self.end else ():
+                try:
+                    parcel = self.prepare(number)
+                    size += sum(map(_checked_bytes, parcel.arrays))
+                    parcels[number] = parcel
+                except Exception as error:  # the exception is the parcel's answer
+                    self.finish(number, error)
+            if parcels:
+                bundle.append(parcels)
+        return bundle
+
+
 class Workers:
     """Worker processes for one kind of work, which Posy forks when it first needs them.
 
@@ -183,53 +212,34 @@ class Workers:
         several parcels, and are copied once. After the monotonic time ``end``, no group is started.
         """
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
-        waiting = deque(map(list, groups))
-
-        def bundle() -> list[dict[int, Parcel]]:
-            """Return groups to send together: few if they are large, and fewer towards the end."""
-            bundled: list[dict[int, Parcel]] = []
-            most, size = min(TOGETHER, 1 + len(waiting) // (4 * self._count)), 0
-            while waiting and sum(map(len, bundled)) < most and size < TOGETHER_BYTES:
-                group = waiting.popleft()
-                parcels: dict[int, Parcel] = {}
-                for number in group if time.monotonic() < end else ():
-                    try:
-                        parcel = prepare(number)
-                        size += sum(map(_checked_bytes, parcel.arrays))
-                        parcels[number] = parcel
-                    except Exception as error:  # the exception is the parcel's answer
-                        finish(number, error)
-                if parcels:
-                    bundled.append(parcels)
-            return bundled
-
-        def fill() -> None:
-            """Send each worker a bundle, and further ones while enough groups remain for all workers."""
-            for most in range(1, AHEAD + 1):
-                for worker in self._workers:
-                    while len(worker.at_hand) < most and len(waiting) > (len(self._workers) if most > 1 else 0):
-                        if groups_to_send := bundle():
-                            self._send(worker, groups_to_send, shelved, end)
-
+        job = _Job(deque(map(list, groups)), prepare, finish, shelved, end)
         if not self._workers:
             gc.freeze()  # so that garbage collection skips the existing objects, here and in the workers
         try:
             while True:
-                while len(self._workers) < min(self._count, len(waiting)):
+                while len(self._workers) < min(self._count, len(job.waiting)):
                     self._workers.append(self._fork())
-                fill()
+                self._fill(job)
                 busy = {worker.connection: worker for worker in self._workers if worker.at_hand}
                 if not busy:
                     return
                 for connection in wait(list(busy)):
                     assert isinstance(connection, Connection)
-                    answers = self._receive(busy[connection], waiting)
-                    fill()  # before processing the answers, which may take long
+                    answers = self._receive(busy[connection], job.waiting)
+                    self._fill(job)  # before processing the answers, which may take long
                     for number, answer in answers.items():
                         finish(number, answer)
         except BaseException:
             _end_all(self._workers)
             raise
+
+    def _fill(self, job: "_Job") -> None:
+        """Send each worker a bundle, and further ones while enough groups remain for all workers."""
+        for most in range(1, AHEAD + 1):
+            for worker in self._workers:
+                while len(worker.at_hand) < most and len(job.waiting) > (len(self._workers) if most > 1 else 0):
+                    if groups := job.next_bundle(self._count):
+                        self._send(worker, groups, job)
 
     def _fork(self) -> Worker:
         context = multiprocessing.get_context("fork")
@@ -287,11 +297,9 @@ class Workers:
                 done[0] += 1
             connection.send(answers)
 
-    def _send(
-        self, worker: Worker, groups: Sequence[Mapping[int, Parcel]], shelved: Mapping[int, Place], until: float
-    ) -> None:
-        """Send a bundle of groups to a worker, which starts none of them after the monotonic time ``until``."""
-        shelf, end, bundle = worker.free_shelf(), 0, []
+    def _send(self, worker: Worker, groups: Sequence[Mapping[int, Parcel]], job: "_Job") -> None:
+        """Send a bundle of groups to a worker, which starts none of them after the end of the job."""
+        shelf, end, bundle, shelved = worker.free_shelf(), 0, [], job.shelved
         for group in groups:
             bundle.append(list[Any]())
             for parcel in group.values():
@@ -304,7 +312,7 @@ class Workers:
                 ]
                 bundle[-1].append((parcel.head, locations))
         with suppress(OSError):  # the worker has died, which _receive detects
-            worker.connection.send((shelf, bundle, until))
+            worker.connection.send((shelf, bundle, job.end))
         worker.at_hand.append(([list(group) for group in groups], shelf))
 
     def _receive(self, worker: Worker, waiting: deque[list[int]]) -> dict[int, Parcel | Exception]:
