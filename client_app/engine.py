@@ -47,7 +47,8 @@ class Engine:
         self._group = Group(workspace)
         self._pool: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
-        workspace.load_clients()  # forked processes share the memory that is loaded before the fork
+        # Forked processes share the memory that is loaded before the fork.
+        workspace.client_cache.load_all(workspace.settings.data.num_clients)
 
     def run(self, calls: Sequence[Call], finish: Finish, end: float = float("inf")) -> None:
         """Run calls in decreasing order of the clients' training samples.

@@ -1,9 +1,8 @@
 """Resident objects of a client process: data set, partition, networks and the clients' tensors."""
 
-import os
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import RLock, local
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posy.allocator import keep_freed_memory
+from posy.client_app.client_cache import ClientCache
 from posy.client_app.training.batches import Augment
 from posy.client_app.training.losses import criterion_of
 from posy.client_app.training.networks import Network
@@ -37,8 +37,6 @@ from posy.settings import SettingsError
 from posy.sharing import Once
 from posy.strategies.settings import Settings
 
-CACHED_PART = 0.25
-"""Part of the device's memory that the clients' tensors of all processes may use."""
 DEFAULT_POLICY = Policy()
 REMEMBERED = 8
 """Number of initial models, and number of arrays from messages, that stay on the device for several clients."""
@@ -98,13 +96,11 @@ class Workspace:
                 torch.set_num_threads(settings.train.threads)
         self.trainer = Trainer(settings.train, self.device, policy.min_rows if self.of_sites and site else 1)
         self._local = local()
-        self._clients: dict[int, ClientData] = {}
-        self._cached = 0
-        self.processes = cores()
-        """Processes that share this machine's memory: up to one client process on each core."""
+        self.client_cache = ClientCache(self._load_client, self.device)
         self._lock = RLock()
-        self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: self._moved(architecture.initial(seed)))
-        self._received = Once(self._moved, REMEMBERED)
+        to_device = partial(_to_device, device=self.device)
+        self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: to_device(architecture.initial(seed)))
+        self._received = Once(to_device, REMEMBERED)
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -162,28 +158,12 @@ class Workspace:
         return 0 if self.of_sites else client
 
     def client_data(self, client: int) -> ClientData:
-        """Return a client's tensors, which stay in memory if there is room.
+        """Return a client's tensors, which stay in memory if there is room."""
+        return self.client_cache.get(client)
 
-        No client's tensors are evicted. Clients take turns, so the evicted client would be the next one in use.
-        """
-        with self._lock:
-            data = self._clients.get(client)
-            if data is None:
-                part, settings = self.part_of(client), self.settings
-                data = client_data(
-                    self.dataset, self.partition, part, settings.data, self.device, seed=settings.run.seed
-                )
-                if self._cached + data.nbytes <= self._room:
-                    self._clients[client] = data
-                    self._cached += data.nbytes
-            return data
-
-    def load_clients(self) -> None:
-        """Load the tensors of all clients until the memory for them is full."""
-        for client in range(self.settings.data.num_clients):
-            if self._cached >= self._room:
-                return
-            self.client_data(client)
+    def _load_client(self, client: int) -> ClientData:
+        part, settings = self.part_of(client), self.settings
+        return client_data(self.dataset, self.partition, part, settings.data, self.device, seed=settings.run.seed)
 
     def network(self, architecture: Architecture) -> Network:
         """Return the resident network of an architecture. Each thread has a separate one."""
@@ -218,17 +198,6 @@ class Workspace:
         return not used and not tried
 
     @cached_property
-    def _room(self) -> int:
-        """Bytes that clients' tensors may use in this process."""
-        if self.device.type == "cuda":
-            return int(CACHED_PART * torch.cuda.get_device_properties(self.device).total_memory)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
-        return int(CACHED_PART * memory) // self.processes
-
-    def _moved(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
-
-    @cached_property
     def _loaded(self) -> tuple[Dataset, Partition]:
         data = self.settings.data
         if not self.of_sites:
@@ -243,6 +212,10 @@ def workspace_for(
 ) -> Workspace:
     """Return this process's workspace for some settings. Other settings replace it."""
     return Workspace(settings, site, skip_unreadable, policy)
+
+
+def _to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
 
 
 def data_path(site: str) -> Path:

@@ -171,7 +171,7 @@ def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace
     """Return the workspace of the server, which clients in this process share; wrong data or code is an error."""
     workspace = workspace_for(settings, "")
     if in_this_process:
-        workspace.processes = 1
+        workspace.client_cache.processes = 1
     if not workspace.of_sites:  # sites check their data themselves
         _ = workspace.partition
     check_network(settings, workspace.architecture)

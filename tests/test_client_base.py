@@ -508,7 +508,7 @@ def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any
     workspace = Workspace(read_settings(make_config("fedavg")))
     first = workspace.client_data(0)
     assert workspace.client_data(0) is first
-    workspace._room = 0
+    workspace.client_cache.room = 0
     second = workspace.client_data(1)
     again = workspace.client_data(1)
     assert again is not second
