@@ -24,8 +24,8 @@ from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture
 from posy.randomness import model_seed
 from posy.settings import SettingsError
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
+from posy.strategies.settings import MethodSettings
 
 Config = Mapping[str, Any]
 Received = Mapping[str, Tensor]

@@ -13,7 +13,8 @@ from posy.data.policy import Policy
 from posy.paths import absolute
 from posy.storage import append, exclusive
 from posy.strategies.privacy import event_of, planned_events
-from posy.strategies.settings import CENTRAL, OFF, Settings
+from posy.strategies.run_settings import CENTRAL, OFF
+from posy.strategies.settings import Settings
 
 LEDGER = "privacy-ledger.jsonl"
 """File in a node's ``state-dir`` with the trainings under noise."""

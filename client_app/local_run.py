@@ -23,8 +23,8 @@ from posy.strategies.masking import OutOfRangeError, Words
 from posy.strategies.pooled import numbers_of
 from posy.strategies.privacy import BELOW
 from posy.strategies.replies import Update
+from posy.strategies.run_settings import CENTRAL, LOCAL, SAMPLE, UNIFORM
 from posy.strategies.secure_aggregation import MASKED
-from posy.strategies.settings import CENTRAL, LOCAL, SAMPLE, UNIFORM
 
 if TYPE_CHECKING:
     from posy.client_app.base import PersonalClient

@@ -8,7 +8,7 @@ from typing import Any
 from posy.client_app.base import PersonalClient
 from posy.settings import SettingsError, shown
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.settings import MethodSettings
 
 BASES = (MethodSettings, PersonalisedStrategy, PersonalClient)
 """The classes whose hooks a method overrides."""

@@ -28,7 +28,8 @@ from posy.paths import absolute
 from posy.settings import NodeConfigError, Setting, settings_of, shown
 from posy.storage import exclusive, is_folder_name, read_json, write_json
 from posy.strategies.methods import METHODS, settings_class
-from posy.strategies.settings import RunSettings, Settings, TrainSettings
+from posy.strategies.run_settings import RunSettings, TrainSettings
+from posy.strategies.settings import Settings
 
 POLICY = "policy"
 """The word of the node config that names the file of the policy."""

@@ -15,7 +15,7 @@ from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray
 
 if TYPE_CHECKING:
-    from posy.strategies.method_settings import MethodSettings
+    from posy.strategies.settings import MethodSettings
 
 
 @dataclass

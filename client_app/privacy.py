@@ -15,8 +15,9 @@ from posy.models.architecture import Architecture
 from posy.settings import SettingsError
 from posy.strategies.masking import ONE
 from posy.strategies.privacy import clipped, reply_deviation, with_noise
+from posy.strategies.run_settings import CENTRAL, LOCAL, OFF, SAMPLE
 from posy.strategies.secure_aggregation import fraction_of, threshold_of
-from posy.strategies.settings import CENTRAL, LOCAL, OFF, SAMPLE, Settings
+from posy.strategies.settings import Settings
 
 DEVIATIONS = 8
 """Standard deviations that the noise exceeds once in 10¹⁵ numbers."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from posy.server_app.resume import reached
 from posy.settings import RunError, Scalar
 from posy.strategies.registry import read_settings
-from posy.strategies.settings import RunSettings
+from posy.strategies.run_settings import RunSettings
 
 if TYPE_CHECKING:
     from posy.server_app.recorder import Recorder

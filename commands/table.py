@@ -42,7 +42,7 @@ from posy.strategies.registry import (
     with_experiment,
     without_effect,
 )
-from posy.strategies.settings import RunSettings
+from posy.strategies.run_settings import RunSettings
 from posy.yaml12 import dump, read_yaml
 
 PARTS: dict[str, type] = {

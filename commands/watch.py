@@ -11,7 +11,7 @@ from posy.server_app.record import Record
 from posy.server_app.resume import read_summary
 from posy.settings import SettingsError
 from posy.storage import is_locked
-from posy.strategies.settings import RunSettings
+from posy.strategies.run_settings import RunSettings
 
 LOOK_SECONDS = 0.5
 """Seconds between two reads of the files."""

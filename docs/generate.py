@@ -25,10 +25,11 @@ from posy.data.policy import Policy
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
 from posy.settings import MOST, settings_of
+from posy.strategies.arrays import Refused
 from posy.strategies.card import MethodCard, Program
-from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import defaults, groups
+from posy.strategies.settings import MethodSettings
 from posy.yaml12 import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -35,7 +35,8 @@ from posy.settings import RunError, SettingsError
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import defaults, merge_experiment, named_sources, read_settings
-from posy.strategies.settings import AUTO, OFF, RunSettings, Settings
+from posy.strategies.run_settings import AUTO, OFF, RunSettings
+from posy.strategies.settings import Settings
 
 app = ServerApp()
 

@@ -11,7 +11,8 @@ from posy.settings import RunError
 from posy.storage import append
 from posy.strategies.cohorts import most_trainings
 from posy.strategies.privacy import event_of, noise_multiplier
-from posy.strategies.settings import OFF, SAMPLE, Settings
+from posy.strategies.run_settings import OFF, SAMPLE
+from posy.strategies.settings import Settings
 
 LEDGER = "privacy.jsonl"
 """File in the directory of a run. It is never truncated: a resumed run repeats rounds, and each repetition counts."""

@@ -20,7 +20,7 @@ from posy.server_app.system import routing_scores
 from posy.settings import SettingsError
 from posy.storage import read_metadata
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.settings import RunSettings
+from posy.strategies.run_settings import RunSettings
 from posy.words import title
 from posy.yaml12 import read_yaml
 

@@ -11,7 +11,8 @@ from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
 from posy.strategies.registry import current_keys, declared_for, with_experiment
-from posy.strategies.settings import OFF, RunSettings, Settings
+from posy.strategies.run_settings import OFF, RunSettings
+from posy.strategies.settings import Settings
 from posy.yaml12 import read_yaml
 
 CONFIG, PROGRESS = "config.yaml", "progress.json"

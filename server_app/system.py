@@ -21,8 +21,7 @@ from posy.models.parameters import FloatArray
 from posy.server_app.results import RunDirectory
 from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.method_settings import MethodSettings
-from posy.strategies.settings import Settings
+from posy.strategies.settings import MethodSettings, Settings
 
 
 class SystemAccuracy(NamedTuple):

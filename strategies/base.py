@@ -26,7 +26,6 @@ from posy.strategies.arrays import Arrays
 from posy.strategies.cohorts import members_of, newcomers_of, takes_all
 from posy.strategies.exchange import Exchange
 from posy.strategies.influence import Influence
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.newcomers import NewcomerPhase
 from posy.strategies.replies import (
     ClientInfo,
@@ -39,7 +38,7 @@ from posy.strategies.replies import (
 )
 from posy.strategies.rounds import Rounds
 from posy.strategies.server_state import check_state
-from posy.strategies.settings import Settings
+from posy.strategies.settings import MethodSettings, Settings
 
 
 class PersonalisedStrategy(Strategy):

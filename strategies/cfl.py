@@ -24,9 +24,9 @@ from posy.strategies.arrays import Arrays, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedacs import cosine_similarity
-from posy.strategies.method_settings import MethodSettings, training_clients
 from posy.strategies.newcomers import NewcomerPhase
 from posy.strategies.replies import Update, mean_of, num_examples, stacked, weighted_mean
+from posy.strategies.settings import MethodSettings, training_clients
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
-from posy.strategies.settings import RunSettings, Settings
+from posy.strategies.run_settings import RunSettings
+from posy.strategies.settings import Settings
 
 
 @lru_cache(maxsize=64)

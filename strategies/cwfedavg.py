@@ -17,8 +17,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
+from posy.strategies.settings import MethodSettings
 
 A = TypeVar("A")  # a NumPy array or a tensor
 Float64 = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ from posy.sharing import Once
 from posy.strategies import schedule
 from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names
 from posy.strategies.replies import BadReplyError, RoundRecord, client_of
-from posy.strategies.settings import UNIFORM
+from posy.strategies.run_settings import UNIFORM
 from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import are, one_line
 

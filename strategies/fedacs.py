@@ -16,8 +16,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import Arrays, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import MethodSettings, training_clients
 from posy.strategies.replies import BLOCK, gram
+from posy.strategies.settings import MethodSettings, training_clients
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings

@@ -5,7 +5,7 @@ FedAvg needs no strategy and no client class: :class:`~posy.strategies.base.Pers
 """
 
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.settings import MethodSettings
 
 
 class FedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):

@@ -6,8 +6,8 @@ from posy.settings import Search, SettingsError, setting
 from posy.strategies.arrays import model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
+from posy.strategies.settings import MethodSettings
 
 PROGRAM = Program(
     "zijianwang0510/FedDRM",

@@ -6,7 +6,7 @@ Normalisation layers are BatchNorm, GroupNorm and LayerNorm; BatchNorm's running
 from typing import TYPE_CHECKING
 
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

@@ -15,7 +15,7 @@ from posy.models.catalogue import SHARING
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update, sample_counts
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings

@@ -17,8 +17,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.latest import LatestModels
-from posy.strategies.method_settings import MethodSettings, training_clients
 from posy.strategies.replies import Update
+from posy.strategies.settings import MethodSettings, training_clients
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

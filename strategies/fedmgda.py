@@ -13,8 +13,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update, gram, num_examples, stacked
+from posy.strategies.settings import MethodSettings
 from posy.strategies.simplex import minimise_on_simplex
 
 if TYPE_CHECKING:

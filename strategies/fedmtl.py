@@ -16,8 +16,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import Arrays, model, reply
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import gram
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

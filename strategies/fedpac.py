@@ -19,9 +19,9 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.prototypes import check_class_counts, class_counts, mean_prototypes
 from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked, weighted_mean
+from posy.strategies.settings import MethodSettings
 from posy.strategies.simplex import minimise_on_simplex
 
 if TYPE_CHECKING:

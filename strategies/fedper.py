@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

@@ -18,9 +18,9 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import Arrays, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.prototypes import check_class_counts, class_counts, mean_prototypes
 from posy.strategies.replies import Update, stacked
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings

@@ -14,7 +14,7 @@ from posy.strategies.arrays import Arrays
 from posy.strategies.bounds import NORM_RATIO, clipping_factors, share_factors, site_share
 from posy.strategies.replies import BadReplyError, Update, changes, norm_of, sample_counts
 from posy.strategies.robust import Rule, median, trimmed_mean
-from posy.strategies.settings import AUTO
+from posy.strategies.run_settings import AUTO
 from posy.words import are
 
 if TYPE_CHECKING:

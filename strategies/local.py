@@ -9,8 +9,8 @@ from typing import Any
 from posy.strategies.arrays import reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
+from posy.strategies.settings import MethodSettings
 
 
 class LocalSettings(MethodSettings, robust="its clients send no model"):

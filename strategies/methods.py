@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from posy.extensions import is_own, module_of, word_of
 from posy.settings import SettingsError, at, nearest, shown
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.settings import MethodSettings
 
 T = TypeVar("T")
 PICTURES = "posy.strategies.pictures"

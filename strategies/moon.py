@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from posy.settings import Search, setting
 from posy.strategies.arrays import model, reply
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

@@ -16,8 +16,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import Arrays, model, numbers, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import BadReplyError, Update, mean_of
+from posy.strategies.settings import MethodSettings
 
 AUTO = "auto"
 """The word in place of a number for β: cross-validation chooses it."""

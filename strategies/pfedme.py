@@ -14,9 +14,9 @@ from posy.strategies.arrays import model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.cohorts import cohort_of
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
-from posy.strategies.settings import CENTRAL
+from posy.strategies.run_settings import CENTRAL
+from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

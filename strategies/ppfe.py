@@ -23,9 +23,8 @@ from posy.settings import Search, SettingsError, setting
 from posy.strategies.arrays import UNIFORM_WEIGHTS, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update
-from posy.strategies.settings import Settings
+from posy.strategies.settings import MethodSettings, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor

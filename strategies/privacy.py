@@ -24,7 +24,8 @@ from posy.accounting import Event, noise_multiplier_for, sampled_noise_multiplie
 from posy.noise import SecureGenerator, from_steps, to_steps
 from posy.strategies.cohorts import most_trainings
 from posy.strategies.replies import changes, norm_of
-from posy.strategies.settings import CENTRAL, LOCAL, OFF, SAMPLE, Settings
+from posy.strategies.run_settings import CENTRAL, LOCAL, OFF, SAMPLE
+from posy.strategies.settings import Settings
 
 CLIP_RATE = 0.2
 """Learning rate η_C of the adaptive clipping norm (Andrew et al., 2021, Section 3)."""

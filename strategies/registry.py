@@ -31,7 +31,8 @@ from posy.settings import (
     with_sources,
 )
 from posy.strategies.methods import METHODS, check_method, settings_class
-from posy.strategies.settings import RunSettings, Settings, TrainSettings, identified
+from posy.strategies.run_settings import RunSettings, TrainSettings, identified
+from posy.strategies.settings import Settings
 from posy.yaml12 import parse, read_yaml
 
 PAPERS = Path(__file__).resolve().parent.parent / "papers"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
 from posy.strategies.replies import BLOCK, distances_from_gram, gram, weighted_mean
-from posy.strategies.settings import RunSettings
+from posy.strategies.run_settings import RunSettings
 
 Float64 = npt.NDArray[np.float64]
 

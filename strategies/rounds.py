@@ -35,8 +35,8 @@ from posy.strategies.replies import (
     stacked,
     weighted_mean,
 )
+from posy.strategies.run_settings import CENTRAL
 from posy.strategies.secure_rounds import SecureRounds
-from posy.strategies.settings import CENTRAL
 
 if TYPE_CHECKING:
     from posy.strategies.base import PersonalisedStrategy

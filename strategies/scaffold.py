@@ -23,8 +23,8 @@ from posy.settings import Search, setting
 from posy.strategies.arrays import gradient, model, reply
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import MethodSettings
 from posy.strategies.replies import Update, num_examples, stacked, weighted_mean
+from posy.strategies.settings import MethodSettings
 
 
 class SCAFFOLDSettings(

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 
-from posy.strategies.settings import RunSettings, Settings
+from posy.strategies.run_settings import RunSettings
+from posy.strategies.settings import Settings
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:

@@ -49,7 +49,7 @@ from posy.strategies.masking import (
     public_key,
 )
 from posy.strategies.replies import BadReplyError, check_enrolled, check_size, read_metrics
-from posy.strategies.settings import RunSettings
+from posy.strategies.run_settings import RunSettings
 
 KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
 """The stages of a round other than the training or evaluation."""

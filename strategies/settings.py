@@ -1,457 +1,161 @@
-"""The settings of a run: run, data, training and method."""
+"""The settings of a run, and the base of a method's settings, from which server and clients derive the same network."""
 
 import json
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, dataclass_transform
 
 from posy.data.settings import DataSettings
 from posy.extensions import word_of
-from posy.models.catalogue import MODELS, PRETRAINED
-from posy.paths import found_at, sha256_of
-from posy.settings import Scalar, Search, SettingsError, as_config, setting, settings_of
-from posy.strategies.method_settings import MethodSettings
+from posy.settings import Scalar, SettingsError, as_config, setting, settings_of
+from posy.strategies.arrays import ALLOWED, RETURNED, Answer, Arrays, Refused, Returned, verdict
+from posy.strategies.run_settings import CENTRAL, RunSettings, TrainSettings
 
-AUTO, OFF = "auto", "off"
-"""Words instead of a number: Posy chooses the number, or the feature is off."""
-LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
-"""Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
-UNIFORM = "uniform"
-"""The value of ``client-weights`` with which all clients have the same weight."""
-WITHHELD = "withheld"
-"""The value of ``dp-scores`` with which clients send no scores."""
+if TYPE_CHECKING:  # settings are read without PyTorch
+    from collections.abc import Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from posy.models.architecture import Architecture
+    from posy.strategies.card import MethodCard
 
 
-@dataclass(frozen=True)
-class TrainSettings:
-    """The local training of one client."""
+UNSAMPLED = Refused("it does not say that the gradients of single samples are all that its clients' arrays depend on")
+NOTHING_SENT = Refused("its clients send no model")
+NO_MEAN = Refused("it does not declare that its server step is a weighted mean of models")
 
-    model: str = setting(
-        "auto",
-        "network; `auto` chooses one for the data; a custom network is a function that takes the task and returns a "
-        "torch.nn.Module, or torchvision:NAME",
-        choices=("auto", *MODELS),
-        or_own="a network",
-        synonyms=("arch", "architecture", "net", "network"),
-    )
-    weights: str = setting(
-        "",
-        "safetensors file with initial weights, by the names of the network's tensors; a head with another number of "
-        "classes starts from random weights; a .txt of word vectors (GloVe) initialises the embedding only; "
-        "`torchvision`: torchvision's pretrained weights; empty: random weights. If the path does not exist, Posy "
-        "searches data-dir for the file name",
-        place=True,
-        path_or=PRETRAINED,
-        synonyms=("pretrained", "checkpoint"),
-    )
-    weights_sha256: str = setting(
-        "",
-        "SHA-256 of the file of weights, which a run computes at its start; Posy refuses nodes with another file",
-        needs='weights != "" | torchvision',
-    )
-    frozen: str = setting("", "layers that are neither trained nor sent, separated by commas", synonyms=("freeze",))
-    linear_init: str = setting(
-        "default",
-        "initial weights of linear layers: PyTorch's, or Kaiming's normal distribution with biases of 0 (FedDRM)",
-        choices=("default", "kaiming"),
-    )
-    local_epochs: int = setting(
-        2,
-        "passes over the client's training data in a round",
-        needs="local-steps = 0",
-        minimum=1,
-        synonyms=("epochs", "num-epochs"),
-    )
-    local_steps: int = setting(0, "SGD steps in a round instead of epochs; 0: use local-epochs", minimum=0)
-    batch_size: int = setting(10, "samples in a mini-batch", minimum=1, synonyms=("batch",))
-    lr: float = setting(
-        0.05, "learning rate", above=0, synonyms=("learning-rate",), search=Search(0.005, 0.5, log=True)
-    )
-    lr_schedule: str = setting(
-        "constant",
-        "learning rate over the rounds; `exponential` and `step` multiply it by lr-decay every round, or every lr-step "
-        "rounds",
-        choices=("constant", "cosine", "exponential", "step"),
-    )
-    lr_decay: float = setting(
-        0.99,
-        "factor of the exponential and the step schedule",
-        needs="lr-schedule = exponential | step",
-        above=0,
-        maximum=1,
-    )
-    lr_step: int = setting(10, "rounds between two steps of the step schedule", needs="lr-schedule = step", minimum=1)
-    loss: str = setting(
-        "cross-entropy",
-        "loss of each sample that local training minimises; a custom loss is a function that takes logits (B, C) and "
-        "labels (B,) and returns losses (B,)",
-        choices=("cross-entropy",),
-        or_own="a loss",
-        synonyms=("criterion", "objective"),
-    )
-    class_weights: str = setting(
-        "none",
-        "weight of a sample in the loss; with `balanced` all classes of a client have the same total weight",
-        choices=("none", "balanced"),
-        synonyms=("class-weight",),
-    )
-    optimizer: str = setting(
-        "sgd",
-        "optimiser of local training; steps that a method prescribes as plain SGD stay plain",
-        choices=("sgd", "adam", "adamw"),
-        synonyms=("optimiser", "opt"),
-    )
-    optimizer_state: str = setting(
-        "fresh",
-        "state of the optimiser (momentum, Adam's moments): `fresh` in each training, or `kept` from the client's last "
-        "round",
-        choices=("fresh", "kept"),
-        synonyms=("optimiser-state",),
-    )
-    momentum: float = setting(0.0, "momentum of SGD", needs="optimizer = sgd", minimum=0, maximum=0.9999)
-    weight_decay: float = setting(
-        0.0, "L2 weight decay; decoupled from the moments in AdamW", minimum=0, synonyms=("l2", "wd")
-    )
-    adam_beta1: float = setting(
-        0.9, "decay of Adam's mean of gradients", needs="optimizer = adam | adamw", minimum=0, maximum=0.9999
-    )
-    adam_beta2: float = setting(
-        0.999,
-        "decay of Adam's mean of squared gradients",
-        needs="optimizer = adam | adamw",
-        minimum=0,
-        maximum=0.999999,
-    )
-    adam_epsilon: float = setting(
-        1e-8,
-        "number that Adam adds to the root of the mean of squared gradients",
-        needs="optimizer = adam | adamw",
-        above=0,
-    )
-    max_grad_norm: float = setting(
-        0.0, "L2 norm to which each model's gradient of a mini-batch is clipped; 0: off", minimum=0
-    )
-    device: str = setting(
-        "auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True, affects_results=False, synonyms=("gpu",)
-    )
-    threads: int = setting(
-        1,
-        "PyTorch threads of a client process on the CPU; 0: unchanged",
-        minimum=0,
-        maximum=1024,
-        resumable=True,
-    )
-    stack: str = setting(
-        "auto",
-        "train several models (FedFew's K, and in one process the models of several clients) in turn (`loop`), or as "
-        "one stacked computation (`vmap`); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
-        choices=("auto", "loop", "vmap"),
-        resumable=True,
-    )
-    precision: str = setting(
-        "float32",
-        "arithmetic of matrix products and convolutions: `tf32` on GPUs that support it, `bfloat16` with autocast; "
-        "parameters and messages stay float32",
-        choices=("float32", "tf32", "bfloat16"),
-    )
-    dp: str = setting(
-        OFF,
-        "differential privacy; `local`: each client clips its update and adds noise, which hides the client's data; "
-        "`central`: the clients clip, and the server adds noise to the sum (with secure-aggregation the clients do), "
-        "which hides each client from all but the server; `sample`: DP-SGD, which hides each sample",
-        choices=(OFF, LOCAL, CENTRAL, SAMPLE),
-        synonyms=("differential-privacy", "privacy"),
-    )
-    dp_clip: float = setting(
-        0.0,
-        "L2 norm to which a client's update, or with dp = sample the gradient of a sample, is clipped; it must be "
-        "above 0",
-        needs="dp != off",
-        minimum=0,
-    )
-    dp_epsilon: float = setting(
-        1.0,
-        "epsilon of the whole run, for the client that trains in most rounds",
-        needs="dp != off",
-        above=0,
-        maximum=1e6,
-    )
-    dp_delta: float = setting(
-        1e-5,
-        "delta of the whole run; choose it below 1 / the number of clients, or with dp = sample of samples",
-        needs="dp != off",
-        above=0,
-        maximum=0.5,
-    )
-    dp_clip_quantile: float = setting(
-        0.0,
-        "fraction of the updates that adaptive clipping leaves as they are; dp-clip is then the first norm; 0: the "
-        "norm is fixed",
-        source="Andrew et al., 2021: 0.5",
-        needs="dp = central and secure-aggregation = false",
-        minimum=0,
-        maximum=0.99,
-    )
-    dp_scores: str = setting(
-        WITHHELD,
-        "training loss and scores of a client in a run with noise; `exact`: the client sends them, and the epsilon of "
-        "the run does not cover them",
-        choices=(WITHHELD, "exact"),
-        needs="dp != off",
-    )
+
+def training_clients(settings: "Settings") -> int:
+    """Return the number of clients that train in a run: all clients but the newcomers of ``holdout-clients``."""
+    clients = settings.data.num_clients
+    newcomers = max(1, round(settings.run.holdout_clients * clients)) if settings.run.holdout_clients else 0
+    return clients - min(newcomers, clients - 1)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(setting,))
+class MethodSettings:
+    """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
+
+    A method declares the arrays in its messages, each once: ``sent`` has the names of the arrays that a client
+    receives, and ``returned`` the arrays of its reply. By default both are one model. With ``dp_sgd=True`` a
+    subclass states that DP-SGD protects all that clients send, and with ``robust=True`` that its server combines
+    whole models by :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the
+    methods below.
+    """
+
+    sent: ClassVar[tuple[str, ...]]
+    """Names of the arrays that a client receives; by default those from which the returned arrays are changes."""
+    sent_once: ClassVar[str] = ""
+    """Name of a growing list of arrays, an attribute of the strategy. Each client receives an array of the list once,
+    and stores it in its state as ``<name>-<number>``, with numbers from 1."""
+    returned: ClassVar["Mapping[str, Returned]"] = RETURNED
+    """The arrays of a client's reply, in their order."""
+    noise: ClassVar[Refused | None]
+    """Why the method does not support noise on a client's update; :data:`ALLOWED` if all its arrays do."""
+    sums: ClassVar[Refused | None]
+    """Why the method does not support secure aggregation; :data:`ALLOWED` if its server needs only the mean of each
+    array. It then serves the same arrays to all clients of a round."""
+    routes: ClassVar[bool] = False
+    """Whether :meth:`client_scores` chooses the client that answers a query; otherwise the clients' models vote."""
+    dp_sgd: ClassVar[Refused | None]
+    """Why the method does not support DP-SGD (``dp = sample``); :data:`ALLOWED` if it does. A client's arrays then
+    depend on its data only through one local training whose objective is a mean over samples."""
+    robust: ClassVar[Refused | None]
+    """Why another rule cannot replace the server's mean (setting ``robust``); :data:`ALLOWED` if it can. All clients
+    then start from one model, and the server uses their models in the rule only."""
+    point: ClassVar[str] = "local"
+    """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
+
+    class_statistics: ClassVar[bool] = False
+    """Whether clients send statistics of each class, such as mean features; a site refuses them for rare classes."""
+    card: "ClassVar[MethodCard | None]" = None
+    """The facts of the method's documentation page; None for a custom method without a page."""
+
+    def __init_subclass__(
+        cls,
+        *,
+        dp_sgd: Answer = UNSAMPLED,
+        robust: Answer = NO_MEAN,
+        point: Literal["served", "local"] = "local",
+    ) -> None:
+        """Make the subclass a frozen dataclass, and derive what noise and masks allow from its arrays."""
+        arrays = cls.returned.values()
+        if "sent" not in vars(cls) and ("returned" in vars(cls) or not hasattr(cls, "sent")):
+            cls.sent = tuple(dict.fromkeys(array.change_of for array in arrays if array.change_of))
+        cls.noise = next((array.noise for array in arrays if array.noise), ALLOWED) if arrays else NOTHING_SENT
+        cls.sums = next((array.sums for array in arrays if array.sums), ALLOWED) if arrays else NOTHING_SENT
+        cls.dp_sgd, cls.robust, cls.point = verdict(dp_sgd), verdict(robust), point
+        dataclass(frozen=True)(cls)
+
+    @classmethod
+    def refused_privacy(cls, mode: str) -> Refused | None:
+        """Return why the method does not support a mode of the setting ``dp``; :data:`ALLOWED` if it does.
+
+        ``central`` needs what local noise and secure aggregation need: an update that noise does not spoil, and a
+        server that works with the mean of all updates.
+        """
+        verdicts = {"off": ALLOWED, "local": cls.noise, "central": cls.noise or cls.sums, "sample": cls.dp_sgd}
+        return verdicts[mode]
 
     @property
-    def withholds_scores(self) -> bool:
-        """Whether clients send neither their training loss nor scores."""
-        return self.dp != OFF and self.dp_scores == WITHHELD
-
-    def __post_init__(self) -> None:
-        """Check the settings that depend on each other."""
-        if self.optimizer_state == "kept" and self.optimizer == "sgd" and not self.momentum:
-            raise SettingsError(
-                "optimizer-state = 'kept' does not go with optimizer = 'sgd' and momentum = 0, because this optimiser "
-                "has no state; set a momentum, or optimizer-state = 'fresh'"
-            )
-
-
-def identified(train: TrainSettings, folder: str) -> TrainSettings:
-    """Return the settings with the SHA-256 of the file of weights, if the file exists at its path or in ``folder``."""
-    named = train.weights not in ("", PRETRAINED)
-    digest = train.weights_sha256 if named else ""
-    if named and not digest and (path := found_at(train.weights, folder)):
-        digest = sha256_of(path)
-    return replace(train, weights_sha256=digest)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """The run: method, rounds, participation, evaluation and output."""
-
-    method: str = setting(
-        "fedfew",
-        "method of the run; a custom method is a file and the prefix of its classes, as in mine:FedMine",
-        or_own="a method",
-        synonyms=("algo", "algorithm", "strategy"),
-    )
-    experiment: str = setting(
-        "",
-        "YAML file of settings (a name in papers/*/settings/ or a path); other settings of the run override it",
-        once=True,
-    )
-    num_server_rounds: int = setting(
-        15, "communication rounds", minimum=1, resumable=True, synonyms=("n-rounds", "num-rounds", "rounds")
-    )
-    fraction_train: float = setting(
-        1.0,
-        "fraction of the clients sampled in each round, rounded up to whole clients",
-        above=0,
-        maximum=1,
-        synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),
-    )
-    full_last_round: bool = setting(
-        False, "all clients train in the last round, regardless of fraction-train", needs="fraction-train < 1"
-    )
-    holdout_clients: float = setting(
-        0.0,
-        "fraction of clients that join as newcomers after the last round; each is served, and trains once without "
-        "aggregation",
-        minimum=0,
-        maximum=0.9,
-        synonyms=("held-out-clients", "new-clients", "unseen-clients"),
-    )
-    client_weights: str = setting(
-        "samples",
-        "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
-        "over samples (class prototypes, FedFew's n_i / N of the losses) always use the numbers of samples",
-        needs="robust = mean | multi-krum | geometric-median or method = feddrm",
-        choices=("samples", UNIFORM),
-        source="McMahan et al., 2017, Algorithm 1: n_i / n",
-        synonyms=("client-weighting", "weighted-average"),
-    )
-    min_train_replies: int = setting(
-        1, "accepted replies below which a round fails and the server's state does not change", minimum=1
-    )
-    max_update_norm: float = setting(
-        0.0, "largest L2 norm of a client's update; a larger update is dropped; 0: no limit", minimum=0
-    )
-    max_norm_ratio: float | str = setting(
-        AUTO,
-        "largest L2 norm of a client's update as a multiple of the round's median norm; a larger update is scaled down "
-        "to it; 0: no limit; `auto`: 3 with dataset=sites, else 0",
-        needs="secure-aggregation = false",
-        number_or=AUTO,
-        minimum=0,
-        synonyms=("norm-bound", "clip-updates"),
-    )
-    max_client_weight: float | str = setting(
-        AUTO,
-        "largest share of a client in the server's means and sums; a larger weight is lowered to it; 1: no limit; "
-        "`auto`: with dataset=sites 3 divided by the number of replies, at most 0.5, else 1",
-        needs="secure-aggregation = false and robust = mean | multi-krum | geometric-median",
-        number_or=AUTO,
-        above=0,
-        maximum=1,
-    )
-    robust: str = setting(
-        "mean",
-        "rule by which the server combines the clients' models; `mean`: weighted by client-weights, as are the "
-        "geometric median and Multi-Krum; for the other rules all clients are equal",
-        choices=("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median"),
-        synonyms=("aggregation", "aggregator", "defence", "defense"),
-    )
-    trim_fraction: float = setting(
-        0.2,
-        "trimmed mean: fraction of the clients whose values are cut at each end, for each parameter",
-        needs="robust = trimmed-mean",
-        minimum=0,
-        maximum=0.49,
-        synonyms=("beta",),
-    )
-    max_attackers: int = setting(
-        1,
-        "Krum: number f of clients in a round that may send arbitrary models; a round needs 2 f + 3 replies",
-        needs="robust = krum | multi-krum",
-        minimum=0,
-        synonyms=("num-malicious-nodes",),
-    )
-    krum_clients: int = setting(
-        0,
-        "Multi-Krum: number of clients whose models are averaged; 0: all replies but max-attackers",
-        needs="robust = multi-krum",
-        minimum=0,
-        synonyms=("num-nodes-to-select",),
-    )
-    secure_aggregation: bool = setting(
-        False,
-        "the server learns only sums of the clients' updates and scores (SecAgg+); only for methods that need only the "
-        "sum",
-        synonyms=("secagg", "secaggplus", "secagg+"),
-    )
-    secure_threshold: float | str = setting(
-        AUTO,
-        "secure aggregation: fraction of the clients, and of each client's neighbours, that must finish the round; "
-        "`auto`: 0.6, or more if the sites sign their keys",
-        needs="secure-aggregation = true",
-        number_or=AUTO,
-        above=0.5,
-        maximum=1,
-    )
-    secure_neighbours: int = setting(
-        0,
-        "secure aggregation: number of clients with which each client shares secrets; 0: all other clients",
-        needs="secure-aggregation = true",
-        minimum=0,
-        limit="num-clients - 1",
-    )
-    secure_range: float = setting(
-        16.0,
-        "secure aggregation: largest change of a parameter in a round; it sets the rounding",
-        needs="secure-aggregation = true",
-        minimum=1e-9,
-    )
-    grace: float | str = setting(
-        OFF,
-        "seconds for the other clients in a training round after min-train-replies have answered",
-        number_or=OFF,
-        minimum=0,
-        maximum=1e8,
-        resumable=True,
-        synonyms=("grace-period",),
-    )
-    round_timeout: float | str = setting(
-        AUTO,
-        "seconds to wait for the replies of a round; `auto`: estimated from the earlier replies, and no limit in one "
-        "process",
-        number_or=AUTO,
-        above=0,
-        maximum=1e8,
-        resumable=True,
-        synonyms=("timeout",),
-        affects_results=False,
-    )
-    evaluate_every: int = setting(1, "rounds between evaluations; the last round is always evaluated", minimum=1)
-    evaluate_training: bool = setting(
-        False, "score models on the training samples too, at the cost of a third of an epoch"
-    )
-    average_rounds: int = setting(
-        0,
-        "number of last rounds whose mean is also in the summary; system accuracy, if it is on, is computed in each of "
-        "them; 0: none",
-        minimum=0,
-        limit="num-server-rounds",
-        resumable=True,
-    )
-    system_accuracy: str = setting(
-        "auto",
-        "accuracy on the pooled test sets, by FedDRM's routing or a majority vote; `auto`: FedDRM only",
-        choices=("auto", "on", "off"),
-    )
-    seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
-    output_dir: str = setting(
-        "runs", "directory that holds the runs", place=True, resumable=True, affects_results=False, synonyms=("output",)
-    )
-    run_name: str = setting(
-        "", "folder of this run; empty: method, data set, seed and time", affects_results=False, synonyms=("name",)
-    )
-    save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
-    min_clients: int = setting(
-        0,
-        "number of connected clients at which the first round starts; 0: num-clients",
-        minimum=0,
-        resumable=True,
-        synonyms=("min-available-clients",),
-    )
-    join_timeout: float = setting(
-        300.0, "seconds to wait for the clients before the first round", above=0, maximum=1e8, resumable=True
-    )
-    checkpoint_every: int = setting(
-        10,
-        "rounds between checkpoints, with one after the last round; 0: no checkpoints",
-        minimum=0,
-        resumable=True,
-        affects_results=False,
-    )
-    track: str = setting(
-        OFF,
-        "tool that also receives the record of the run",
-        choices=(OFF, "tensorboard", "mlflow", "wandb"),
-        or_own="a tracker",
-        resumable=True,
-        affects_results=False,
-        synonyms=("logger", "tracker", "report-to"),
-    )
-    resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
-    state_memory: int = setting(
-        4096,
-        "MiB of memory for the clients' states in an in-process run; other states go to disk; 0: all states",
-        minimum=0,
-        resumable=True,
-        affects_results=False,
-    )
+    def follows_number_of_rounds(self) -> bool:
+        """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change on resuming."""
+        return False
 
     @property
-    def timeout(self) -> float:
-        """Seconds to wait for the replies of a round; infinite with ``auto``."""
-        return math.inf if self.round_timeout == AUTO else float(self.round_timeout)
+    def sums_logarithms(self) -> bool:
+        """Whether an ensemble sums log-probabilities instead of probabilities."""
+        return False
 
-    def __post_init__(self) -> None:
-        """Check the settings that depend on each other."""
-        if self.holdout_clients and self.secure_aggregation:
-            raise SettingsError(
-                f"holdout-clients = {self.holdout_clients:g} does not go with secure-aggregation = true: a newcomer "
-                "trains alone, and the sum would reveal its update; set one of them to its default"
-            )
-        if self.system_accuracy == "on" and self.secure_aggregation:
-            raise SettingsError(
-                "system-accuracy = 'on' does not go with secure-aggregation = true: it needs the models and test "
-                "samples of single clients; set system-accuracy = 'off'"
-            )
-        if self.robust != "mean" and self.secure_aggregation:
-            raise SettingsError(
-                f"robust = {self.robust!r} does not go with secure-aggregation = true: the server sees only the sum of "
-                "the updates, and the rule compares single updates; set one of them to its default"
-            )
-        if self.system_accuracy == "on" and not self.save_models:
-            raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
+    def refusals(self) -> "Mapping[str, str]":
+        """Return the shared settings that must keep their defaults, by key, each with the reason.
+
+        For example ``{"momentum": "c_i is a distance divided by the rate, which holds for plain SGD only"}``.
+        """
+        return {}
+
+    def notices(self, settings: "Settings", network: "Architecture") -> "tuple[str, ...]":
+        """Return warnings to log before round 1, for settings under which the method degenerates to another one."""
+        return ()
+
+    def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
+        """Return the network that clients train; by default the plain network of the run."""
+        return plain
+
+    def client_scores(self, outputs: "Tensor", weights: "npt.NDArray[np.float64]") -> "Tensor":
+        """Return the scores ``(n, M)`` whose largest entry is the client that answers a query; with :attr:`routes`.
+
+        Parameters
+        ----------
+        outputs : Tensor, (n, M)
+            The second output of the network that all clients share.
+        weights : numpy.ndarray, (M,)
+            The weights of the clients in the server's mean.
+        """
+        raise NotImplementedError
+
+    def personal(self, network: "Architecture") -> tuple[str, ...]:
+        """Return the names of the layers or single tensors that stay on the client; by default none."""
+        return ()
+
+    def reference(self, network: "Architecture", sent: Arrays, reply: Arrays) -> Arrays:
+        """Return the value from which the client has changed each array of its reply, by the declarations.
+
+        The update is the difference between the arrays and these values. ``max-update-norm`` and ``max-norm-ratio``
+        limit its norm, ``dp`` clips it and adds noise, and masks cover it. A method overrides this function if the
+        client starts from a part or a mixture of the sent arrays.
+
+        Parameters
+        ----------
+        network : Architecture
+            The network that clients train.
+        sent : dict
+            The arrays of the server's message.
+        reply : dict
+            The arrays of the reply, with checked shapes.
+        """
+        return {name: self.returned[name].start(sent, array) for name, array in reply.items()}
 
 
 @dataclass(frozen=True)

@@ -357,7 +357,9 @@ def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, upd
     before = strategy.models
     rows = [np.full(strategy.size, value, np.float32) for value in (1, 5, 2)]
     chosen = zip(rows, (1, 3, 4), (2, 2, 0), strict=True)
-    quantities = strategy.aggregate(1, [update(c, {"model": row, "cluster": k}, n) for c, (row, n, k) in enumerate(chosen)])
+    quantities = strategy.aggregate(
+        1, [update(c, {"model": row, "cluster": k}, n) for c, (row, n, k) in enumerate(chosen)]
+    )
     np.testing.assert_allclose(strategy.models[[0, 2]], [rows[2], np.full(strategy.size, 4)])
     np.testing.assert_array_equal(strategy.models[1], before[1])
     assert quantities == {"cluster_sizes": [1, 0, 2]}

@@ -18,7 +18,8 @@ from posy.settings import LaunchError, SettingsError
 NETS = "import tools\nfrom inner.deep import x\nimport numpy\n\n\ndef net(task):\n    return None\n"
 MINE = """
 from posy.settings import setting
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.arrays import ALLOWED
+from posy.strategies.settings import MethodSettings
 
 
 class FedMineSettings(MethodSettings, noise=ALLOWED):

@@ -321,7 +321,9 @@ def test_posy_tune_searches_up_to_the_limit() -> None:
 METHOD = """
 from posy.client_app.base import PersonalClient
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.method_settings import ALLOWED, MethodSettings, setting
+from posy.strategies.arrays import ALLOWED
+from posy.strategies.run_settings import setting
+from posy.strategies.settings import MethodSettings
 
 
 class MineSettings(MethodSettings, noise=ALLOWED):

@@ -119,7 +119,7 @@ def test_the_privacy_page_says_what_every_method_reveals() -> None:
 
 
 def test_the_privacy_page_says_which_methods_support_noise() -> None:
-    from posy.strategies.method_settings import ALLOWED
+    from posy.strategies.arrays import ALLOWED
     from posy.strategies.methods import METHODS, settings_class
 
     text = (ROOT / "docs/privacy.md").read_text(encoding="utf-8")

@@ -27,8 +27,8 @@ from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
+from posy.strategies.run_settings import TrainSettings
 from posy.strategies.server_state import state_of
-from posy.strategies.settings import TrainSettings
 
 SAME = 1e-5  # relative, in norm
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

@@ -14,7 +14,7 @@ from posy.client_app.training.work import Job, Moments, Samples, Train
 from posy.models.parameters import layout_of
 from posy.settings import SettingsError
 from posy.strategies.replies import Update
-from posy.strategies.settings import TrainSettings
+from posy.strategies.run_settings import TrainSettings
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}

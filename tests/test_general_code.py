@@ -59,7 +59,8 @@ WIDE = '''
     import torch
     from torch import nn
 
-    from posy.strategies.method_settings import ALLOWED, MethodSettings
+    from posy.strategies.arrays import ALLOWED
+    from posy.strategies.settings import MethodSettings
 
 
     class Gated(nn.Module):

@@ -21,7 +21,7 @@ from posy.client_app.training.unfolded import unfold_convolutions
 from posy.client_app.training.work import Job, Train, Trained
 from posy.data.task import Task
 from posy.models.architecture import Architecture
-from posy.strategies.settings import TrainSettings
+from posy.strategies.run_settings import TrainSettings
 
 COUNTS = (90, 37, 61, 5)
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

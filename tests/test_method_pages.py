@@ -13,10 +13,11 @@ from flwr.app import ArrayRecord, Message, MessageType
 from posy.client_app.app import Call
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, settings_of
+from posy.strategies.arrays import ALLOWED, Refused
 from posy.strategies.card import MethodCard, Paper, Program
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.server_state import state_of
+from posy.strategies.settings import MethodSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 Make = Callable[..., Any]

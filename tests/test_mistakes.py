@@ -28,7 +28,8 @@ METHOD = '''
 
     from posy.client_app.base import PersonalClient
     from posy.strategies.base import PersonalisedStrategy
-    from posy.strategies.method_settings import ALLOWED, MethodSettings
+    from posy.strategies.arrays import ALLOWED
+    from posy.strategies.settings import MethodSettings
 
 
     class MineSettings(MethodSettings, noise=ALLOWED):

@@ -13,9 +13,10 @@ import torch
 from pandas import read_csv
 
 from posy.commands.cli import main
-from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.arrays import ALLOWED, Refused
 from posy.strategies.methods import settings_class
 from posy.strategies.server_state import state_of
+from posy.strategies.settings import MethodSettings
 from posy.yaml12 import dump, read_yaml
 
 Config = dict[str, Any]
@@ -24,7 +25,8 @@ FEDPER = '''
     """FedPer (Arivazhagan et al., 2019): the base layers are shared, the last layers are personal."""
 
     from posy.settings import setting
-    from posy.strategies.method_settings import ALLOWED, MethodSettings
+    from posy.strategies.arrays import ALLOWED
+    from posy.strategies.settings import MethodSettings
 
 
     class MyFedPerSettings(MethodSettings, noise=ALLOWED):
@@ -43,7 +45,8 @@ DITTO = '''
     from posy.client_app.base import PersonalClient
     from posy.client_app.training.work import Pull, Train
     from posy.settings import setting
-    from posy.strategies.method_settings import ALLOWED, MethodSettings
+    from posy.strategies.arrays import ALLOWED
+    from posy.strategies.settings import MethodSettings
     from posy.strategies.replies import Update
 
 
@@ -73,7 +76,8 @@ IFCA = '''
     from posy.client_app.training.work import Train
     from posy.settings import setting
     from posy.strategies.base import PersonalisedStrategy
-    from posy.strategies.method_settings import MethodSettings, Refused
+    from posy.strategies.arrays import Refused
+    from posy.strategies.settings import MethodSettings
     from posy.strategies.replies import BadReplyError, Update, mean_of
 
 
@@ -251,7 +255,7 @@ def test_the_settings_of_a_method_of_ones_own_are_listed(
     assert "myifca-clusters" in capsys.readouterr().out
 
 
-NOTHING = "from posy.strategies.method_settings import ALLOWED, MethodSettings\n"
+NOTHING = "from posy.strategies.settings import ALLOWED, MethodSettings\n"
 WRONG = {
     "no file": (
         "",

@@ -10,9 +10,9 @@ from test_secure_aggregation import ClientGroup, Federate, StageGrid, assert_clo
 
 from posy.client_app.secure_aggregation import ProtocolError, Secrets
 from posy.strategies.masking import MaskingError
+from posy.strategies.run_settings import RunSettings
 from posy.strategies.secure_aggregation import REFUSAL, Prepared, SecureRound, View
 from posy.strategies.server_state import state_of
-from posy.strategies.settings import RunSettings
 
 __all__ = ["five"]  # a fixture
 ALL = {"keys", "shares", "train", "survivors", "unmask"}

@@ -18,8 +18,8 @@ from posy.models.architecture import architecture_for
 from posy.report.page import page
 from posy.server_app.privacy import LEDGER, PrivacyLedger
 from posy.settings import RunError, SettingsError
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.cohorts import cohort_of, most_trainings
-from posy.strategies.method_settings import ALLOWED
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.privacy import (
     BELOW,

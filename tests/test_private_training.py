@@ -20,7 +20,7 @@ from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.noise import SecureGenerator
 from posy.strategies.privacy import Sampling, planned_events
-from posy.strategies.settings import TrainSettings
+from posy.strategies.run_settings import TrainSettings
 
 CPU = torch.device("cpu")
 IMAGE = Task("image", (1, 20, 20), ("a", "b", "c"))

@@ -41,7 +41,8 @@ from rates import faster
 from posy.client_app.base import PersonalClient
 from posy.client_app.training.work import Train, cross_entropy
 from posy.settings import setting
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.arrays import ALLOWED
+from posy.strategies.settings import MethodSettings
 
 
 class FedMineSettings(MethodSettings, noise=ALLOWED):

@@ -29,6 +29,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.storage import load_arrays
 from posy.strategies import masking
+from posy.strategies.arrays import ALLOWED
 from posy.strategies.masking import (
     MaskingError,
     combined,
@@ -44,7 +45,6 @@ from posy.strategies.masking import (
     split,
     stream,
 )
-from posy.strategies.method_settings import ALLOWED
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import read_settings
 from posy.strategies.secure_aggregation import (

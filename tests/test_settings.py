@@ -28,7 +28,7 @@ from posy.strategies.registry import (
     groups,
     read_settings,
 )
-from posy.strategies.settings import RunSettings, TrainSettings
+from posy.strategies.run_settings import RunSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DECLARED = declared()

@@ -36,7 +36,7 @@ from posy.models.architecture import Architecture
 from posy.models.catalogue import MODELS
 from posy.models.parameters import Layout, layout_of
 from posy.models.two_branch import TwoBranch
-from posy.strategies.settings import TrainSettings
+from posy.strategies.run_settings import TrainSettings
 
 CPU = torch.device("cpu")
 CLASSES = 3

@@ -8,7 +8,7 @@ from torch import Tensor
 from posy.client_app.training.networks import Models
 from posy.client_app.training.rules import leading
 from posy.client_app.training.work import Job
-from posy.strategies.settings import TrainSettings
+from posy.strategies.run_settings import TrainSettings
 
 
 class Optimiser:

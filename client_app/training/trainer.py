@@ -30,7 +30,7 @@ from posy.client_app.training.work import (
 )
 from posy.sharing import is_shared
 from posy.strategies.privacy import Sampling
-from posy.strategies.settings import SAMPLE, TrainSettings
+from posy.strategies.run_settings import SAMPLE, TrainSettings
 
 EVALUATION_BATCH = 512
 TF32_CAPABILITY = (8, 0)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Samples
 from posy.strategies.privacy import Sampling
-from posy.strategies.settings import OFF, TrainSettings
+from posy.strategies.run_settings import OFF, TrainSettings
 
 Split = Literal["train", "test", "validation"]
 V = TypeVar("V", Tensor, Tensor | None)

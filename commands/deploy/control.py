@@ -37,7 +37,7 @@ from posy.commands.deploy.bundle import bundle
 from posy.commands.launch import INTERRUPTED, Connection, resume_command, without_proxy
 from posy.commands.runlog import RunLog
 from posy.settings import LaunchError, Scalar, SettingsError
-from posy.strategies.settings import RunSettings
+from posy.strategies.run_settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
 """Seconds for which a SuperLink may be unreachable while Posy follows a run, which may survive the outage."""

@@ -10,7 +10,7 @@ from flwr.common.logger import log
 from posy.extensions import is_own, load, said
 from posy.server_app.trackers.tracker import TrackedRun, Tracker
 from posy.settings import SettingsError, shown
-from posy.strategies.settings import OFF
+from posy.strategies.run_settings import OFF
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -1,0 +1,450 @@
+"""The settings of a run: run, data, training and method."""
+
+import math
+from dataclasses import dataclass, replace
+
+from posy.models.catalogue import MODELS, PRETRAINED
+from posy.paths import found_at, sha256_of
+from posy.settings import Search, SettingsError, setting
+
+AUTO, OFF = "auto", "off"
+"""Words instead of a number: Posy chooses the number, or the feature is off."""
+LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
+"""Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
+UNIFORM = "uniform"
+"""The value of ``client-weights`` with which all clients have the same weight."""
+WITHHELD = "withheld"
+"""The value of ``dp-scores`` with which clients send no scores."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The local training of one client."""
+
+    model: str = setting(
+        "auto",
+        "network; `auto` chooses one for the data; a custom network is a function that takes the task and returns a "
+        "torch.nn.Module, or torchvision:NAME",
+        choices=("auto", *MODELS),
+        or_own="a network",
+        synonyms=("arch", "architecture", "net", "network"),
+    )
+    weights: str = setting(
+        "",
+        "safetensors file with initial weights, by the names of the network's tensors; a head with another number of "
+        "classes starts from random weights; a .txt of word vectors (GloVe) initialises the embedding only; "
+        "`torchvision`: torchvision's pretrained weights; empty: random weights. If the path does not exist, Posy "
+        "searches data-dir for the file name",
+        place=True,
+        path_or=PRETRAINED,
+        synonyms=("pretrained", "checkpoint"),
+    )
+    weights_sha256: str = setting(
+        "",
+        "SHA-256 of the file of weights, which a run computes at its start; Posy refuses nodes with another file",
+        needs='weights != "" | torchvision',
+    )
+    frozen: str = setting("", "layers that are neither trained nor sent, separated by commas", synonyms=("freeze",))
+    linear_init: str = setting(
+        "default",
+        "initial weights of linear layers: PyTorch's, or Kaiming's normal distribution with biases of 0 (FedDRM)",
+        choices=("default", "kaiming"),
+    )
+    local_epochs: int = setting(
+        2,
+        "passes over the client's training data in a round",
+        needs="local-steps = 0",
+        minimum=1,
+        synonyms=("epochs", "num-epochs"),
+    )
+    local_steps: int = setting(0, "SGD steps in a round instead of epochs; 0: use local-epochs", minimum=0)
+    batch_size: int = setting(10, "samples in a mini-batch", minimum=1, synonyms=("batch",))
+    lr: float = setting(
+        0.05, "learning rate", above=0, synonyms=("learning-rate",), search=Search(0.005, 0.5, log=True)
+    )
+    lr_schedule: str = setting(
+        "constant",
+        "learning rate over the rounds; `exponential` and `step` multiply it by lr-decay every round, or every lr-step "
+        "rounds",
+        choices=("constant", "cosine", "exponential", "step"),
+    )
+    lr_decay: float = setting(
+        0.99,
+        "factor of the exponential and the step schedule",
+        needs="lr-schedule = exponential | step",
+        above=0,
+        maximum=1,
+    )
+    lr_step: int = setting(10, "rounds between two steps of the step schedule", needs="lr-schedule = step", minimum=1)
+    loss: str = setting(
+        "cross-entropy",
+        "loss of each sample that local training minimises; a custom loss is a function that takes logits (B, C) and "
+        "labels (B,) and returns losses (B,)",
+        choices=("cross-entropy",),
+        or_own="a loss",
+        synonyms=("criterion", "objective"),
+    )
+    class_weights: str = setting(
+        "none",
+        "weight of a sample in the loss; with `balanced` all classes of a client have the same total weight",
+        choices=("none", "balanced"),
+        synonyms=("class-weight",),
+    )
+    optimizer: str = setting(
+        "sgd",
+        "optimiser of local training; steps that a method prescribes as plain SGD stay plain",
+        choices=("sgd", "adam", "adamw"),
+        synonyms=("optimiser", "opt"),
+    )
+    optimizer_state: str = setting(
+        "fresh",
+        "state of the optimiser (momentum, Adam's moments): `fresh` in each training, or `kept` from the client's last "
+        "round",
+        choices=("fresh", "kept"),
+        synonyms=("optimiser-state",),
+    )
+    momentum: float = setting(0.0, "momentum of SGD", needs="optimizer = sgd", minimum=0, maximum=0.9999)
+    weight_decay: float = setting(
+        0.0, "L2 weight decay; decoupled from the moments in AdamW", minimum=0, synonyms=("l2", "wd")
+    )
+    adam_beta1: float = setting(
+        0.9, "decay of Adam's mean of gradients", needs="optimizer = adam | adamw", minimum=0, maximum=0.9999
+    )
+    adam_beta2: float = setting(
+        0.999,
+        "decay of Adam's mean of squared gradients",
+        needs="optimizer = adam | adamw",
+        minimum=0,
+        maximum=0.999999,
+    )
+    adam_epsilon: float = setting(
+        1e-8,
+        "number that Adam adds to the root of the mean of squared gradients",
+        needs="optimizer = adam | adamw",
+        above=0,
+    )
+    max_grad_norm: float = setting(
+        0.0, "L2 norm to which each model's gradient of a mini-batch is clipped; 0: off", minimum=0
+    )
+    device: str = setting(
+        "auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True, affects_results=False, synonyms=("gpu",)
+    )
+    threads: int = setting(
+        1,
+        "PyTorch threads of a client process on the CPU; 0: unchanged",
+        minimum=0,
+        maximum=1024,
+        resumable=True,
+    )
+    stack: str = setting(
+        "auto",
+        "train several models (FedFew's K, and in one process the models of several clients) in turn (`loop`), or as "
+        "one stacked computation (`vmap`); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
+        choices=("auto", "loop", "vmap"),
+        resumable=True,
+    )
+    precision: str = setting(
+        "float32",
+        "arithmetic of matrix products and convolutions: `tf32` on GPUs that support it, `bfloat16` with autocast; "
+        "parameters and messages stay float32",
+        choices=("float32", "tf32", "bfloat16"),
+    )
+    dp: str = setting(
+        OFF,
+        "differential privacy; `local`: each client clips its update and adds noise, which hides the client's data; "
+        "`central`: the clients clip, and the server adds noise to the sum (with secure-aggregation the clients do), "
+        "which hides each client from all but the server; `sample`: DP-SGD, which hides each sample",
+        choices=(OFF, LOCAL, CENTRAL, SAMPLE),
+        synonyms=("differential-privacy", "privacy"),
+    )
+    dp_clip: float = setting(
+        0.0,
+        "L2 norm to which a client's update, or with dp = sample the gradient of a sample, is clipped; it must be "
+        "above 0",
+        needs="dp != off",
+        minimum=0,
+    )
+    dp_epsilon: float = setting(
+        1.0,
+        "epsilon of the whole run, for the client that trains in most rounds",
+        needs="dp != off",
+        above=0,
+        maximum=1e6,
+    )
+    dp_delta: float = setting(
+        1e-5,
+        "delta of the whole run; choose it below 1 / the number of clients, or with dp = sample of samples",
+        needs="dp != off",
+        above=0,
+        maximum=0.5,
+    )
+    dp_clip_quantile: float = setting(
+        0.0,
+        "fraction of the updates that adaptive clipping leaves as they are; dp-clip is then the first norm; 0: the "
+        "norm is fixed",
+        source="Andrew et al., 2021: 0.5",
+        needs="dp = central and secure-aggregation = false",
+        minimum=0,
+        maximum=0.99,
+    )
+    dp_scores: str = setting(
+        WITHHELD,
+        "training loss and scores of a client in a run with noise; `exact`: the client sends them, and the epsilon of "
+        "the run does not cover them",
+        choices=(WITHHELD, "exact"),
+        needs="dp != off",
+    )
+
+    @property
+    def withholds_scores(self) -> bool:
+        """Whether clients send neither their training loss nor scores."""
+        return self.dp != OFF and self.dp_scores == WITHHELD
+
+    def __post_init__(self) -> None:
+        """Check the settings that depend on each other."""
+        if self.optimizer_state == "kept" and self.optimizer == "sgd" and not self.momentum:
+            raise SettingsError(
+                "optimizer-state = 'kept' does not go with optimizer = 'sgd' and momentum = 0, because this optimiser "
+                "has no state; set a momentum, or optimizer-state = 'fresh'"
+            )
+
+
+def identified(train: TrainSettings, folder: str) -> TrainSettings:
+    """Return the settings with the SHA-256 of the file of weights, if the file exists at its path or in ``folder``."""
+    named = train.weights not in ("", PRETRAINED)
+    digest = train.weights_sha256 if named else ""
+    if named and not digest and (path := found_at(train.weights, folder)):
+        digest = sha256_of(path)
+    return replace(train, weights_sha256=digest)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run: method, rounds, participation, evaluation and output."""
+
+    method: str = setting(
+        "fedfew",
+        "method of the run; a custom method is a file and the prefix of its classes, as in mine:FedMine",
+        or_own="a method",
+        synonyms=("algo", "algorithm", "strategy"),
+    )
+    experiment: str = setting(
+        "",
+        "YAML file of settings (a name in papers/*/settings/ or a path); other settings of the run override it",
+        once=True,
+    )
+    num_server_rounds: int = setting(
+        15, "communication rounds", minimum=1, resumable=True, synonyms=("n-rounds", "num-rounds", "rounds")
+    )
+    fraction_train: float = setting(
+        1.0,
+        "fraction of the clients sampled in each round, rounded up to whole clients",
+        above=0,
+        maximum=1,
+        synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),
+    )
+    full_last_round: bool = setting(
+        False, "all clients train in the last round, regardless of fraction-train", needs="fraction-train < 1"
+    )
+    holdout_clients: float = setting(
+        0.0,
+        "fraction of clients that join as newcomers after the last round; each is served, and trains once without "
+        "aggregation",
+        minimum=0,
+        maximum=0.9,
+        synonyms=("held-out-clients", "new-clients", "unseen-clients"),
+    )
+    client_weights: str = setting(
+        "samples",
+        "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
+        "over samples (class prototypes, FedFew's n_i / N of the losses) always use the numbers of samples",
+        needs="robust = mean | multi-krum | geometric-median or method = feddrm",
+        choices=("samples", UNIFORM),
+        source="McMahan et al., 2017, Algorithm 1: n_i / n",
+        synonyms=("client-weighting", "weighted-average"),
+    )
+    min_train_replies: int = setting(
+        1, "accepted replies below which a round fails and the server's state does not change", minimum=1
+    )
+    max_update_norm: float = setting(
+        0.0, "largest L2 norm of a client's update; a larger update is dropped; 0: no limit", minimum=0
+    )
+    max_norm_ratio: float | str = setting(
+        AUTO,
+        "largest L2 norm of a client's update as a multiple of the round's median norm; a larger update is scaled down "
+        "to it; 0: no limit; `auto`: 3 with dataset=sites, else 0",
+        needs="secure-aggregation = false",
+        number_or=AUTO,
+        minimum=0,
+        synonyms=("norm-bound", "clip-updates"),
+    )
+    max_client_weight: float | str = setting(
+        AUTO,
+        "largest share of a client in the server's means and sums; a larger weight is lowered to it; 1: no limit; "
+        "`auto`: with dataset=sites 3 divided by the number of replies, at most 0.5, else 1",
+        needs="secure-aggregation = false and robust = mean | multi-krum | geometric-median",
+        number_or=AUTO,
+        above=0,
+        maximum=1,
+    )
+    robust: str = setting(
+        "mean",
+        "rule by which the server combines the clients' models; `mean`: weighted by client-weights, as are the "
+        "geometric median and Multi-Krum; for the other rules all clients are equal",
+        choices=("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median"),
+        synonyms=("aggregation", "aggregator", "defence", "defense"),
+    )
+    trim_fraction: float = setting(
+        0.2,
+        "trimmed mean: fraction of the clients whose values are cut at each end, for each parameter",
+        needs="robust = trimmed-mean",
+        minimum=0,
+        maximum=0.49,
+        synonyms=("beta",),
+    )
+    max_attackers: int = setting(
+        1,
+        "Krum: number f of clients in a round that may send arbitrary models; a round needs 2 f + 3 replies",
+        needs="robust = krum | multi-krum",
+        minimum=0,
+        synonyms=("num-malicious-nodes",),
+    )
+    krum_clients: int = setting(
+        0,
+        "Multi-Krum: number of clients whose models are averaged; 0: all replies but max-attackers",
+        needs="robust = multi-krum",
+        minimum=0,
+        synonyms=("num-nodes-to-select",),
+    )
+    secure_aggregation: bool = setting(
+        False,
+        "the server learns only sums of the clients' updates and scores (SecAgg+); only for methods that need only the "
+        "sum",
+        synonyms=("secagg", "secaggplus", "secagg+"),
+    )
+    secure_threshold: float | str = setting(
+        AUTO,
+        "secure aggregation: fraction of the clients, and of each client's neighbours, that must finish the round; "
+        "`auto`: 0.6, or more if the sites sign their keys",
+        needs="secure-aggregation = true",
+        number_or=AUTO,
+        above=0.5,
+        maximum=1,
+    )
+    secure_neighbours: int = setting(
+        0,
+        "secure aggregation: number of clients with which each client shares secrets; 0: all other clients",
+        needs="secure-aggregation = true",
+        minimum=0,
+        limit="num-clients - 1",
+    )
+    secure_range: float = setting(
+        16.0,
+        "secure aggregation: largest change of a parameter in a round; it sets the rounding",
+        needs="secure-aggregation = true",
+        minimum=1e-9,
+    )
+    grace: float | str = setting(
+        OFF,
+        "seconds for the other clients in a training round after min-train-replies have answered",
+        number_or=OFF,
+        minimum=0,
+        maximum=1e8,
+        resumable=True,
+        synonyms=("grace-period",),
+    )
+    round_timeout: float | str = setting(
+        AUTO,
+        "seconds to wait for the replies of a round; `auto`: estimated from the earlier replies, and no limit in one "
+        "process",
+        number_or=AUTO,
+        above=0,
+        maximum=1e8,
+        resumable=True,
+        synonyms=("timeout",),
+        affects_results=False,
+    )
+    evaluate_every: int = setting(1, "rounds between evaluations; the last round is always evaluated", minimum=1)
+    evaluate_training: bool = setting(
+        False, "score models on the training samples too, at the cost of a third of an epoch"
+    )
+    average_rounds: int = setting(
+        0,
+        "number of last rounds whose mean is also in the summary; system accuracy, if it is on, is computed in each of "
+        "them; 0: none",
+        minimum=0,
+        limit="num-server-rounds",
+        resumable=True,
+    )
+    system_accuracy: str = setting(
+        "auto",
+        "accuracy on the pooled test sets, by FedDRM's routing or a majority vote; `auto`: FedDRM only",
+        choices=("auto", "on", "off"),
+    )
+    seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
+    output_dir: str = setting(
+        "runs", "directory that holds the runs", place=True, resumable=True, affects_results=False, synonyms=("output",)
+    )
+    run_name: str = setting(
+        "", "folder of this run; empty: method, data set, seed and time", affects_results=False, synonyms=("name",)
+    )
+    save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
+    min_clients: int = setting(
+        0,
+        "number of connected clients at which the first round starts; 0: num-clients",
+        minimum=0,
+        resumable=True,
+        synonyms=("min-available-clients",),
+    )
+    join_timeout: float = setting(
+        300.0, "seconds to wait for the clients before the first round", above=0, maximum=1e8, resumable=True
+    )
+    checkpoint_every: int = setting(
+        10,
+        "rounds between checkpoints, with one after the last round; 0: no checkpoints",
+        minimum=0,
+        resumable=True,
+        affects_results=False,
+    )
+    track: str = setting(
+        OFF,
+        "tool that also receives the record of the run",
+        choices=(OFF, "tensorboard", "mlflow", "wandb"),
+        or_own="a tracker",
+        resumable=True,
+        affects_results=False,
+        synonyms=("logger", "tracker", "report-to"),
+    )
+    resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
+    state_memory: int = setting(
+        4096,
+        "MiB of memory for the clients' states in an in-process run; other states go to disk; 0: all states",
+        minimum=0,
+        resumable=True,
+        affects_results=False,
+    )
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait for the replies of a round; infinite with ``auto``."""
+        return math.inf if self.round_timeout == AUTO else float(self.round_timeout)
+
+    def __post_init__(self) -> None:
+        """Check the settings that depend on each other."""
+        if self.holdout_clients and self.secure_aggregation:
+            raise SettingsError(
+                f"holdout-clients = {self.holdout_clients:g} does not go with secure-aggregation = true: a newcomer "
+                "trains alone, and the sum would reveal its update; set one of them to its default"
+            )
+        if self.system_accuracy == "on" and self.secure_aggregation:
+            raise SettingsError(
+                "system-accuracy = 'on' does not go with secure-aggregation = true: it needs the models and test "
+                "samples of single clients; set system-accuracy = 'off'"
+            )
+        if self.robust != "mean" and self.secure_aggregation:
+            raise SettingsError(
+                f"robust = {self.robust!r} does not go with secure-aggregation = true: the server sees only the sum of "
+                "the updates, and the rule compares single updates; set one of them to its default"
+            )
+        if self.system_accuracy == "on" and not self.save_models:
+            raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
