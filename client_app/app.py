@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from posy.client_app import secure_aggregation
 from posy.client_app.audit import record_reply
 from posy.client_app.base import PersonalClient
-from posy.client_app.jobs import Steps
+from posy.client_app.hooks import Steps
 from posy.client_app.local_run import LocalRun
 from posy.client_app.node_config import TRUSTED, check_node_config
 from posy.client_app.policy import (
@@ -239,7 +239,7 @@ class Call:
         """Return the client with its state, and the generator of its requests."""
         client = self._make(self.number, self.workspace, self._store.load(self.number, self._versions))
         self._state = client.state
-        run = LocalRun(client, self.received, self._config, self._masking)
+        run = LocalRun(client.jobs, self.received, self._config, self._masking)
         return client, run.train() if self._training else run.evaluate()
 
     def packed(self) -> Parcel:
@@ -288,7 +288,7 @@ def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Step
     (number, training, config, stored, sent), arrays = parcel
     state = State(dict(zip(stored, arrays, strict=False)))
     client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
-    run = LocalRun(client, dict(zip(sent, arrays[len(stored) :], strict=True)), config)
+    run = LocalRun(client.jobs, dict(zip(sent, arrays[len(stored) :], strict=True)), config)
     return client, run.train() if training else run.evaluate()
 
 

@@ -1,7 +1,7 @@
 """Ditto's client: it trains the global model for the server and a personal one for itself."""
 
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.training.work import Pull, Train, Trained
 from posy.strategies.ditto import DittoSettings
 from posy.strategies.replies import Update

@@ -14,7 +14,7 @@ from flwr.common.logger import log
 
 from posy.client_app.app import Call, packed, unpacked
 from posy.client_app.base import PersonalClient
-from posy.client_app.jobs import Steps
+from posy.client_app.hooks import Steps
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Train, TrainingInterruptedError
 from posy.client_app.workspace import Workspace

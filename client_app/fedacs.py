@@ -1,7 +1,7 @@
 """FedACS's client: it trains from the intermediate model and stores the result."""
 
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update
 

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.training.work import Forward, Train, Trained
 from posy.strategies.replies import Update
 

@@ -1,7 +1,7 @@
 """IFCA's client: it trains the cluster model with the lowest loss on its training data."""
 
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.predictors import Predictor
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.replies import Update

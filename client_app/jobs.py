@@ -1,24 +1,20 @@
 """The local trainings of a client: their samples, random streams, weights and optimisers."""
 
-from collections.abc import Generator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from posy.client_app.hooks import ClientHooks, Steps
 from posy.client_app.training.batches import DropoutNumbers, Samples, Share
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Job, Moments, Split, Train, Trained
 from posy.randomness import torch_generator
 from posy.strategies.privacy import sampling_of
 
-if TYPE_CHECKING:
-    from posy.client_app.base import PersonalClient
-
 R = TypeVar("R")
-Steps = Generator[Train | Forward, Any, R]
 
 
 class Jobs:
@@ -26,11 +22,11 @@ class Jobs:
 
     Parameters
     ----------
-    client : PersonalClient
+    client : ClientHooks
         The client whose requests are run.
     """
 
-    def __init__(self, client: "PersonalClient") -> None:
+    def __init__(self, client: ClientHooks) -> None:
         self.client = client
         self.workspace = client.workspace
         self.settings = client.settings

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from logging import WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,8 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.client_app.jobs import Steps
+from posy.client_app.hooks import Steps
+from posy.client_app.jobs import Jobs
 from posy.client_app.predictors import Predictor, array_of, scores
 from posy.client_app.privacy import UnprotectedError, noised
 from posy.client_app.secure_aggregation import Masking
@@ -25,9 +26,6 @@ from posy.strategies.privacy import BELOW
 from posy.strategies.replies import Update
 from posy.strategies.run_settings import CENTRAL, LOCAL, SAMPLE, UNIFORM
 from posy.strategies.secure_aggregation import MASKED
-
-if TYPE_CHECKING:
-    from posy.client_app.base import PersonalClient
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """The splits of a client's samples."""
@@ -43,8 +41,8 @@ class LocalRun:
 
     Parameters
     ----------
-    client : PersonalClient
-        The client.
+    jobs : Jobs
+        The trainings of the client.
     received : dict
         The arrays of the message, by name.
     config : mapping
@@ -53,11 +51,9 @@ class LocalRun:
         The masks of the reply in a run with secure aggregation.
     """
 
-    def __init__(
-        self, client: "PersonalClient", received: Arrays, config: Mapping[str, Any], masking: Masking | None = None
-    ) -> None:
-        self.client = client
-        self.jobs = client.jobs
+    def __init__(self, jobs: Jobs, received: Arrays, config: Mapping[str, Any], masking: Masking | None = None) -> None:
+        self.jobs = jobs
+        self.client = client = jobs.client
         self.settings, self.method = client.settings, client.method
         self.config = config
         self.masking = masking

@@ -41,7 +41,11 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
 
 def _check_names(prefix: str, kind: type[Any], base: type[Any]) -> None:
     """Raise :class:`SettingsError` for a public name of a class that is similar to a name of its base class."""
-    base_names = [name for name in (*dir(base), *base.__annotations__) if not name.startswith("_")]
+    base_names = [
+        name
+        for name in (*dir(base), *(name for part in base.__mro__ for name in getattr(part, "__annotations__", ())))
+        if not name.startswith("_")
+    ]
     settings: Any = kind
     own_fields = {field.name for field in fields(settings)} if is_dataclass(kind) else set()
     for name in vars(kind):

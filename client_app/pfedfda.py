@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.predictors import Predictor
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained

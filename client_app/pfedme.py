@@ -1,7 +1,7 @@
 """pFedMe's client: it moves its copy of the global model towards a personal one, step by step."""
 
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.training.rules import MoreauEnvelope
 from posy.client_app.training.work import Train, Trained
 from posy.strategies.pfedme import PFedMeSettings

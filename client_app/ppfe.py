@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.predictors import Member, Predictor
 from posy.client_app.training.work import Train, Trained
 from posy.randomness import torch_generator

@@ -8,8 +8,8 @@ from posy.client_app.training.work import Forward, Train
 from posy.settings import SettingsError, setting
 from posy.strategies.arrays import gradient, model, numbers
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.settings import MethodSettings
 from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked
+from posy.strategies.settings import MethodSettings
 
 __all__ = [
     "BadReplyError",

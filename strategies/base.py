@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
@@ -19,29 +17,26 @@ from flwr.serverapp.strategy import Result, Strategy
 from posy.extensions import word_of
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
-from posy.randomness import model_seed
 from posy.settings import SettingsError
 from posy.strategies import schedule
-from posy.strategies.arrays import Arrays
-from posy.strategies.cohorts import members_of, newcomers_of, takes_all
+from posy.strategies.cohorts import members_of, newcomers_of
 from posy.strategies.exchange import Exchange
+from posy.strategies.hooks import ServerHooks
 from posy.strategies.influence import Influence
 from posy.strategies.newcomers import NewcomerPhase
 from posy.strategies.replies import (
     ClientInfo,
-    RoundRecord,
     Update,
     num_examples,
     stacked,
-    unlimited_weights,
     weighted_mean,
 )
 from posy.strategies.rounds import Rounds
 from posy.strategies.server_state import check_state
-from posy.strategies.settings import MethodSettings, Settings
+from posy.strategies.settings import Settings
 
 
-class PersonalisedStrategy(Strategy):
+class PersonalisedStrategy(ServerHooks, Strategy):
     """Base of all strategies.
 
     A method overrides the hooks between :meth:`initialise` and :meth:`lost`, and may call :meth:`mean`,
@@ -54,41 +49,10 @@ class PersonalisedStrategy(Strategy):
     plain : Architecture
         The network of the run, before the method changes it.
 
-    Attributes
-    ----------
-    settings : Settings
-        The settings of the run.
-    method : MethodSettings
-        The settings of the method.
-    architecture : Architecture
-        The network that clients train.
-    shared : Part
-        The part of the network's parameters that clients send and the server aggregates.
-    size : int
-        Number of parameters d of the network.
-    num_clients : int
-        Number of clients M.
-    clients : dict of int to ClientInfo
-        The clients that have a node, by index.
-    members, newcomers : list of int, tuple of int
-        The clients from which cohorts are drawn, and the clients that join only after the last round.
-    record : RoundRecord
-        The record of the round.
     """
 
-    state: ClassVar[tuple[str, ...]] = ("model",)
-    """Names of the attributes, all arrays, that later rounds and the pictures need.
-
-    :meth:`initialise` fixes their shapes. Only an array without rows may grow rows.
-    """
-    resized: ClassVar[frozenset[str]] = frozenset()
-    """Names in ``state`` of the arrays whose shape changes during a run."""
-    sums_samples: ClassVar[bool] = False
-    """Whether :meth:`aggregate` sums over samples, regardless of ``client-weights``."""
     newcomer_phase: ClassVar[type[NewcomerPhase]] = NewcomerPhase
     """The phase in which newcomers join after the last round."""
-    method: MethodSettings
-    model: FloatArray
 
     def __init__(self, settings: Settings, plain: Architecture) -> None:
         self.settings = settings
@@ -102,51 +66,14 @@ class PersonalisedStrategy(Strategy):
         self.clients: dict[int, ClientInfo] = {}
         self.newcomers = newcomers_of(settings)
         self.members = list(members_of(settings))
-        self.newcomer_rows: dict[int, dict[str, Any]] = {}
-        """Scores of the newcomers, by client."""
-        self.record = RoundRecord(0)
-        self.resumed_after = 0
-        """Rounds that were finished before this process resumed the run."""
-        self.dp_clip = np.array([settings.train.dp_clip])
-        """The norm to which clients clip their updates in the next round; adaptive clipping changes it."""
-        self.class_counts: npt.NDArray[np.int64] | None = None
-        """Training samples by client and class ``(M, C)``, for the pictures. None if the server has no partition."""
+        super().__init__()
         self.exchange = Exchange(self)
         self.influence = Influence(self)
-        self.rounds = Rounds(self)
+        self.rounds = Rounds(self, self.exchange, self.influence)
         self.initialise()
         check_state(self)
 
-    # -- hooks of a method: by default FedAvg over the shared layers -----------------------------------
-
-    def initialise(self) -> None:
-        """Set up the server's state: the initial model, and zeros in its shape for the other arrays of ``state``."""
-        self.model = np.ascontiguousarray(self.shared.take(self.initial()))
-        for name in self.state:
-            if name != "model" and not hasattr(self, name):
-                setattr(self, name, np.zeros_like(self.model))
-
-    def serve(self, client: int) -> Arrays:
-        """Return the arrays for a client by name; nothing may write to them afterwards.
-
-        By default these are the attributes that the settings' ``sent`` names.
-        """
-        return {name: getattr(self, name) for name in self.method.sent}
-
-    def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Return the names of the arrays in a client's reply; by default all that the settings' ``returned`` names."""
-        return tuple(self.method.returned)
-
-    def check(self, client: int, arrays: Arrays) -> None:
-        """Raise :class:`BadReplyError` for arrays of the right shapes with values that the method cannot use."""
-
-    def reference(self, client: int, arrays: Arrays) -> Arrays:
-        """Return the value from which a client has changed each array of its reply.
-
-        The default calls the settings' ``reference``, so that server and client agree.
-        """
-        reference: Arrays = self.method.reference(self.architecture, self.serve(client), arrays)
-        return reference
+    # -- the default rule, and helpers for methods -------------------------------------------------------
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change the server's state and return the method's quantities for the record.
@@ -155,26 +82,6 @@ class PersonalisedStrategy(Strategy):
         """
         self.model = self.mean(updates)
         return {}
-
-    def mean_weights(self, updates: list[Update]) -> npt.NDArray[np.float64]:
-        """Return the clients' weights in the server's mean ``(M,)``, before ``max-client-weight`` limits them."""
-        return unlimited_weights(updates)
-
-    def trains_all(self, server_round: int) -> bool:
-        """Return whether all clients train in a round, regardless of ``fraction-train``."""
-        return takes_all(self.settings.run, server_round)
-
-    def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return further config entries of a message to a client.
-
-        With ``uniform-weights`` true, all clients have the weight 1 in the mean of the round.
-        """
-        return {}
-
-    def lost(self, clients: list[int]) -> None:
-        """Update the server's state at the end of a phase in which clients have lost their states."""
-
-    # -- helpers for methods ---------------------------------------------------------------------------
 
     def mean(self, updates: list[Update], name: str = "model") -> FloatArray:
         """Return the combination of the clients' models by the rule of the setting ``robust``.
@@ -192,10 +99,6 @@ class PersonalisedStrategy(Strategy):
         start = self.serve(updates[0].client)[name]
         combined: FloatArray = self.influence.combine(models, start, weights, [update.client for update in updates])
         return combined
-
-    def initial(self, number: int = 0) -> FloatArray:
-        """Return freshly initialised parameters ``(d,)`` of one of several models."""
-        return self.architecture.initial(model_seed(self.settings.run.seed, number))
 
     def restart_clients(self) -> None:
         """Let all clients start without their states."""
@@ -253,7 +156,9 @@ class PersonalisedStrategy(Strategy):
                 if values is not None:
                     history[server_round] = values
         if self.newcomers:
-            self.newcomer_phase(self).run(num_rounds, train_config, evaluate_config, grid, timeout)
+            self.newcomer_phase(self, self.exchange, self.rounds).run(
+                num_rounds, train_config, evaluate_config, grid, timeout
+            )
         return result
 
     def configure_train(

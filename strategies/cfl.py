@@ -152,7 +152,7 @@ class Descent(NewcomerPhase):
             strategy.descending = descending
             messages = exchange.messages(MessageType.TRAIN, server_round, train_config, {c: {} for c in descending})
             replies = grid.send_and_receive(messages, timeout=timeout)
-            exchange.collect(replies, strategy.rounds.decoder, self._choose_side, stateful=False)
+            exchange.collect(replies, self.rounds.decoder, self._choose_side, stateful=False)
             reached = {client: index + 1 for client, index in descending.items()}
         strategy.descending, strategy.record = {}, last
         super().run(server_round, train_config, evaluate_config, grid, timeout)

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from logging import WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import numpy.typing as npt
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
@@ -17,14 +16,13 @@ from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, r
 from posy.mistakes import raise_mistake
 from posy.sharing import Once
 from posy.strategies import schedule
-from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names
+from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names, dimensions, shape_of
+from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import BadReplyError, RoundRecord, client_of
 from posy.strategies.run_settings import UNIFORM
+from posy.strategies.server_state import arrays_once
 from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import are, one_line
-
-if TYPE_CHECKING:
-    from posy.strategies.base import PersonalisedStrategy
 
 SAVE_SECONDS = 120.0
 """Seconds between two rounds that store the models, so that a stopped run has recent ones."""
@@ -42,11 +40,11 @@ class Exchange:
 
     Parameters
     ----------
-    strategy : PersonalisedStrategy
+    strategy : ServerHooks
         The strategy, whose hooks return the arrays and the config of a message.
     """
 
-    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+    def __init__(self, strategy: ServerHooks) -> None:
         self.strategy = strategy
         self.settings = strategy.settings
         self.refresh: Callable[[], list[int]] | None = None
@@ -57,11 +55,10 @@ class Exchange:
         self.states = ClientStates()
         self.saving = False
         """Whether clients store their models in this round; see :data:`SAVE_SECONDS` for rounds before the last."""
-        self.finished_in: list[int] = []
-        """The rounds after which the arrays of ``sent_once`` were complete."""
         self.phase: list[Message] = []
         """The messages for training or evaluation in this phase."""
         self.sent: list[Message] = []
+        self._dimensions = dimensions(strategy.architecture, strategy.shared.size)
         self.server_round = 0
         self._lost: list[int] = []
         self._saved = -math.inf
@@ -121,7 +118,7 @@ class Exchange:
 
     def served(self, client: int) -> Arrays:
         """Return the arrays of a message: the served ones, and the finished ones that the client does not store yet."""
-        return self._named(client) | self.arrays_once(self._stored_by(client))
+        return self._named(client) | arrays_once(self.strategy, self._stored_by(client))
 
     def _named(self, client: int) -> Arrays:
         """Return the served arrays in the order of their declaration; raise :class:`TypeError` for other names."""
@@ -131,26 +128,28 @@ class Exchange:
 
     def common(self) -> Arrays:
         """Return the arrays that all clients of a round have in common; with secure aggregation they bind the masks."""
-        return self._named(self.strategy.members[0]) | self.arrays_once()
-
-    def arrays_once(self, first: int = 0) -> Arrays:
-        """Return the arrays of ``sent_once`` by name, without the first ones."""
-        if not (name := self.strategy.method.sent_once):
-            return {}
-        finished: list[npt.NDArray[Any]] = getattr(self.strategy, name)
-        return {f"{name}-{number}": array for number, array in enumerate(finished[first:], start=first + 1)}
+        return self._named(self.strategy.members[0]) | arrays_once(self.strategy)
 
     def note_finished(self, server_round: int) -> None:
         """Record the round that has completed an array of ``sent_once``."""
         if name := self.strategy.method.sent_once:
-            self.finished_in += [server_round] * (len(getattr(self.strategy, name)) - len(self.finished_in))
+            self.strategy.finished_in += [server_round] * (
+                len(getattr(self.strategy, name)) - len(self.strategy.finished_in)
+            )
 
     def _stored_by(self, client: int) -> int:
         """Return the number of arrays of ``sent_once`` that the state of a client contains, by its version."""
         if not (version := self.states.versions.get(client, "")):
             return 0
         number, evaluation = (int(word) for word in version.split("-")[1:])
-        return sum((number, evaluation) >= (finished, 1) for finished in self.finished_in)
+        return sum((number, evaluation) >= (finished, 1) for finished in self.strategy.finished_in)
+
+    def expected_shapes(self, client: int) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the arrays in a client's update."""
+        strategy, method = self.strategy, self.strategy.method
+        sent = strategy.serve(client)
+        names = strategy.returns(strategy.record.number, client)
+        return {name: shape_of(method.returned[name], sent, self._dimensions, method) for name in names}
 
     def weight(self, client: int) -> int:
         """Return the weight of a client in the server's means; with secure aggregation the client applies it."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +12,11 @@ from posy.data.settings import SITES
 from posy.models.parameters import FloatArray, Layout, Part
 from posy.strategies.arrays import Arrays
 from posy.strategies.bounds import NORM_RATIO, clipping_factors, share_factors, site_share
+from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import BadReplyError, Update, changes, norm_of, sample_counts
 from posy.strategies.robust import Rule, median, trimmed_mean
 from posy.strategies.run_settings import AUTO
 from posy.words import are
-
-if TYPE_CHECKING:
-    from posy.strategies.base import PersonalisedStrategy
 
 
 class Influence:
@@ -26,11 +24,11 @@ class Influence:
 
     Parameters
     ----------
-    strategy : PersonalisedStrategy
+    strategy : ServerHooks
         The strategy, whose record receives the limited clients.
     """
 
-    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+    def __init__(self, strategy: ServerHooks) -> None:
         self.strategy = strategy
         self.run, self.method = strategy.settings.run, strategy.method
         self.rule = Rule.of(self.run)

@@ -1,15 +1,15 @@
 """The phase after the last round, in which clients that have never trained join the run."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import ConfigRecord, MessageType
 from flwr.serverapp import Grid
 
+from posy.strategies.exchange import Exchange
+from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import read_metrics, scores_of
-
-if TYPE_CHECKING:
-    from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.rounds import Rounds
 
 
 class NewcomerPhase:
@@ -17,13 +17,16 @@ class NewcomerPhase:
 
     Parameters
     ----------
-    strategy : PersonalisedStrategy
+    strategy : ServerHooks
         The strategy of the run.
+    exchange, rounds : Exchange, Rounds
+        The messages and the phases of the run.
     """
 
-    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+    def __init__(self, strategy: ServerHooks, exchange: Exchange, rounds: Rounds) -> None:
         self.strategy = strategy
-        self.exchange = strategy.exchange
+        self.exchange = exchange
+        self.rounds = rounds
 
     def run(
         self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
@@ -43,7 +46,7 @@ class NewcomerPhase:
             (MessageType.TRAIN, train_config, "evaluate-local"),
         ):
             if kind == MessageType.TRAIN:
-                strategy.rounds.before_training(server_round, present)
+                self.rounds.before_training(server_round, present)
             flags = {client: {flag: True} for client in present}
             messages = exchange.messages(kind, server_round, config, flags)
             exchange.collect(grid.send_and_receive(messages, timeout=timeout), lambda client: read_metrics, accept)

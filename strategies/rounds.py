@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +11,10 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from posy.strategies import schedule
-from posy.strategies.arrays import dimensions, shape_of
 from posy.strategies.cohorts import cohort_of
+from posy.strategies.exchange import Exchange
+from posy.strategies.hooks import ServerHooks
+from posy.strategies.influence import Influence
 from posy.strategies.privacy import (
     BELOW,
     adapted_clip,
@@ -38,27 +40,28 @@ from posy.strategies.replies import (
 from posy.strategies.run_settings import CENTRAL
 from posy.strategies.secure_rounds import SecureRounds
 
-if TYPE_CHECKING:
-    from posy.strategies.base import PersonalisedStrategy
-
 
 class Rounds:
     """The phases of the rounds of a run.
 
     Parameters
     ----------
-    strategy : PersonalisedStrategy
+    strategy : ServerHooks
         The strategy, whose hooks the phases call.
+    exchange : Exchange
+        Sends the messages.
+    influence : Influence
+        The limits on updates.
     """
 
-    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+    def __init__(self, strategy: ServerHooks, exchange: Exchange, influence: Influence) -> None:
         self.strategy = strategy
         self.settings = strategy.settings
-        self.exchange = strategy.exchange
-        self.secure = SecureRounds(strategy) if self.settings.run.secure_aggregation else None
+        self.exchange = exchange
+        self.influence = influence
+        self.secure = SecureRounds(strategy, exchange) if self.settings.run.secure_aggregation else None
         self.before_training: Callable[[int, list[int]], None] = lambda server_round, clients: None
         """Receives the round and the clients before the server asks them to train, for the privacy ledger."""
-        self._dimensions = dimensions(strategy.architecture, strategy.shared.size)
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -105,8 +108,8 @@ class Rounds:
         updates.sort(key=lambda update: update.client)
         accepted = updates
         why = self.secure.current.refusal if self.secure else ""
-        if not why and len(updates) < strategy.influence.least_replies:
-            why = strategy.influence.too_few(len(updates))
+        if not why and len(updates) < self.influence.least_replies:
+            why = self.influence.too_few(len(updates))
         if not why and self.secure:
             updates, why = self.secure.summed(updates)
         if why:
@@ -129,7 +132,7 @@ class Rounds:
         if train.dp == CENTRAL and updates[0].arrays:
             updates = [self._with_noise(server_round, updates)]
         elif not self.secure and train.dp != CENTRAL:
-            strategy.influence.limit(updates)
+            self.influence.limit(updates)
         served = getattr(strategy, "model", None)
         strategy.record.quantities = strategy.aggregate(server_round, updates)
         self._average_statistics(served, updates)
@@ -150,24 +153,17 @@ class Rounds:
             return
         if model.shape != served.shape or model.shape != sent[0].arrays["model"].shape:
             return
-        statistics = ~strategy.influence.is_parameter(model)
+        statistics = ~self.influence.is_parameter(model)
         is_global = all(strategy.serve(update.client).get("model") is model for update in sent)
-        if statistics.any() and is_global and strategy.influence.rule is None:
+        if statistics.any() and is_global and self.influence.rule is None:
             factors = [update.weight_factor for update in sent]
             mean = weighted_mean(stacked(sent)[:, statistics], strategy.mean_weights(sent) * factors)
             strategy.model = model.copy()
             strategy.model[statistics] = mean
 
-    def expected_shapes(self, client: int) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the arrays in a client's update."""
-        strategy, method = self.strategy, self.strategy.method
-        sent = strategy.serve(client)
-        names = strategy.returns(strategy.record.number, client)
-        return {name: shape_of(method.returned[name], sent, self._dimensions, method) for name in names}
-
     def decoder(self, client: int) -> Callable[[RecordDict], Update]:
         """Return the function that decodes a client's update."""
-        shapes, with_loss = self.expected_shapes(client), not self.settings.train.withholds_scores
+        shapes, with_loss = self.exchange.expected_shapes(client), not self.settings.train.withholds_scores
         return lambda content: read_update(content, shapes, with_loss=with_loss)
 
     def accept_update(self, client: int, update: Update) -> Update:
@@ -177,7 +173,7 @@ class Rounds:
         check_enrolled("num-examples", update.num_examples, strategy.clients[client].num_train)
         check_enrolled("num-test", update.metrics["num-test"], strategy.clients[client].num_test)
         strategy.check(client, update.arrays)
-        strategy.influence.check_norm(client, update.arrays)
+        self.influence.check_norm(client, update.arrays)
         scores, samples = scores_of(update.metrics), samples_of(update.metrics)
         if self.settings.train.dp_clip_quantile and update.metrics.get(BELOW) not in (0.0, 1.0):
             raise BadReplyError(f"{BELOW} = {update.metrics.get(BELOW)}")

@@ -11,6 +11,8 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from posy.flower import MAX_REASON, record_in
+from posy.strategies.exchange import Exchange
+from posy.strategies.hooks import ServerHooks
 from posy.strategies.pooled import TRAIN, count_of, tallies
 from posy.strategies.replies import Update
 from posy.strategies.secure_aggregation import (
@@ -25,7 +27,6 @@ from posy.strategies.secure_aggregation import (
 from posy.words import one_line
 
 if TYPE_CHECKING:
-    from posy.strategies.base import PersonalisedStrategy
     from posy.strategies.masking import Words
 
 
@@ -34,13 +35,15 @@ class SecureRounds:
 
     Parameters
     ----------
-    strategy : PersonalisedStrategy
-        The strategy, whose exchange sends the messages.
+    strategy : ServerHooks
+        The strategy.
+    exchange : Exchange
+        Sends the messages.
     """
 
-    def __init__(self, strategy: "PersonalisedStrategy") -> None:
+    def __init__(self, strategy: ServerHooks, exchange: Exchange) -> None:
         self.strategy = strategy
-        self.exchange = strategy.exchange
+        self.exchange = exchange
         self.settings = strategy.settings
         self._current: SecureRound | None = None
 
@@ -110,7 +113,7 @@ class SecureRounds:
 
     def decoder(self, client: int) -> Callable[[RecordDict], Masked]:
         """Return the function that decodes a client's masked update."""
-        shapes = self.strategy.rounds.expected_shapes(client).values()
+        shapes = self.exchange.expected_shapes(client).values()
         [size] = masked_shape(shapes, count_of(self.settings, training=True))
         count = self.strategy.clients[client].num_train
         return lambda content: read_masked(content, size, count)
@@ -127,7 +130,7 @@ class SecureRounds:
         """Return the mean of masked updates as a single update, or no update and the reason."""
         strategy, record = self.strategy, self.strategy.record
         client = updates[0].client  # all clients are expected to return the same shapes
-        shapes = strategy.rounds.expected_shapes(client)
+        shapes = self.exchange.expected_shapes(client)
         unknown = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
         references = strategy.method.reference(strategy.architecture, strategy.serve(client), unknown)
         masked = {update.client: update.arrays["masked"] for update in updates}

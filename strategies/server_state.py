@@ -1,30 +1,37 @@
 """The server's state as named arrays, for checkpoints and saved models."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from posy.settings import SettingsError
-
-if TYPE_CHECKING:
-    from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.arrays import Arrays
+from posy.strategies.hooks import ServerHooks
 
 FINISHED_IN = "finished-in"
 """Name of the array with the rounds after which the arrays of ``sent_once`` were complete."""
 
 
-def state_of(strategy: "PersonalisedStrategy") -> dict[str, npt.NDArray[np.generic]]:
+def arrays_once(strategy: ServerHooks, first: int = 0) -> Arrays:
+    """Return the arrays of ``sent_once`` by name, without the first ones."""
+    if not (name := strategy.method.sent_once):
+        return {}
+    finished: list[npt.NDArray[Any]] = getattr(strategy, name)
+    return {f"{name}-{number}": array for number, array in enumerate(finished[first:], start=first + 1)}
+
+
+def state_of(strategy: ServerHooks) -> dict[str, npt.NDArray[np.generic]]:
     """Return the server's state by name."""
     state = {name: getattr(strategy, name) for name in _names(strategy)}
     if strategy.method.sent_once:
-        state |= strategy.exchange.arrays_once()
-        state[FINISHED_IN] = np.array(strategy.exchange.finished_in, np.int64)
+        state |= arrays_once(strategy)
+        state[FINISHED_IN] = np.array(strategy.finished_in, np.int64)
     return state
 
 
-def load_state(strategy: "PersonalisedStrategy", arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
     """Load the state that :func:`state_of` has returned for a strategy with the same settings.
 
     Raises
@@ -42,22 +49,23 @@ def load_state(strategy: "PersonalisedStrategy", arrays: Mapping[str, npt.NDArra
     if once := strategy.method.sent_once:
         finished_in = arrays[FINISHED_IN].tolist()
         setattr(strategy, once, [arrays[f"{once}-{number}"] for number in range(1, len(finished_in) + 1)])
-        strategy.exchange.finished_in = finished_in
+        strategy.finished_in = finished_in
     for name in _names(strategy):
         setattr(strategy, name, np.require(arrays[name], requirements=("C", "W")))
 
 
-def check_state(strategy: "PersonalisedStrategy") -> None:
+def check_state(strategy: ServerHooks) -> None:
     """Raise :class:`SettingsError` if ``initialise`` has set something other than an array that ``state`` names."""
     kind = type(strategy).__name__
     for name in _names(strategy):
         value: Any = getattr(strategy, name, None)
         if not isinstance(value, np.ndarray):
             raise SettingsError(
-                f"method = {strategy.settings.run.method!r}: {kind}.state names {name!r}, but {kind}.initialise has set it to {value!r}; it must be a NumPy array"
+                f"method = {strategy.settings.run.method!r}: {kind}.state names {name!r}, but {kind}.initialise has "
+                f"set it to {value!r}; it must be a NumPy array"
             )
 
 
-def _names(strategy: "PersonalisedStrategy") -> tuple[str, ...]:
+def _names(strategy: ServerHooks) -> tuple[str, ...]:
     """Return the names of the state's arrays; with adaptive clipping also the clipping norm."""
     return (*strategy.state, "dp_clip") if strategy.settings.train.dp_clip_quantile else strategy.state

@@ -14,8 +14,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from torch import Tensor
 
 from posy.client_app import app as client_app
-from posy.client_app.base import Config, PersonalClient, Received, Result
-from posy.client_app.jobs import Steps
+from posy.client_app.base import PersonalClient
+from posy.client_app.hooks import Config, Received, Result, Steps
 from posy.client_app.predictors import Member, Predictor, scores
 from posy.client_app.state import ContextStore, MissingStateError, State, Versions
 from posy.client_app.training.work import Train, TrainingDivergedError

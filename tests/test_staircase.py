@@ -18,7 +18,7 @@ STAIRCASE = (
 )
 """The packages from the ground up."""
 DOORS = ("posy/__init__.py", "posy/__main__.py", "posy/method.py")
-"""`posy.run`, `python -m posy` and the names for custom methods: the only upward imports, which no other module uses."""
+"""`posy.run`, `python -m posy` and the names for custom methods: the only upward imports."""
 TRACKERS = {"mlflow-skinny", "wandb"}
 """Tools that a run's record goes to where they are installed; TensorBoard is imported through PyTorch."""
 ACCOUNTANTS = {"dp-accounting"}

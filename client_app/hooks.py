@@ -1,0 +1,159 @@
+"""The hooks of a method on a client, and the helpers that they use."""
+
+from collections.abc import Generator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from posy.client_app.predictors import Member, Predictor
+from posy.client_app.state import State, StoredTensors
+from posy.client_app.training.work import Forward, Split, Train, Trained
+from posy.client_app.workspace import Workspace
+from posy.models.architecture import Architecture
+from posy.randomness import model_seed
+from posy.settings import SettingsError
+from posy.strategies.replies import Update
+from posy.strategies.settings import MethodSettings
+
+R = TypeVar("R")
+Steps = Generator[Train | Forward, Any, R]
+"""A generator of requests, which returns a result."""
+Config = Mapping[str, Any]
+Received = Mapping[str, Tensor]
+"""The arrays of the server's message on the device, by name. Do not write to them."""
+Result = tuple[Update, Predictor | Tensor | None]
+"""The result of a round: the update for the server, and the local model, as a predictor or as parameters ``(d,)``.
+None if an evaluation computes the model."""
+
+
+class ClientHooks:
+    """The functions that a method may override on a client, and helpers for them.
+
+    Parameters
+    ----------
+    client : int
+        Index of the client, 0 to M − 1.
+    workspace : Workspace
+        Data, networks and trainer of this process.
+    state : State
+        Arrays that the client stored in earlier rounds.
+
+    Attributes
+    ----------
+    settings : Settings
+        The settings of the run.
+    method : MethodSettings
+        The settings of the method.
+    data : ClientData
+        The client's samples.
+    architecture, layout : Architecture, Layout
+        The method's network, and the order of its tensors in the flat vector.
+    shared, personal : Part
+        The parts of the flat vector that the client sends, and that stay with it.
+    round, lr : int, float
+        The round and its learning rate.
+    """
+
+    method: MethodSettings
+    personal_in_every_evaluation = False
+    """Whether the local model is scored in evaluations instead of the training round."""
+
+    def __init__(self, client: int, workspace: Workspace, state: State) -> None:
+        self.client = client
+        self.workspace = workspace
+        self.state = state
+        self.stored = StoredTensors(state, workspace.device)
+        """The client's state as tensors: ``self.stored["control"]`` lasts from round to round."""
+        self.settings = workspace.settings
+        self.method = workspace.settings.method
+        self.device = workspace.device
+        self.data = workspace.client_data(client)
+        self.num_train = len(self.data.y_train)
+        """Number of training samples with which the client has joined."""
+        self.architecture: Architecture = self.method.network(workspace.architecture, self.settings.data.num_clients)
+        self.layout = self.architecture.layout
+        self.shared, self.personal = self.architecture.divided(self.method.personal(self.architecture))
+        self.round = 0
+        self.lr = 0.0
+
+    # -- by default FedAvg, with the method's personal layers ------------------------------------------
+
+    def local_round(self, received: Received, config: Config) -> Steps[Result]:
+        """Train the served model for one round (FedAvg, ClientUpdate)."""
+        served = self.served_model(received, config)
+        if isinstance(served, Generator):
+            served = yield from served
+        trained: Trained = yield self.work(served.members[0].parameters)
+        return self.share(trained)
+
+    def work(self, start: Tensor) -> Train:
+        """Return the local training that starts from a model ``(d,)``."""
+        return Train(start)
+
+    def served_model(self, received: Received, config: Config) -> Predictor | Steps[Predictor]:
+        """Return the served model: the client's model after the server's message and before training."""
+        return self.plain(self.assembled(received))
+
+    def personal_model(
+        self, received: Received, config: Config
+    ) -> Predictor | Steps[Predictor | None] | Steps[Predictor] | None:
+        """Return the local model of a client that has not trained in this round.
+
+        The default is the stored model, or None if the client has not stored one.
+        """
+        stored = self.stored.get("model")
+        return None if stored is None else self.plain(stored)
+
+    def assembled(self, received: Received) -> Tensor:
+        """Return the model ``(d,)`` of the received shared layers and the client's personal layers."""
+        shared = received["model"]
+        if shared.shape != (self.shared.size,):
+            raise SettingsError(
+                f"the server's message has a model of shape {tuple(shared.shape)}; the client expects "
+                f"{self.shared.size} numbers"
+            )
+        if not self.personal.size:
+            return shared
+        return self.shared.put(self.with_personal(self.initial()), shared)
+
+    # -- helpers for methods -------------------------------------------------------------------------
+
+    def share(self, trained: Trained) -> Result:
+        """Store the personal layers of a trained model, and return its shared layers and itself as the local model."""
+        self.keep_personal(trained.parameters)
+        update = Update({"model": self.shared.take(trained.parameters)}, trained.loss)
+        return update, self.plain(trained.parameters)
+
+    def with_personal(self, fresh: Tensor) -> Tensor:
+        """Return a copy of a model ``(d,)``, or of several ``(K, d)``, with the stored personal layers, if any."""
+        stored = self.stored.get("personal")
+        return fresh.clone() if stored is None else self.personal.put(fresh.clone(), stored)
+
+    def kept_model(self, otherwise: Tensor) -> Tensor:
+        """Return the model that the client has stored, or ``otherwise`` if it has not stored one."""
+        return self.stored.get("model", otherwise)
+
+    def keep_model(self, parameters: Tensor) -> Predictor:
+        """Store the client's model ``(d,)`` and return it as a predictor."""
+        self.stored["model"] = parameters
+        return self.plain(parameters)
+
+    def keep_personal(self, parameters: Tensor) -> None:
+        """Store the personal layers, if any, of one model ``(d,)`` or of several ``(K, d)``."""
+        if self.personal.size:
+            self.stored["personal"] = self.personal.take(parameters).clone()
+
+    def plain(self, parameters: Tensor, chosen: str = "") -> Predictor:
+        """Return a single model of the method's network as a predictor."""
+        return Predictor([Member(parameters, self.architecture)], chosen)
+
+    def initial(self, number: int = 0) -> Tensor:
+        """Return the initial parameters ``(d,)`` of one of several models, as on the server. Do not change them."""
+        return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
+
+    def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
+        """Return log-probabilities ``(n, C)`` on a split."""
+        outputs = []
+        for member in predictor.members:
+            outputs.append((yield Forward(member.parameters, split, member.architecture)))
+        return predictor.log_probabilities(outputs)

@@ -1,0 +1,133 @@
+"""The hooks of a method on the server, and the attributes that they use."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from posy.models.architecture import Architecture
+from posy.models.parameters import FloatArray, Part
+from posy.randomness import model_seed
+from posy.strategies.arrays import Arrays
+from posy.strategies.cohorts import takes_all
+from posy.strategies.replies import ClientInfo, RoundRecord, Update, unlimited_weights
+from posy.strategies.settings import MethodSettings, Settings
+
+
+class ServerHooks:
+    """The functions that a method may override on the server.
+
+    Attributes
+    ----------
+    settings : Settings
+        The settings of the run.
+    method : MethodSettings
+        The settings of the method.
+    architecture : Architecture
+        The network that clients train.
+    shared : Part
+        The part of the network's parameters that clients send and the server aggregates.
+    size : int
+        Number of parameters d of the network.
+    num_clients : int
+        Number of clients M.
+    clients : dict of int to ClientInfo
+        The clients that have a node, by index.
+    members, newcomers : list of int, tuple of int
+        The clients from which cohorts are drawn, and the clients that join only after the last round.
+    record : RoundRecord
+        The record of the round.
+    """
+
+    settings: Settings
+    method: MethodSettings
+    architecture: Architecture
+    shared: Part
+    size: int
+    num_clients: int
+    clients: dict[int, ClientInfo]
+    members: list[int]
+    newcomers: tuple[int, ...]
+    record: RoundRecord
+    model: FloatArray
+
+    state: ClassVar[tuple[str, ...]] = ("model",)
+    """Names of the attributes, all arrays, that later rounds and the pictures need.
+
+    :meth:`initialise` fixes their shapes. Only an array without rows may grow rows.
+    """
+    resized: ClassVar[frozenset[str]] = frozenset()
+    """Names in ``state`` of the arrays whose shape changes during a run."""
+    sums_samples: ClassVar[bool] = False
+    """Whether :meth:`aggregate` sums over samples, regardless of ``client-weights``."""
+
+    def __init__(self) -> None:
+        self.newcomer_rows: dict[int, dict[str, Any]] = {}
+        """Scores of the newcomers, by client."""
+        self.record = RoundRecord(0)
+        self.resumed_after = 0
+        """Rounds that were finished before this process resumed the run."""
+        self.finished_in: list[int] = []
+        """The rounds after which the arrays of ``sent_once`` were complete."""
+        self.dp_clip = np.array([self.settings.train.dp_clip])
+        """The norm to which clients clip their updates in the next round; adaptive clipping changes it."""
+        self.class_counts: npt.NDArray[np.int64] | None = None
+        """Training samples by client and class ``(M, C)``, for the pictures. None if the server has no partition."""
+
+    def initialise(self) -> None:
+        """Set up the server's state: the initial model, and zeros in its shape for the other arrays of ``state``."""
+        self.model = np.ascontiguousarray(self.shared.take(self.initial()))
+        for name in self.state:
+            if name != "model" and not hasattr(self, name):
+                setattr(self, name, np.zeros_like(self.model))
+
+    def serve(self, client: int) -> Arrays:
+        """Return the arrays for a client by name; nothing may write to them afterwards.
+
+        By default these are the attributes that the settings' ``sent`` names.
+        """
+        return {name: getattr(self, name) for name in self.method.sent}
+
+    def returns(self, server_round: int, client: int) -> tuple[str, ...]:
+        """Return the names of the arrays in a client's reply; by default all that the settings' ``returned`` names."""
+        return tuple(self.method.returned)
+
+    def check(self, client: int, arrays: Arrays) -> None:
+        """Raise :class:`BadReplyError` for arrays of the right shapes with values that the method cannot use."""
+
+    def reference(self, client: int, arrays: Arrays) -> Arrays:
+        """Return the value from which a client has changed each array of its reply.
+
+        The default calls the settings' ``reference``, so that server and client agree.
+        """
+        reference: Arrays = self.method.reference(self.architecture, self.serve(client), arrays)
+        return reference
+
+    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
+        """Change the server's state and return the method's quantities for the record.
+
+        ``updates`` is never empty. It is sorted by client, so that sums do not depend on the order of arrival.
+        """
+        raise NotImplementedError
+
+    def mean_weights(self, updates: list[Update]) -> npt.NDArray[np.float64]:
+        """Return the clients' weights in the server's mean ``(M,)``, before ``max-client-weight`` limits them."""
+        return unlimited_weights(updates)
+
+    def trains_all(self, server_round: int) -> bool:
+        """Return whether all clients train in a round, regardless of ``fraction-train``."""
+        return takes_all(self.settings.run, server_round)
+
+    def train_config(self, server_round: int, client: int) -> dict[str, Any]:
+        """Return further config entries of a message to a client.
+
+        With ``uniform-weights`` true, all clients have the weight 1 in the mean of the round.
+        """
+        return {}
+
+    def lost(self, clients: list[int]) -> None:
+        """Update the server's state at the end of a phase in which clients have lost their states."""
+
+    def initial(self, number: int = 0) -> FloatArray:
+        """Return freshly initialised parameters ``(d,)`` of one of several models."""
+        return self.architecture.initial(model_seed(self.settings.run.seed, number))
