@@ -162,8 +162,7 @@ class Influence:
     def combine(self, models: FloatArray, start: FloatArray, weights: npt.NDArray[Any], clients: list[int]) -> Any:
         """Return the combination ``(d,)`` of models by the rule of the setting ``robust``.
 
-        Distances between models do not include BatchNorm's running statistics. These are combined by the trimmed mean
-        with ``trimmed-mean``, and by the median with the other rules.
+        Distances between models do not include BatchNorm's running statistics (:meth:`combine_statistics`).
 
         Parameters
         ----------
@@ -181,11 +180,19 @@ class Influence:
         combined = self.rule.combine(models[:, is_parameter], start[is_parameter], weights)
         model = np.empty_like(models[0])
         model[is_parameter] = combined.model
-        statistics = models[:, ~is_parameter]
-        trims = self.rule.name == "trimmed-mean"
-        model[~is_parameter] = trimmed_mean(statistics, self.rule.trim).model if trims else median(statistics)
+        model[~is_parameter] = self.combine_statistics(models[:, ~is_parameter])
         if combined.shares is not None:
+            trims = self.rule.name == "trimmed-mean"
             plain = np.full(len(weights), 1 / len(weights)) if trims else weights / weights.sum()
             self.note("discarded", clients, combined.shares == 0)
             self.note("down_weighted", clients, (combined.shares > 0) & (combined.shares < plain / 2))
         return model
+
+    def combine_statistics(self, statistics: FloatArray) -> FloatArray:
+        """Return the combination ``(s,)`` of BatchNorm's running statistics ``(M, s)`` of the clients.
+
+        This is the trimmed mean with ``robust = trimmed-mean``, and the median with the other rules.
+        """
+        assert self.rule is not None
+        trims = self.rule.name == "trimmed-mean"
+        return trimmed_mean(statistics, self.rule.trim).model if trims else median(statistics)

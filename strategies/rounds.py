@@ -141,7 +141,7 @@ class Rounds:
             strategy.record.quantities = {**strategy.record.quantities, "dp_clip": float(strategy.dp_clip[0])}
 
     def _average_statistics(self, served: npt.NDArray[Any] | None, updates: list[Update]) -> None:
-        """Replace BatchNorm's running statistics in a global model by the mean of the clients' statistics.
+        """Replace BatchNorm's running statistics in a global model by the mean, or by the rule of ``robust``.
 
         A server that moves the parameters along an update would extrapolate the statistics, and a variance could
         become negative. This applies to an attribute ``model`` that the server has replaced in this round, that has
@@ -153,13 +153,18 @@ class Rounds:
             return
         if model.shape != served.shape or model.shape != sent[0].arrays["model"].shape:
             return
-        statistics = ~self.influence.is_parameter(model)
+        influence = self.influence
+        statistics = ~influence.is_parameter(model)
         is_global = all(strategy.serve(update.client).get("model") is model for update in sent)
-        if statistics.any() and is_global and self.influence.rule is None:
-            factors = [update.weight_factor for update in sent]
-            mean = weighted_mean(stacked(sent)[:, statistics], strategy.mean_weights(sent) * factors)
-            strategy.model = model.copy()
-            strategy.model[statistics] = mean
+        if not statistics.any() or not is_global:
+            return
+        models, factors = stacked(sent), [update.weight_factor for update in sent]
+        strategy.model = model.copy()
+        if influence.rule:
+            strategy.model[statistics] = influence.combine_statistics(models[:, statistics])
+        else:  # as FedAvg, to the last bit: the rounding of a sum depends on the number of columns
+            mean = weighted_mean(models, strategy.mean_weights(sent) * factors)
+            strategy.model[statistics] = mean[statistics]
 
     def decoder(self, client: int) -> Callable[[RecordDict], Update]:
         """Return the function that decodes a client's update."""

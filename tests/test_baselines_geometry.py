@@ -1,6 +1,7 @@
 """Baselines that compare models, updates or features as vectors, worked by hand, and degenerate cases."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,16 +173,44 @@ def test_clients_that_have_not_moved(make_strategy, update):
     np.testing.assert_array_equal(strategy.model, before)
 
 
-def test_running_statistics_are_averaged(make_strategy, update):
+MOVING = [
+    ("fedmgda", {}),
+    ("confree", {}),
+    ("scaffold", {"scaffold_server_lr": 0.5}),
+    ("pfedme", {"pfedme_beta": 4.0}),
+    ("pfedme", {"pfedme_beta": 4.0, "robust": "median"}),
+]
+"""Methods whose servers move the parameters to other values than the mean."""
+
+
+@pytest.mark.parametrize(("method", "settings"), MOVING)
+def test_running_statistics_are_averaged(make_config, federate, method, settings):
+    """The server neither extrapolates BatchNorm's running statistics nor includes them in its mixture."""
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 255, (9, 8, 8, 1)).astype(np.uint8), np.arange(9) % 3
-    data = (x, y, [[0, 1, 2], [3, 4, 5]], [[6], [7, 8]])
-    strategy = make_strategy("fedmgda", data=data, model="resnet18-bn")
-    models = np.float32(strategy.initial() + 1e-3 * rng.normal(size=(2, strategy.size)))
-    statistics = strategy.architecture.layout.select(lambda entry: not entry.trainable)
-    strategy.aggregate(1, [update(0, {"model": models[0]}, 1), update(1, {"model": models[1]}, 3)])
-    expected = 0.25 * statistics.take(models[0]) + 0.75 * statistics.take(models[1])
-    np.testing.assert_allclose(statistics.take(strategy.model), expected, atol=1e-6)
+    x, y = rng.integers(0, 255, (18, 4, 4, 1)).astype(np.uint8), np.arange(18) % 3
+    data = (x, y, [range(3), range(3, 12)], [range(12, 15), range(15, 18)])
+    network = f"{Path(__file__).with_name('networks.py')}:normalised"
+    replies = []
+
+    def note(strategy):
+        usual = strategy.aggregate
+
+        def aggregate(server_round, updates):
+            replies.append([update.arrays["model"] for update in updates])
+            return usual(server_round, updates)
+
+        strategy.aggregate = aggregate
+
+    finished = federate(make_config(method, data=data, model=network, num_server_rounds=2, **settings), prepare=note)
+    strategy = finished.strategy
+    layout = strategy.architecture.layout
+    trainable = layout.trainable.put(np.zeros(layout.size), np.ones(layout.trainable.size))
+    statistics = strategy.shared.take(trainable) == 0
+    first, second = replies[-1]
+    expected = 0.25 * first + 0.75 * second if "robust" not in settings else (first + second) / 2
+    assert statistics.sum() == 16 and (first[statistics] != second[statistics]).all()
+    np.testing.assert_allclose(strategy.model[statistics], expected[statistics], rtol=1e-5)
+    assert np.abs(strategy.model - expected)[~statistics].max() > 1e-3
 
 
 def test_fedmgda_without_a_choice_is_fedavg(make_config, federate):

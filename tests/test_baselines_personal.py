@@ -301,17 +301,6 @@ def test_pfedmes_server_by_hand(make_strategy: Make, update: Make) -> None:
     np.testing.assert_allclose(strategy.model, 0.5 * before + 0.5 * (0.25 * rows[0] + 0.75 * rows[1]), atol=1e-6)
 
 
-def test_pfedme_never_goes_beyond_the_mean_of_running_statistics(make_strategy: Make, update: Make) -> None:
-    x = np.zeros((8, 8, 8, 3), np.uint8)
-    data = (x, np.arange(8) % 2, [range(4), range(4, 8)], [[], []])
-    strategy = make_strategy("pfedme", data=data, model="resnet18-bn", pfedme_beta=4.0)
-    rows = np.stack([strategy.model, strategy.model]) * np.float32([[0.25], [0.75]])
-    strategy.aggregate(1, [update(0, {"model": rows[0]}), update(1, {"model": rows[1]})])
-    statistics = strategy.architecture.layout.select(lambda entry: not entry.trainable)
-    assert statistics.size
-    np.testing.assert_allclose(statistics.take(strategy.model), statistics.take(rows.mean(axis=0)), atol=1e-6)
-
-
 def test_pfedme_with_a_single_full_step_is_fedavg(make_config: Make, federate: Make) -> None:
     settings = {"pfedme_strength": 16.0, "pfedme_personal_lr": 1 / 16, "pfedme_steps": 1, "lr": 1 / 16}
     proximal, plain = (
