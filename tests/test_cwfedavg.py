@@ -25,6 +25,9 @@ DATA = (
 )
 
 
+CONFIG = {"server-round": 1, "returns": "model"}
+
+
 class LinearNet:
     """A linear network whose head is given: what the objective needs of one."""
 
@@ -43,8 +46,8 @@ class LinearNet:
 
 def served_model(strategy, client):
     """Return the whole model that a client is sent in two parts."""
-    (whole,) = strategy.method.reference(strategy.architecture, strategy.serve(client), [])
-    return whole
+    reply = {"model": np.zeros(strategy.size, np.float32)}
+    return strategy.method.reference(strategy.architecture, strategy.serve(client), reply)["model"]
 
 
 # -- Eqs. 4-7 ------------------------------------------------------------------------------------------
@@ -141,7 +144,8 @@ def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update)
     models = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     classes, sizes = (0, 1, 0, 2), (10, 5, 30, 8)
     one_hot = np.eye(3, dtype=np.float32)
-    strategy.aggregate(1, [update(i, [models[i], one_hot[classes[i]]], sizes[i]) for i in range(4)])
+    replies = [{"model": models[i], "distribution": one_hot[classes[i]]} for i in range(4)]
+    strategy.aggregate(1, [update(i, replies[i], sizes[i]) for i in range(4)])
     first = 0.25 * models[0] + 0.75 * models[2]
     np.testing.assert_allclose(strategy.class_models, [first, models[1], models[3]], atol=1e-6)
     for client, own in enumerate((first, models[1], first, models[3])):
@@ -241,7 +245,7 @@ def test_lambda_scales_the_step_of_the_output_rows(make_client, strength):
     data = (np.zeros((4, 1), np.float32), np.array([0, 1, 0, 1]), [[0, 1]], [[2, 3]])
     client = make_client("cwfedavg", data=data, model="linear", cwfedavg_wdr_lambda=strength)
     served = [np.zeros(0, np.float32), np.array([1, 3, 0, 0], np.float32)]
-    (trained,), _, _ = client.fit(served, {"server-round": 1, "lr": 1e-3})
+    (trained,), _, _ = client.fit(served, {**CONFIG, "lr": 1e-3})
     step = 1e-3 * strength * math.sqrt(2) / 16
     np.testing.assert_allclose(trained, [1 + 3 * step, 3 - step, 0, 0], rtol=1e-5)
 
@@ -251,8 +255,8 @@ def test_training_moves_the_weight_distribution_towards_the_data(make_client):
     distances = {}
     for wdr in (True, False):
         client = make_client("cwfedavg", client=1, local_epochs=30, lr=0.01, cwfedavg_wdr=wdr)
-        np.testing.assert_allclose(client.class_distribution(), [0.5, 0.5, 0])
-        (trained,), _, _ = client.fit(sent(client), {"server-round": 1})
+        np.testing.assert_allclose(client.data.class_distribution(), [0.5, 0.5, 0])
+        (trained,), _, _ = client.fit(sent(client), CONFIG)
         entry = client.architecture.weight("head")
         rows = trained[entry.start : entry.stop].reshape(1, *entry.shape)
         distances[wdr] = np.linalg.norm(weight_distribution(rows)[0] - [0.5, 0.5, 0])
@@ -263,24 +267,25 @@ def test_training_moves_the_weight_distribution_towards_the_data(make_client):
 def test_without_regulariser_the_client_is_fedavgs(make_client, off):
     client = make_client("cwfedavg", **off)
     assert client.work(client.initial()).objective is classification
-    (trained,), _, _ = client.fit(sent(client), {"server-round": 1})
+    (trained,), _, _ = client.fit(sent(client), CONFIG)
     (plain,), _, _ = make_client("fedavg").fit([client.initial().numpy()], {"server-round": 1})
     np.testing.assert_array_equal(trained, plain)
 
 
 def test_label_counts_leave_the_client_only_in_the_ablation(make_client, make_strategy):
-    for distribution, count in (("approx", 1), ("empirical", 2)):
+    for distribution, names in (("approx", ["model"]), ("empirical", ["model", "distribution"])):
         client = make_client("cwfedavg", client=1, cwfedavg_distribution=distribution)
-        arrays, _, metrics = client.fit(sent(client), {"server-round": 1})
-        shapes = make_strategy("cwfedavg", cwfedavg_distribution=distribution).expected_shapes(1)
-        assert [a.shape for a in arrays] == shapes and len(arrays) == count
+        arrays, _, metrics = client.fit(sent(client), CONFIG | {"returns": ",".join(names)})
+        shapes = make_strategy("cwfedavg", cwfedavg_distribution=distribution).rounds.expected_shapes(1)
+        assert dict(zip(names, [array.shape for array in arrays], strict=True)) == shapes
         assert set(metrics) <= {"train-loss", "num-test", "samples"}
     np.testing.assert_allclose(arrays[1], [0.5, 0.5, 0])
 
 
 def test_server_uses_the_empirical_distribution_in_the_ablation(make_strategy, update):
     strategy = make_strategy("cwfedavg", data=DATA, model="linear", cwfedavg_distribution="empirical")
-    strategy.aggregate(1, [update(0, [FIRST, [0.2, 0.3, 0.5]], 10), update(1, [SECOND, [1, 0, 0]], 10)])
+    first, second = {"model": FIRST, "distribution": [0.2, 0.3, 0.5]}, {"model": SECOND, "distribution": [1, 0, 0]}
+    strategy.aggregate(1, [update(0, first, 10), update(1, second, 10)])
     np.testing.assert_allclose(strategy.distributions[:2], [[0.2, 0.3, 0.5], [1, 0, 0]], rtol=1e-6)
     np.testing.assert_allclose(strategy.class_models, [FIRST / 6 + SECOND * 5 / 6, FIRST, FIRST], rtol=1e-5)
 

@@ -120,12 +120,11 @@ def test_fednhs_noise_is_for_the_mean_directions_themselves(make_client):
     """Their norm is at most 1, whatever the prototypes are; a difference to the prototypes would be clipped by more."""
     client = make_client("fednh", model="mlp")
     start = client.initial().numpy().copy()
-    reply, _, _ = client.fit([start], CONFIG)
-    (base,) = client.method.reference(client.architecture, [start], reply)
-    head = client.layout.part(("head",))
-    assert not head.take(base).any() and np.linalg.norm(head.take(reply[0])) <= 1
-    body = client.layout.without(("head",))
-    np.testing.assert_array_equal(body.take(base), body.take(start))
+    (model, directions), _, _ = client.fit([start], CONFIG)
+    reply = {"model": model, "directions": directions}
+    base = client.method.reference(client.architecture, {"model": start}, reply)
+    assert not base["directions"].any() and np.linalg.norm(directions) <= 1
+    np.testing.assert_array_equal(base["model"], start)
 
 
 def test_fednh_without_smoothing_warns(make_config, federate, warnings):
@@ -192,7 +191,7 @@ def test_fedas_clients_are_trained_together_as_alone(make_config, federate):
 def test_fedas_aligns_each_class_alike(make_client):
     """Client 0 has 7 samples of each class; a batch of padding and two classes has the mean of each, added."""
     client = make_client("fedas")
-    net = client.network(Train(client.initial()))
+    net = client.jobs.network(Train(client.initial()))
     net.stack(1)[0].copy_(client.initial())
     x, y = client.data.x_train[:5], torch.tensor([0, 0, 0, 2, 2])
     prototypes = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))

@@ -85,7 +85,7 @@ def test_class_weights_are_ppfes_first_sample_weights(make_client: Make) -> None
     expected = np.array([2 * np.sqrt(5) / 3, 2 / 3, 2 / 3, 2])
     np.testing.assert_allclose(weights, 4 * expected / expected.sum(), rtol=1e-5)
     plain = make_client("ppfe", **settings)
-    assert plain.drive(plain.reweighted(plain.stages[0], model))[0] == pytest.approx(np.log(3) / 2, rel=1e-5)
+    assert plain.jobs.drive(plain.reweighted(plain.stages[0], model))[0] == pytest.approx(np.log(3) / 2, rel=1e-5)
 
 
 def test_ppfes_training_applies_class_weights_once(make_client: Make) -> None:
@@ -97,8 +97,8 @@ def test_ppfes_training_applies_class_weights_once(make_client: Make) -> None:
     omega = client.state["weights"]
     assert omega.mean() == pytest.approx(1, rel=1e-5)
     shared = second.shared_part.take(client.initial())
-    work = next(client.local_round([shared], {"stage": 2, "first-finished": 2, "rounds-done": 0}))
-    np.testing.assert_allclose(client._share(client.jobs.job(work)).weight, omega, rtol=1e-5)
+    work = next(client.local_round({"model": shared}, {"stage": 2, "stage-ends": False, "rounds-done": 0}))
+    np.testing.assert_allclose(client.jobs.share(client.jobs.job(work)).weight, omega, rtol=1e-5)
 
 
 # -- clients that never train, are absent, or lose their state ------------------------------------------------
@@ -138,7 +138,7 @@ def test_feddrms_prior_is_the_weight_in_the_mean(make_strategy: Make, monkeypatc
     strategy = make_strategy("feddrm")
     logits = torch.tensor([[0.2, 0.1, 0.0, 0.0]])
     assert chosen_clients(strategy, logits).tolist() == [3]
-    monkeypatch.setattr(strategy, "weight", lambda client: 1)
+    monkeypatch.setattr(strategy.exchange, "weight", lambda client: 1)
     assert chosen_clients(strategy, logits).tolist() == [0]
 
 
@@ -161,15 +161,6 @@ def test_local_models_of_fedacs_are_scored_after_rounds_without_training(make_co
     strategy = finished.strategy
     for client in trained:
         np.testing.assert_array_equal(finished.kept(client)["model"], strategy.latest(np.array([client]))[0])
-
-
-def test_ppfe_forgets_the_coefficients_of_lost_models(make_strategy: Make) -> None:
-    strategy = make_strategy("ppfe")
-    strategy.finished = [strategy.model]
-    strategy.acknowledged(1, {"stages-closed": 1, "beta-1": 0.5})
-    assert strategy.betas[1, 0] == 0.5
-    strategy.lost(1)
-    assert np.isnan(strategy.betas[1]).all() and strategy.informed[1] == 0
 
 
 @pytest.mark.parametrize("beta", ["samme", "adaboost"])
@@ -226,7 +217,7 @@ def test_a_large_server_step_keeps_variances_positive(make_strategy: Make, updat
     assert 0 < statistics.sum() < size
     delta = np.where(statistics, -0.9 * strategy.models[0], 0.1)[None].astype(np.float32)
     before = strategy.models.copy()
-    strategy.aggregate(1, [update(client, [delta, [1.0]], num_examples=1) for client in (0, 1)])
+    strategy.aggregate(1, [update(client, {"models": delta, "losses": [1.0]}) for client in (0, 1)])
     np.testing.assert_allclose(strategy.models[0][statistics], 0.1 * before[0][statistics], atol=1e-6)
     np.testing.assert_allclose(strategy.models[0][~statistics], before[0][~statistics] + 0.5, atol=1e-5)
 

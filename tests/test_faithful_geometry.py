@@ -131,8 +131,8 @@ def test_the_mix_of_fedfomo_by_hand() -> None:
 def test_fedfomo_keeps_the_model_before_a_training_that_made_it_worse(make_client: Any) -> None:
     client = make_client("fedfomo", model="linear", batch_size=100)
     start = client.initial()
-    client.keep("start", start)
-    client.keep("model", start + 100 * torch.randn(len(start), generator=torch.Generator().manual_seed(0)))
+    client.stored["start"] = start
+    client.stored["model"] = start + 100 * torch.randn(len(start), generator=torch.Generator().manual_seed(0))
     none = np.empty((0, len(start)), np.float32)
     (sent, _), _, _ = client.fit([none], {"server-round": 2, "lr": 0.0})
     np.testing.assert_array_equal(sent, start.numpy())
@@ -142,7 +142,7 @@ def test_fedfomo_trains_on_no_sample_that_weighs_models(make_config: Any, federa
     """Of 21, 12 and 8 training samples a fifth is set aside; a single sample serves both purposes."""
     finished = federate(make_config("fedfomo", num_server_rounds=1, local_epochs=1))
     rows = finished.records[0].clients
-    assert [rows[client]["n_train"] for client in range(4)] == [17, 10, 6, 1]
+    assert finished.records[0].samples == 17 + 10 + 6 + 1
     assert not any("validation" in column for row in rows.values() for column in row)
 
 
@@ -153,16 +153,15 @@ def test_fedfomos_epsilon_decays(make_strategy: Any, update: Any) -> None:
         strategy = make_strategy("fedfomo", model="linear", fedfomo_models=1, seed=seed)
         strategy.affinity[0] = [9, 1, 5, 2]
         for server_round, first in firsts.items():
-            strategy.aggregate(
-                server_round, [update(c, [np.zeros(strategy.size), np.zeros(k)]) for c, k in sizes(strategy)]
-            )
+            updates = [
+                update(
+                    client, {name: np.zeros(shape) for name, shape in strategy.rounds.expected_shapes(client).items()}
+                )
+                for client in range(4)
+            ]
+            strategy.aggregate(server_round, updates)
             first.add(int(strategy.sent[0, 0]))
     assert firsts == {1: {1, 2, 3}, 6: {2}}
-
-
-def sizes(strategy: Any) -> list[tuple[int, int]]:
-    """Return each client with the number of weights that it sends."""
-    return [(client, strategy.rounds.expected_shapes(client)[1][0]) for client in range(4)]
 
 
 def test_a_fedfomo_update_is_measured_from_the_start_of_its_training(make_config: Any, federate: Any) -> None:
@@ -172,9 +171,9 @@ def test_a_fedfomo_update_is_measured_from_the_start_of_its_training(make_config
     def note(strategy: Any) -> None:
         usual = strategy.reference
 
-        def reference(client: int, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        def reference(client: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             before = usual(client, arrays)
-            measured[strategy.record.number, client] = float(np.linalg.norm(arrays[0] - before[0]))
+            measured[strategy.record.number, client] = float(np.linalg.norm(arrays["model"] - before["model"]))
             return before
 
         strategy.reference = reference
@@ -205,19 +204,18 @@ def test_an_update_is_measured_from_the_clients_model(
     strategy = make_strategy(method, model="linear", **near)
     rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     unseen = strategy.serve(0)["model"] if method == "fedamp" else strategy.initial()
-    np.testing.assert_array_equal(strategy.reference(0, [rows[0]])[0], unseen)
+    np.testing.assert_array_equal(strategy.reference(0, {"model": rows[0]})["model"], unseen)
     strategy.aggregate(1, [update(c, {"model": rows[c]}) for c in (0, 2)])
-    np.testing.assert_array_equal(strategy.reference(0, [rows[1]])[0], rows[0])
-    strategy.lost(0)  # the client starts again from the message, or from the initial model
+    np.testing.assert_array_equal(strategy.reference(0, {"model": rows[1]})["model"], rows[0])
+    strategy.lost([0])  # the client starts again from the message, or from the initial model
     start = strategy.serve(0)["model"] if method == "fedamp" else strategy.initial()
-    np.testing.assert_array_equal(strategy.reference(0, [rows[1]])[0], start)
+    np.testing.assert_array_equal(strategy.reference(0, {"model": rows[1]})["model"], start)
     client = make_client(method, model="linear", batch_size=100, **near)
     config = {"server-round": 2, "lr": 0.0, **strategy.train_config(2, 0)}
-    np.testing.assert_array_equal(
-        client.fit([*strategy.serve(0).values()], config)[0][0], start
-    )  # no step: this is the start
+    (sent,), _, _ = client.fit([*strategy.serve(0).values()], config)
+    np.testing.assert_array_equal(sent, start)  # no step: this is the start
     strategy.aggregate(2, [update(0, {"model": rows[3]})])
-    np.testing.assert_array_equal(strategy.reference(0, [rows[1]])[0], rows[3])
+    np.testing.assert_array_equal(strategy.reference(0, {"model": rows[1]})["model"], rows[3])
 
 
 @pytest.mark.parametrize("method", ["fedamp", "fedmtl", "fedfomo"])
@@ -233,9 +231,9 @@ def test_max_update_norm_measures_the_training_alone(
     def note(strategy: Any) -> None:
         usual = strategy.reference
 
-        def reference(client: int, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        def reference(client: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             before = usual(client, arrays)
-            norms[strategy.record.number, client] = float(np.linalg.norm(arrays[0] - before[0]))
+            norms[strategy.record.number, client] = float(np.linalg.norm(arrays["model"] - before["model"]))
             return before
 
         strategy.reference = reference
@@ -361,9 +359,7 @@ def normalised(task):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_running_statistics_are_averaged_and_enter_nothing_else(
-    method: str, make_strategy: Any, update: Any, tmp_path: Any
-) -> None:
+def test_running_statistics_enter_nothing_else(method: str, make_strategy: Any, update: Any, tmp_path: Any) -> None:
     """Other statistics in the replies change the statistics of the state alone."""
     (tmp_path / "network.py").write_text(NETWORK)
     served, quantities = [], []
@@ -377,15 +373,14 @@ def test_running_statistics_are_averaged_and_enter_nothing_else(
         noise = np.random.default_rng(1).normal(0, 0.1, (4, layout.trainable.size))
         layout.trainable.put(rows, layout.trainable.take(rows) + noise.astype(np.float32))
         rows[:, statistics] += scale * np.arange(4, dtype=np.float32)[:, None]
-        more = [np.zeros(shape) for shape in strategy.rounds.expected_shapes(0)[1:]]
         sent = strategy.shared.take(rows)
-        quantities.append(strategy.aggregate(1, [update(c, [sent[c], *more], c + 1) for c in range(4)]))
+        zeros = {name: np.zeros(shape) for name, shape in strategy.rounds.expected_shapes(0).items()}
+        quantities.append(strategy.aggregate(1, [update(c, zeros | {"model": sent[c]}, c + 1) for c in range(4)]))
         parameters = ~np.isin(strategy.shared.take(indices), statistics)
-        arrays = [strategy.serve(client)["model"] for client in range(4)]
-        if scale and method in ("cfl", "fedmgda", "confree"):  # one model or cluster means over these clients
-            groups = strategy.cluster if method == "cfl" else np.zeros(4)
+        arrays = [array for client in range(4) for array in strategy.serve(client).values()]
+        if scale and method == "cfl":
             for client, array in enumerate(arrays):
-                members = np.flatnonzero(groups == groups[client])
+                members = np.flatnonzero(strategy.cluster == strategy.cluster[client])
                 mean = np.average(sent[members], axis=0, weights=members + 1)
                 np.testing.assert_allclose(array[~parameters], mean[~parameters], rtol=1e-5)
         served.append([array[..., parameters] for array in arrays])

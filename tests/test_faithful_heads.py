@@ -124,8 +124,7 @@ def test_pfedfdas_statistics_do_not_count_in_the_norm(make_config: Make, federat
 
         def aggregate(server_round: int, updates: list[Any]) -> dict[str, Any]:
             for update in updates:
-                pairs = zip(update.arrays, sent, strict=True)
-                changes.append([float(np.linalg.norm(array - before)) for array, before in pairs])
+                changes.append([float(np.linalg.norm(update.arrays[name] - sent[name])) for name in sent])
             return dict(usual(server_round, updates))
 
         strategy.aggregate = aggregate
@@ -230,9 +229,9 @@ def test_features_of_training_are_those_before_each_step(make_client: Make) -> N
 
 def test_a_client_that_sends_no_covariance_is_refused(make_strategy: Make) -> None:
     strategy = make_strategy("pfedfda", model="mlp")
-    body, means, covariance = strategy.serve(0)
+    served = strategy.serve(0)
     with pytest.raises(BadReplyError, match="symmetric"):
-        strategy.check([body, means, -covariance])
+        strategy.check(0, served | {"covariance": -served["covariance"]})
 
 
 # -- FedALA ----------------------------------------------------------------------------------------------
@@ -287,7 +286,7 @@ def test_fedalas_threshold_decides_the_number_of_passes(make_client: Make, monke
         passes = []
         usual = client.jobs.answer
         monkeypatch.setattr(
-            client, "carry_out", lambda work, usual=usual, passes=passes: (passes.append(work), usual(work))[1]
+            client.jobs, "answer", lambda work, usual=usual, passes=passes: (passes.append(work), usual(work))[1]
         )
         client.fit([client.initial().numpy() + 0.1], SECOND)
         counts.append(sum(work.bounds is not None for work in passes))
@@ -325,7 +324,7 @@ def test_a_client_that_lost_its_state_leaves_no_trace(
 
         def aggregate(server_round: int, updates: list[Any]) -> dict[str, Any]:
             weights = np.array([update.num_examples for update in updates], np.float64)
-            rows = np.stack([np.asarray(update.arrays[0], np.float64) for update in updates])
+            rows = np.stack([np.asarray(update.arrays["model"], np.float64) for update in updates])
             before[server_round] = ([update.client for update in updates], weights @ rows / weights.sum())
             return dict(usual(server_round, updates))
 

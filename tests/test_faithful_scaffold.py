@@ -152,20 +152,3 @@ def test_a_stored_momentum_is_refused():
 
 
 # -- BatchNorm ---------------------------------------------------------------------------------------------
-
-
-def test_the_server_does_not_extrapolate_running_statistics(make_strategy, update):
-    """At a server rate of 1.5, a variance that falls from 1 to 0.2 would become negative."""
-    rng = np.random.default_rng(3)
-    x, y = rng.integers(0, 256, (16, 16, 16)).astype(np.uint8), np.arange(16) % 2
-    data = (x, y, [range(6), range(8, 13)], [range(6, 8), range(13, 16)])
-    strategy = make_strategy("scaffold", data=data, model="resnet18-bn", scaffold_server_lr=1.5)
-    before = strategy.model.copy()
-    layout = strategy.architecture.layout
-    statistics = layout.select(lambda entry: not entry.trainable)
-    model = before + np.float32(0.1)
-    statistics.put(model, np.full(statistics.size, 0.2, np.float32))
-    strategy.aggregate(1, [update(0, [model, np.zeros_like(model)], 6)])
-    np.testing.assert_array_equal(statistics.take(strategy.model), np.float32(0.2))
-    trainable = layout.trainable
-    np.testing.assert_allclose(trainable.take(strategy.model), trainable.take(before) + 0.15, atol=1e-5)

@@ -87,7 +87,7 @@ def test_weights_of_a_step_by_hand(make_client, softmax_regression):
     x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
     start = np.random.default_rng(0).normal(size=client.layout.size).astype(np.float32)
     classes, clients = (client.layout.part([name]).take(start) for name in ("head", "client-branch"))
-    client.keep("personal", torch.from_numpy(classes))
+    client.stored["personal"] = torch.from_numpy(classes)
     (sent,), _, _ = client.fit([clients], CONFIG)
     of_class = softmax_regression(classes, x, y)[1]
     of_client = softmax_regression(clients, x, np.full_like(y, 2))[1]
@@ -117,7 +117,7 @@ def test_only_the_class_classifier_is_personal(make_strategy, make_client):
     assert strategy.serve(0)["model"].size == client.layout.size - head.size
     assert strategy.shared == client.shared == client.layout.without(["head"])
     (sent,), _, _ = client.fit([*strategy.serve(0).values()], CONFIG)
-    assert [sent.shape] == strategy.rounds.expected_shapes(0)
+    assert {"model": sent.shape} == strategy.rounds.expected_shapes(0)
     assert set(client.state) == {"personal"} and client.state["personal"].shape == (head.size,)
 
 
@@ -127,7 +127,7 @@ def test_kept_classifier_is_used_again(make_client):
     served = shared.take(client.initial())
     client.fit([served.numpy()], CONFIG)
     kept = client.state["personal"].copy()
-    whole = client.assembled([served])
+    whole = client.assembled({"model": served})
     np.testing.assert_array_equal(client.layout.part(["head"]).take(whole), kept)
     np.testing.assert_array_equal(shared.take(whole), served)
 

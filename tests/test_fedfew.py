@@ -138,7 +138,9 @@ def test_the_setting_makes_steps_full(make_strategy, update):
     for full in (False, True):
         strategy = make_strategy("fedfew", model="linear", fedfew_models=2, fedfew_mu=1e-4, fedfew_full_steps=full)
         before, delta = strategy.models.copy(), np.ones_like(strategy.models)
-        strategy.aggregate(1, [update(0, [delta, [0.1, 0.9]]), update(1, [delta, [0.9, 0.1]])])
+        strategy.aggregate(
+            1, [update(i, {"models": delta, "losses": losses}) for i, losses in enumerate(([0.1, 0.9], [0.9, 0.1]))]
+        )
         moved.append(strategy.models - before)
     np.testing.assert_allclose(moved[0], 0.5, atol=1e-6)
     np.testing.assert_allclose(moved[1], 1.0, atol=1e-6)
@@ -149,7 +151,8 @@ def test_one_model_is_averaging_with_the_outer_weights(make_strategy, update):
     before = strategy.models.copy()
     locals_ = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
     losses = np.array([0.2, 0.9, 0.4])
-    strategy.aggregate(1, [update(i, [locals_[i] - before, [losses[i]]], n) for i, n in enumerate((5, 1, 9))])
+    replies = [{"models": locals_[i] - before, "losses": losses[i : i + 1]} for i in range(3)]
+    strategy.aggregate(1, [update(i, replies[i], n) for i, n in enumerate((5, 1, 9))])
     outer = np.exp(losses / 0.5) / np.exp(losses / 0.5).sum()  # S_i = exp(-L_i/μ), so α_i ∝ exp(L_i/μ)
     np.testing.assert_allclose(strategy.models[0], outer @ locals_, atol=1e-6)
 
@@ -161,7 +164,8 @@ def test_aggregate_weighs_the_losses_or_not(make_strategy, update, weigh, factor
     before = strategy.models.copy()
     deltas = np.random.default_rng(0).normal(size=(2, *before.shape)).astype(np.float32)
     losses = np.array([[0.5, 0.3], [0.2, 0.8]])
-    quantities = strategy.aggregate(1, [update(i, [deltas[i], losses[i]], n) for i, n in enumerate((10, 30))])
+    replies = [{"models": deltas[i], "losses": losses[i]} for i in range(2)]
+    quantities = strategy.aggregate(1, [update(i, replies[i], n) for i, n in enumerate((10, 30))])
     e = np.exp(-losses * np.array(factors)[:, None] / 0.4)
     s = e.sum(axis=1)
     inner, outer = e / s[:, None], (1 / s) / (1 / s).sum()
@@ -180,9 +184,10 @@ def test_models_that_stay_idle_are_told_of_once(make_strategy, update, warnings)
     """Client 1 has the third model as its best and then sits out: that one is in use, the second is not."""
     strategy = make_strategy("fedfew", model="linear", fedfew_models=3)
     delta = np.zeros_like(strategy.models)
-    found = [strategy.aggregate(1, [update(0, [delta, [0.1, 0.5, 0.6]]), update(1, [delta, [0.4, 0.5, 0.3]])])]
-    for server_round in range(2, 31):
-        found.append(strategy.aggregate(server_round, [update(0, [delta, [0.1, 0.5, 0.6]])]))
+    first = update(0, {"models": delta, "losses": [0.1, 0.5, 0.6]})
+    second = update(1, {"models": delta, "losses": [0.4, 0.5, 0.3]})
+    found = [strategy.aggregate(1, [first, second])]
+    found += [strategy.aggregate(server_round, [first]) for server_round in range(2, 31)]
     assert [quantities["models_in_use"] for quantities in found] == [2] * 30
     told = {r.getMessage() for r in warnings.records if "no client with its lowest loss" in r.getMessage()}
     assert len(told) == 1 and "1 of 3 models" in told.pop()
@@ -192,7 +197,8 @@ def test_effective_clients_by_hand(make_strategy, update):
     """With one model α_i ∝ exp(L_i): 2, 1, 1 make 1/2, 1/4, 1/4, and 1 / (1/4 + 1/16 + 1/16) is 8/3."""
     strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_mu=1.0, fedfew_weigh_losses=False)
     delta = np.zeros_like(strategy.models)
-    quantities = strategy.aggregate(1, [update(i, [delta, [loss]]) for i, loss in enumerate((0.69314718, 0.0, 0.0))])
+    losses = enumerate((0.69314718, 0.0, 0.0))
+    quantities = strategy.aggregate(1, [update(i, {"models": delta, "losses": [loss]}) for i, loss in losses])
     assert quantities["effective_clients"] == pytest.approx(2.6666667, rel=1e-6)
 
 
@@ -201,7 +207,7 @@ def test_server_lr_scales_the_step(make_strategy, update):
     strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_server_lr=0.25)
     before = strategy.models.copy()
     delta = np.random.default_rng(0).normal(size=before.shape).astype(np.float32)
-    strategy.aggregate(1, [update(0, [delta, [0.7]])])
+    strategy.aggregate(1, [update(0, {"models": delta, "losses": [0.7]})])
     np.testing.assert_allclose(strategy.models, before + 0.25 * delta, atol=1e-6)
 
 
@@ -311,18 +317,20 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
     strategy = make_strategy("fedfew", fedfew_personal_head=True)
     client = make_client("fedfew", fedfew_personal_head=True)
     head = client.layout.part(["head"])
-    (served,) = strategy.serve(0)
+    served = strategy.serve(0)["models"]
     assert served.shape == (3, client.layout.size - head.size)
     seeds = [model_seed(client.settings.run.seed, k) for k in range(3)]
     starts = np.stack([client.architecture.initial(seed) for seed in seeds])
-    np.testing.assert_array_equal(client.assembled([torch.from_numpy(served)]), starts)  # each with a head of its own
+    np.testing.assert_array_equal(
+        client.assembled({"models": torch.from_numpy(served)}), starts
+    )  # each with a head of its own
     (delta, losses), _, _ = client.fit([served], train_config())
-    assert [delta.shape, losses.shape] == strategy.rounds.expected_shapes(0)
+    assert {"models": delta.shape, "losses": losses.shape} == strategy.rounds.expected_shapes(0)
     kept = client.state["personal"]
     assert kept.shape == (3, head.size)
     assert (np.abs(kept - head.take(starts)).max(axis=1) > 1e-4).all()  # each of the K heads was trained
     # The next round starts from the client's heads, not from anybody else's.
-    whole = array_of(client.assembled([torch.from_numpy(served + delta)]))
+    whole = array_of(client.assembled({"models": torch.from_numpy(served + delta)}))
     np.testing.assert_array_equal(head.take(whole), kept)
     np.testing.assert_array_equal(client.shared.take(whole), served + delta)
 
@@ -347,9 +355,9 @@ def test_personal_statistics_never_leave_the_client(make_client, make_strategy):
     assert statistics.size > 0 and strategy.models.shape == (2, client.layout.size - statistics.size)
     served = strategy.serve(0)["models"]
     (delta, losses), _, _ = client.fit([served], train_config())
-    assert [delta.shape, losses.shape] == strategy.rounds.expected_shapes(0)
+    assert {"models": delta.shape, "losses": losses.shape} == strategy.rounds.expected_shapes(0)
     # Served the same models again, the client has them with the statistics of its own training.
-    whole = array_of(client.assembled([torch.from_numpy(served)]))
+    whole = array_of(client.assembled({"models": torch.from_numpy(served)}))
     np.testing.assert_array_equal(client.shared.take(whole), served)
     start = np.stack([client.architecture.initial(model_seed(client.settings.run.seed, k)) for k in range(2)])
     assert (np.abs(statistics.take(whole) - statistics.take(start)).max(axis=1) > 0.01).all()
