@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, Message, MessageType, RecordDict
-from test_strategy_base import metrics, send, state_of, take
+from test_strategy_base import metrics, send, state_bytes, take
 
 from posy.client_app.workspace import Workspace
 from posy.report.page import page
@@ -23,6 +23,7 @@ from posy.strategies.bounds import NORM_RATIO
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import read_settings
 from posy.strategies.replies import Update
+from posy.strategies.server_state import state_of
 
 MakeStrategy = Callable[..., Any]
 Config = dict[str, Any]
@@ -54,7 +55,7 @@ class PoisoningGrid(InProcessGrid):
 def poison(sent: RecordDict, reply: RecordDict, attack: Callable[[Any, Any], Any]) -> None:
     arrays = reply.array_records["arrays"]
     start, trained = (content.array_records["arrays"]["model"].numpy() for content in (sent, reply))
-    arrays["0"] = Array(attack(start, trained).astype(np.float32))
+    arrays["model"] = Array(attack(start, trained).astype(np.float32))
 
 
 def ten(make_strategy: MakeStrategy, method: str = "fedavg", clients: int = 10, **settings: Any) -> Any:
@@ -76,8 +77,9 @@ def as_sites(strategy: Any) -> Any:
     return strategy
 
 
-def update_of(client: int, *arrays: Any, n: int = 1) -> Update:
-    return Update([np.asarray(a, np.float32) for a in arrays], 1.0, client=client, num_examples=n, weight=n)
+def update_of(client: int, n: int = 1, **arrays: Any) -> Update:
+    named = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
+    return Update(named, 1.0, client=client, num_examples=n, weight=n)
 
 
 # -- numbers of samples ----------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def test_one_of_ten_clients_cannot_own_the_mean_with_a_number(make_strategy: Mak
     take(strategy, replies)
     _, honest = send(without_it)
     take(without_it, [reply for client, reply in enumerate(honest) if client != 4])
-    assert state_of(strategy) == state_of(without_it)
+    assert state_bytes(strategy) == state_bytes(without_it)
     assert strategy.record.dropped == [(4, "num-examples = 999999999, but the client has joined with 6")]
     assert "train_loss" not in strategy.record.row(4)
 
@@ -104,7 +106,7 @@ def test_every_method_drops_replies_with_other_numbers_of_samples(method: str, m
         _, replies = send(strategy)
         metrics(**{key: value})(replies[BAD].content)
         take(strategy, replies)
-        joined = strategy.enrolled(BAD) if key == "num_examples" else 6
+        joined = 12 if key == "num_examples" else 6
         reason = f"{key.replace('_', '-')} = {value}, but the client has joined with {joined}"
         assert strategy.record.dropped == [(BAD, reason)]
         assert all("train_loss" in strategy.record.row(client) for client in GOOD)
@@ -124,7 +126,7 @@ def test_every_method_drops_evaluations_with_other_numbers_of_samples(method: st
 
 
 @pytest.mark.parametrize(("validation", "aside"), [(0.0, 0.2), (0.0, 0.0), (0.2, 0.2)])
-def test_fedfomos_clients_name_the_samples_that_they_train_on(
+def test_fedfomos_clients_report_all_their_training_samples(
     validation: float, aside: float, make_strategy: MakeStrategy
 ) -> None:
     settings = {"validation_fraction": validation} if validation else {"fedfomo_validation": aside}
@@ -136,17 +138,17 @@ def test_fedfomos_clients_name_the_samples_that_they_train_on(
     assert not strategy.record.dropped
 
 
-@pytest.mark.parametrize(("method", "position"), [("fedproto", 1), ("fedpac", 3)])
+@pytest.mark.parametrize("method", ["fedproto", "fedpac"])
 @pytest.mark.parametrize("claim", [CLAIM, 1.0])
 def test_samples_by_class_sum_to_the_number_at_enrolment(
-    method: str, position: int, claim: float, make_strategy: MakeStrategy
+    method: str, claim: float, make_strategy: MakeStrategy
 ) -> None:
     strategy = make_strategy(method, model="mlp")
     _, replies = send(strategy)
     arrays = replies[BAD].content.array_records["arrays"]
-    counts = arrays[str(position)].numpy().copy()
+    counts = arrays["counts"].numpy().copy()
     assert counts.sum() == 12
-    arrays[str(position)] = Array(counts + np.array([0, claim, 0], np.float32))
+    arrays["counts"] = Array(counts + np.array([0, claim, 0], np.float32))
     take(strategy, replies)
     ((client, reason),) = strategy.record.dropped
     total, _, words = reason.partition(" ")
@@ -158,10 +160,9 @@ def test_fednhs_class_shares_sum_to_one(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fednh", model="mlp")
     _, replies = send(strategy)
     arrays = replies[BAD].content.array_records["arrays"]
-    head = strategy.architecture.layout.part(("head",))
-    values = arrays["0"].numpy().copy()
-    assert np.linalg.norm(head.take(values).reshape(3, -1), axis=1) == pytest.approx([0.5, 0.5, 0], abs=1e-6)
-    arrays["0"] = Array(head.put(values, 1.1 * head.take(values)))
+    directions = arrays["directions"].numpy()
+    assert np.linalg.norm(directions, axis=1) == pytest.approx([0.5, 0.5, 0], abs=1e-6)
+    arrays["directions"] = Array(np.float32(1.1) * directions)
     take(strategy, replies)
     ((client, reason),) = strategy.record.dropped
     assert client == BAD and reason.startswith("shares of the classes that sum to ")
@@ -197,7 +198,7 @@ def test_a_site_that_joins_with_a_huge_number_has_a_limited_weight(make_strategy
 )
 def test_the_largest_share(sites: bool, settings: Config, share: float, make_strategy: MakeStrategy) -> None:
     strategy = ten(make_strategy, **settings)
-    assert (as_sites(strategy) if sites else strategy).largest_share(10) == share
+    assert (as_sites(strategy) if sites else strategy).influence.largest_share(10) == share
 
 
 def test_uniform_weights_are_never_lowered(make_strategy: MakeStrategy) -> None:
@@ -209,8 +210,8 @@ def test_uniform_weights_are_never_lowered(make_strategy: MakeStrategy) -> None:
 
 def test_fedas_limits_the_weights_with_the_fisher_information(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedas", model="mlp", max_client_weight=0.5)
-    size = strategy.serve(0)[0].size
-    updates = [update_of(c, np.full(size, c), trace, n=1) for c, trace in ((0, 1.0), (1, 1e9), (2, 3.0))]
+    size = strategy.model.size
+    updates = [update_of(c, model=np.full(size, c), fisher=trace) for c, trace in ((0, 1.0), (1, 1e9), (2, 3.0))]
     strategy.influence.limit(updates)
     quantities = strategy.aggregate(1, updates)
     assert quantities["largest_weight"] == pytest.approx(0.5)
@@ -222,7 +223,9 @@ def test_fedfew_limits_the_weights_of_the_losses(make_strategy: MakeStrategy) ->
     strategy = make_strategy("fedfew", model="mlp", fedfew_full_steps=False, max_client_weight=0.5)
     shape, k = strategy.models.shape, len(strategy.models)
     before = strategy.models.copy()
-    updates = [update_of(c, np.full(shape, c), np.full(k, loss), n=1) for c, loss in ((0, 0.1), (1, 1e5), (2, 0.1))]
+    updates = [
+        update_of(c, models=np.full(shape, c), losses=np.full(k, loss)) for c, loss in ((0, 0.1), (1, 1e5), (2, 0.1))
+    ]
     strategy.influence.limit(updates)
     strategy.aggregate(1, updates)
     # α = (0, 1, 0) becomes (0, 1/2, 0), and all K models share it: Σ α_i Δ_i / K = 1/2 / K
@@ -234,9 +237,9 @@ def test_sums_over_samples_have_the_limit_too(make_strategy: MakeStrategy) -> No
     strategy = make_strategy("fedproto", model="mlp", max_client_weight=0.5)
     shape = strategy.prototypes.shape
     updates = [
-        update_of(0, np.full(shape, 0.0), [1, 1, 0], n=2),
-        update_of(1, np.full(shape, 6.0), [1e9, 0, 0], n=10**9),
-        update_of(2, np.full(shape, 3.0), [2, 0, 0], n=2),
+        update_of(0, 2, prototypes=np.full(shape, 0.0), counts=[1, 1, 0]),
+        update_of(1, 10**9, prototypes=np.full(shape, 6.0), counts=[1e9, 0, 0]),
+        update_of(2, 2, prototypes=np.full(shape, 3.0), counts=[2, 0, 0]),
     ]
     strategy.influence.limit(updates)
     strategy.aggregate(1, updates)
@@ -252,14 +255,14 @@ def test_a_large_update_is_scaled_to_a_multiple_of_the_median(make_strategy: Mak
     start = strategy.model.copy()
     step = np.zeros((4, strategy.size), np.float32)
     step[0, 0], step[1, 0], step[2, 1], step[3, 2] = 1, 2, 3, -100
-    updates = [update_of(client, start + row) for client, row in enumerate(step)]
+    updates = [update_of(client, model=start + row) for client, row in enumerate(step)]
     strategy.influence.limit(updates)
-    moved = np.stack([update.arrays[0] - start for update in updates])
+    moved = np.stack([update.arrays["model"] - start for update in updates])
     expected = step.copy()
     expected[3, 2] = -4  # 2 times the median, which of an even number is the smaller one
     assert moved == pytest.approx(expected, abs=1e-6)
-    assert [update.arrays[0].dtype for update in updates] == [np.float32] * 4
-    assert all(np.array_equal(updates[client].arrays[0], start + step[client]) for client in range(3))
+    assert [update.arrays["model"].dtype for update in updates] == [np.float32] * 4
+    assert all(np.array_equal(updates[client].arrays["model"], start + step[client]) for client in range(3))
     assert strategy.record.clipped == [3]
 
 
@@ -270,11 +273,11 @@ def test_running_statistics_have_a_bound_of_their_own(make_strategy: MakeStrateg
     is_parameter = strategy.influence.is_parameter(strategy.model)
     assert 0 < (~is_parameter).sum() < strategy.size
     start = strategy.model.copy()
-    updates = [update_of(client, start + np.float32(0.01)) for client in range(4)]
-    updates[3].arrays[0][~is_parameter] += 1e6
+    updates = [update_of(client, model=start + np.float32(0.01)) for client in range(4)]
+    updates[3].arrays["model"][~is_parameter] += 1e6
     strategy.influence.limit(updates)
-    assert updates[3].arrays[0][is_parameter] == pytest.approx(start[is_parameter] + 0.01, abs=1e-6)
-    assert updates[3].arrays[0][~is_parameter] == pytest.approx(start[~is_parameter] + 0.02, rel=1e-3)
+    assert updates[3].arrays["model"][is_parameter] == pytest.approx(start[is_parameter] + 0.01, abs=1e-6)
+    assert updates[3].arrays["model"][~is_parameter] == pytest.approx(start[~is_parameter] + 0.02, rel=1e-3)
     assert strategy.record.clipped == [3]
 
 
@@ -283,27 +286,24 @@ def test_sites_bound_norms_and_benchmarks_do_not(method: str, make_strategy: Mak
     refuses = "max-norm-ratio" in settings_class(method)().refusals()
     assert refuses == (method in ("local", "scaffold"))
     strategy = make_strategy(method, model="mlp", num_server_rounds=8)
-    assert (strategy.norm_ratio, strategy.largest_share(10)) == (0, 1)
-    assert as_sites(strategy).norm_ratio == (0 if refuses else NORM_RATIO)
+    assert (strategy.influence.norm_ratio, strategy.influence.largest_share(10)) == (0, 1)
+    assert as_sites(strategy).influence.norm_ratio == (0 if refuses else NORM_RATIO)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_update_of_a_site_is_clipped_in_every_method(method: str, make_strategy: MakeStrategy) -> None:
     """A client scales its update 1000 times; the server's state changes as with an update of three medians."""
     strategy = as_sites(make_strategy(method, model="mlp", num_server_rounds=8))
-    if not strategy.norm_ratio:
+    if not strategy.influence.norm_ratio:
         return
     if method == "fedfomo":
         strategy.initialise()  # sites need the starts of the clients
     _, replies = send(strategy)
     content = replies[BAD].content.array_records["arrays"]
-    content["0"] = Array((content["0"].numpy() * 1000).astype(np.float32))
-    if method == "fednh":  # the head holds shares of the classes
-        head = strategy.architecture.layout.part(("head",))
-        values = content["0"].numpy().copy()
-        content["0"] = Array(head.put(values, head.take(values) / 1000))
+    name = next(name for name, declared in strategy.method.returned.items() if declared.limited)
+    content[name] = Array((content[name].numpy() * 1000).astype(np.float32))
     if method == "ifca":
-        content["1"] = Array(np.array(0))
+        content["cluster"] = Array(np.array(0))
     take(strategy, replies)
     assert BAD in strategy.record.clipped
     assert not strategy.record.dropped
@@ -314,7 +314,7 @@ def test_an_update_of_a_site_is_clipped_in_every_method(method: str, make_strate
 def test_a_bounded_run_of_equal_norms_is_the_plain_run(make_config: Callable[..., Config], federate: Any) -> None:
     plain = federate(make_config("fedrep", model="mlp"))
     bounded = federate(make_config("fedrep", model="mlp", max_norm_ratio=1e6, max_client_weight=0.99))
-    assert state_of(bounded.strategy) == state_of(plain.strategy)
+    assert state_bytes(bounded.strategy) == state_bytes(plain.strategy)
     assert all(not record.clipped and not record.down_weighted for record in bounded.records)
 
 
@@ -391,7 +391,7 @@ def test_parameters_need_their_rule(settings: Config, key: str, make_strategy: M
 
 
 def test_feddrm_weighs_its_routing_whatever_the_rule(make_strategy: MakeStrategy) -> None:
-    assert make_strategy("feddrm", robust="median", client_weights="uniform").weight(0) == 1
+    assert make_strategy("feddrm", robust="median", client_weights="uniform").exchange.weight(0) == 1
 
 
 def test_krum_needs_enough_clients_before_the_run(make_config: Callable[..., Config]) -> None:
@@ -404,14 +404,14 @@ def test_a_round_with_too_few_replies_for_krum_changes_nothing(
     make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
 ) -> None:
     strategy = ten(make_strategy, clients=5, robust="krum", max_attackers=1)
-    before = state_of(strategy)
+    before = state_bytes(strategy)
     _, replies = send(strategy)
     assert take(strategy, replies[:4]) == (None, None)
-    assert state_of(strategy) == before
+    assert state_bytes(strategy) == before
     assert "4 accepted replies, robust = krum with max-attackers = 1 needs 5; the round fails" in warnings.text
     _, replies = send(strategy, 2)
     take(strategy, replies, 2)
-    assert state_of(strategy) != before
+    assert state_bytes(strategy) != before
     assert len(strategy.record.discarded) == 4
 
 
@@ -421,8 +421,10 @@ def test_statistics_of_chosen_models_are_medians(make_strategy: MakeStrategy) ->
     parts = [list(range(i, i + 8)) for i in range(0, 50, 10)], [[i + 8] for i in range(0, 50, 10)]
     strategy = make_strategy("fedavg", data=(x, np.arange(50) % 2, *parts), model=NORMALISED, robust="krum")
     statistics = ~strategy.influence.is_parameter(strategy.model)
-    updates = [update_of(c, strategy.model + np.float32(step)) for c, step in enumerate((0, 0.15, 0.2, 0.25, 0.4))]
-    updates[2].arrays[0][statistics] = 1e9  # the model in the middle, which Krum chooses
+    updates = [
+        update_of(c, model=strategy.model + np.float32(step)) for c, step in enumerate((0, 0.15, 0.2, 0.25, 0.4))
+    ]
+    updates[2].arrays["model"][statistics] = 1e9  # the model in the middle, which Krum chooses
     start = strategy.model.copy()
     model = strategy.mean(updates)
     assert model[~statistics] == pytest.approx((start + np.float32(0.2))[~statistics])
