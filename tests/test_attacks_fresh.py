@@ -32,6 +32,7 @@ from posy.models.build import build_model, count_parameters
 from posy.models.catalogue import MODELS
 from posy.settings import SettingsError
 from posy.storage import exclusive
+from posy.strategies.methods import settings_class
 from posy.strategies.registry import from_json, read_settings
 
 ROWS, FEATURES = 60, 3
@@ -82,7 +83,8 @@ def request(config: Config, *arrays: np.ndarray, kind: str = "evaluate", **entri
     number = entries.get("server-round", 1)
     versions = {"run": "one-0000", "state-from": "", "state-keep": [], "state-to": f"0-{number}-1"}
     record = ConfigRecord({"settings": json.dumps(config), "client": 0, "server-round": 1, **versions, **entries})
-    named: ArrayRecord = record_of({str(number): array for number, array in enumerate(arrays)})
+    names = settings_class(config["method"]).sent
+    named: ArrayRecord = record_of(dict(zip(names, arrays, strict=True)))
     return Message(RecordDict({"config": record, "arrays": named}), dst_node_id=1, message_type=kind)
 
 

@@ -147,7 +147,7 @@ def test_h1_a_constant_model_does_not_give_the_class_counts_of_a_client(make_con
     content = templates[0]
     model = np.zeros_like(content.array_records["arrays"]["model"].numpy())
     model[-2] = 9.0  # the bias of class 1
-    content["arrays"] = ArrayRecord({"0": Array(model)})
+    content["arrays"] = ArrayRecord({"model": Array(model)})
     refusals = []
     for names in (("secure-round",), ()):
         config_record = ConfigRecord({k: v for k, v in content.config_records["config"].items() if k not in names})
@@ -170,7 +170,7 @@ def test_h1_a_second_model_in_a_round_is_refused(make_config: Any, federate: Fed
             if config.get("secure-stage") == "survivors" and "evaluation" in config["secure-round"] and not refusals:
                 refusals.append("")
                 first = next(m for m, _ in server.seen if m.metadata.message_type == MessageType.EVALUATE)
-                arrays = ArrayRecord({"0": Array(first.content.array_records["arrays"]["model"].numpy() + 1)})
+                arrays = ArrayRecord({"model": Array(first.content.array_records["arrays"]["model"].numpy() + 1)})
                 request = RecordDict({"arrays": arrays, "config": first.content["config"]})
                 reply = server.ask(int(first.content.config_records["config"]["client"]), MessageType.EVALUATE, request)
                 refusals[0] = str(reply.error.reason)

@@ -282,7 +282,7 @@ def message(kind: str = MessageType.TRAIN, **config: Any) -> Message:
     InProcessGrid(1)  # gives this process the identity that messages need
     entries = {name.replace("_", "-"): value for name, value in config.items()}
     content = RecordDict(
-        {"config": ConfigRecord(entries), "arrays": ArrayRecord({"0": Array(np.ones(1000, np.float32))})}
+        {"config": ConfigRecord(entries), "arrays": ArrayRecord({"model": Array(np.ones(1000, np.float32))})}
     )
     made = Message(content, 77, kind)
     made.metadata.__dict__["_run_id"] = 5

@@ -18,11 +18,10 @@ from posy.settings import LaunchError, SettingsError
 NETS = "import tools\nfrom inner.deep import x\nimport numpy\n\n\ndef net(task):\n    return None\n"
 MINE = """
 from posy.settings import setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.settings import MethodSettings
 
 
-class FedMineSettings(MethodSettings, noise=ALLOWED):
+class FedMineSettings(MethodSettings):
     strength: float = setting(0.5, "how strong", minimum=0)
 """
 

@@ -32,7 +32,7 @@ def test_the_models_are_averaged_with_the_weights_of_the_setting(make_config, fe
     updates: list[Update] = []
     config = make_config("fedavg", **UNIFORM | {"client_weights": weights})
     finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
-    models = np.stack([update.arrays[0] for update in updates]).astype(np.float64)
+    models = np.stack([update.arrays["model"] for update in updates]).astype(np.float64)
     counts = np.array([update.num_examples for update in updates], np.float64)
     assert len(set(counts)) > 1
     expected = models.mean(axis=0) if weights == "uniform" else counts @ models / counts.sum()
@@ -70,7 +70,7 @@ def test_clusters_are_averaged_with_equal_weights(make_config, federate):
     config = make_config("ifca", **UNIFORM, ifca_clusters=2)
     finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
     for cluster, model in enumerate(finished.strategy.models):
-        models = [update.arrays[0] for update in updates if int(update.arrays[1]) == cluster]
+        models = [update.arrays["model"] for update in updates if int(update.arrays["cluster"]) == cluster]
         if models:
             np.testing.assert_allclose(model, np.mean(models, axis=0, dtype=np.float64), atol=1e-6)
 
@@ -92,7 +92,11 @@ def test_fednhs_prototypes_count_samples_whatever_the_weights_are(make_strategy,
     for weights in ("samples", "uniform"):
         strategy = make_strategy("fednh", model="mlp", client_weights=weights)
         rng = np.random.default_rng(0)
-        updates = [Update([rng.normal(size=strategy.size).astype(np.float32)], 1.0, client=c) for c in range(2)]
+        shapes = {"model": (strategy.size,), "directions": (3, strategy.architecture.embedding_dim)}
+        updates = [
+            Update({name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}, 1.0, client=c)
+            for c in range(2)
+        ]
         for update, count in zip(updates, (1, 3), strict=True):
             update.num_examples, update.weight = count, 1 if weights == "uniform" else count
         strategy.aggregate(1, updates)

@@ -321,12 +321,11 @@ def test_posy_tune_searches_up_to_the_limit() -> None:
 METHOD = """
 from posy.client_app.base import PersonalClient
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.arrays import ALLOWED
-from posy.strategies.run_settings import setting
+from posy.settings import setting
 from posy.strategies.settings import MethodSettings
 
 
-class MineSettings(MethodSettings, noise=ALLOWED):
+class MineSettings(MethodSettings):
     models: int = setting(1, "number of models", minimum=1)
     mu: float = setting(0.5, "weight of the second model", needs="{needs}", above=0)
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import curves, plain
-from posy.client_app.base import PersonalClient
+from posy.client_app.local_run import LocalRun
 from posy.client_app.workspace import Workspace
 from posy.randomness import model_seed
 from posy.strategies.registry import read_settings
@@ -75,12 +75,13 @@ def both(
     """
     scored_models: dict[tuple[str, int, int], np.ndarray] = {}
 
-    def note(self: PersonalClient, point: str, predictor: Any) -> Any:
-        scored_models[point, self.round, self.client] = predictor.members[0].parameters.numpy().copy()
+    def note(self: LocalRun, point: str, predictor: Any) -> Any:
+        model = predictor.members[0].parameters.numpy().copy()
+        scored_models[point, self.client.round, self.client.client] = model
         return scores(self, point, predictor)
 
-    scores = PersonalClient._scores
-    monkeypatch.setattr(PersonalClient, "_scores", note)
+    scores = LocalRun._scores
+    monkeypatch.setattr(LocalRun, "_scores", note)
 
     def run(method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = split(identical=method == "per-fedavg")  # it divides its mini-batches

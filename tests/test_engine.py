@@ -17,6 +17,7 @@ import torch
 from posy.client_app.app import Call
 from posy.client_app.base import PersonalClient
 from posy.client_app.engine import Engine, evenly
+from posy.client_app.local_run import LocalRun
 from posy.client_app.state import MemoryStore
 from posy.client_app.training.optimiser import Optimiser
 from posy.client_app.training.trainer import Trainer
@@ -185,14 +186,14 @@ def test_processes_end_with_the_run(make_config, where):
 
 def test_a_process_that_dies_costs_its_client_the_round(make_config, federate, where, monkeypatch):
     where("processes")
-    begin = PersonalClient._begin
+    begin = LocalRun.__init__
 
-    def dying(self, config):
-        begin(self, config)
-        if self.client == 1 and self.round == 2:
+    def dying(self, client, *arguments):
+        begin(self, client, *arguments)
+        if client.client == 1 and client.round == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(PersonalClient, "_begin", dying)
+    monkeypatch.setattr(LocalRun, "__init__", dying)
     finished = federate(make_config("ditto", stack="loop", model="mlp"))
     dropped = [record.dropped for record in finished.records]
     assert [len(each) for each in dropped] == [0, 2, 0]  # its training and its evaluation
@@ -203,14 +204,14 @@ def test_a_process_that_dies_costs_its_client_the_round(make_config, federate, w
 def test_a_client_that_raises_is_left_out_and_the_others_are_not(make_config, federate, monkeypatch, stack):
     """Client 2 diverges at its first step: of the others nothing changes."""
 
-    begin = PersonalClient._begin
+    begin = LocalRun.__init__
 
-    def poisoned(self, config):
-        begin(self, config)
-        if self.client == 2:
-            self.lr = float("inf")
+    def poisoned(self, client, *arguments):
+        begin(self, client, *arguments)
+        if client.client == 2:
+            client.lr = float("inf")
 
-    monkeypatch.setattr(PersonalClient, "_begin", poisoned)
+    monkeypatch.setattr(LocalRun, "__init__", poisoned)
     finished = federate(make_config("fedavg", stack=stack, model="mlp"))
     for record in finished.records:
         assert [(client, "diverged" in reason) for client, reason in record.dropped] == [(2, True)]

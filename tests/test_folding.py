@@ -59,7 +59,9 @@ def test_there_are_few_parts_and_none_too_large_for_a_line_that_is_cut_every_2_m
 
 def test_clients_that_are_sent_the_same_array_share_its_pieces() -> None:
     shared = Array(ARRAYS["largest"])
-    one, other = (fold(RecordDict({"arrays": record_of({"0": shared}), "of": ConfigRecord({"c": c})})) for c in "ab")
+    one, other = (
+        fold(RecordDict({"arrays": record_of({"model": shared}), "of": ConfigRecord({"c": c})})) for c in "ab"
+    )
     assert [one[name] is other[name] for name in one] == [False, True, True]
 
 
@@ -101,7 +103,7 @@ def test_a_piece_that_is_missing_is_not_made_up() -> None:
     del told["arrays/largest/1"]
     with pytest.raises(ValueError, match=r"reshape|EOF|read"):
         unfold(told).array_records["arrays"]["largest"].numpy()
-    told = fold(RecordDict({"arrays": ArrayRecord({"0": FlowerArray(ARRAYS["large"])})}))
-    told["arrays/0/0"] = ConfigRecord({"": [1, 2]})
+    told = fold(RecordDict({"arrays": ArrayRecord({"model": FlowerArray(ARRAYS["large"])})}))
+    told["arrays/model/0"] = ConfigRecord({"": [1, 2]})
     with pytest.raises((ValueError, EOFError)):
         unfold(told).array_records["arrays"]["model"].numpy()

@@ -59,7 +59,6 @@ WIDE = '''
     import torch
     from torch import nn
 
-    from posy.strategies.arrays import ALLOWED
     from posy.strategies.settings import MethodSettings
 
 
@@ -84,7 +83,7 @@ WIDE = '''
             return (embedded, logits) if features else logits
 
 
-    class WideSettings(MethodSettings, noise=ALLOWED):
+    class WideSettings(MethodSettings):
         """Keep the gate on the client."""
 
         def network(self, plain, num_clients):

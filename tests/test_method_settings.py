@@ -11,6 +11,7 @@ import torch
 
 from posy.server_app.system import chosen_clients
 from posy.settings import Scalar, Setting, SettingsError
+from posy.strategies import schedule
 from posy.strategies.feddrm import FedDRM
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import groups, unmet_conditions
@@ -162,5 +163,6 @@ def test_a_shared_setting_without_an_effect_is_reported_once_before_round_1(
 
 def test_all_clients_in_the_last_round_reach_the_neighbours(make_strategy: Make) -> None:
     settings = {"secure_aggregation": True, "secure_neighbours": 3, "fraction_train": 0.75}
-    assert make_strategy("fedavg", **settings, full_last_round=True).shared_notices(3) == ()
-    assert len(make_strategy("fedavg", **settings).shared_notices(3)) == 1
+    for full_last_round, count in ((True, 0), (False, 1)):
+        strategy = make_strategy("fedavg", **settings, full_last_round=full_last_round)
+        assert len(schedule.notices(strategy.settings, 3, strategy.rounds.cohort)) == count

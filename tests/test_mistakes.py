@@ -28,11 +28,10 @@ METHOD = '''
 
     from posy.client_app.base import PersonalClient
     from posy.strategies.base import PersonalisedStrategy
-    from posy.strategies.arrays import ALLOWED
     from posy.strategies.settings import MethodSettings
 
 
-    class MineSettings(MethodSettings, noise=ALLOWED):
+    class MineSettings(MethodSettings):
         """Settings of the method."""
 
 
@@ -48,20 +47,11 @@ METHOD = '''
     class Mine(PersonalisedStrategy):
         """The strategy."""
 
-        def check(self, arrays):
+        def check(self, client, arrays):
             """Check a reply."""
             {check}
 '''
-HOOKS = (
-    "check",
-    "check_samples",
-    "expected_shapes",
-    "check_metrics",
-    "acknowledged",
-    "enrolled",
-    "weight",
-    "aggregate",
-)
+HOOKS = ("serve", "returns", "trains_all", "train_config", "check", "aggregate")
 
 
 @pytest.mark.parametrize("hook", HOOKS)

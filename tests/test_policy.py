@@ -88,7 +88,7 @@ def send(
     """Return the node's answer to a request to score or train a model."""
     entries = {"client": 0, "server-round": server_round, "run": "one-0000", "state-from": start, "state-keep": []}
     record = ConfigRecord({"settings": json.dumps(config), "state-to": f"0-{server_round}-1", **entries})
-    arrays: ArrayRecord = record_of({"0": model})
+    arrays: ArrayRecord = record_of({"model": model})
     message = Message(RecordDict({"config": record, "arrays": arrays}), dst_node_id=1, message_type=kind)
     grid.push_messages([message])
     (reply,) = grid.pull_messages([message.metadata.message_id])
@@ -394,7 +394,7 @@ def client_of_site(site: Config, config: Config, *, secret: bool) -> PersonalCli
     if not secret:
         workspace.__dict__["order_key"] = ()
     client = client_class("fedavg")(0, workspace, State())
-    client._begin({"server-round": 1})
+    client.round = 1
     return client
 
 

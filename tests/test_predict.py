@@ -15,7 +15,7 @@ from nodes import pfllib
 from PIL import Image
 
 import posy
-from posy.client_app.base import PersonalClient
+from posy.client_app.local_run import LocalRun
 from posy.client_app.stored import ClientModel
 from posy.client_app.workspace import Workspace
 from posy.commands import cli
@@ -36,15 +36,16 @@ Noted = dict[tuple[int, str], tuple[int, list[int]]]
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """Record the round of the last accuracy and the predicted classes, by client and point."""
     recorded: Noted = {}
-    original = PersonalClient._scores
+    original = LocalRun._scores
 
-    def scores(self: PersonalClient, point: str, predictor: Any) -> Any:
-        if len(self.data.y_test):
-            outputs = yield from self.predict(predictor, "test")
-            recorded[self.client, point] = (self.round, outputs.argmax(dim=-1).tolist())
+    def scores(self: LocalRun, point: str, predictor: Any) -> Any:
+        client = self.client
+        if len(client.data.y_test):
+            outputs = yield from client.predict(predictor, "test")
+            recorded[client.client, point] = (client.round, outputs.argmax(dim=-1).tolist())
         return (yield from original(self, point, predictor))
 
-    monkeypatch.setattr(PersonalClient, "_scores", scores)
+    monkeypatch.setattr(LocalRun, "_scores", scores)
     return recorded
 
 

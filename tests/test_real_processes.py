@@ -41,11 +41,10 @@ from rates import faster
 from posy.client_app.base import PersonalClient
 from posy.client_app.training.work import Train, cross_entropy
 from posy.settings import setting
-from posy.strategies.arrays import ALLOWED
 from posy.strategies.settings import MethodSettings
 
 
-class FedMineSettings(MethodSettings, noise=ALLOWED):
+class FedMineSettings(MethodSettings):
     smoothing: float = setting(0.1, "part of a label that goes to all classes alike", minimum=0, maximum=1)
 
 

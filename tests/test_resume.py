@@ -18,7 +18,7 @@ from flwr.app import Context, RecordDict
 from flwr.supercore.run import Run
 from recorded import assert_same_results, clients_of, models_of, rounds_of, summary_of
 
-from posy.client_app.base import PersonalClient
+from posy.client_app.local_run import LocalRun
 from posy.client_app.workspace import workspace_for
 from posy.commands import cli
 from posy.server_app import checkpoints as checkpoints_module
@@ -80,18 +80,16 @@ class KilledError(BaseException):
     """Represents the end of the process; Posy does not handle it."""
 
 
-def die_in(
-    monkeypatch: pytest.MonkeyPatch, server_round: int, phase: str = "fit_steps", client: int | None = None
-) -> None:
+def die_in(monkeypatch: pytest.MonkeyPatch, server_round: int, phase: str = "train", client: int | None = None) -> None:
     """End the process when a client starts to train or evaluate, as kill -9 does: no summary, no last model."""
-    original = getattr(PersonalClient, phase)
+    original = getattr(LocalRun, phase)
 
-    def killed(self: PersonalClient, parameters: Any, config: Config) -> Any:
-        if config["server-round"] == server_round and client in (None, config["client"]):
+    def killed(self: LocalRun) -> Any:
+        if self.config["server-round"] == server_round and client in (None, self.config["client"]):
             raise KilledError
-        return original(self, parameters, config)
+        return original(self)
 
-    monkeypatch.setattr(PersonalClient, phase, killed)
+    monkeypatch.setattr(LocalRun, phase, killed)
     monkeypatch.setattr(Recorder, "__exit__", lambda *_: None)
 
 
@@ -121,7 +119,7 @@ def test_a_run_that_was_killed_equals_one_that_was_not(
     path = uninterrupted.parent / "cut"
     assert len(rounds_of(path)) == 5
     with monkeypatch.context() as patched:
-        die_in(patched, 5, "evaluate_steps", client=2)
+        die_in(patched, 5, "evaluate", client=2)
         with pytest.raises(KilledError):
             run(grid_of(config), again(config, "cut"))
     strategy = run(grid_of(config), again(config, "cut")).strategy
@@ -132,16 +130,16 @@ def test_a_run_that_was_killed_equals_one_that_was_not(
     # The data of the pictures covers all rounds too.
     other = strategy_class(method)(strategy.settings, strategy.architecture)
     load_state(other, load_arrays(uninterrupted / "checkpoints" / "round-6" / "server.safetensors"))
-    for name in ("losses", "weights", "objectives", "local_norms", "pictures", "betas"):
+    for name in ("losses", "weights", "objectives", "local_norms", "pictures"):
         if hasattr(other, name):
             np.testing.assert_equal(getattr(strategy, name), getattr(other, name))
 
 
 INTERRUPTS: dict[str, tuple[type, str, Callable[..., int]]] = {
-    "training": (PersonalClient, "fit_steps", lambda arrays, config: config["server-round"]),
-    "aggregation": (PersonalisedStrategy, "aggregate_train", lambda server_round, replies: server_round),
-    "evaluation": (PersonalClient, "evaluate_steps", lambda arrays, config: config["server-round"]),
-    "record": (RunDirectory, "append_round", lambda row: row["round"]),
+    "training": (LocalRun, "train", lambda local_run: local_run.config["server-round"]),
+    "aggregation": (PersonalisedStrategy, "aggregate_train", lambda strategy, server_round, replies: server_round),
+    "evaluation": (LocalRun, "evaluate", lambda local_run: local_run.config["server-round"]),
+    "record": (RunDirectory, "append_round", lambda directory, row: row["round"]),
 }
 """The point of an interrupt: a method, and a function that reads the round from its arguments."""
 
@@ -166,7 +164,7 @@ def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
     original, calls = getattr(where, name), []
 
     def interrupted(self: Any, *arguments: Any) -> Any:
-        if round_of(*arguments) != 4:
+        if round_of(self, *arguments) != 4:
             return original(self, *arguments)
         calls.append(name)
         if len(calls) == 2:  # the first client has finished
@@ -227,7 +225,7 @@ def test_nodes_that_keep_the_states_themselves(method: str, tmp_path: Path, monk
     uninterrupted = run(Nodes(4, None), settings(tmp_path, method, "whole", stack="loop")).directory.path
     config = settings(tmp_path, method, "cut", stack="loop")
     with monkeypatch.context() as patched:
-        die_in(patched, 4, "evaluate_steps", client=3)
+        die_in(patched, 4, "evaluate", client=3)
         with pytest.raises(KilledError):
             run(Nodes(2, tmp_path / "nodes"), config)
     run(Nodes(2, tmp_path / "nodes"), again(config, "cut"))
@@ -577,14 +575,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patched:
         run(InProcessGrid(2), settings(folder, "fedrep", "whole", **TINY))
-        original = PersonalClient.fit_steps
+        original = LocalRun.train
 
-        def interrupted(self: PersonalClient, parameters: Any, config: Config) -> Any:
-            if config["server-round"] == 3:
+        def interrupted(self: LocalRun) -> Any:
+            if self.config["server-round"] == 3:
                 raise KeyboardInterrupt
-            return original(self, parameters, config)
+            return original(self)
 
-        patched.setattr(PersonalClient, "fit_steps", interrupted)
+        patched.setattr(LocalRun, "train", interrupted)
         for name, more in (("cut", {}), ("other", {"seed": 7, "lr": 0.3})):
             with pytest.raises(KeyboardInterrupt):
                 run(InProcessGrid(2), settings(folder, "fedrep", name, **TINY, **more))
