@@ -380,7 +380,7 @@ def test_h3_scaffold_masks_do_not_cancel_with_another_control_variate(
     def change(message: Message, config: Mapping[str, Any]) -> None:
         if message.metadata.message_type == MessageType.TRAIN and config["client"] == 2:
             arrays = message.content.array_records["arrays"]
-            arrays["1"] = Array(arrays["1"].numpy() + np.float32(0.5))
+            arrays["control"] = Array(arrays["control"].numpy() + np.float32(0.5))
 
     config = make_config("scaffold", data=parts(5), model="linear", num_server_rounds=1)
     done = federate(config | {"secure-aggregation": True}, grid=lambda clients: Server(clients, change))

@@ -405,20 +405,20 @@ def test_only_a_change_is_written() -> None:
     assert not len(store.load(0, Versions("0-2-0", "0-3-0")))
 
 
-def test_keep_and_recall(make_client: MakeClient) -> None:
+def test_a_stored_tensor_is_detached(make_client: MakeClient) -> None:
     client = make_client("fedavg")
-    assert client.recall("model") is None
-    client.keep("model", torch.arange(3.0, requires_grad=True))
-    recalled = client.recall("model")
+    assert client.stored.get("model") is None
+    client.stored["model"] = torch.arange(3.0, requires_grad=True)
+    recalled = client.stored["model"]
     assert recalled.tolist() == [0, 1, 2]
     assert not recalled.requires_grad
 
 
-def test_what_is_kept_holds_no_more_than_itself(make_client: MakeClient) -> None:
+def test_a_stored_row_takes_the_memory_of_a_row(make_client: MakeClient) -> None:
     client, all_clients = make_client("fedavg"), torch.arange(12.0).view(4, 3)
-    client.keep("model", all_clients[1])
-    assert client.recall("model").tolist() == [3, 4, 5]
-    assert client.recall("model").untyped_storage().nbytes() == 12
+    client.stored["model"] = all_clients[1]
+    assert client.stored["model"].tolist() == [3, 4, 5]
+    assert client.stored["model"].untyped_storage().nbytes() == 12
 
 
 def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[..., Any]) -> None:

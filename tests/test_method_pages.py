@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, Message, MessageType
 from posy.client_app.app import Call
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, settings_of
-from posy.strategies.arrays import ALLOWED, Refused
+from posy.strategies.arrays import model
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.server_state import state_of
@@ -173,9 +173,10 @@ def test_pages_of_unknown_methods_are_stale(generate: dict[str, Any], tmp_path: 
     assert stale[pages / "fedavg.md"].count("\n## ") == 9
 
 
-class ExampleSettings(MethodSettings, noise=Refused("noise hides it"), sums=ALLOWED):
+class ExampleSettings(MethodSettings):
     """Settings of a method that only this test has."""
 
+    returned = {"model": model(noise="noise hides it", sums=True)}  # noqa: RUF012 - Posy does not change it
     card = MethodCard(
         paper=Paper("Doe et al.", 2024, "A title", "Venue", "https://example.org/paper"),
         equations=("w ← f(w | x) (Eq. 3; Algorithm 1, line 2)", "a step without a number"),

@@ -13,7 +13,7 @@ import torch
 from pandas import read_csv
 
 from posy.commands.cli import main
-from posy.strategies.arrays import ALLOWED, Refused
+from posy.strategies.arrays import ALLOWED, Refused, model, numbers, reply
 from posy.strategies.methods import settings_class
 from posy.strategies.server_state import state_of
 from posy.strategies.settings import MethodSettings
@@ -24,12 +24,10 @@ Config = dict[str, Any]
 FEDPER = '''
     """FedPer (Arivazhagan et al., 2019): the base layers are shared, the last layers are personal."""
 
-    from posy.settings import setting
-    from posy.strategies.arrays import ALLOWED
-    from posy.strategies.settings import MethodSettings
+    from posy.method import MethodSettings, setting
 
 
-    class MyFedPerSettings(MethodSettings, noise=ALLOWED):
+    class MyFedPerSettings(MethodSettings):
         """Settings of FedPer."""
 
         layers: int = setting(1, "number of personal layers, counted from the output", minimum=1)
@@ -42,17 +40,13 @@ FEDPER = '''
 DITTO = '''
     """Ditto (Li et al., 2021): a global model, and a personal one pulled towards it."""
 
-    from posy.client_app.base import PersonalClient
-    from posy.client_app.training.work import Pull, Train
-    from posy.settings import setting
-    from posy.strategies.arrays import ALLOWED
-    from posy.strategies.settings import MethodSettings
-    from posy.strategies.replies import Update
+    from posy.method import MethodSettings, PersonalClient, Train, Update, model, setting
 
 
-    class MyDittoSettings(MethodSettings, noise=ALLOWED):
+    class MyDittoSettings(MethodSettings):
         """Settings of Ditto."""
 
+        returned = {"model": model(noise=True, sums=True)}
         strength: float = setting(0.1, "lambda: strength of the pull of the personal model", minimum=0)
 
 
@@ -61,10 +55,11 @@ DITTO = '''
 
         def local_round(self, received, config):
             """Train the global model, then the personal one towards the received model."""
-            shared = yield Train(received[0])
-            pull = Pull(received[0], self.method.strength)
-            personal = yield Train(self.kept_model(self.initial()), pull=pull, stream=1)
-            return Update([shared.parameters], personal.loss), self.keep_model(personal.parameters)
+            shared = yield Train(received["model"])
+            start = self.stored.get("model", self.initial())
+            personal = yield Train(start, pull=(received["model"], self.method.strength), stream=1)
+            self.stored["model"] = personal.parameters
+            return Update({"model": shared.parameters}, personal.loss), personal.parameters
 '''
 
 IFCA = '''
@@ -72,23 +67,24 @@ IFCA = '''
 
     import numpy as np
 
-    from posy.client_app.base import PersonalClient
-    from posy.client_app.training.work import Train
-    from posy.settings import setting
-    from posy.strategies.base import PersonalisedStrategy
-    from posy.strategies.arrays import Refused
-    from posy.strategies.settings import MethodSettings
-    from posy.strategies.replies import BadReplyError, Update, mean_of
+    from posy.method import BadReplyError, MethodSettings, PersonalClient, PersonalisedStrategy, Train
+    from posy.method import Update, mean_of, model, numbers, setting
+
+    SINGLE = "the server needs the cluster of each client"
 
 
-    class MyIfcaSettings(MethodSettings, noise=Refused("the number of a cluster cannot be noised")):
+    class MyIfcaSettings(MethodSettings):
         """Settings of IFCA."""
 
+        returned = {
+            "model": model(change_of="models", shape=("parameters",), noise=True, sums=SINGLE),
+            "cluster": numbers(noise="the number of a cluster cannot be noised", sums=SINGLE),
+        }
         clusters: int = setting(2, "number K of cluster models", minimum=1)
 
         def reference(self, network, sent, reply):
             """Return the model of the client's cluster."""
-            return [sent[0][int(reply[1])]]
+            return {**super().reference(network, sent, reply), "model": sent["models"][int(reply["cluster"])]}
 
 
     class MyIfca(PersonalisedStrategy):
@@ -100,24 +96,16 @@ IFCA = '''
             """Start from K independent initialisations."""
             self.models = np.stack([self.initial(k) for k in range(self.method.clusters)])
 
-        def serve(self, client):
-            """Send all K models."""
-            return [self.models]
-
-        def expected_shapes(self, client):
-            """Expect one model and the number of its cluster."""
-            return [(self.size,), ()]
-
-        def check(self, arrays):
+        def check(self, client, arrays):
             """Refuse a cluster that does not exist."""
-            if int(arrays[1]) not in range(len(self.models)):
-                raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
+            if int(arrays["cluster"]) not in range(len(self.models)):
+                raise BadReplyError(f"cluster {arrays['cluster']} of {len(self.models)}")
 
         def aggregate(self, server_round, updates):
             """Average every cluster's model over its clients."""
             self.models = self.models.copy()
-            for k in {int(update.arrays[1]) for update in updates}:
-                self.models[k] = mean_of([update for update in updates if update.arrays[1] == k])
+            for k in {int(update.arrays["cluster"]) for update in updates}:
+                self.models[k] = mean_of([update for update in updates if update.arrays["cluster"] == k])
             return {}
 
 
@@ -126,13 +114,13 @@ IFCA = '''
 
         def served_model(self, received, config):
             """Choose among the K models by training loss."""
-            return self.best_of(received[0])
+            return self.best_of(received["models"])
 
         def local_round(self, received, config):
             """Train the chosen model and name its cluster."""
-            best = yield from self.best_of(received[0])
+            best = yield from self.best_of(received["models"])
             trained = yield Train(best.members[0].parameters)
-            return Update([trained.parameters, int(best.chosen)], trained.loss), self.plain(trained.parameters)
+            return Update({"model": trained.parameters, "cluster": int(best.chosen)}, trained.loss), trained.parameters
 '''
 
 OWN = {"MyFedPer": (FEDPER, 15), "MyDitto": (DITTO, 25), "MyIfca": (IFCA, 45)}
@@ -255,7 +243,7 @@ def test_the_settings_of_a_method_of_ones_own_are_listed(
     assert "myifca-clusters" in capsys.readouterr().out
 
 
-NOTHING = "from posy.strategies.settings import ALLOWED, MethodSettings\n"
+NOTHING = "from posy.method import MethodSettings, model\n"
 WRONG = {
     "no file": (
         "",
@@ -264,26 +252,30 @@ WRONG = {
     ),
     "no class": ("x = 1\n", "wrong:FedMine", "must declare FedMineSettings, a subclass of MethodSettings"),
     "no subclass": ("class FedMineSettings: ...\n", "wrong:FedMine", "FedMineSettings must be a subclass of Meth"),
-    "no verdict": (NOTHING + "class FedMineSettings(MethodSettings): ...\n", "wrong:FedMine", "'noise'"),
+    "no verdict": (
+        NOTHING + "class FedMineSettings(MethodSettings):\n    returned = {'model': model(sums=True)}\n",
+        "wrong:FedMine",
+        "'noise'",
+    ),
     "an error": ("1 / 0\n", "wrong:FedMine", "ZeroDivisionError: division by zero (wrong.py, line 1)"),
     "a taken name": (
-        NOTHING + "class FedPerSettings(MethodSettings, noise=ALLOWED): ...\n",
+        NOTHING + "class FedPerSettings(MethodSettings): ...\n",
         "wrong:FedPer",
         "fedper is",
     ),
     "a taken key": (
         NOTHING + "from posy.settings import setting\n"
-        "class DPSettings(MethodSettings, noise=ALLOWED):\n    clip: float = setting(0.0, 'nothing')\n",
+        "class DPSettings(MethodSettings):\n    clip: float = setting(0.0, 'nothing')\n",
         "wrong:DP",
         "its setting dp-clip already exists in Posy",
     ),
     "no strategy": (
-        NOTHING + "class FedMineSettings(MethodSettings, noise=ALLOWED): ...\nclass FedMine: ...\n",
+        NOTHING + "class FedMineSettings(MethodSettings): ...\nclass FedMine: ...\n",
         "wrong:FedMine",
         "FedMine must be a subclass of PersonalisedStrategy",
     ),
     "no client": (
-        NOTHING + "class FedMineSettings(MethodSettings, noise=ALLOWED): ...\nclass FedMineClient: ...\n",
+        NOTHING + "class FedMineSettings(MethodSettings): ...\nclass FedMineClient: ...\n",
         "wrong:FedMine",
         "FedMineClient must be a subclass of PersonalClient",
     ),
@@ -307,16 +299,16 @@ def test_what_is_wrong_about_a_method_of_ones_own_is_told_before_anything_is_run
     assert not Path("runs").exists()
 
 
-def test_a_method_without_a_verdict_on_noise_does_not_load() -> None:
+def test_an_array_without_a_verdict_on_noise_does_not_load() -> None:
     with pytest.raises(TypeError, match="'noise'"):
 
         class Undecided(MethodSettings):
-            pass
+            returned = reply(model=model(sums=True))
 
-    class Decided(MethodSettings, noise=Refused("it counts")):
-        pass
+    class Decided(MethodSettings):
+        returned = reply(model=model(noise=True, sums=True), count=numbers(noise="it counts", sums=True))
 
-    assert Decided.noise == Refused("it counts")
+    assert Decided.noise == Refused("it counts") and Decided.sums is ALLOWED
     assert settings_class("fedavg").noise is ALLOWED
 
 
@@ -326,8 +318,8 @@ def test_a_hook_may_be_a_plain_function_or_a_generator(make_client: Callable[...
     _, _, plain = client.evaluate([flat], {"server-round": 1})
 
     def asking(received: list[torch.Tensor], config: Any) -> Any:
-        yield from client.losses(received[0][None])
-        return client.plain(received[0])
+        yield from client.losses(received["model"][None])
+        return client.plain(received["model"])
 
     client.served_model = asking
     assert client.evaluate([flat], {"server-round": 1})[2] == plain

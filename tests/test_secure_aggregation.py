@@ -293,10 +293,10 @@ class StageGrid(InProcessGrid):
         replies = list(super().send_and_receive([message for _, message in sent], timeout=timeout))
         delivered = []
         for (key, _), reply in zip(sent, replies, strict=True):
-            if key[0] in ("train", "evaluate") and not reply.has_error() and reply.content["arrays"]:
-                self.masked[key if key[0] == "evaluate" else key[1:]] = (
-                    reply.content.array_records["arrays"][MASKED].numpy().copy()
-                )
+            if key[0] in ("train", "evaluate") and not reply.has_error():
+                arrays = reply.content.array_records["arrays"]
+                if MASKED in arrays:  # not in a plain run
+                    self.masked[key if key[0] == "evaluate" else key[1:]] = arrays[MASKED].numpy().copy()
             if key not in self.unheard:
                 delivered.append(reply)
         return delivered
