@@ -59,21 +59,11 @@ class RunLog:
     def add(self, line: str) -> None:
         """Print a line, hide it, or wait for the other lines of its error."""
         plain = _COLOUR.sub("", line)
-        if match := _ROUND.match(plain):
-            self.rounds = int(match[1]) if match[1] != match[2] else 0
-        elif match := _BEGUN.search(plain):  # in a long run, only some rounds print a line when they end
-            self.rounds = int(match[1]) - 1
-        if not self.results and (match := _RESULTS.search(plain)):
-            self.results = match[1].strip()
-            self._hidden.clear()
-            if not self._verbose:
-                self._print(match[0] + "\n")
-        if match := _REASON.match(plain):
-            self.reason, self._explained = match[1].strip(), True
+        explains = self._note(plain)
         if self._verbose:
             self._print(line)
             return
-        if match:  # the end of the command shows the reason
+        if explains:  # the end of the command shows the reason
             self._show_error()
             return
         level = _LEVEL.match(plain)
@@ -91,6 +81,21 @@ class RunLog:
             self._print(line)
         elif not self.results:
             self._hidden.append(line)
+
+    def _note(self, plain: str) -> bool:
+        """Note the facts in a line: rounds, directory and reason; return whether it has the reason of a failure."""
+        if match := _ROUND.match(plain):
+            self.rounds = int(match[1]) if match[1] != match[2] else 0
+        elif match := _BEGUN.search(plain):  # in a long run, only some rounds print a line when they end
+            self.rounds = int(match[1]) - 1
+        if not self.results and (match := _RESULTS.search(plain)):
+            self.results = match[1].strip()
+            self._hidden.clear()
+            if not self._verbose:
+                self._print(match[0] + "\n")
+        if match := _REASON.match(plain):
+            self.reason, self._explained = match[1].strip(), True
+        return match is not None
 
     def end(self, *, failed: bool = False) -> None:
         """Print the remaining lines; if the run failed before its first round, also print the hidden lines.

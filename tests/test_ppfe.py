@@ -443,6 +443,25 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
     assert bool((mixture > 0).all())
 
 
+def error_of(mixture, y, loss):
+    """Return the error of each sample under a distribution over the classes ``(n, C)``."""
+    likelihood = mixture[np.arange(len(y)), y]
+    if loss == "probability":
+        return 1 - likelihood
+    if loss == "cross-entropy":
+        return np.log(likelihood) / np.log(likelihood).min()
+    return (mixture.argmax(axis=1) != y).astype(float)
+
+
+def beta_of(losses, weights, rule):
+    """Return the coefficient of a stage with three classes."""
+    e = np.clip((weights * losses).sum() / weights.sum(), 1e-6, 1 - 1e-6)
+    beta = 0.5 * np.log((1 - e) / e)
+    if rule == "samme":
+        return max(0.0, beta + 0.5 * np.log(2))
+    return beta if rule == "adaboost" else max(0.0, beta)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -469,29 +488,14 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
         state, data = finished.kept(client), workspace.client_data(client)
         y, n = data.y_train.numpy(), len(data.y_train)
         weights, betas, members = np.ones(n), [], []
-
-        def error_of(mixture, y=y, n=n):
-            if hparams.loss == "probability":
-                return 1 - mixture[np.arange(n), y]
-            if hparams.loss == "cross-entropy":
-                return np.log(mixture[np.arange(n), y]) / np.log(mixture[np.arange(n), y]).min()
-            return (mixture.argmax(axis=1) != y).astype(float)
-
-        def beta_of(losses, weights):
-            e = np.clip((weights * losses).sum() / weights.sum(), 1e-6, 1 - 1e-6)
-            beta = 0.5 * np.log((1 - e) / e)
-            if hparams.beta == "samme":
-                return max(0.0, beta + 0.5 * np.log(2))
-            return beta if hparams.beta == "adaboost" else max(0.0, beta)
-
         for stage in finished.strategy.stages:
             flat = np.empty(stage.architecture.layout.size, np.float32)
             stage.shared_part.put(flat, state[f"shared-{stage.number}"])
             if stage.number > 1:
                 stage.personal_part.put(flat, state[f"personal-{stage.number}"])
             members.append(probabilities(stage, flat, data.x_train))
-            losses = error_of(members[-1])
-            beta = beta_of(losses, weights)
+            losses = error_of(members[-1], y, hparams.loss)
+            beta = beta_of(losses, weights, hparams.beta)
             if betas and hparams.ensemble:
                 coefficients = np.array([*betas, beta])
                 if not coefficients.any():
@@ -503,8 +507,8 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
                 else:
                     mixture = np.einsum("t,tnc->nc", coefficients, np.stack(members))
                     mixture += (1 - mixture.sum(axis=1, keepdims=True)) / 3
-                losses = error_of(mixture)
-                beta = beta_of(losses, weights)
+                losses = error_of(mixture, y, hparams.loss)
+                beta = beta_of(losses, weights, hparams.beta)
             betas.append(beta)
             if hparams.reweighting and stage.number < 3:  # no stage uses the weights after the last one
                 weights = weights * np.exp(beta * losses)

@@ -95,6 +95,26 @@ def train(
     return Trainer(own, CPU).train(Job(work, data or samples(), generator(), lr, dropout=dropout), net)
 
 
+def change_gradient(
+    parameter: nn.Parameter,
+    anchor: Tensor | None,
+    offset: Tensor | None,
+    mask: Tensor | None,
+    strength: float,
+    decay: float,
+) -> None:
+    """Add the decay of masked training, the pull to an anchor and an offset to a gradient, and mask it."""
+    assert parameter.grad is not None
+    if mask is not None:  # masked parameters do not decay either
+        parameter.grad += decay * parameter.detach()
+    if anchor is not None:
+        parameter.grad += strength * (parameter.detach() - anchor)
+    if offset is not None:
+        parameter.grad += offset
+    if mask is not None:
+        parameter.grad *= mask
+
+
 def by_hand(
     start: Tensor,
     *,
@@ -125,6 +145,7 @@ def by_hand(
 
     module.load_state_dict(split(start))
     anchor, masks, offsets = (None if t is None else split(t) for t in (pull.anchor if pull else None, mask, offset))
+    strength = pull.strength if pull else 0.0
     groups = [{"params": list(m.parameters()), "lr": LR * rates.get(name, 1.0)} for name, m in module.named_children()]
     wanted: dict[str, Any] = {"lr": LR, "weight_decay": decay if mask is None else 0.0}
     if optimizer == "sgd":
@@ -148,15 +169,9 @@ def by_hand(
             loss.backward()
             torch.nn.utils.clip_grad_norm_([p for n, p in module.named_parameters() if rates.get(n[:4], 1.0)], clip)
             for name, parameter in module.named_parameters():
-                assert parameter.grad is not None
-                if mask is not None:  # what is masked does not decay either
-                    parameter.grad += decay * parameter.detach()
-                if pull is not None and anchor is not None:
-                    parameter.grad += pull.strength * (parameter.detach() - anchor[name])
-                if offsets is not None:
-                    parameter.grad += offsets[name]
-                if masks is not None:
-                    parameter.grad *= masks[name]
+                change_gradient(
+                    parameter, *(values and values[name] for values in (anchor, offsets, masks)), strength, decay
+                )
             optimiser.step()
             for parameter in module.parameters():
                 parameter.data.clamp_(*bounds)
