@@ -326,35 +326,23 @@ def plan_of(
         {key: value for key, value in command_line.items() if key in declarations}, COMMAND_LINE
     )  # raises an error now
     typed = dict.fromkeys(command_line, COMMAND_LINE)
+    sources = dict.fromkeys(overrides, f"the settings of reduced runs in {file}") | typed
     cells, methods, effects = [], set(), Effects()
-    for (variant, below), (row, of_row) in itertools.product(variants.items(), rows.items()):
+    for (variant, of_variant), (row, of_row) in itertools.product(variants.items(), rows.items()):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
         groups = {
             f"the settings of {file}": content.get("settings", {}),
-            f"the settings of variant {variant} in {file}": below,
+            f"the settings of variant {variant} in {file}": of_variant,
             f"the settings of {row} in {file}": of_row,
             where: special[row].get(variant, {}),
         }
-        row_settings = {**of_row, **special[row].get(variant, {})}
-        in_file = dict(itertools.chain(*(group.items() for group in groups.values())))
-        chosen = {**in_file, **overrides}
+        chosen = {key: value for group in (*groups.values(), overrides) for key, value in group.items()}
         if clash := sorted(chosen.keys() & {"seed", "output-dir", "run-name"}):
             source = at(typed.get(clash[0], where))
             raise SettingsError(f"{clash[0]} {source}: the table itself sets it for each cell; remove {clash[0]}")
-        # Without checkpoints, an interrupted cell starts from its first round: most cells take minutes.
-        config = {"checkpoint-every": 0} | with_experiment(chosen, where)
+        config = _cell_config(groups, overrides, sources, effects)
         method = str(config.get("method", RunSettings.method))
-        check_own(row_settings, method, where)
-        config = pertinent(config, method)  # rows share settings, which may belong to another row's method
-        reasons = without_effect(config)
-        # An override on the command line may leave a setting of the file without an effect.
-        reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
-        for source, group in groups.items():
-            effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
-        for key, value in overrides.items():
-            effects.note(typed.get(key, f"the settings of reduced runs in {file}"), {key: value}, config, reasons)
-        # An override may lower a limit below a value of the file, which is an error without it.
-        config = lowered(effective(config), overrides or config)
+        check_own({**of_row, **special[row].get(variant, {})}, method, where)
         for seed in seeds:
             paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
             cells.append(cell := Cell(variant, row, seed, config | paths, where, typed))
@@ -365,6 +353,42 @@ def plan_of(
         source = at(typed.get(foreign[0], str(file)))
         raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} runs")
     return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=command_line)
+
+
+def _cell_config(
+    groups: Mapping[str, Mapping[str, Any]],
+    overrides: Mapping[str, Scalar],
+    sources: Mapping[str, str],
+    effects: "Effects",
+) -> dict[str, Any]:
+    """Return the settings of a cell without the settings that have no effect in it, and record their effects.
+
+    Parameters
+    ----------
+    groups : mapping
+        Groups of settings by their source, each of which overrides the groups before it. The last source is the cell.
+    overrides : mapping
+        Settings that override all groups.
+    sources : mapping
+        Source of each override.
+    effects : Effects
+        The settings with and without an effect.
+    """
+    *_, where = groups
+    in_file = {key: value for group in groups.values() for key, value in group.items()}
+    # Without checkpoints, an interrupted cell starts from its first round: most cells take minutes.
+    config = {"checkpoint-every": 0} | with_experiment({**in_file, **overrides}, where)
+    # Rows share settings, which may belong to another row's method.
+    config = pertinent(config, str(config.get("method", RunSettings.method)))
+    reasons = without_effect(config)
+    # An override on the command line may leave a setting of the file without an effect.
+    reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
+    for source, group in groups.items():
+        effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
+    for key, value in overrides.items():
+        effects.note(sources[key], {key: value}, config, reasons)
+    # An override may lower a limit below a value of the file, which is an error without it.
+    return lowered(effective(config), overrides or config)
 
 
 @dataclass

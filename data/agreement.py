@@ -7,7 +7,7 @@ The server has no samples. It asks each site to describe its data and writes the
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -223,6 +223,32 @@ def agreed(
         is only one class.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
+    kind, shape = _agreed_form(sites, settings)
+    columns = sites.columns(columns_in(settings, sites.entries[0][1].shape[0])) if kind == "features" else ()
+    result = replace(settings, sample_kind=kind, input_shape=shape, feature_names=_listed(columns))
+    pooled = None
+    if pool and (not settings.classes or open_statistics(settings, kind)):
+        pooled = pool(result, [name for name, _ in sites.entries])
+    all_classes = set(pooled.classes) if pooled else {name for _, d in sites.entries for name in d.classes}
+    if not settings.classes:
+        sites.warn_of_twins(all_classes)
+        check_common(pooled.classes, pooled.sites) if pooled else sites.check_classes(all_classes)
+    result = replace(result, classes=settings.classes or _listed(sorted_names(all_classes)))
+    if pooled and pooled.count:
+        result = with_statistics(result, [pooled])
+    elif kind == "features":
+        measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
+        sites.warnings += unlike_features(measured, columns)
+        result = with_statistics(result, [d for _, d in measured])
+    task_of(result)
+    return result, sites.warnings
+
+
+def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
+    """Return the kind and the shape of the run's samples, and remove the sites with other samples.
+
+    Raise :class:`SettingsError` if no site remains, or the sites have no majority.
+    """
     kind, shape = settings.sample_kind, settings.input_shape
     if kind == "auto":
         kind = sites.most("sample-kind", "hold different kinds of samples", lambda d: d.kind)
@@ -246,29 +272,7 @@ def agreed(
         if (text := shape_text(site_shape)) != shape:
             resized = _shown(name for name, d in sites.entries if d.shape == site_shape)
             sites.warnings.append(f"{resized}: images of shape {text} are resized to {shape}, the run's shape")
-    columns = sites.columns(columns_in(settings, sites.entries[0][1].shape[0])) if kind == "features" else ()
-    result = replace(settings, sample_kind=kind, input_shape=shape, feature_names=_listed(columns))
-    pooled = None
-    if pool and (not settings.classes or open_statistics(settings, kind)):
-        pooled = pool(result, [name for name, _ in sites.entries])
-    all_classes = set(pooled.classes) if pooled else {name for _, d in sites.entries for name in d.classes}
-    if not settings.classes:
-        for twins in nearly_equal(all_classes):
-            names_of = [listed([t]) + sites.having(t) for t in twins]
-            sites.warnings.append(
-                f"classes that nearly agree are taken for different ones: {', '.join(names_of)}; if they are one, "
-                "rename it at a site"
-            )
-        check_common(pooled.classes, pooled.sites) if pooled else sites.check_classes(all_classes)
-    result = replace(result, classes=settings.classes or _listed(sorted_names(all_classes)))
-    if pooled and pooled.count:
-        result = with_statistics(result, [pooled])
-    elif kind == "features":
-        measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
-        sites.warnings += unlike_features(measured, columns)
-        result = with_statistics(result, [d for _, d in measured])
-    task_of(result)
-    return result, sites.warnings
+    return kind, shape
 
 
 def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
@@ -416,6 +420,15 @@ class _Sites:
         """Return the sites with a label in parentheses; nothing if the sites do not name their labels."""
         names = [name for name, d in self.entries if label in d.classes]
         return f" ({_shown(names)})" if names else ""
+
+    def warn_of_twins(self, classes: Collection[str]) -> None:
+        """Add a warning for classes with nearly equal names."""
+        for twins in nearly_equal(classes):
+            names = [listed([twin]) + self.having(twin) for twin in twins]
+            self.warnings.append(
+                f"classes that nearly agree are taken for different ones: {', '.join(names)}; if they are one, "
+                "rename it at a site"
+            )
 
     def check_classes(self, classes: Iterable[str]) -> None:
         """Raise :class:`SettingsError` if one site alone has a class, which may be another name for a common class."""

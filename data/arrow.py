@@ -47,6 +47,10 @@ class _Rows:
             row -= length
         return f"{self.where}: {split}row {row + 1}, column {column}"
 
+    def kind(self, column: str) -> str:
+        """Return the name of a column's type in `datasets`; empty if it is unknown."""
+        return type(self.features[column]).__name__ if column in self.features else ""
+
 
 def is_saved(path: Path) -> bool:
     """Return whether ``save_to_disk`` of `datasets` has written a directory."""
@@ -175,17 +179,11 @@ def _content(
     mode: str | None,
     skip_unreadable: bool | None,
 ) -> Content:
-    import datasets  # noqa: PLC0415 - takes seconds to import
-
-    names = [name for name in rows.table.column_names if not _INDEX.fullmatch(name)]
-    header = [label_name(name) for name in names]
-    if len(set(header)) < len(header) or len(header) < 2:
-        raise DataError(f"{rows.where}: columns {', '.join(header)}; a table needs two or more, with distinct names")
-    if not len(rows.table):
-        raise DataError(f"{rows.where}: no rows; at least one is needed")
-    kinds = [rows.features.get(name) for name in names]
-    coded = [index for index, kind in enumerate(kinds) if isinstance(kind, datasets.ClassLabel)]
-    images = [index for index, kind in enumerate(kinds) if isinstance(kind, datasets.Image)]
+    """Return the content of a table; the arguments are as in :func:`posy.data.own.read_own`."""
+    names, header = _names(rows)
+    coded, images = (
+        [index for index, name in enumerate(names) if rows.kind(name) == kind] for kind in ("ClassLabel", "Image")
+    )
     assigned = roles(header, columns, rows.where, coded, images)
     notes += assigned.notes
     y = _labels(rows, names[assigned.label])
@@ -206,18 +204,34 @@ def _content(
     if _is_text(column.type):
         texts = column.to_pylist()
         return Content(path, "text", texts, y, groups, is_test, group_names=group_names, read_notes=tuple(notes))
-    parts = (
-        {"y": y}
-        | ({} if group_labels is None else {"groups": group_labels})
-        | ({} if is_test is None else {"test": is_test})
-    )
     check_fits(sum(_column(rows, name).nbytes for name in inputs), rows.where)
-    if not _is_number(column.type):
-        parts["x"] = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))
-        content = content_of(parts, rows.where, path)
-        return replace(content, read_notes=(*notes, *content.read_notes))
-    titles = tuple(header[index] for index in assigned.inputs)
+    titles: tuple[str, ...] = ()
+    if _is_number(column.type):
+        titles = tuple(header[index] for index in assigned.inputs)
+        x, precision = _features(rows, inputs)
+        notes += [*precision, *name_notes(titles, header)]
+    else:
+        x = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))
+    parts = {"x": x, "y": y, "groups": group_labels, "test": is_test}
+    content = content_of({name: part for name, part in parts.items() if part is not None}, rows.where, path)
+    return replace(content, columns=titles, read_notes=(*notes, *content.read_notes))
+
+
+def _names(rows: _Rows) -> tuple[list[str], list[str]]:
+    """Return the names of the columns, as stored and as in a header; :class:`DataError` for an unusable table."""
+    names = [name for name in rows.table.column_names if not _INDEX.fullmatch(name)]
+    header = [label_name(name) for name in names]
+    if len(set(header)) < len(header) or len(header) < 2:
+        raise DataError(f"{rows.where}: columns {', '.join(header)}; a table needs two or more, with distinct names")
+    if not len(rows.table):
+        raise DataError(f"{rows.where}: no rows; at least one is needed")
+    return names, header
+
+
+def _features(rows: _Rows, inputs: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    """Return columns of numbers as features ``(N, F)``, float64, and notes on lost digits."""
     values = [_column(rows, name).to_numpy() for name in inputs]
+    notes: list[str] = []
     for name, value in zip(inputs, values, strict=True):
         if (invalid := ~(np.abs(value.astype(np.float64)) <= FLOAT32_MAX)).any():
             raise DataError(
@@ -227,9 +241,7 @@ def _content(
                 name,
             )
         notes += precision_notes(value[:, None], np.float64, (name,))
-    parts["x"] = np.column_stack([value.astype(np.float64) for value in values])
-    content = content_of(parts, rows.where, path)
-    return replace(content, columns=titles, read_notes=(*notes, *name_notes(titles, header), *content.read_notes))
+    return np.column_stack([value.astype(np.float64) for value in values]), notes
 
 
 def _column(rows: _Rows, name: str) -> Any:
@@ -245,18 +257,16 @@ def _column(rows: _Rows, name: str) -> Any:
 
 def _labels(rows: _Rows, name: str) -> np.ndarray:
     """Return the labels or groups in a column; numbers of named classes become the names."""
-    import datasets  # noqa: PLC0415 - takes seconds to import
-
-    column, kind = _column(rows, name), rows.features.get(name)
+    column = _column(rows, name)
     where = f"{rows.where}: column {name}"
-    if isinstance(kind, datasets.ClassLabel):
-        numbers = column.to_numpy()
-        if (invalid := (numbers < 0) | (numbers >= len(kind.names))).any():
-            allowed = f"allowed: 0 to {len(kind.names) - 1}, the numbers of its classes"
+    if rows.kind(name) == "ClassLabel":
+        classes, numbers = rows.features[name].names, column.to_numpy()
+        if (invalid := (numbers < 0) | (numbers >= len(classes))).any():
+            allowed = f"allowed: 0 to {len(classes) - 1}, the numbers of its classes"
             raise DataError(
                 f"{rows.at(int(invalid.argmax()), name)}: label {numbers[invalid][0]}; {allowed}", "wrong-label", name
             )
-        return as_labels(np.array(kind.names)[numbers], where)
+        return as_labels(np.array(classes)[numbers], where)
     if _is_text(column.type):
         return as_labels(np.array(column.to_pylist()), where)
     if not _is_number(column.type):

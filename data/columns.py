@@ -61,6 +61,43 @@ def roles(
     DataError
         If a named column does not exist, a column is named twice, or no column remains.
     """
+    _check_named(header, columns, where)
+    lower = [title.lower() for title in header]
+    inputs = tuple(header.index(name) for name in columns.inputs)
+    group = header.index(columns.group) if columns.group else None
+    free = [index for index in range(len(header)) if index not in inputs and index != group]
+    if not (columns.label or free):
+        raise DataError(f"{where}: no column is left for the label; name fewer columns in input-columns")
+    label, notes = _label(header, columns, free, coded)
+    if label in inputs or label == group:
+        raise DataError(
+            f"{where}: the column {header[label]!r} is the label of the site; use other columns, or name another label "
+            "in the policy of the site",
+            "label-column",
+            header[label],
+        )
+    free = [index for index in free if index != label]
+    if group is None:
+        group = next((index for index in free if lower[index] == "group"), None)
+    remaining = [index for index in free if index != group]
+    if not (inputs or remaining):
+        raise DataError(f"{where}: no column other than the label; at least one is needed")
+    texts = [index for index in inputs or remaining if lower[index] == "text"] if len(inputs) < 2 else []
+    if inputs:
+        return Roles(label, inputs, group, bool(texts), tuple(notes))
+    pictures = [index for index in remaining if index in images]
+    if not texts and len(pictures) > 1:
+        raise DataError(
+            f"{where}: columns of images: {', '.join(header[index] for index in pictures)}; name one in input-columns"
+        )
+    chosen = tuple(texts or pictures or remaining)
+    if unused := [header[index] for index in remaining if index not in chosen]:
+        notes.append(Note(f"Posy does not use these columns: {', '.join(unused)}"))
+    return Roles(label, chosen, group, bool(texts), tuple(notes))
+
+
+def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
+    """Raise :class:`DataError` if a named column does not exist, or two settings name it."""
     named = columns.named()
     for key, name in named:
         if name not in header:
@@ -73,46 +110,21 @@ def roles(
             )
         if other := [key2 for key2, name2 in named if name2 == name and key2 != key]:
             raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; it can be one of them")
-    lower = [title.lower() for title in header]
-    inputs = [header.index(name) for name in columns.inputs]
-    group = header.index(columns.group) if columns.group else None
-    free = [index for index in range(len(header)) if index not in inputs and index != group]
-    if not (columns.label or free):
-        raise DataError(f"{where}: no column is left for the label; name fewer columns in input-columns")
-    eligible = free
+
+
+def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: Sequence[int]) -> tuple[int, list[str]]:
+    """Return the index of the label, and a note if no name determines it."""
+    if columns.label:
+        return header.index(columns.label), []
+    eligible: Sequence[int] = free
     if columns.offered is not None:
         indices = range(len(header))
-        eligible = [index for index in indices if header[index] not in columns.offered] or list(indices)
-    likely = [index for index in eligible if lower[index] == "label"] or [index for index in eligible if index in coded]
-    label = header.index(columns.label) if columns.label else (likely if len(likely) == 1 else eligible)[-1]
-    if label in inputs or label == group:
-        raise DataError(
-            f"{where}: the column {header[label]!r} is the label of the site; use other columns, or name another label "
-            "in the policy of the site",
-            "label-column",
-            header[label],
-        )
-    notes = []
-    if not columns.label and len(likely) != 1:
-        notes.append(Note(f"no column is named label; Posy uses the last one, {header[label]}"))
-    free = [index for index in free if index != label]
-    if group is None and (groups := [index for index in free if lower[index] == "group"]):
-        group = groups[0]
-    remaining = [index for index in free if index != group]
-    if not (inputs or remaining):
-        raise DataError(f"{where}: no column other than the label; at least one is needed")
-    texts = [index for index in inputs or remaining if lower[index] == "text"] if len(inputs) < 2 else []
-    pictures = [index for index in remaining if index in images]
-    if inputs:
-        return Roles(label, tuple(inputs), group, bool(texts), tuple(notes))
-    if not texts and len(pictures) > 1:
-        raise DataError(
-            f"{where}: columns of images: {', '.join(header[index] for index in pictures)}; name one in input-columns"
-        )
-    chosen = tuple(texts or pictures or remaining)
-    if unused := [header[index] for index in remaining if index not in chosen]:
-        notes.append(Note(f"Posy does not use these columns: {', '.join(unused)}"))
-    return Roles(label, chosen, group, bool(texts), tuple(notes))
+        eligible = [index for index in indices if header[index] not in columns.offered] or indices
+    likely = [index for index in eligible if header[index].lower() == "label"]
+    likely = likely or [index for index in eligible if index in coded]
+    if len(likely) == 1:
+        return likely[0], []
+    return eligible[-1], [Note(f"no column is named label; Posy uses the last one, {header[eligible[-1]]}")]
 
 
 def name_notes(names: Sequence[str], header: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -317,32 +318,18 @@ def _from_file(
             f"partition-file = {settings.partition_file!r}: partition = 'file' needs a JSON file; looked for "
             f"{path.absolute()}"
         )
-    content = read_json(path)
-    splits: dict[str, Any] = content if isinstance(content, dict) else {"all": content}
-    if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
-        raise DataError(f'{path}: allowed: a list of index lists, or {{"train": [...], "test": [...]}} of such lists')
-    names = ("all",) if "all" in splits else ("train", "test")
-    for name in names:
-        if len(splits[name]) != settings.num_clients:
-            raise SettingsError(f"num-clients = {settings.num_clients}: {path} lists {len(splits[name])} clients")
-    clients: list[Any] = []
-    for client, lists in enumerate(zip(*(splits[name] for name in names), strict=True)):
-        parts = tuple(_indices(listed, len(dataset), f"{path}: client {client}") for listed in lists)
-        values, times = np.unique(np.concatenate(parts), return_counts=True)
-        if (times > 1).any():
-            raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
-        clients.append(parts)
+    clients, named = _listed_clients(path, len(dataset), settings)
     pairs: Indices = tuple(clients)
-    if "all" not in splits and is_test is None and settings.test_fraction != DataSettings.test_fraction:
+    if named and is_test is None and settings.test_fraction != DataSettings.test_fraction:
         log(
             WARNING,
             "test-fraction = %g has no effect: %s lists the test samples; remove test-fraction",
             settings.test_fraction,
             path,
         )
-    if "all" in splits and is_test is not None:
+    if not named and is_test is not None:
         pairs = tuple((part[~is_test[part]], part[is_test[part]]) for (part,) in clients)
-    elif "all" in splits:
+    elif not named:
         pairs = split([part for (part,) in clients], settings.test_fraction, rng)
     for client, (train, _) in enumerate(pairs):
         if is_test is not None and (tested := train[is_test[train]]).size:
@@ -354,6 +341,26 @@ def _from_file(
     if both := len(np.intersect1d(train, test)):
         log(WARNING, "%s: %s samples are for the training of one client and the test of another", path, both)
     return pairs
+
+
+def _listed_clients(path: Path, size: int, settings: DataSettings) -> tuple[list[Any], bool]:
+    """Return each client's lists of indices in a partition file, and whether the file names training and test."""
+    content = read_json(path)
+    splits: dict[str, Any] = content if isinstance(content, dict) else {"all": content}
+    if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
+        raise DataError(f'{path}: allowed: a list of index lists, or {{"train": [...], "test": [...]}} of such lists')
+    names = ("all",) if "all" in splits else ("train", "test")
+    for name in names:
+        if len(splits[name]) != settings.num_clients:
+            raise SettingsError(f"num-clients = {settings.num_clients}: {path} lists {len(splits[name])} clients")
+    clients: list[Any] = []
+    for client, lists in enumerate(zip(*(splits[name] for name in names), strict=True)):
+        parts = tuple(_indices(listed, size, f"{path}: client {client}") for listed in lists)
+        values, times = np.unique(np.concatenate(parts), return_counts=True)
+        if (times > 1).any():
+            raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
+        clients.append(parts)
+    return clients, "all" not in splits
 
 
 def count_aside(count: int, fraction: float) -> int:

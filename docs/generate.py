@@ -20,7 +20,7 @@ import pandas as pd
 
 from posy.accounting import MODES
 from posy.commands.launch import toml
-from posy.commands.papers.page import told_of, verdicts
+from posy.commands.papers.page import count_words, verdicts
 from posy.data.policy import Policy
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
@@ -94,7 +94,7 @@ def overview() -> str:
 
 def claims(paper: str) -> str:
     """Return the number of a paper's claims with each verdict, and a link to its page."""
-    counts = told_of(verdicts(paper, ROOT / "papers" / paper / "results"))
+    counts = count_words(verdicts(paper, ROOT / "papers" / paper / "results"))
     return f"[{counts}](docs/papers/{paper}.md)"
 
 

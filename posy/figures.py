@@ -269,12 +269,7 @@ def small_multiples(
                 axes.set_yscale("log")
             if percent:
                 axes.yaxis.set_major_formatter(_PERCENT)
-            for label, band in lines.items():
-                x, y, half = _numbers(band).reshape(-1, 3).T
-                few = {"marker": "o", "markersize": 3.5} if len(x) <= 12 else {}
-                few = {"marker": "D", "markersize": 5, "linestyle": ""} if label in points else few
-                axes.plot(x, y, label=label, **styles[label] | {"linewidth": 1.6} | few)
-                axes.fill_between(x, y - half, y + half, color=styles[label]["color"], alpha=0.2, linewidth=0)
+            _draw_bands(axes, lines, styles, points)
             for label, level in levels[name].items():
                 axes.axhline(level, label=label, **styles[label] | {"linewidth": 1.6, "linestyle": "--", "marker": ""})
         for axes in grid[-1]:  # the legend would cover a label of the whole figure
@@ -449,6 +444,18 @@ def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
     shares = table / np.maximum(table.sum(axis=1, keepdims=True), 1)
     return np.asarray(leaves_list(linkage(shares, "average", "cityblock", optimal_ordering=True)), dtype=np.int64)
+
+
+def _draw_bands(
+    axes: Axes, lines: Mapping[str, Band], styles: Mapping[str, Mapping[str, Any]], points: Collection[str]
+) -> None:
+    """Draw lines with their bands. Lines named in ``points`` are drawn as separate points."""
+    for label, band in lines.items():
+        x, y, half = _numbers(band).reshape(-1, 3).T
+        few = {"marker": "o", "markersize": 3.5} if len(x) <= 12 else {}
+        few = {"marker": "D", "markersize": 5, "linestyle": ""} if label in points else few
+        axes.plot(x, y, label=label, **{**styles[label], "linewidth": 1.6, **few})
+        axes.fill_between(x, y - half, y + half, color=styles[label]["color"], alpha=0.2, linewidth=0)
 
 
 def _plain_ticks(axes: Axes, xs: Sequence[float]) -> None:

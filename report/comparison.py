@@ -243,57 +243,78 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         for run in runs:
             if run.variant == variant:
                 rows.setdefault(run.row, []).append(run)
-        # Reversed, so that the first row of each method remains.
-        by_method = {row_runs[0].method: name for name, row_runs in reversed(rows.items())}
-        scores = {
-            (name, point): {run.seed: run.accuracies(point) for run in row_runs}
-            for name, row_runs in rows.items()
-            for point in ("served", "local")
-        }
-        points = {name: row_runs[0].point for name, row_runs in rows.items()}
-
-        def gain_over(name: str, point: str, other: str | None, scores: Any = scores, points: Any = points) -> Any:
-            if other is None:
-                return None
-            tested, baseline = scores[name, point], scores[other, points[other]]
-            return gain([(tested[seed], baseline[seed]) for seed in tested.keys() & baseline.keys()])
-
-        of_rows = {name: scores[name, points[name]] for name in rows}
-        same = over_same_clients(of_rows)
-        spreads = {
-            name: [over for entry in same.get(name, of_rows[name]).values() if (over := _spread_over(entry))]
-            for name in rows
-        }
-        means = {name: average(over["mean"] for over in spreads[name]) for name in rows}
-        best = max(same, key=lambda name: -1.0 if np.isnan(means[name]) else means[name])
-        different = _significant({name: gain_over(name, points[name], best) for name in same}, lower=True)
-        local, fedavg = by_method.get("local"), by_method.get("fedavg")
-        beats = {
-            point: _significant({name: gain_over(name, point, local) for name in rows if name != local}, lower=False)
-            for point in ("served", "local")
-        }
-        for name, row_runs in rows.items():
-            line: dict[str, Any] = {"variant": variant, "method": name, "point": points[name], "mean": means[name]}
-            for column, key in (("worst", "min"), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
-                line[column] = average(dict(over)[key] for over in spreads[name])
-            line["clients"] = sum(over["clients"] for over in spreads[name])
-            line["members"] = sum(members_of(run.summary) for run in row_runs if scores[name, points[name]][run.seed])
-            line["ranked"] = name in same
-            for label, other in (("local", local), ("fedavg", fedavg)):
-                entry = gain_over(name, points[name], other) if other != name else None
-                line |= {
-                    f"gain-{label}": entry.mean if entry else float("nan"),
-                    f"losing-{label}": f"{entry.losing}/{entry.clients}" if entry else "",
-                }
-            line["alike"] = not different.get(name, True)
-            line |= {f"{point}-beats-local": beats[point].get(name, False) for point in beats}
-            for point in ("served", "local"):
-                new = [(run.summary.get("newcomers") or {}).get(point) or {} for run in row_runs]
-                line[f"newcomers-{point}"] = average([entry.get("mean") for entry in new])
-            line["samples"] = average([run.summary["samples"] for run in row_runs])
-            line["memory"] = average([run.summary.get("peak-memory") for run in row_runs])
-            lines.append(line)
+        lines += [{"variant": variant, **line} for line in _compare_rows(rows)]
     return pd.DataFrame(lines)
+
+
+def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    """Return the lines of :func:`over_clients` for the rows of one variant."""
+    scores = {
+        (name, point): {run.seed: run.accuracies(point) for run in row_runs}
+        for name, row_runs in rows.items()
+        for point in ("served", "local")
+    }
+    points = {name: row_runs[0].point for name, row_runs in rows.items()}
+
+    def gain_over(name: str, point: str, other: str | None) -> Gain | None:
+        if other is None:
+            return None
+        tested, baseline = scores[name, point], scores[other, points[other]]
+        return gain([(tested[seed], baseline[seed]) for seed in tested.keys() & baseline.keys()])
+
+    of_rows = {name: scores[name, points[name]] for name in rows}
+    same = over_same_clients(of_rows)
+    lines = {name: _summarise_clients(row_runs, of_rows[name], same.get(name)) for name, row_runs in rows.items()}
+    best = max(same, key=lambda name: -1.0 if np.isnan(lines[name]["mean"]) else lines[name]["mean"])
+    different = _significant({name: gain_over(name, points[name], best) for name in same}, lower=True)
+    # Reversed, so that the first row of each method remains.
+    by_method = {row_runs[0].method: name for name, row_runs in reversed(rows.items())}
+    baselines = {method: by_method.get(method) for method in ("local", "fedavg")}
+    beats = {
+        point: _significant(
+            {name: gain_over(name, point, baselines["local"]) for name in rows if name != baselines["local"]},
+            lower=False,
+        )
+        for point in ("served", "local")
+    }
+    for name, line in lines.items():
+        for label, other in baselines.items():
+            entry = gain_over(name, points[name], other) if other != name else None
+            line[f"gain-{label}"] = entry.mean if entry else float("nan")
+            line[f"losing-{label}"] = f"{entry.losing}/{entry.clients}" if entry else ""
+        line["alike"] = not different.get(name, True)
+        line.update({f"{point}-beats-local": beats[point].get(name, False) for point in beats})
+    return [{"method": name, **line, **_average_extras(rows[name])} for name, line in lines.items()]
+
+
+def _summarise_clients(
+    runs: Sequence[Run], measured: Mapping[int, Accuracies], shared: Mapping[int, Accuracies] | None
+) -> dict[str, Any]:
+    """Return the figures of a row over its clients.
+
+    ``measured`` contains the accuracies of the row's clients by seed. ``shared`` contains the accuracies of the clients
+    that all rows cover, or is None if the row covers too few of them.
+    """
+    used = measured if shared is None else shared
+    spreads = [over for accuracies in used.values() if (over := _spread_over(accuracies))]
+    line: dict[str, Any] = {"point": runs[0].point}
+    for column, key in (("mean", "mean"), ("worst", "min"), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
+        line[column] = average(dict(over)[key] for over in spreads)
+    line["clients"] = sum(over["clients"] for over in spreads)
+    line["members"] = sum(members_of(run.summary) for run in runs if measured[run.seed])
+    line["ranked"] = shared is not None
+    return line
+
+
+def _average_extras(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the accuracies of hold-out clients and the costs of a row, averaged over its runs."""
+    extras = {}
+    for point in ("served", "local"):
+        newcomers = [(run.summary.get("newcomers") or {}).get(point) or {} for run in runs]
+        extras[f"newcomers-{point}"] = average(entry.get("mean") for entry in newcomers)
+    extras["samples"] = average(run.summary["samples"] for run in runs)
+    extras["memory"] = average(run.summary.get("peak-memory") for run in runs)
+    return extras
 
 
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:

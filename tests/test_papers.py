@@ -21,7 +21,7 @@ from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import held
-from posy.commands.papers.page import page, pictures_in
+from posy.commands.papers.page import changed, page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured, partial_coverage
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
@@ -425,7 +425,7 @@ def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(paper_dir: Path)
 
 def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert "ppfe-stage-rounds 9,15,12,12 (30,50,40,40)" in Comparison(item("ppfe", "table2")).changed("small")
+    assert "ppfe-stage-rounds 9,15,12,12 (30,50,40,40)" in changed(Comparison(item("ppfe", "table2")), "small")
 
 
 @pytest.mark.parametrize(

@@ -162,17 +162,6 @@ class Comparison:
         frequencies = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
         return max(frequencies, key=lambda seeds: (frequencies[seeds], seeds), default=0)
 
-    @cached_property
-    def seconds(self) -> float:
-        """Sum of the wall-clock times of its runs, in seconds."""
-        return sum(cell.summary()["seconds"] for _, cells in self.cells.values() for cell in cells)  # type: ignore[index]
-
-    @cached_property
-    def diverged(self) -> list[str]:
-        """Names of the diverged runs (variant, row and seed), which no number includes."""
-        ran = [cell for plan in self.plans.values() for cell in plan.cells] if self.item.has_runs else []
-        return list(dict.fromkeys(cell.name for cell in ran if cell.summary("diverged") is not None))
-
     @property
     def scales(self) -> list[str]:
         """The scales with runs."""
@@ -181,21 +170,6 @@ class Comparison:
     def needed(self) -> str:
         """Return the command and the data that a picture without runs needs."""
         return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
-
-    def changed(self, scale: str) -> str:
-        """Return the settings of a scale that differ from the paper's, as ``key value (paper's value)``."""
-        small = self.item.content.get("small", {}) if scale == "small" else {}
-        full = [cell.config for cell in (self.item.plan("full") if self.decisive else self.plans["full"]).cells]
-        changes = []
-        for key, value in {**small.get("settings", {}), **self.decisive}.items():
-            papers = dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full)
-            papers.pop("", None)  # from a method without this setting
-            if list(papers) != [shown(key, value)]:
-                changes.append(f"{key} {shown(key, value)} ({' or '.join(papers)})")
-        for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
-            further = [f"{key} {shown(key, value)}" for key, value in settings.items() if key not in self.decisive]
-            changes += [f"{name}: {', '.join(further)}"] if further else []
-        return ", ".join(changes)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
         printed = self.item.printed.get((variant, measure, row))
@@ -288,16 +262,6 @@ class Comparison:
                 if shared := sorted(above.keys() & below.keys()):
                     differences[of, variant] = [above[seed] - below[seed] for seed in shared]
         return differences
-
-
-def shown(key: str, value: Scalar) -> str:
-    """Return a setting's value in readable form."""
-    return "all" if key == "max-samples" and value == 0 else typed(value)
-
-
-def typed(value: Scalar) -> str:
-    """Return a setting's value as on the command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shared_seeds(ended: Iterable[Cell]) -> set[int]:

@@ -161,7 +161,7 @@ class Item:
     @cached_property
     def claims(self) -> list[Claim]:
         """The paper's claims about it."""
-        return [self._claim(entry) for entry in self.content.get("claims", [])]
+        return [_claim(self, entry) for entry in self.content.get("claims", [])]
 
     @property
     def in_paper(self) -> bool:
@@ -251,35 +251,6 @@ class Item:
         reduced = common | ({"checkpoint-every": SELDOM} if scale == "full" else {})
         return replace(plan_of(table, self.file, overrides or {}, str(output), reduced, strict), collect=collect)
 
-    def _claim(self, entry: Mapping[str, Any]) -> Claim:
-        keys = entry.keys() if isinstance(entry, dict) else set()
-        if not {"say", "higher", "lower"} <= keys <= set(CLAIM):
-            raise SettingsError(f"{entry!r} in claims of {self.file}: a claim holds {', '.join(CLAIM)}")
-        higher, lower = (entry[key] if isinstance(entry[key], list) else [entry[key]] for key in ("higher", "lower"))
-        variants = tuple(entry.get("in", []))
-        for name in [*higher, *lower]:
-            variant, slash, row = name.partition(" / ")
-            if (row if slash else name) not in self.rows or (slash and variant not in self.variants):
-                raise SettingsError(f"{name!r} in claims of {self.file}: use a name of its rows, or VARIANT / ROW")
-        if unknown := set(variants) - set(self.variants):
-            raise SettingsError(
-                f"in = {', '.join(sorted(unknown))} in claims of {self.file}: use a name of its variants"
-            )
-        measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
-        return Claim(
-            entry["say"],
-            tuple(higher),
-            tuple(lower),
-            variants,
-            measure,
-            same_point=bool(entry.get("same-point")),
-            by=float(entry.get("by", 0)),
-            within=entry.get("within"),
-            but=int(entry.get("but", 0)),
-            spread=bool(entry.get("spread")),
-            why=str(entry.get("why", "")),
-        )
-
 
 def papers() -> list[str]:
     """Return the names of the papers."""
@@ -319,6 +290,35 @@ def read_item(file: Path) -> Item:
             f"{', '.join(sorted(unknown))} in small of {file} is not one of its keys: {', '.join(SMALL)}"
         )
     return Item(file.parent.name, file.stem, file, content)
+
+
+def _claim(of: Item, entry: Mapping[str, Any]) -> Claim:
+    """Return a claim about an item, or raise :class:`SettingsError` for a mistake in it."""
+    keys = entry.keys() if isinstance(entry, dict) else set()
+    if not {"say", "higher", "lower"} <= keys <= set(CLAIM):
+        raise SettingsError(f"{entry!r} in claims of {of.file}: a claim holds {', '.join(CLAIM)}")
+    higher, lower = (entry[key] if isinstance(entry[key], list) else [entry[key]] for key in ("higher", "lower"))
+    variants = tuple(entry.get("in", []))
+    for name in [*higher, *lower]:
+        variant, slash, row = name.partition(" / ")
+        if (row if slash else name) not in of.rows or (slash and variant not in of.variants):
+            raise SettingsError(f"{name!r} in claims of {of.file}: use a name of its rows, or VARIANT / ROW")
+    if unknown := set(variants) - set(of.variants):
+        raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {of.file}: use a name of its variants")
+    measure = check_measure(entry.get("measure", of.measures[0]), f"claims of {of.file}")
+    return Claim(
+        entry["say"],
+        tuple(higher),
+        tuple(lower),
+        variants,
+        measure,
+        same_point=bool(entry.get("same-point")),
+        by=float(entry.get("by", 0)),
+        within=entry.get("within"),
+        but=int(entry.get("but", 0)),
+        spread=bool(entry.get("spread")),
+        why=str(entry.get("why", "")),
+    )
 
 
 def take_up(plan: Plan) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
-from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry, typed
+from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
 from posy.commands.papers.draw import draw, table
 from posy.commands.papers.item import Claim, items
 from posy.commands.papers.record import in_percent
@@ -16,7 +16,7 @@ from posy.commands.table import machines
 from posy.data.errors import DataError
 from posy.server_app.progress import duration
 from posy.settings import Scalar
-from posy.strategies.registry import PAPERS
+from posy.strategies.registry import PAPERS, declared
 
 LEGEND = (
     "The first lines under each heading describe the paper's table or figure. Tables give the paper's number → Posy's "
@@ -60,12 +60,29 @@ def states(comparison: Comparison, pictures: Sequence[str]) -> str:
     """Return the number of its numbers in each state; for a picture without runs, whether it is drawn."""
     if comparison.item.draws_alone:
         return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
-    return told_of(entry.state for entry in comparison.entries)
+    return count_words(entry.state for entry in comparison.entries)
 
 
 def claims(comparison: Comparison) -> str:
     """Return the number of its claims with each outcome."""
-    return told_of(_outcome(verdict) for _, verdict in comparison.verdicts)
+    return count_words(_outcome(verdict) for _, verdict in comparison.verdicts)
+
+
+def changed(comparison: Comparison, scale: str) -> str:
+    """Return the settings of a scale that differ from the paper's, as ``key value (paper's value)``."""
+    small = comparison.item.content.get("small", {}) if scale == "small" else {}
+    plan = comparison.item.plan("full") if comparison.decisive else comparison.plans["full"]
+    full = [cell.config for cell in plan.cells]
+    changes = []
+    for key, value in {**small.get("settings", {}), **comparison.decisive}.items():
+        papers = dict.fromkeys(_shown(key, config.get(key, declared()[key].default)) for config in full)
+        papers.pop("", None)  # from a method without this setting
+        if list(papers) != [_shown(key, value)]:
+            changes.append(f"{key} {_shown(key, value)} ({' or '.join(papers)})")
+    for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
+        further = [f"{key} {_shown(key, value)}" for key, value in settings.items() if key not in comparison.decisive]
+        changes += [f"{name}: {', '.join(further)}"] if further else []
+    return ", ".join(changes)
 
 
 def verdicts(paper: str, folder: Path | None = None) -> list[str]:
@@ -75,7 +92,7 @@ def verdicts(paper: str, folder: Path | None = None) -> list[str]:
     return [_outcome(verdict) for verdict in sorted(every_verdict, key=lambda verdict: OUTCOMES.index(verdict.word))]
 
 
-def told_of(words: Iterable[str]) -> str:
+def count_words(words: Iterable[str]) -> str:
     """Return the number of occurrences of each word as text, such as ``3 reproduced, 1 differs``."""
     return ", ".join(f"{number} {word}" for word, number in Counter(words).items())
 
@@ -124,16 +141,16 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
     parts = [_filled(f"{about[0].upper()}{about[1:]}{stop} {item.content.get('shows', '')}")]
     if item.content.get("runs"):
         scales = comparison.scales or item.scales[:1]
-        overrides = "".join(f" {key}={typed(value)}" for key, value in comparison.decisive.items())
+        overrides = "".join(f" {key}={_typed(value)}" for key, value in comparison.decisive.items())
         command = " and ".join(
             f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
             for scale in scales
         )
-        ran = f"; {duration(comparison.seconds)} of runs" if comparison.cells else ""
+        ran = f"; {duration(_seconds(comparison))} of runs" if comparison.cells else ""
         points = f"{_points(comparison)}{_seeds(comparison)}"
         parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{points}."))
         for scale in comparison.scales:
-            if changes := comparison.changed(scale):
+            if changes := changed(comparison, scale):
                 parts.append(_filled(f"Scale {scale}, in brackets the paper's: {changes}."))
     if item.kind == "partition":
         parts.append(f"`posy paper {paper} {item.name}`, which runs nothing.")
@@ -159,9 +176,17 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
 
 def _notes(comparison: Comparison) -> list[str]:
     """Return notes on the runs: the diverged runs, and the observations in the file of the table or figure."""
-    diverged = [f"Diverged, and excluded: {'; '.join(comparison.diverged)}."] if comparison.diverged else []
+    ran = [cell for plan in comparison.plans.values() for cell in plan.cells] if comparison.item.has_runs else []
+    names = dict.fromkeys(cell.name for cell in ran if cell.summary("diverged") is not None)
+    diverged = [f"Diverged, and excluded: {'; '.join(names)}."] if names else []
     observations = [f"Here: {comparison.item.content['here']}"] if "here" in comparison.item.content else []
     return diverged + observations
+
+
+def _seconds(comparison: Comparison) -> float:
+    """Return the sum of the wall-clock times of the runs, in seconds."""
+    summaries = (cell.summary() or {} for _, cells in comparison.cells.values() for cell in cells)
+    return float(sum(summary["seconds"] for summary in summaries))
 
 
 def _more_seeds(comparison: Comparison, scale: str) -> str:
@@ -236,6 +261,16 @@ def _describe(claim: Claim, verdict: Verdict) -> str:
 def _outcome(verdict: Verdict) -> str:
     """Return the outcome of a claim, with a mark if its runs are at scale small."""
     return f"{verdict.word} (small)" if verdict.scale == "small" and verdict.difference is not None else verdict.word
+
+
+def _shown(key: str, value: Scalar) -> str:
+    """Return a setting's value in readable form."""
+    return "all" if key == "max-samples" and value == 0 else _typed(value)
+
+
+def _typed(value: Scalar) -> str:
+    """Return a setting's value as on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _picture(paper: str, comparison: Comparison) -> str:
