@@ -1,26 +1,68 @@
 """Charts as inline SVG, 360 units wide, so that their text is readable on a phone.
 
-Colours are classes of the page's style sheet. Series also differ by dashes, markers, and the letter at the end of the
+Colours are variables of the page's style sheet. Series also differ by dashes, markers, and the letter at the end of the
 line, so no chart depends on colour alone.
 """
 
+import io
 import math
+import re
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 Band = Sequence[tuple[float, float, float]]
 """Points (x, y, half the height of the band) of a line, by x."""
 
-COLOURS, DASHES = 7, ("", "6 3", "2 3", "8 3 2 3")
-MARKERS = ("circle", "square", "diamond", "triangle")
+INK, SOFT, RULE, PAPER = "#1c1c1c", "#5b5b5b", "#dcdcdc", "#ffffff"
+COLOURS = ("#0072b2", "#c04a00", "#007a58", "#a8447c", "#966500", "#2a7fb0", INK)
+VARIABLES = {colour: f"var(--c{index})" for index, colour in enumerate(COLOURS)}
+VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", PAPER: "var(--paper)"}
+"""Variables of the style sheet, by colour. They also have values for dark pages."""
+DASHES, MARKERS = ("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5))), "osD^"
 SMALL, LARGE = (240, 140), (360, 200)
 """Width and height of a chart."""
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 46, 62, 8, 20
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
 """Number of points up to which every point has a marker, and the height of a line of text."""
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": SOFT,
+    "axes.axisbelow": True,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.color": RULE,
+    "grid.linewidth": 1,
+    "lines.linewidth": 2,
+    "lines.markersize": 6,
+    "lines.markeredgewidth": 0,
+    "lines.solid_capstyle": "butt",
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "xtick.bottom": False,
+    "ytick.left": False,
+}
+_FADE = LinearSegmentedColormap.from_list("fade", [to_rgba(COLOURS[0], 0), to_rgba(COLOURS[0], 1)])
+"""Colours of a heat map, from transparent to opaque."""
+_TEXT = ("fill", "font-weight", "text-anchor")
+"""Properties of a text that the style sheet does not set."""
+_DECIMALS = re.compile(r"\d+\.\d{2,}")
 
 
 @dataclass(frozen=True)
@@ -37,69 +79,22 @@ class Series:
         return (chr(64 + first) if first else "") + chr(65 + second)
 
     @property
-    def line(self) -> str:
-        """SVG attributes of its lines."""
-        dashes = DASHES[self.index % len(DASHES)]
-        return f'class="line c{self.index % COLOURS}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+    def style(self) -> dict[str, Any]:
+        """Its style for matplotlib: colour, dashes and marker."""
+        dashes, marker = DASHES[self.index % len(DASHES)], MARKERS[self.index % len(MARKERS)]
+        return {"color": COLOURS[self.index % len(COLOURS)], "linestyle": dashes, "marker": marker, "clip_on": False}
 
-    def marker(self, x: float, y: float) -> str:
-        """Return its marker at a point."""
-        kind, r, colour = MARKERS[self.index % len(MARKERS)], 3, f'class="dot c{self.index % COLOURS}"'
-        if kind == "circle":
-            return f'<circle {colour} cx="{x:.1f}" cy="{y:.1f}" r="{r}"/>'
-        corners = {
-            "square": ((-r, -r), (r, -r), (r, r), (-r, r)),
-            "diamond": ((0, -r - 1), (r + 1, 0), (0, r + 1), (-r - 1, 0)),
-            "triangle": ((0, -r - 1), (r + 1, r), (-r - 1, r)),
-        }[kind]
-        points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
-        return f'<polygon {colour} points="{points}"/>'
-
-    def key(self) -> str:
-        """Return its line with a marker, as a legend shows it."""
-        line = f'<line {self.line} x1="1" x2="33" y1="7" y2="7"/>'
-        return f'<svg class="key" viewBox="0 0 34 14" width="34" height="14">{line}{self.marker(17, 7)}</svg>'
+    @rc_context(_STYLE)
+    def key(self) -> Markup:
+        """Return its line with a marker, as a legend shows it: a symbol with the id ``key-`` and its index."""
+        axes = _axes((34, 14))
+        axes.set(xlim=(0, 34), ylim=(0, 14))
+        axes.set_axis_off()
+        axes.plot([1, 17, 33], [7, 7, 7], markevery=[1], **self.style)
+        return _markup(axes, self.name, "symbol", {"id": f"key-{self.index}"})
 
 
-@dataclass(frozen=True)
-class Axis:
-    """The range of the numbers along an axis."""
-
-    low: float
-    high: float
-    percent: bool = False
-    ticks: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, values: Sequence[float], *, percent: bool = False, integers: bool = False, count: int = 5) -> "Axis":
-        """Return an axis with round ticks that contains all values. With ``integers`` all ticks are integers."""
-        low, high = min(values), max(values)
-        if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
-            room = 0.5 if integers else 0.05 if percent else abs(low) / 2 or 0.5
-            low, high = low - room, high + room
-        if percent:
-            low, high = max(low, 0.0), min(high, 1.0)
-        step = 10 ** math.floor(math.log10((high - low) / count))
-        step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= count)
-        step = max(step, 1) if integers else step
-        if not integers:  # extend the axis to its outermost ticks
-            low, high = step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
-        first = math.ceil(low / step - 1e-9)
-        ticks = [step * n for n in range(first, first + 2 * count) if step * n <= high + 1e-9 * step]
-        return cls(low, high, percent, ticks)
-
-    def position(self, value: float, start: float, end: float) -> float:
-        """Return the position of a value on an axis from ``start`` to ``end``."""
-        return start + (end - start) * (value - self.low) / (self.high - self.low)
-
-    def text(self, value: float, digits: int = 4) -> str:
-        """Return the label of a number at the axis."""
-        if self.percent:
-            return f"{100 * value:.{digits}g} %"
-        unit, name = next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))
-        return f"{value / unit:.{digits}g}{name}"
-
-
+@rc_context(_STYLE)
 def lines(
     series: Mapping[Series, Band],
     about: str,
@@ -107,118 +102,157 @@ def lines(
     percent: bool = False,
     scale: Sequence[float] = (),
     size: tuple[int, int] = LARGE,
-) -> str:
-    """Return a chart of numbers over the rounds, with bands for spreads, or an empty string if there are no points.
+) -> Markup:
+    """Return a chart of numbers over the rounds, with bands for spreads, or an empty text if there are no points.
 
-    ``about`` describes the chart in words. The axis also contains the values of ``scale``.
+    ``about`` describes the chart in words; charts of one page differ in it. The axis also contains the values of
+    ``scale``.
     """
-    drawn = {item: band for item, band in series.items() if band}
+    drawn = {item: np.array(band, np.float64).T for item, band in series.items() if band}
     if not drawn:
-        return ""
-    edges = [y + sign * half for band in drawn.values() for _, y, half in band for sign in (-1, 1)]
-    x_axis = Axis.of([x for band in drawn.values() for x, _, _ in band], integers=True)
-    y_axis = Axis.of([*edges, *scale], percent=percent)
-    right, bottom = size[0] - _RIGHT, size[1] - _BOTTOM
+        return Markup("")
+    axes = _axes(size, (46, 62, 8, 20))
+    rounds = np.concatenate([x for x, _, _ in drawn.values()])
+    values = np.concatenate([[*scale], *(y + sign * half for _, y, half in drawn.values() for sign in (-1, 1))])
+    start, end = (rounds.min(), rounds.max()) if np.ptp(rounds) else (rounds[0] - 0.5, rounds[0] + 0.5)
+    margin = 4 * (end - start) / size[0]  # between the y-axis and the first point
+    axes.set_xlim(start - margin, end)
+    axes.set_xticks([tick for tick in _ticks(start, end, integer=True) if start <= tick <= end])
+    ticks = _ticks(*_widened(values.min(), values.max(), percent))
+    low, high = axes.set_ylim(ticks[0], ticks[-1])
+    axes.set_yticks(ticks)
+    axes.grid(axis="y", clip_on=False)
+    axes.xaxis.set_major_formatter(_number)
+    axes.yaxis.set_major_formatter(partial(_number, percent=percent))
+    for item, (x, y, half) in drawn.items():
+        if half.any():
+            band = np.clip((y - half, y + half), low, high)
+            axes.fill_between(x, *band, color=item.style["color"], alpha=0.16, linewidth=0, clip_on=False)
+        axes.plot(x, y, markevery=1 if len(x) <= _MAX_MARKED else [-1], **item.style)
+    ends = sorted([(float(y[-1]), item) for item, (_, y, _) in drawn.items()], key=lambda end: (end[0], -end[1].index))
+    height = axes.bbox.height
+    for top, (y, item) in zip(_spread([height * (y - low) / (high - low) for y, _ in ends], height), ends, strict=True):
+        text = f"{item.letter} {_number(y, percent=percent, digits=3)}"
+        style = {"color": item.style["color"], "weight": "bold", "va": "center"}
+        axes.annotate(text, (1, 0), (7, top), xycoords="axes fraction", textcoords="offset points", **style)
+    axes.annotate("round", (1, 0), (6, -15.5), xycoords="axes fraction", textcoords="offset points", color=SOFT)
+    return _markup(axes, about)
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        return x_axis.position(x, _LEFT + 4, right), y_axis.position(y, bottom, _TOP)
 
-    parts = [_grid(x_axis, y_axis, right, bottom)]
-    ends = []
-    for item, band in drawn.items():
-        points = [at(x, y) for x, y, _ in band]
-        if any(half for _, _, half in band):
-            above = [at(x, min(y + half, y_axis.high)) for x, y, half in band]
-            below = [at(x, max(y - half, y_axis.low)) for x, y, half in band]
-            parts.append(f'<polygon class="band c{item.index % COLOURS}" points="{_points([*above, *below[::-1]])}"/>')
-        if len(points) > 1:
-            parts.append(f'<polyline {item.line} points="{_points(points)}"/>')
-        parts += [item.marker(*point) for point in (points if len(points) <= _MAX_MARKED else points[-1:])]
-        ends.append((points[-1][1], f"{item.letter} {y_axis.text(band[-1][1], 3)}", item))
-    for y, text, item in _spread(ends, _TOP + 4, bottom):
-        parts.append(f'<text class="end c{item.index % COLOURS}" x="{right + 7}" y="{y + 4:.1f}">{text}</text>')
-    return _svg(parts, about, *size)
-
-
-def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Sequence[str], about: str) -> str:
+@rc_context(_STYLE)
+def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Sequence[str], about: str) -> Markup:
     """Return a heat map ``(rows, columns)`` with the value of each cell as shade and number. ``names`` label the rows.
 
     Small cells have no numbers.
     """
-    top = max((value for row in rows for value in row), default=0.0) or 1.0
-    margin, width = 46, _WIDTH - 52
-    wide, high = width / max(len(columns), 1), max(min(24.0, 260 / max(len(rows), 1)), 3.0)
-    roomy = wide >= 22 and high >= 11
-    parts = []
-    for index, (name, row) in enumerate(zip(names, rows, strict=True)):
-        y = index * high
-        if high >= 9 or index % math.ceil(12 / high) == 0:
-            parts.append(f'<text class="tick" x="{margin - 5}" y="{y + high / 2 + 4:.1f}">{escape(name[:8])}</text>')
-        for column, value in enumerate(row):
-            x, share = margin + column * wide, value / top
-            box = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"'
-            parts.append(f'<rect class="cell" {box} fill-opacity="{max(share, 0):.2f}"/>')
-            if roomy:
-                shade = "dark" if share > 0.55 else "light"
-                middle = f'x="{x + wide / 2:.1f}" y="{y + high / 2 + 4:.1f}"'
-                parts.append(f'<text class="number {shade}" {middle}>{value:.3g}</text>')
-    bottom = len(rows) * high
-    every = math.ceil(len(columns) * 26 / width)
-    for column in range(0, len(columns), every):
-        x = margin + (column + 0.5) * wide
-        parts.append(
-            f'<text class="tick middle" x="{x:.1f}" y="{bottom + 14:.1f}">{escape(columns[column][:6])}</text>'
-        )
-    return _svg(parts, about, _WIDTH, bottom + 20)
+    values = np.array(rows, np.float64)
+    top = max(values.max(initial=0.0), 0.0) or 1.0
+    wide, high = 308 / max(len(columns), 1), max(min(24.0, 260 / max(len(rows), 1)), 3.0)
+    axes = _axes((LARGE[0], round(len(rows) * high + 24)), (46, 6, 4, 20))
+    axes.spines[:].set_visible(False)
+    axes.pcolormesh(values, cmap=_FADE, vmin=0, vmax=top, clip_on=False)
+    axes.hlines(range(len(rows) + 1), 0, len(columns), RULE, linewidth=1, clip_on=False)
+    axes.vlines(range(len(columns) + 1), 0, len(rows), RULE, linewidth=1, clip_on=False)
+    axes.invert_yaxis()
+    down = range(0, len(names), 1 if high >= 9 else math.ceil(12 / high))
+    across = range(0, len(columns), math.ceil(26 / wide))
+    axes.set_yticks([index + 0.5 for index in down], [_label(names[index], 8) for index in down])
+    axes.set_xticks([index + 0.5 for index in across], [_label(columns[index], 6) for index in across])
+    for (row, column), value in np.ndenumerate(values) if wide >= 22 and high >= 11 else ():
+        ink = PAPER if value > 0.55 * top else INK
+        axes.text(column + 0.5, row + 0.5, f"{value:.3g}", ha="center", va="center_baseline", color=ink)
+    return _markup(axes, about)
 
 
-def bars(values: Sequence[float], names: Sequence[str], about: str) -> str:
+@rc_context(_STYLE)
+def bars(values: Sequence[float], names: Sequence[str], about: str) -> Markup:
     """Return small bars that begin at 0, with their names below if there is room."""
-    top, wide, high = max(values, default=0) or 1, (SMALL[0] - 2 * 8) / max(len(values), 1), 44
-    parts = []
-    for index, (value, name) in enumerate(zip(values, names, strict=True)):
-        x, height = 8 + index * wide, high * value / top
-        box = f'x="{x + 0.08 * wide:.1f}" y="{high - height:.1f}" width="{0.84 * wide:.1f}" height="{height:.1f}"'
-        parts.append(f'<rect class="bar" {box}><title>{escape(name)}: {value:g}</title></rect>')
-        if len(values) <= 20:
-            parts.append(f'<text class="tick middle" x="{x + wide / 2:.1f}" y="{high + 14}">{escape(name[:3])}</text>')
-    parts.append(f'<line class="axis" x1="8" x2="{SMALL[0] - 8}" y1="{high}" y2="{high}"/>')
-    return _svg(parts, about, SMALL[0], high + 18)
+    axes = _axes((SMALL[0], 62), (8, 8, 0, 18))
+    drawn = axes.bar(range(len(values)), values, 0.84, color=COLOURS[0], clip_on=False)
+    for bar, value, name in zip(drawn, values, names, strict=True):
+        bar.set_gid(_label(f"{name}: {value:g}"))
+    axes.set(xlim=(-0.5, len(values) - 0.5), ylim=(0, max(values, default=0) or 1), xticks=[], yticks=[])
+    if len(names) <= 20:
+        axes.set_xticks(range(len(names)), [_label(name, 3) for name in names])
+    return _markup(axes, about)
 
 
-def _grid(x_axis: Axis, y_axis: Axis, right: float, bottom: float) -> str:
-    parts = []
-    for tick in y_axis.ticks:
-        y = y_axis.position(tick, bottom, _TOP)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{y + 4:.1f}">{y_axis.text(tick)}</text>')
-    for tick in x_axis.ticks:
-        x = x_axis.position(tick, _LEFT + 4, right)
-        parts.append(f'<text class="tick middle" x="{x:.1f}" y="{bottom + 14}">{x_axis.text(tick)}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(f'<text class="tick end-of-axis" x="{right + 6}" y="{bottom + 14}">round</text>')
-    return "".join(parts)
+def _axes(size: tuple[int, int], margins: tuple[int, int, int, int] = (0, 0, 0, 0)) -> Axes:
+    """Return the axes of a figure of a size with margins (left, right, top, bottom), in units of the page."""
+    (width, height), (west, east, top, bottom) = size, margins
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+    figure.patch.set_visible(False)
+    axes = figure.add_axes((west / width, bottom / height, 1 - (west + east) / width, 1 - (top + bottom) / height))
+    axes.patch.set_visible(False)
+    return axes
 
 
-def _spread(ends: Sequence[tuple[float, str, Series]], top: float, bottom: float) -> list[tuple[float, str, Series]]:
-    """Return labels sorted by height, moved so that they do not overlap, as far as there is room."""
-    placed: list[tuple[float, str, Series]] = []
-    for y, text, item in sorted(ends, key=lambda end: end[0]):
-        placed.append((max(y, placed[-1][0] + _LINE) if placed else max(y, top), text, item))
-    lowest = bottom
-    for index in range(len(placed) - 1, -1, -1):
-        y, text, item = placed[index]
-        placed[index] = (min(y, lowest), text, item)
-        lowest = placed[index][0] - _LINE
+def _widened(low: float, high: float, percent: bool) -> tuple[float, float]:
+    """Return a range of an axis: not empty, and for percentages within 0 and 1."""
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        room = abs(low) / 20 or 0.05
+        low, high = low - room, high + room
+    return (max(low, 0.0), min(high, 1.0)) if percent else (low, high)
+
+
+def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
+    """Return round ticks, of which the first and the last enclose a range."""
+    locator = MaxNLocator(5, steps=[1, 2, 5, 10], integer=integer, min_n_ticks=1)
+    return [float(tick) for tick in locator.tick_values(low, high)]
+
+
+def _number(value: float, _: float | None = None, *, percent: bool = False, digits: int = 4) -> str:
+    """Return the label of a number at an axis or a line."""
+    if percent:
+        return f"{100 * value:.{digits}g} %"
+    unit, name = next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))
+    return f"{value / unit:.{digits}g}{name}"
+
+
+def _label(name: str, length: int | None = None) -> str:
+    """Return the first characters of a name, without characters that XML does not allow."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name[:length])
+
+
+def _spread(heights: Sequence[float], highest: float) -> list[float]:
+    """Return ascending heights of labels, moved so that the labels do not overlap, as far as there is room."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] + _LINE) if placed else height)
+    for index in reversed(range(len(placed))):
+        placed[index] = min(placed[index], highest)
+        highest = placed[index] - _LINE
     return placed
 
 
-def _points(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+def _markup(axes: Axes, about: str, tag: str = "svg", root_attributes: Mapping[str, str] | None = None) -> Markup:
+    """Return a figure as inline SVG, with colours from the style sheet, and without a style sheet and ids of groups.
 
-
-def _svg(parts: Sequence[str], about: str, width: float, height: float) -> str:
-    begin = (
-        f'<svg class="chart" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(about, quote=True)}">'
-    )
-    return f"{begin}{''.join(parts)}</svg>"
+    A group whose id was set has it as its title, which a browser shows under the pointer.
+    """
+    assert isinstance(axes.figure, Figure)
+    file, titles = io.BytesIO(), {child.get_gid() for child in axes.get_children()} - {None}
+    with rc_context({"svg.hashsalt": about}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the browser has the fonts
+        axes.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    root = ElementTree.fromstring(file.getvalue())
+    root.remove(root[0])  # a style sheet, which would apply to the page
+    for element in list(root.iter()):
+        element.tag = element.tag.rpartition("}")[2]
+        element.text, element.tail = (element.text or "").strip(), None
+        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        if element.tag == "g" and (title := attributes.pop("id", None)) in titles:
+            element.insert(0, ElementTree.Element("title"))
+            element[0].text = title
+        style = dict(part.split(": ", 1) for part in attributes.pop("style", "").split("; ") if part)
+        if element.tag == "text":
+            style = {key: style[key] for key in _TEXT if key in style}
+            attributes = {key: attributes[key] for key in "xy"}
+        for key in attributes.keys() & {"d", "x", "y"}:
+            attributes[key] = _DECIMALS.sub(lambda number: f"{float(number[0]):.1f}", " ".join(attributes[key].split()))
+        if style:
+            attributes["style"] = "; ".join(f"{key}: {VARIABLES.get(value, value)}" for key, value in style.items())
+        element.attrib = attributes
+    root.tag, size = tag, root.attrib["viewBox"]
+    root.attrib = {"viewBox": size, **(root_attributes or {"class": "chart", "role": "img", "aria-label": about})}
+    return Markup(ElementTree.tostring(root, encoding="unicode"))

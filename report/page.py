@@ -4,17 +4,17 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from PIL import Image
 
 from posy.report import charts
 from posy.report.charts import SMALL, Series
 from posy.report.groups import Group, by_data, compared, differences, grouped
-from posy.report.recorded import Recorded
-from posy.report.style import STYLE
+from posy.report.recorded import Points, Recorded
 from posy.server_app.progress import ABSENT, LIMITED_WORDS, coverage, duration, members_of, size
 from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
@@ -36,10 +36,11 @@ COLOURS = 160
 AT = {"served": "served model", "local": "local model"}
 
 
-class Html(str):
-    """Text that is already HTML. Other text is escaped."""
-
-    __slots__ = ()
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined
+)
+_PARTS: Any = _TEMPLATES.get_template("parts.html").module
+"""Macros that return parts of the page as HTML. They escape all text."""
 
 
 def page(paths: Iterable[Path]) -> str:
@@ -57,28 +58,20 @@ def page(paths: Iterable[Path]) -> str:
         "Dropped and limited replies": _dropped(groups),
         "Costs": _costs(groups),
     }
-    written = {title: content for title, content in sections.items() if content}
     title = ", ".join(group.series.name for group in groups[:4]) + (", …" if len(groups) > 4 else "")
-    links = "".join(f'<a href="#s{number}">{name}</a>' for number, name in enumerate(written))
-    parts = [
-        f'<section id="s{n}"><h2>{name}</h2>{content}</section>' for n, (name, content) in enumerate(written.items())
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en-GB"><head><meta charset="utf-8"/>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1><nav>{links}</nav>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
+    written = {name: content for name, content in sections.items() if content}
+    keys = [group.series.key() for group in groups]
+    return _TEMPLATES.get_template("page.html").render(title=title, sections=written, keys=keys)
 
 
-def _runs(groups: Sequence[Group]) -> str:
+def _runs(groups: Sequence[Group]) -> Markup:
     rows = []
     for group, run in _each(groups):
         summary, machine = run.summary, run.config.get("machine", {})
         device = machine.get("gpu") or machine.get("cpu") or ""
         rounds = f"{summary['rounds']} of {run.settings['num-server-rounds']}"
         facts = (run.method, summary["dataset"], summary["num-clients"], rounds, summary["seed"], summary["status"])
-        rows.append([_key(group.series, named=True), run.path.name, *map(str, facts), device])
+        rows.append([_PARTS.key(group.series, named=True), run.path.name, *map(str, facts), device])
     columns = ["", "folder", "method", "data set", "clients", "rounds", "seed", "status", "machine"]
     declared_settings = declared()
     usual = {
@@ -90,11 +83,11 @@ def _runs(groups: Sequence[Group]) -> str:
     shared = {k: v for k, v in usual.items() if all(group.first.settings.get(k) == v for group in groups)}
     shared = {key: value for key, value in shared.items() if key not in ("method", "seed", "dataset", "num-clients")}
     text = ", ".join(f"{key}={value}" for key, value in shared.items())
-    note = f"<p class='soft'>Shared settings that are not the defaults: {escape(text)}.</p>" if text else ""
-    return _table(columns, rows, numbers=("clients", "rounds", "seed")) + note
+    note = _PARTS.soft(f"Shared settings that are not the defaults: {text}." if text else "")
+    return _PARTS.table(columns, rows, numbers=("clients", "rounds", "seed")) + note
 
 
-def _settings(groups: Sequence[Group]) -> str:
+def _settings(groups: Sequence[Group]) -> Markup:
     declared_settings = declared()
     decisive = {
         k
@@ -104,10 +97,11 @@ def _settings(groups: Sequence[Group]) -> str:
     }
     differing = differences([{k: v for k, v in g.first.settings.items() if k in decisive} for g in groups])
     rows = [[key, *(str(value) for value in values)] for key, values in differing.items()]
-    return _table(["setting", *(_key(group.series) for group in groups)], rows) if rows else ""
+    columns = ["setting", *(_PARTS.key(group.series) for group in groups)]
+    return _PARTS.table(columns, rows) if rows else Markup("")
 
 
-def _curves(groups: Sequence[Group]) -> str:
+def _curves(groups: Sequence[Group]) -> Markup:
     figures = []
     for point in POINTS:
         for of, words in (("mean", "mean over the clients"), ("tenth", "lowest tenth"), ("min", "worst client")):
@@ -121,55 +115,54 @@ def _curves(groups: Sequence[Group]) -> str:
     curves = {group.series: group.curve("system_accuracy") for group in groups}
     figures.append(_figure("System accuracy", "pooled test samples", curves, percent=True))
     several = any(len(group.runs) > 1 for group in groups)
-    note = "<p class='soft'>Lines are means over the seeds, bands their standard deviation.</p>" if several else ""
-    return _legend(groups) + note + _charts(figures)
+    note = "Lines are means over the seeds, bands their standard deviation." if several else ""
+    return _PARTS.legend(groups) + _PARTS.soft(note) + _PARTS.charts(figures)
 
 
-def _accuracy(groups: Sequence[Group]) -> str:
-    rows = []
-    for group, run in _each(groups):
-        for point in POINTS:
-            names_by_time: dict[str, list[str]] = {}
-            for which, words in WHICH.items():
-                if figures := run.summary[point].get(which):
-                    at = f"round {figures['round']}" if "round" in figures else f"{figures['evaluations']} evaluations"
-                    names_by_time.setdefault(at, []).append(words)
-                    jain = "" if figures["jain"] is None else f"{figures['jain']:.4f}"
-                    pooled = "samples" in figures
-                    covered = (
-                        coverage(round(figures["clients"]), members_of(run.summary)) if "clients" in figures else ""
-                    )
-                    spread = (
-                        [ABSENT] * (1 + len(SPREAD)) if pooled else [_percent(figures[of]) for of in ("std", *SPREAD)]
-                    )
-                    cells = [_percent(figures["mean"]), *spread, ABSENT if pooled else jain, covered]
-                    if len(names_by_time[at]) == 1:
-                        rows.append([_key(group.series), run.path.name, point, *cells, at])
-            for row in rows[len(rows) - len(names_by_time) :]:
-                row[-1] = f"{row[-1]}: {', '.join(names_by_time[row[-1]])}"
+def _accuracy(groups: Sequence[Group]) -> Markup:
+    rows = [
+        [_PARTS.key(group.series), run.path.name, point, *row]
+        for group, run in _each(groups)
+        for point in POINTS
+        for row in _spreads(run, point)
+    ]
+    if not rows:
+        return Markup("")
     columns = ["", "folder", "model", "mean", "std", *SPREAD.values(), "Jain's index", "clients", "when"]
-    note = (
-        "<p class='soft'>Over the clients, each on its test samples. <em>Served</em> is the client's model right after "
-        "the server's message, <em>local</em> the model after its training. The upper bound is the best round on test "
-        "data; do not report it.</p>"
-    )
-    if any(run.summary.get("client-scores") for _, run in _each(groups)):
-        note += (
-            f"<p class='soft'>{ABSENT}: with secure aggregation the server knows only sums, and the mean is over all "
-            "test samples.</p>"
-        )
-    return note + _table(columns, rows, numbers=columns[3:-1]) if rows else ""
+    pooled = any(run.summary.get("client-scores") for _, run in _each(groups))
+    return _PARTS.accuracy_note(ABSENT if pooled else "") + _PARTS.table(columns, rows, numbers=columns[3:-1])
 
 
-def _comparison(groups: Sequence[Group]) -> str:
+def _spreads(run: Recorded, point: str) -> list[list[str]]:
+    """Return the accuracies of a run at an evaluation point, a row for each different round or mean of rounds."""
+    rows: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
+    for which, words in WHICH.items():
+        if not (figures := run.summary[point].get(which)):
+            continue
+        at = f"round {figures['round']}" if "round" in figures else f"{figures['evaluations']} evaluations"
+        names.setdefault(at, []).append(words)
+        covered = coverage(round(figures["clients"]), members_of(run.summary)) if "clients" in figures else ""
+        if "samples" in figures:  # with secure aggregation
+            spread = [ABSENT] * (2 + len(SPREAD))
+        else:
+            jain = "" if figures["jain"] is None else f"{figures['jain']:.4f}"
+            spread = [*(_percent(figures[of]) for of in ("std", *SPREAD)), jain]
+        rows.setdefault(at, [_percent(figures["mean"]), *spread, covered])
+    return [[*row, f"{at}: {', '.join(names[at])}"] for at, row in rows.items()]
+
+
+def _comparison(groups: Sequence[Group]) -> Markup:
     if len(groups) < 2 and all(len(group.runs) < 2 for group in groups):
-        return ""
+        return Markup("")
     try:
         rows, sentence = compared(groups)
     except ImportError as error:
-        return f"<p>The tests need further packages ({escape(str(error))}): pip install 'posy[compare]'</p>"
+        return _PARTS.paragraph(f"The tests need further packages ({error}): pip install 'posy[compare]'")
     if not rows and any(run.summary.get("client-scores") for _, run in _each(groups)):
-        return "<p>Not available: with secure aggregation the server does not know the scores of single clients.</p>"
+        return _PARTS.paragraph(
+            "Not available: with secure aggregation the server does not know the scores of single clients."
+        )
     by_name = {group.series.name: group for group in groups}
     lines = []
     for row in rows:
@@ -187,67 +180,66 @@ def _comparison(groups: Sequence[Group]) -> str:
             *(_percent(row[key]) for key in ("worst", "tenth", "std")),
         ]
         paired = [gains[0], lose[0], gains[1], lose[1]]
-        lines.append([_key(group.series), row["variant"], row["point"], str(seeds), *cells, *paired])
+        lines.append([_PARTS.key(group.series), row["variant"], row["point"], str(seeds), *cells, *paired])
     columns = ["", "data", "model", "seeds", "mean ± std of the seeds", "best", "worst client", "lowest tenth"]
     columns += ["std of the clients", "over Local", "clients that lose", "over FedAvg", "clients that lose"]
     used = [n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)]
     note = (
-        "<p class='soft'>Last round of the completed runs, for the model that each method is scored by. ≈: the best, "
-        "and all that are not significantly different from it (Wilcoxon's signed-rank test over the clients of all "
-        "seeds at 5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients "
-        "that all of them cover. A row names the number of its clients if it covers fewer than took part. A row with "
-        "fewer than nine tenths of the clients of the fullest row is not ranked.</p>"
+        "Last round of the completed runs, for the model that each method is scored by. ≈: the best, and all that are "
+        "not significantly different from it (Wilcoxon's signed-rank test over the clients of all seeds at 5 %, "
+        "adjusted for the number of rows by Holm). Rows are summarised over the clients that all of them cover. A row "
+        "names the number of its clients if it covers fewer than took part. A row with fewer than nine tenths of the "
+        "clients of the fullest row is not ranked."
     )
     chosen = [[line[n] for n in used] for line in lines]
-    return note + _table([columns[n] for n in used], chosen, numbers=columns[3:]) + f"<p>{escape(sentence)}</p>"
+    table = _PARTS.table([columns[n] for n in used], chosen, numbers=columns[3:])
+    return _PARTS.soft(note) + table + _PARTS.paragraph(sentence)
 
 
-def _clients(groups: Sequence[Group]) -> str:
-    parts = []
+def _clients(groups: Sequence[Group]) -> Markup:
+    parts = Markup("")
     for data, same_data in by_data(groups).items():
         seed = same_data[0].first.summary["seed"]
         runs = {g.series: run for g in same_data for run in g.runs if run.summary["seed"] == seed}
         curves = {series: run.client_curves(f"{run.point}_accuracy") for series, run in runs.items()}
-        clients = sorted({client for by_client in curves.values() for client in by_client})
+        last: dict[int, list[float]] = {}
+        for by_client in curves.values():
+            for client, curve in by_client.items():
+                last.setdefault(client, []).append(curve[-1][1])
+        clients = sorted(last, key=lambda client: (sum(last[client]) / len(last[client]), client))
         if not clients:
             continue
-        last = {
-            c: sum(by_client[c][-1][1] for by_client in curves.values() if c in by_client)
-            / sum(c in f for f in curves.values())
-            for c in clients
-        }
         mix = next((run.partition for run in runs.values() if run.partition), None)
         named = next((run for run in runs.values() if run.summary.get("sites")), same_data[0].first)
-        figures = []
-        for client in sorted(clients, key=lambda client: last[client])[:MOST_CLIENTS]:
-            lines = {
-                series: [(n, y, 0.0) for n, y in by_client.get(client, [])] for series, by_client in curves.items()
-            }
-            name = named.client_name(client)
-            chart = charts.lines(lines, f"Accuracy of {name}", percent=True, scale=(0, 1), size=SMALL)
-            samples, bars = "", ""
-            if mix is not None and client < len(mix[1]):
-                counts = mix[1][client]
-                samples = f"{sum(counts)} samples"
-                bars = charts.bars(counts, mix[0], f"Samples of each class on {name}")
-            caption = f"Client {client}" if name == f"client {client}" else name
-            figures.append(_framed(caption, samples, chart + bars))
+        figures = [_client(client, named.client_name(client), data, curves, mix) for client in clients[:MOST_CLIENTS]]
         points = ", ".join(f"{series.letter} {run.point}" for series, run in runs.items())
         note = f"Seed {seed}, for the model that each run is scored by ({points}); the lowest accuracy first."
         note += " Bars: samples of each class." if mix else ""
         note += f" {MOST_CLIENTS} of {len(clients)} clients." if len(clients) > MOST_CLIENTS else ""
-        parts.append(f"<h3>{escape(data)}</h3>" if data else "")
-        parts.append(
-            f"<p class='soft'>{escape(note)}</p>{_legend(same_data)}{_charts(figures[:FIRST_CLIENTS], small=True)}"
-        )
-        if hidden := figures[FIRST_CLIENTS:]:
-            parts.append(
-                f"<details><summary>{len(hidden)} more clients</summary>{_charts(hidden, small=True)}</details>"
-            )
-    return "".join(parts)
+        parts += _PARTS.clients(data, note, same_data, figures[:FIRST_CLIENTS], figures[FIRST_CLIENTS:])
+    return parts
 
 
-def _quantities(groups: Sequence[Group]) -> str:
+def _client(
+    client: int,
+    name: str,
+    data: str,
+    curves: Mapping[Series, Mapping[int, Points]],
+    mix: tuple[list[str], list[list[int]]] | None,
+) -> Markup:
+    """Return the accuracy of a client over the rounds, and its samples of each class."""
+    among = f", {data}" if data else ""
+    lines = {series: [(n, y, 0.0) for n, y in by_client.get(client, [])] for series, by_client in curves.items()}
+    content = charts.lines(lines, f"Accuracy of {name}{among}", percent=True, scale=(0, 1), size=SMALL)
+    samples = ""
+    if mix is not None and client < len(mix[1]):
+        counts = mix[1][client]
+        samples = f"{sum(counts)} samples"
+        content += charts.bars(counts, mix[0], f"Samples of each class on {name}{among}")
+    return _framed(f"Client {client}" if name == f"client {client}" else name, samples, content)
+
+
+def _quantities(groups: Sequence[Group]) -> Markup:
     names = {}
     for _, run in _each(groups):
         for row in run.rounds:
@@ -266,7 +258,7 @@ def _quantities(groups: Sequence[Group]) -> str:
             rounds = sorted({n for points in chosen.values() for n, _ in points})
             rows = [[dict(points).get(n, 0.0) for n in rounds] for points in chosen.values()]
             names_of = [group.first.client_name(c).replace("client", "cl.") for c in chosen]
-            chart = charts.heat_map(rows, [*map(str, rounds)], names_of, "Choice of each client")
+            chart = charts.heat_map(rows, [*map(str, rounds)], names_of, f"Choice of each client, {_of(group)}")
             figures.append(_framed("Chosen for each client, by round", _of(group), chart))
     pictures = [
         _picture(group, file)
@@ -274,33 +266,31 @@ def _quantities(groups: Sequence[Group]) -> str:
         for file in sorted((group.first.path / "figures").glob("*.png"))
         if file.stem not in (*DRAWN_HERE, *names)
     ]
-    shown = f"<div class='pictures'>{''.join(pictures)}</div>" if pictures else ""
-    return (_legend(groups) + _charts(figures) if any(figures) else "") + shown
+    drawn = _PARTS.legend(groups) + _PARTS.charts(figures) if any(figures) else Markup("")
+    return drawn + _PARTS.pictures(pictures)
 
 
-def _vector(group: Group, key: str, values_by_round: Sequence[tuple[int, Sequence[float]]]) -> str:
+def _vector(group: Group, key: str, values_by_round: Sequence[tuple[int, Sequence[float]]]) -> Markup:
     """Return a heat map of a method's list of numbers by round."""
     length = max(len(values) for _, values in values_by_round)
     if length > MOST_ROWS:
-        return ""
+        return Markup("")
     rows = [[values[i] if i < len(values) else 0.0 for _, values in values_by_round] for i in range(length)]
     columns = [str(n) for n, _ in values_by_round]
-    chart = charts.heat_map(rows, columns, [f"no. {i}" for i in range(length)], f"{_words(key)} by round")
+    chart = charts.heat_map(rows, columns, [f"no. {i}" for i in range(length)], f"{_words(key)} by round, {_of(group)}")
     return _framed(f"{_words(key)}, by round", _of(group), chart)
 
 
-def _picture(group: Group, file: Path) -> str:
+def _picture(group: Group, file: Path) -> Markup:
     """Return a picture of a run as HTML with embedded data, in few colours."""
     small = io.BytesIO()
     with Image.open(file) as image:
         image.convert("RGB").quantize(COLOURS).save(small, "PNG", optimize=True)
-    data = base64.b64encode(small.getvalue()).decode()
-    name = f"{_words(file.stem)}, {_of(group)}"
-    image_tag = f'<img alt="{escape(name, quote=True)}" src="data:image/png;base64,{data}"/>'
-    return _framed(_words(file.stem), _of(group), f"<div class='scroll'>{image_tag}</div>")
+    title, data = _words(file.stem), base64.b64encode(small.getvalue()).decode()
+    return _framed(title, _of(group), _PARTS.picture(f"{title}, {_of(group)}", data))
 
 
-def _dropped(groups: Sequence[Group]) -> str:
+def _dropped(groups: Sequence[Group]) -> Markup:
     rows = []
     for group, run in _each(groups):
         reasons: dict[tuple[str, str], list[int]] = {}
@@ -314,30 +304,32 @@ def _dropped(groups: Sequence[Group]) -> str:
                 reason = "not evaluated: no node, or its reply was dropped"
                 reasons.setdefault((run.client_name(client), reason), []).append(row["round"])
         for who, reason in sorted(reasons, key=lambda key: reasons[key]):
-            rows.append([_key(group.series), run.path.name, who, _ranges(reasons[who, reason]), reason])
+            rows.append([_PARTS.key(group.series), run.path.name, who, _ranges(reasons[who, reason]), reason])
         for entry in run.summary.get("left-out", []):
             who = f"the node of {entry['site']}" if entry["site"] else "a node"
-            rows.append([_key(group.series), run.path.name, who, f"{entry['times']} times", entry["reason"]])
+            rows.append([_PARTS.key(group.series), run.path.name, who, f"{entry['times']} times", entry["reason"]])
         for key, words in (("sent-again", "messages sent again"), ("late-replies", "late replies")):
             if run.summary.get(key):
-                rows.append([_key(group.series), run.path.name, "all", f"{run.summary[key]} times", words])
+                rows.append([_PARTS.key(group.series), run.path.name, "all", f"{run.summary[key]} times", words])
     if not rows:
-        return "<p>None: every reply was used, and no client was missing.</p>"
-    return _table(["", "folder", "who", "rounds", "what"], rows, texts=("what",))
+        return _PARTS.paragraph("None: every reply was used, and no client was missing.")
+    return _PARTS.table(["", "folder", "who", "rounds", "what"], rows, texts=("what",))
 
 
-def _privacy(groups: Sequence[Group]) -> str:
+def _privacy(groups: Sequence[Group]) -> Markup:
     rows = []
     for group, run in _each(groups):
         if privacy := run.summary.get("privacy"):
             numbers = (f"{privacy[key]:.4g}" for key in ("epsilon", "delta", "planned-epsilon", "clip"))
             uncovered = ", ".join(privacy["not-covered"])
-            rows.append([_key(group.series), run.path.name, privacy["mode"], *numbers, privacy["protects"], uncovered])
+            rows.append(
+                [_PARTS.key(group.series), run.path.name, privacy["mode"], *numbers, privacy["protects"], uncovered]
+            )
     columns = ["", "folder", "mode", "ε", "δ", "planned ε", "clipping norm", "hides", "does not cover"]
-    return _table(columns, rows, numbers=columns[3:7], texts=columns[7:]) if rows else ""
+    return _PARTS.table(columns, rows, numbers=columns[3:7], texts=columns[7:]) if rows else Markup("")
 
 
-def _costs(groups: Sequence[Group]) -> str:
+def _costs(groups: Sequence[Group]) -> Markup:
     rows = []
     phases = list(dict.fromkeys(phase for _, run in _each(groups) for row in run.rounds for phase in row["seconds"]))
     for group, run in _each(groups):
@@ -346,7 +338,7 @@ def _costs(groups: Sequence[Group]) -> str:
         cells = [duration(summary["seconds"]), *(f"{sum(s) / len(s):.2f} s" if s else "" for s in each)]
         cells += [size(summary["bytes-up"]), size(summary["bytes-down"]), f"{summary['samples']:,}"]
         cells += [size(summary[key]) if key in summary else "" for key in ("peak-memory", "peak-gpu-memory")]
-        rows.append([_key(group.series), run.path.name, *cells])
+        rows.append([_PARTS.key(group.series), run.path.name, *cells])
     columns = [
         "",
         "folder",
@@ -359,7 +351,7 @@ def _costs(groups: Sequence[Group]) -> str:
     columns += ["memory", "GPU memory"]
     used = [n for n, name in enumerate(columns) if name != "GPU memory" or any(row[n] for row in rows)]
     shown = [columns[n] for n in used]
-    return _table(shown, [[row[n] for n in used] for row in rows], numbers=shown[2:])
+    return _PARTS.table(shown, [[row[n] for n in used] for row in rows], numbers=shown[2:])
 
 
 def _each(groups: Sequence[Group]) -> list[tuple[Group, Recorded]]:
@@ -371,41 +363,12 @@ def _of(group: Group) -> str:
     return f"{group.series.letter} {group.series.name}{seeds}"
 
 
-def _key(series: Series, *, named: bool = False) -> Html:
-    return Html(f"{series.key()}<b>{series.letter}</b>{f' {escape(series.name)}' * named}")
-
-
-def _legend(groups: Sequence[Group]) -> str:
-    return f"<ul class='legend'>{''.join(f'<li>{_key(group.series, named=True)}</li>' for group in groups)}</ul>"
-
-
-def _figure(title: str, about: str, curves: Mapping[Series, charts.Band], *, percent: bool = False) -> str:
+def _figure(title: str, about: str, curves: Mapping[Series, charts.Band], *, percent: bool = False) -> Markup:
     return _framed(title, about, charts.lines(curves, f"{title}, {about}, over the rounds", percent=percent))
 
 
-def _framed(title: str, about: str, chart: str) -> str:
-    if not chart:
-        return ""
-    return f"<figure><figcaption>{escape(title)} <span>{escape(about)}</span></figcaption>{chart}</figure>"
-
-
-def _charts(figures: Sequence[str], *, small: bool = False) -> str:
-    return f'<div class="charts{" small" * small}">{"".join(figures)}</div>' if any(figures) else ""
-
-
-def _table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = (), texts: Sequence[str] = ()
-) -> str:
-    """Return a table. Columns in ``numbers`` are right-aligned, and columns in ``texts`` wrap their lines."""
-    classes = [' class="n"' * (column in numbers) + ' class="long"' * (column in texts) for column in columns]
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        written = [cell if isinstance(cell, Html) else escape(cell) for cell in cells]
-        return "".join(f"<{tag}{c}>{text}</{tag}>" for c, text in zip(classes, written, strict=True))
-
-    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    head = f"<thead><tr>{line(columns, 'th')}</tr></thead>"
-    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+def _framed(title: str, about: str, content: Markup) -> Markup:
+    return _PARTS.figure(title, about, content) if content else Markup("")
 
 
 def _percent(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from posy.commands.cli import main
-from posy.report.charts import Axis, Series, lines
+from posy.report.charts import COLOURS, Series, bars, heat_map, lines
 from posy.report.groups import compared, grouped
 from posy.report.page import page
 from posy.report.recorded import Recorded, point_of
@@ -30,7 +30,7 @@ class Page(HTMLParser):
         self.refers: list[str] = []
         self.words: list[str] = []
         self.drawings: list[str] = []
-        self.anchors: set[str] = set()
+        self.ids: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open
@@ -42,7 +42,7 @@ class Page(HTMLParser):
             if name in ("src", "href", "srcset", "data", "action"):
                 self.refers.append(value or "")
             if name == "id":
-                self.anchors.add(f"#{value}")
+                self.ids.append(value or "")
             if name == "aria-label":
                 self.drawings.append(value or "")
 
@@ -79,8 +79,9 @@ def test_a_page_needs_nothing_else_and_has_the_numbers_of_its_runs(recorded: Cal
     text = page(paths)
     parsed = Page(text)
     for target in parsed.refers:
-        assert target in parsed.anchors or target.startswith("data:image/png;base64,")
+        assert target.removeprefix("#") in parsed.ids or target.startswith("data:image/png;base64,")
     assert not re.search(r"https?:|@import|url\(|<script", text)
+    assert len(parsed.ids) == len(set(parsed.ids))
     words = {word.strip() for word in parsed.words}
     for path in paths:
         assert path.name in words
@@ -176,22 +177,62 @@ def test_the_command_writes_the_page(
     Page((tmp_path / "page.html").read_text(encoding="utf-8"))
 
 
+def texts(drawing: str) -> list[tuple[float, float, str]]:
+    """Return position and content of each text in a drawing."""
+    matches = re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)', drawing)
+    return [(float(x), float(y), text) for x, y, text in matches]
+
+
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [0.0, 1e-9], [-5.0, 3e7], [0.123, 0.124]])
-def test_an_axis_holds_its_values_and_has_some_ticks(values: list[float]) -> None:
-    axis = Axis.of(values)
-    assert axis.low <= min(values) <= max(values) <= axis.high
-    assert 2 <= len(axis.ticks) <= 8
-    assert all(axis.low - 1e-9 <= tick <= axis.high * (1 + 1e-9) + 1e-9 for tick in axis.ticks)
+def test_a_chart_contains_its_values_and_has_some_ticks(values: list[float]) -> None:
+    drawing = lines({Series("run", 0): [(n, value, 0.0) for n, value in enumerate(values)]}, "values")
+    ticks = [y for x, y, _ in texts(drawing) if x < 46]
+    assert 2 <= len(ticks) <= 8
+    markers = [float(y) for y in re.findall(r'<use href="#\w+" x="[\d.]+" y="([\d.]+)"', drawing)]
+    assert len(markers) == len(values)
+    assert min(ticks) - 5 <= min(markers) <= max(markers) <= max(ticks)
 
 
-def test_lines_are_told_apart_without_colours() -> None:
+def test_percentages_stay_between_0_and_100() -> None:
+    ticks = [text for x, _, text in texts(lines({Series("run", 0): [(1, 1.0, 0.2)]}, "a", percent=True)) if x < 46]
+    assert ticks[-1] == "100 %"
+
+
+def test_lines_differ_without_colours() -> None:
     series = [Series(f"run {index}", index) for index in range(28)]
     assert [curve.letter for curve in series[-3:]] == ["Z", "AA", "AB"]
-    looks = {re.sub(r"c\d", "", curve.line) + re.sub(r"c\d", "", curve.marker(0, 0)) for curve in series[:4]}
+    looks = {re.sub(r"var\(--\w+\)|key-\d", "", curve.key()) for curve in series[:4]}
     assert len(looks) == 4
     drawing = lines({curve: [(1, 0.5, 0.0), (2, 0.5, 0.0)] for curve in series[:4]}, "accuracy", percent=True)
-    heights = [float(y) for y in re.findall(r'<text class="end c\d" x="[\d.]+" y="([\d.]+)"', drawing)]
-    assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) >= 11
+    heights = {text: y for _, y, text in texts(drawing) if text.endswith("50 %") and len(text) > 4}
+    assert [text[0] for text in sorted(heights, key=lambda text: heights[text])] == ["A", "B", "C", "D"]
+    assert min(b - a for a, b in itertools.pairwise(sorted(heights.values()))) >= 11
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        lines({Series("run", index): [(n, n * 0.1, 0.05) for n in range(20)] for index in range(8)}, "a < b & c"),
+        heat_map([[1.0, 0.0], [0.2, 0.5]], ["1", "2"], ["<b>", "c"], "a < b & c"),
+        bars([3, 0], ["<b>", "c"], "a < b & c"),
+    ],
+)
+def test_a_drawing_has_a_description_and_the_colours_of_the_page(drawing: str) -> None:
+    parsed = Page(drawing)
+    assert parsed.drawings == ["a < b & c"] and 'role="img"' in drawing
+    assert not re.search("|".join(COLOURS) + r"|#[0-9a-f]{6}\b|<style|url\(|https?:", drawing)
+    assert "<b>" not in drawing
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_class_name_can_be_drawn() -> None:
+    names = ["$a$ $\\frac", "\x01", "猫", "🐈", ""]
+    assert "$a$" in Page(bars(range(5), names, "samples")).words
+    assert "$a$ $\\fr" in Page(heat_map([[0.0] * 5] * 5, names, names, "map")).words
+
+
+def test_bars_name_class_and_number_of_samples() -> None:
+    assert {"cat: 3", "dog: 0"} <= set(Page(bars([3, 0], ["cat", "dog"], "samples")).words)
 
 
 def test_reports_score_older_runs_by_the_current_model_of_their_method() -> None:
