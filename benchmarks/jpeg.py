@@ -22,7 +22,7 @@ from PIL import Image
 import posy
 from benchmarks.measure import percent
 from posy.commands.launch import INTERRUPTED
-from posy.data.npz import NpzFile
+from posy.data.readers.npz import NpzFile
 from posy.listing import print_table
 
 Images = npt.NDArray[np.uint8]

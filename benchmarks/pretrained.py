@@ -16,7 +16,7 @@ import typer
 import posy
 from benchmarks.measure import percent
 from posy.commands.launch import INTERRUPTED
-from posy.data.npz import NpzFile
+from posy.data.readers.npz import NpzFile
 from posy.listing import print_table
 
 CENTRAL, FEDERATED = 20_000, 6_000

@@ -12,7 +12,7 @@ from posy import figures
 from posy.client_app.stored import ClientModel, Prediction
 from posy.data.errors import DataError
 from posy.data.inputs import Preprocessing
-from posy.data.tables import rows_of
+from posy.data.readers.tables import rows_of
 from posy.listing import print_table
 from posy.server_app.record import Record
 from posy.words import title

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from posy.data.arrow import HUB, read_hub
 from posy.data.columns import Columns
 from posy.data.dataset import Dataset, fitted
 from posy.data.errors import DataError
-from posy.data.functions import read_function
-from posy.data.own import as_dataset, has_columns, read_own
 from posy.data.partitions import Partition, partition
 from posy.data.published import DATASETS
-from posy.data.read_published import load_published
+from posy.data.readers.arrow import HUB, read_hub
+from posy.data.readers.functions import read_function
+from posy.data.readers.own import as_dataset, has_columns, read_own
+from posy.data.readers.published import load_published
 from posy.data.settings import DataSettings, path_of
 from posy.data.text import MAX_LENGTH
 from posy.extensions import is_own

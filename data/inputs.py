@@ -14,7 +14,7 @@ from torch import Tensor
 from posy.data.agreement import MODES
 from posy.data.dataset import Dataset
 from posy.data.errors import DataError
-from posy.data.image import as_images, pixels_of, read_images
+from posy.data.readers.image import as_images, pixels_of, read_images
 from posy.data.task import TASK_KINDS, Task
 from posy.data.text import hashed, tokens_of
 from posy.data.transforms import shape_text

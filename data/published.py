@@ -44,7 +44,7 @@ class Published:
     shape: tuple[int, int, int] | None = None  # (H, W, C) of its images; None: any
     words: int | None = None  # words per text unless `text-length` is set; None: the default of custom texts
     torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and its download folder
-    reader: str = "read_torchvision"  # function in posy.data.read_published
+    reader: str = "read_torchvision"  # function in posy.data.readers.published
     has_test_set: bool = True  # whether any of its forms includes a test set
     where: str = ""  # files needed in the data directory; empty: an .npz file or torchvision's folder
 

@@ -4,8 +4,8 @@ import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posy.data.pfllib import is_pfllib
 from posy.data.published import DATASETS
+from posy.data.readers.pfllib import is_pfllib
 from posy.paths import absolute, exists, expanded
 from posy.settings import SettingsError, setting
 

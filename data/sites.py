@@ -27,10 +27,10 @@ from posy.data.columns import Columns, names_in
 from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
 from posy.data.errors import DataError, Note
 from posy.data.labels import renumbered
-from posy.data.own import read_own
 from posy.data.partitions import Partition, finished, split
 from posy.data.policy import Policy
 from posy.data.pooled import numbers_of
+from posy.data.readers.own import read_own
 from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed

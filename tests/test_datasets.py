@@ -19,7 +19,7 @@ from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, partition
 from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, KVASIR, describe
-from posy.data.read_published import TO_SUPERCLASS
+from posy.data.readers.published import TO_SUPERCLASS
 from posy.data.settings import DataSettings
 from posy.data.text import tokenise
 from posy.settings import SettingsError

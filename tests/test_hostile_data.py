@@ -27,9 +27,9 @@ from posy.data.dataset import fitted
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.labels import as_labels, nearly_equal, written_label
-from posy.data.npz import NpzFile
-from posy.data.own import as_dataset, read_own
 from posy.data.partitions import Partition, partition
+from posy.data.readers.npz import NpzFile
+from posy.data.readers.own import as_dataset, read_own
 from posy.data.settings import DataSettings
 from posy.data.sites import load_site, read_site
 from posy.settings import SettingsError
@@ -596,7 +596,7 @@ def test_crooked_tables(text, message, tmp_path):
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("posy.data.tables._MAX_LINE", 1000)
+    monkeypatch.setattr("posy.data.readers.tables._MAX_LINE", 1000)
     path = write(tmp_path / "a.csv", "x,label\n" + "1" * 5000)
     refused(load_own, path, "a", match="line 2 is longer than 1,000 characters")
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import softmax
 
 Array = npt.NDArray[np.float64]
 
@@ -45,9 +46,7 @@ def simulate(seed: int, rounds: int = ROUNDS) -> dict[str, Drift]:
 
 def head_gradient(weights: Array, x: Array, y: npt.NDArray[np.int64]) -> Array:
     """Return the gradient ``(K, d)`` of the mean cross-entropy of a linear head ``(K, d)`` on ``x`` ``(n, d)``."""
-    logits = x @ weights.T
-    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
-    residuals = exponentials / exponentials.sum(axis=1, keepdims=True)
+    residuals = softmax(x @ weights.T, axis=1)
     residuals[np.arange(len(y)), y] -= 1.0
     return residuals.T @ x / len(y)
 

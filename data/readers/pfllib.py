@@ -17,7 +17,7 @@ from posy.data.dataset import Content
 from posy.data.errors import DataError
 from posy.data.files import read_json
 from posy.data.labels import as_labels, joined_labels, known_labels
-from posy.data.npz import NpzFile
+from posy.data.readers.npz import NpzFile
 from posy.data.values import as_features, as_float32, check_alike, check_shape, precision_notes
 from posy.extensions import said
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from posy.data.dataset import Content
 from posy.data.errors import DataError
-from posy.data.image import as_images
 from posy.data.labels import as_labels, numbered_groups
+from posy.data.readers.image import as_images
 from posy.data.values import as_features, check_lengths, check_shape, precision_notes
 from posy.extensions import load, said
 

@@ -167,7 +167,7 @@ def image_content(
 ) -> Content:
     """Return the content of N image files and their ``(N,)`` labels. ``attributes`` are its groups and its test set.
 
-    The other parameters are as in :func:`posy.data.own.read_own`.
+    The other parameters are as in :func:`posy.data.readers.own.read_own`.
     """
     x, problems = readable_images(files, size, mode)
     if not problems:

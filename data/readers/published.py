@@ -14,12 +14,12 @@ from filelock import FileLock
 from posy.data.dataset import Content, Dataset
 from posy.data.errors import DataError
 from posy.data.files import read_json
-from posy.data.image import DEFAULT_SIDE, image_files, read_images
 from posy.data.labels import as_labels, known_labels, numbered_groups
-from posy.data.own import as_dataset, read_npz
 from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, DIGITS, KVASIR
+from posy.data.readers.image import DEFAULT_SIDE, image_files, read_images
+from posy.data.readers.own import as_dataset, read_npz
+from posy.data.readers.tables import rows_of
 from posy.data.settings import DataSettings
-from posy.data.tables import rows_of
 from posy.data.text import MAX_LENGTH
 from posy.data.values import as_float32, check_lengths
 

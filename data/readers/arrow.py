@@ -13,9 +13,9 @@ from posy.data.columns import Columns, name_notes, roles
 from posy.data.dataset import Content
 from posy.data.errors import DataError, Note
 from posy.data.files import check_fits, check_regular
-from posy.data.functions import content_of
-from posy.data.image import Encoded, image_content
 from posy.data.labels import as_labels, label_name, numbered_groups
+from posy.data.readers.functions import content_of
+from posy.data.readers.image import Encoded, image_content
 from posy.data.values import FLOAT32_MAX, precision_notes
 from posy.extensions import said
 
@@ -62,7 +62,7 @@ def is_saved(path: Path) -> bool:
 def read_saved(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
-    """Read a folder of ``save_to_disk`` of `datasets`; the arguments are as in :func:`posy.data.own.read_own`."""
+    """Read a folder of ``save_to_disk`` of `datasets`; arguments as in :func:`posy.data.readers.own.read_own`."""
     import datasets  # noqa: PLC0415 - takes seconds to import
 
     try:
@@ -76,7 +76,7 @@ def read_saved(
 def read_parquet(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
-    """Read a .parquet file; the arguments are as in :func:`posy.data.own.read_own`."""
+    """Read a .parquet file; the arguments are as in :func:`posy.data.readers.own.read_own`."""
     import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
     from pyarrow import parquet  # noqa: PLC0415
 
@@ -179,7 +179,7 @@ def _content(
     mode: str | None,
     skip_unreadable: bool | None,
 ) -> Content:
-    """Return the content of a table; the arguments are as in :func:`posy.data.own.read_own`."""
+    """Return the content of a table; the arguments are as in :func:`posy.data.readers.own.read_own`."""
     names, header = _names(rows)
     coded, images = (
         [index for index, name in enumerate(names) if rows.kind(name) == kind] for kind in ("ClassLabel", "Image")

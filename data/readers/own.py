@@ -6,17 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from posy.data.arrow import is_saved, read_parquet, read_saved
 from posy.data.columns import Columns
 from posy.data.dataset import Content, Dataset, make_dataset
 from posy.data.errors import DataError
 from posy.data.files import check_regular
-from posy.data.functions import PARTS, content_of
-from posy.data.image import as_images, image_content, labelled_images
 from posy.data.labels import as_labels, joined_labels, known_labels, numbered_groups
-from posy.data.npz import NpzFile
-from posy.data.pfllib import is_pfllib, read_pfllib
-from posy.data.tables import read_csv
+from posy.data.readers.arrow import is_saved, read_parquet, read_saved
+from posy.data.readers.functions import PARTS, content_of
+from posy.data.readers.image import as_images, image_content, labelled_images
+from posy.data.readers.npz import NpzFile
+from posy.data.readers.pfllib import is_pfllib, read_pfllib
+from posy.data.readers.tables import read_csv
 from posy.data.text import MAX_LENGTH
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
 from posy.paths import exists
@@ -58,8 +58,9 @@ def read_own(
 ) -> Content:
     """Read an .npz, .csv or .parquet file, or a directory of one of the layouts.
 
-    ``size`` and ``mode`` of image files are as for :func:`posy.data.image.readable_images`. If ``skip_unreadable`` is
-    ``None``, the error for an unreadable image does not suggest that setting. ``columns`` are for tables.
+    ``size`` and ``mode`` of image files are as for :func:`posy.data.readers.image.readable_images`. If
+    ``skip_unreadable`` is ``None``, the error for an unreadable image does not suggest that setting. ``columns`` are
+    for tables.
 
     Raises
     ------
@@ -93,7 +94,8 @@ def read_npz(path: Path) -> Content:
     """Read an .npz file, and return its training and test samples in one array, with a mask of the test samples.
 
     It reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test`` (numbers or
-    texts). Arrays of three and four axes are images, for :func:`posy.data.image.as_images`; ``(N, F)`` are features.
+    texts). Arrays of three and four axes are images, for :func:`posy.data.readers.image.as_images`; ``(N, F)`` are
+    features.
 
     Raises
     ------
@@ -165,6 +167,6 @@ def read_arrays(path: Path) -> Content:
 
 
 def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
-    """Read a folder of class folders with :func:`posy.data.image.labelled_images`."""
+    """Read a folder of class folders with :func:`posy.data.readers.image.labelled_images`."""
     files, names, is_test = labelled_images(path)
     return image_content(path, files, names, size, mode, skip_unreadable, is_test=is_test)
