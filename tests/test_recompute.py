@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -272,8 +272,17 @@ class Ran:
         return set(self.column(number or len(self.rounds), "train_loss"))
 
 
-def case(name: str, method: str, source: Callable[[Path], tuple[Path, Task]] = features, **settings: Any) -> Any:
-    return pytest.param((name, method, source, settings), id=name)
+class Case(NamedTuple):
+    """A method, the function that writes its data, and its settings."""
+
+    name: str
+    method: str
+    source: Callable[[Path], tuple[Path, Task]]
+    settings: dict[str, Any]
+
+
+def case(name: str, method: str, source: Callable[[Path], tuple[Path, Task]] = features, **settings: Any) -> Case:
+    return Case(name, method, source, settings)
 
 
 PARTIAL = {"fraction_train": 0.5, "num_server_rounds": 3}
@@ -335,49 +344,49 @@ FURTHER = [
 CASES = [*EVERY, *SOME, *FURTHER]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
-    """Return a function that runs each case once."""
-    folder, done = tmp_path_factory.mktemp("recompute"), dict[str, Ran]()
-    tasks = dict[Any, tuple[Path, Task]]()
+@pytest.fixture
+def run_case(tmp_path: Path) -> Callable[[Case], Ran]:
+    """Return a function that runs a case."""
 
-    def ran(name: str, method: str, source: Callable[[Path], tuple[Path, Task]], settings: dict[str, Any]) -> Ran:
-        if name not in done:
-            data, task = tasks.setdefault(source, source(folder))
-            (folder / "parts.json").write_text(json.dumps({"train": task.train, "test": task.test}))
-            run_settings = {"num_server_rounds": 4, "system_accuracy": "on", "checkpoint_every": 1, **settings}
-            common = {
-                "device": "cpu",
-                "dataset": str(data),
-                "partition": "file",
-                "partition-file": str(folder / "parts.json"),
-                "num-clients": len(TRAIN),
-                "batch-size": 64,  # all of a client's samples: one step an epoch
-                "local-epochs": 1,
-                "lr": LR,
-                "output-dir": str(folder / "runs"),
-                "run-name": f"run-{len(done)}",
-            }
-            recorder = run(
-                None, {"method": method, **common, **{k.replace("_", "-"): v for k, v in run_settings.items()}}
-            )
-            done[name] = Ran(method, run_settings, task, recorder.directory.path)
-        return done[name]
+    def ran(case: Case) -> Ran:
+        data, task = case.source(tmp_path)
+        (tmp_path / "parts.json").write_text(json.dumps({"train": task.train, "test": task.test}))
+        run_settings = {"num_server_rounds": 4, "system_accuracy": "on", "checkpoint_every": 1, **case.settings}
+        common = {
+            "device": "cpu",
+            "dataset": str(data),
+            "partition": "file",
+            "partition-file": str(tmp_path / "parts.json"),
+            "num-clients": len(TRAIN),
+            "batch-size": 64,  # all of a client's samples: one step an epoch
+            "local-epochs": 1,
+            "lr": LR,
+            "output-dir": str(tmp_path / "runs"),
+        }
+        given = {key.replace("_", "-"): value for key, value in run_settings.items()}
+        recorder = run(None, {"method": case.method, **common, **given})
+        return Ran(case.method, run_settings, task, recorder.directory.path)
 
     return ran
 
 
-@pytest.fixture
-def ran(request: pytest.FixtureRequest, runs: Callable[..., Ran]) -> Ran:
-    return runs(*request.param)
+Check = Callable[[Ran], None]
+CHECKS: list[tuple[Check, frozenset[str]]] = []
+"""Each check with the names of the cases that it applies to."""
 
 
-def for_runs(cases: Sequence[Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("ran", cases, indirect=True)
+def for_runs(cases: Sequence[Case]) -> Callable[[Check], Check]:
+    """Return a decorator that adds a check of some cases to :data:`CHECKS`."""
+
+    def add(check: Check) -> Check:
+        CHECKS.append((check, frozenset(case.name for case in cases)))
+        return check
+
+    return add
 
 
-def methods(*names: str) -> list[Any]:
-    return [c for c in CASES if c.values[0][1] in names]
+def methods(*names: str) -> list[Case]:
+    return [case for case in CASES if case.method in names]
 
 
 # -- served and local models -----------------------------------------------------------------------------
@@ -592,7 +601,7 @@ def has_local(ran: Ran, client: int) -> bool:
 
 
 @for_runs(CASES)
-def test_accuracies_and_losses_are_those_of_the_stored_models(ran: Ran) -> None:
+def check_accuracies_and_losses_are_those_of_the_stored_models(ran: Ran) -> None:
     last = len(ran.rounds)
     recorded = {
         (point, measure): ran.column(last, f"{point}_{measure}")
@@ -618,7 +627,7 @@ def test_accuracies_and_losses_are_those_of_the_stored_models(ran: Ran) -> None:
 
 
 @for_runs(CASES)
-def test_sample_counts(ran: Ran) -> None:
+def check_sample_counts(ran: Ran) -> None:
     for row in ran.rows:
         client = int(row["partition"])
         assert (int(row["n_train"]), int(row["n_test"])) == (TRAIN[client], TEST[client])
@@ -646,7 +655,7 @@ def spread_of(values: Mapping[int, float]) -> dict[str, Any] | None:
 
 
 @for_runs(CASES)
-def test_rounds_and_summary_follow_from_the_clients_rows(ran: Ran) -> None:
+def check_rounds_and_summary_follow_from_the_clients_rows(ran: Ran) -> None:
     points: dict[str, list[dict[str, Any]]] = {"served": [], "local": []}
     for number, row in enumerate(ran.rounds, start=1):
         assert row["round"] == number
@@ -695,7 +704,7 @@ def ppfe_bytes(ran: Ran) -> list[tuple[int, int, int]]:
 
 
 @for_runs(CASES)
-def test_bytes_are_those_of_the_arrays_sent(ran: Ran) -> None:
+def check_bytes_are_those_of_the_arrays_sent(ran: Ran) -> None:
     model_size = elements(ran.model, list(ran.model))
     body = elements(ran.model, [name for name in ran.model if not is_head(name)])
     several = len(ran.server.get("models", ()))
@@ -752,7 +761,7 @@ MEANS += ("fedrep", "feddrm", "fedper", "lg-fedavg", "fedala", "fednh", "pfedfda
 
 
 @for_runs(methods(*MEANS))
-def test_the_mean_model_is_that_of_the_clients_models(ran: Ran) -> None:
+def check_the_mean_model_is_that_of_the_clients_models(ran: Ran) -> None:
     clients = sorted(ran.trained())
     names = [n for n in ran.model if is_shared(ran, n)]
     expected = weighted([local_flat(ran, c, names) for c in clients], clients)
@@ -763,7 +772,7 @@ def test_the_mean_model_is_that_of_the_clients_models(ran: Ran) -> None:
 
 
 @for_runs(methods("fednh"))
-def test_prototypes_are_drawn_to_the_clients_mean_directions(ran: Ran) -> None:
+def check_prototypes_are_drawn_to_the_clients_mean_directions(ran: Ran) -> None:
     shape = ran.model["head.weight"].shape
     before, after = (state["model"][-math.prod(shape) :].reshape(shape) for state in (ran.before, ran.server))
     sums = np.zeros(shape)
@@ -777,7 +786,7 @@ def test_prototypes_are_drawn_to_the_clients_mean_directions(ran: Ran) -> None:
 
 
 @for_runs(methods("cwfedavg"))
-def test_cwfedavgs_distributions_class_models_and_shares(ran: Ran) -> None:
+def check_cwfedavgs_distributions_class_models_and_shares(ran: Ran) -> None:
     clients = sorted(ran.trained())
     norms = np.stack([np.linalg.norm(ran.stored[c]["head.weight"].astype(np.float64), axis=1) for c in clients])
     p = norms / norms.sum(axis=1, keepdims=True)
@@ -801,7 +810,7 @@ def test_cwfedavgs_distributions_class_models_and_shares(ran: Ran) -> None:
 
 
 @for_runs(methods("fedacs", "fedamp"))
-def test_attention_and_mixed_models(ran: Ran) -> None:
+def check_attention_and_mixed_models(ran: Ran) -> None:
     server, participants, last = ran.server, ran.server["seen"].tolist(), len(ran.rounds)
     assert participants == sorted(set().union(*(ran.trained(row["round"]) for row in ran.rounds)))
     models = server["models"].astype(np.float64)
@@ -841,7 +850,7 @@ def body_output(arrays: Arrays, x: np.ndarray) -> np.ndarray:
 
 
 @for_runs(methods("fedproto", "fedpac"))
-def test_prototypes_are_the_mean_features_of_classes(ran: Ran) -> None:
+def check_prototypes_are_the_mean_features_of_classes(ran: Ran) -> None:
     clients = sorted(ran.trained())
     assert int(ran.server["known"].sum()) == CLASSES
     samples = {c: ran.split(c, "train") for c in clients}
@@ -854,7 +863,7 @@ def test_prototypes_are_the_mean_features_of_classes(ran: Ran) -> None:
 
 
 @for_runs(methods("fedcp"))
-def test_fedcps_global_head_is_that_of_half_the_clients_heads(ran: Ran) -> None:
+def check_fedcps_global_head_is_that_of_half_the_clients_heads(ran: Ran) -> None:
     clients, sent = sorted(ran.trained()), []
     for client in clients:
         arrays = dict(ran.stored[client])
@@ -879,7 +888,7 @@ def squared_gradient(arrays: Arrays, x: np.ndarray, y: np.ndarray) -> float:
 
 
 @for_runs(methods("fedas"))
-def test_fedas_bodies_by_fisher_information(ran: Ran) -> None:
+def check_fedas_bodies_by_fisher_information(ran: Ran) -> None:
     clients = sorted(ran.trained())
     weights = [TRAIN[c] * squared_gradient(ran.stored[c], *ran.split(c, "train")) for c in clients]
     rows = [local_flat(ran, c, [n for n in ran.model if not is_head(n)]) for c in clients]
@@ -903,7 +912,7 @@ def least_on_simplex(matrix: np.ndarray) -> np.ndarray:
 
 
 @for_runs(methods("fedpac"))
-def test_fedpacs_heads(ran: Ran) -> None:
+def check_fedpacs_heads(ran: Ran) -> None:
     """The heads follow from the features of the body that was served in the last round."""
     clients = sorted(ran.trained())
     products, variances, heads = [], [], []
@@ -928,7 +937,7 @@ def test_fedpacs_heads(ran: Ran) -> None:
 
 
 @for_runs(methods("fedfew"))
-def test_fedfews_weights_objective_and_counts(ran: Ran) -> None:
+def check_fedfews_weights_objective_and_counts(ran: Ran) -> None:
     clients = sorted(ran.trained())
     mu, n = ran.setting("mu", 0.01), np.array([TRAIN[c] for c in clients], np.float64)
     losses = ran.server["losses"][clients]
@@ -953,7 +962,7 @@ def test_fedfews_weights_objective_and_counts(ran: Ran) -> None:
 
 
 @for_runs(methods("ifca"))
-def test_ifcas_clusters(ran: Ran) -> None:
+def check_ifcas_clusters(ran: Ran) -> None:
     clients = sorted(ran.trained())
     chosen = np.array([int(ran.chosen[c]) for c in clients])
     count = len(ran.server["models"])
@@ -969,7 +978,7 @@ def test_ifcas_clusters(ran: Ran) -> None:
 
 
 @for_runs(methods("cfl"))
-def test_cfls_clusters_and_where_they_are_split(ran: Ran) -> None:
+def check_cfls_clusters_and_where_they_are_split(ran: Ran) -> None:
     trained, before, after = ran.trained(), ran.before["cluster"], ran.server["cluster"]
     models = cluster_models(ran.server)
     assert len(models) > 1 or "cfl_eps1" not in ran.settings
@@ -997,7 +1006,7 @@ def test_cfls_clusters_and_where_they_are_split(ran: Ran) -> None:
 
 
 @for_runs(methods("fedfew", "ifca"))
-def test_the_chosen_model_is_the_best_on_the_clients_training_data(ran: Ran) -> None:
+def check_the_chosen_model_is_the_best_on_the_clients_training_data(ran: Ran) -> None:
     for client, chosen in ran.column(len(ran.rounds), "chosen").items():
         x, y = ran.split(client, "train")
         losses = [cross_entropy(softmax(logits(m, x)), y) for m in candidates(ran, ran.server)]
@@ -1005,7 +1014,7 @@ def test_the_chosen_model_is_the_best_on_the_clients_training_data(ran: Ran) -> 
 
 
 @for_runs(methods("ppfe"))
-def test_ppfes_stages_and_the_mean_of_the_last(ran: Ran) -> None:
+def check_ppfes_stages_and_the_mean_of_the_last(ran: Ran) -> None:
     total = num_stages(ran)
     assert ran.rounds[-1]["stage"] == total > 1
     assert all(row["shared_parameters"] == ran.server[f"finished-{row['stage']}"].size for row in ran.rounds)
@@ -1047,8 +1056,8 @@ def boosted(ran: Ran, client: int, models: Sequence[Arrays]) -> list[float]:
     return betas
 
 
-@for_runs([c for c in methods("ppfe") if c.values[0][3].get("ppfe_ensemble", True)])
-def test_ppfes_coefficients(ran: Ran) -> None:
+@for_runs([c for c in methods("ppfe") if c.settings.get("ppfe_ensemble", True)])
+def check_ppfes_coefficients(ran: Ran) -> None:
     """Compare the finished stages' coefficients on the server, and the coefficients in each client's file."""
     for client in CLIENTS:
         finished = boosted(ran, client, [arrays for arrays, _ in ppfe_served(ran, client)])
@@ -1063,7 +1072,7 @@ STARTS = ("fedavg", "fedavg-ft", "fedprox", "fedacs", "ifca", "fedamp", "fedfew"
 
 
 @for_runs(methods(*STARTS, "fedprox-ft", "fedsam-ft", "fedbabu", "cfl", "fedmgda", "fednh", "scaffold", "fedbn"))
-def test_the_training_loss_is_that_of_what_the_clients_started_from(ran: Ran) -> None:
+def check_the_training_loss_is_that_of_what_the_clients_started_from(ran: Ran) -> None:
     """All of a client's samples form one batch, so the loss of the only epoch precedes its only step."""
     for client, recorded in ran.column(len(ran.rounds), "train_loss").items():
         x, y = ran.split(client, "train")
@@ -1092,8 +1101,8 @@ def pooled(ran: Ran) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ran.task.x[indices], ran.task.y[indices], np.repeat(list(CLIENTS), TEST)
 
 
-@for_runs([c for c in CASES if c.values[0][1] != "feddrm"])
-def test_system_accuracy_is_a_majority_vote(ran: Ran) -> None:
+@for_runs([c for c in CASES if c.method != "feddrm"])
+def check_system_accuracy_is_a_majority_vote(ran: Ran) -> None:
     x, y, _ = pooled(ran)
     votes = [probabilities(stage_models(arrays), x).argmax(axis=1) for arrays in ran.stored]
     counts = np.array([[sum(int(v[i] == label) for v in votes) for label in range(CLASSES)] for i in range(len(y))])
@@ -1102,7 +1111,7 @@ def test_system_accuracy_is_a_majority_vote(ran: Ran) -> None:
 
 
 @for_runs(methods("feddrm"))
-def test_feddrms_system_and_routing_accuracy(ran: Ran) -> None:
+def check_feddrms_system_and_routing_accuracy(ran: Ran) -> None:
     x, y, owner = pooled(ran)
     models = [with_shared(ran, c, ran.server["model"]) for c in CLIENTS]
     match = logits(models[0], x, "client_")
@@ -1113,3 +1122,12 @@ def test_feddrms_system_and_routing_accuracy(ran: Ran) -> None:
     assert len(set(chosen.tolist())) > 1 or "local_epochs" not in ran.settings  # few steps send all to one client
     assert ran.summary["system-accuracy"] * len(y) == pytest.approx((answers == y).sum(), abs=1e-4)
     assert ran.summary["routing-accuracy"] == pytest.approx((chosen == owner).mean())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_numbers_of_a_run_follow_from_its_files(case: Case, run_case: Callable[[Case], Ran]) -> None:
+    """Run each case once, and make all checks of its method."""
+    ran = run_case(case)
+    for check, names in CHECKS:
+        if case.name in names:
+            check(ran)
