@@ -327,9 +327,10 @@ def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
     values = {**defaults, **config}
     values["partition"] = located(build(DataSettings, values)).partition
     unmet: dict[str, str] = {}
+    conditional = {key: setting for key, setting in declarations.items() if setting.needs}
     for _ in declarations:  # in other conditions a setting without an effect has its default
         current = values | {key: defaults[key] for key in unmet}
-        before, unmet = unmet, {key: text for key, setting in declarations.items() if (text := setting.unmet(current))}
+        before, unmet = unmet, {key: text for key, setting in conditional.items() if (text := setting.unmet(current))}
         if unmet.keys() == before.keys():
             break
     reasons = {key: f"it needs {declarations[key].needs}, but {text}" for key, text in unmet.items()}

@@ -5,6 +5,7 @@ unchanged. A run at an edge gives finite numbers or an error of one line.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from posy.strategies.registry import declared, parse_words, read_settings, with_
 WHERE = "the command line"
 
 DECLARED = declared()
-every_key = pytest.mark.parametrize("key", DECLARED)
 LONGEST_LINE = 1500
 BIG = float(np.finfo(np.float32).max)
 HUGE = (10**39, 10**400, -(10**400), 10**5000)
@@ -75,8 +75,12 @@ def wrong_values(key: str) -> list[Any]:
     return wrong
 
 
-@every_key
-def test_what_a_setting_cannot_be_is_refused_in_one_line(key: str) -> None:
+def test_what_a_setting_cannot_be_is_refused_in_one_line() -> None:
+    for key in DECLARED:
+        check_refusals(key)
+
+
+def check_refusals(key: str) -> None:
     kind, rule = rule_of(key)
     for value in wrong_values(key):
         message = refusal(lambda value=value: read_settings({key: value}, "the file mine.yaml"))
@@ -87,8 +91,12 @@ def test_what_a_setting_cannot_be_is_refused_in_one_line(key: str) -> None:
             assert (str(value).lower() if isinstance(value, bool) else repr(shown_value)[:80]) in message
 
 
-@pytest.mark.parametrize("key", [key for key in DECLARED if rule_of(key)[0] in (int, float)])
-def test_the_edges_of_a_range_are_inside_it(key: str) -> None:
+def test_the_edges_of_a_range_are_inside_it() -> None:
+    for key in (key for key in DECLARED if rule_of(key)[0] in (int, float)):
+        check_edges(key)
+
+
+def check_edges(key: str) -> None:
     kind, rule = rule_of(key)
     edges = [kind(edge) for edge in (rule.minimum, rule.most) if math.isfinite(edge)]
     if rule.above > -math.inf:
@@ -210,9 +218,8 @@ def check_word(key: str, text: str) -> None:
         assert value == expected and type(value) is type(expected)
 
 
-@every_key
-def test_a_word_of_the_command_line_means_what_it_says_or_is_refused_in_one_line(key: str) -> None:
-    for text in WORDS:
+def test_a_word_of_the_command_line_means_what_it_says_or_is_refused_in_one_line() -> None:
+    for key, text in itertools.product(DECLARED, WORDS):
         check_word(key, text)
 
 

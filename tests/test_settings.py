@@ -54,11 +54,9 @@ def test_no_key_is_declared_twice() -> None:
     assert len(DECLARED) == sum(map(len, groups(METHODS).values()))
 
 
-@pytest.mark.parametrize("key", DECLARED)
-def test_every_default_lies_in_its_own_range(key: str) -> None:
-    assert DECLARED[key].admits(DECLARED[key].default)
-    assert DECLARED[key].help
-    assert DECLARED[key].allowed()
+def test_every_default_lies_in_its_own_range() -> None:
+    for key, rule in DECLARED.items():
+        assert rule.admits(rule.default) and rule.help and rule.allowed(), key
 
 
 def test_defaults_resolve_to_the_dataclasses_defaults() -> None:
@@ -76,10 +74,9 @@ def test_settings_are_frozen() -> None:
                 setattr(group, field.name, 1)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_is_found_by_name(method: str) -> None:
-    settings = read_settings({"method": method})
-    assert type(settings.method) is settings_class(method)
+def test_every_method_is_found_by_name() -> None:
+    for method in METHODS:
+        assert type(read_settings({"method": method}).method) is settings_class(method)
 
 
 # -- one value -------------------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ def test_a_wrong_value_names_key_value_place_and_what_is_allowed(key: str, value
         assert part in message
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fedavg", "fedfew"])
 def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
     with pytest.raises(SettingsError, match="fedfew-models = 0"):
         read_settings({"method": method, "fedfew-models": 0})
@@ -296,12 +293,12 @@ def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, n
 # -- serialisation ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_settings_travel_as_json(method: str) -> None:
-    settings = read_settings({"method": method, "lr": 1e-7, "num-clients": 3, "run-name": 'a "name" – ü'})
-    assert from_json(settings.to_json()) == settings
-    assert json.loads(settings.to_json()) == settings.as_config()
-    assert settings.as_config().keys() == declared([method]).keys()
+def test_settings_travel_as_json() -> None:
+    for method in METHODS:
+        settings = read_settings({"method": method, "lr": 1e-7, "num-clients": 3, "run-name": 'a "name" – ü'})
+        assert from_json(settings.to_json()) == settings
+        assert json.loads(settings.to_json()) == settings.as_config()
+        assert settings.as_config().keys() == declared([method]).keys()
 
 
 def test_messages_from_elsewhere_are_checked_too() -> None:
@@ -422,9 +419,9 @@ def test_a_file_that_is_no_text_is_an_error(experiments: Path) -> None:
         read_settings({"experiment": "mine"})
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*/settings/*.yaml")), ids=lambda p: p.stem)
-def test_the_experiments_of_the_project_are_valid(path: Path) -> None:
-    assert read_settings({"experiment": str(path)}).run.experiment == str(path)
+def test_the_experiments_of_the_project_are_valid() -> None:
+    for path in (ROOT / "papers").glob("*/settings/*.yaml"):
+        assert read_settings({"experiment": str(path)}).run.experiment == str(path)
 
 
 # -- errors that need the data, before the first round ---------------------------------------------------
