@@ -88,7 +88,10 @@ class FailingGrid(InProcessGrid):
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return two workers for federation tests, else one more than the number of cores. A worker takes a gigabyte."""
+    """Return two workers for all federation tests, else one more than the number of cores.
+
+    A worker takes a gigabyte. Tests of real processes wait for most of their time, so the other workers need no core.
+    """
     if config.option.markexpr == "federation":
         return 2
     return min(len(os.sched_getaffinity(0)) + 1, 8)

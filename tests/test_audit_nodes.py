@@ -11,7 +11,7 @@ import pytest
 from benchmarks.local_federation import Deployment
 from posy.client_app.audit import AuditLog, Checked
 
-pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("audit")]
+pytestmark = [pytest.mark.federation, pytest.mark.core, pytest.mark.xdist_group("audit")]
 
 NAMES = ("warm", "stock")
 ROUNDS = 2

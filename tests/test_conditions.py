@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from posy.commands.papers.item import items, papers
-from posy.commands.table import Cell, plan_of, read_plan
+from posy.commands.table import Cell, plan_of
 from posy.commands.tuning import space_of
 from posy.settings import Scalar, Search, Setting, SettingsError, check_conditions, parse_condition, shown
 from posy.strategies.registry import (
@@ -495,15 +494,3 @@ def test_nothing_without_an_effect_is_tuned(monkeypatch: pytest.MonkeyPatch) -> 
     assert "lr-decay" in space_of("fedavg", {"lr-schedule": "step"})
     assert "lr-decay" in unmet_conditions({"method": "fedavg"})
     assert "lr-decay" not in without_effect({"method": "fedavg"})
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks/tables").glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_tables_of_the_project_hold_no_setting_without_an_effect(file: Path) -> None:
-    assert read_plan(file).cells
-
-
-@pytest.mark.parametrize("paper", papers())
-def test_the_papers_hold_no_setting_without_an_effect(paper: str) -> None:
-    for item in items(paper):
-        for scale in item.scales:
-            assert item.plan(scale).cells

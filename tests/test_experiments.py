@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -265,12 +264,6 @@ TOLD: list[tuple[str, str, str | None, Rows]] = [
     *(("cwfedavg", name, None, {**FEDAMP, **IFCA}) for name in ("table1", "table2", "figure6", "figure11", "figure12")),
 ]
 """Settings from the papers for some rows of their tables and figures, in a single column or in all (None)."""
-OF_ROWS = [
-    (paper, name, row, variant, setting, value)
-    for paper, name, variant, rows in TOLD
-    for row, config in rows.items()
-    for setting, value in config.items()
-]
 
 
 def test_every_file_is_compared_with_its_paper() -> None:
@@ -291,23 +284,15 @@ def test_experiment_holds_the_papers_numbers(name: str) -> None:
     assert actual == NUMBERS[name]
 
 
-@lru_cache(maxsize=1)
-def rows_of(paper: str, name: str) -> list[tuple[str, str, Config]]:
-    """Return variant, row and all settings of each full-size run of a table or figure, for a single seed."""
+@pytest.mark.parametrize(("paper", "name"), dict.fromkeys((paper, name) for paper, name, _, _ in TOLD))
+def test_the_rows_of_a_table_have_the_papers_settings(paper: str, name: str) -> None:
     source = item(paper, name)
     plan = replace(source, content={**source.content, "seeds": [0]}).plan("full", folder=Path("nowhere"))
-    return [(cell.variant, cell.row, read_settings(cell.config).as_config()) for cell in plan.cells]
-
-
-@pytest.mark.xdist_group("rows of tables")
-@pytest.mark.parametrize(("paper", "name", "row", "variant", "setting", "value"), OF_ROWS)
-def test_a_row_of_a_table_has_the_papers_settings(
-    paper: str, name: str, row: str, variant: str | None, setting: str, value: Any
-) -> None:
-    rows = rows_of(paper, name)
-    columns = {column for column, _, _ in rows} if variant is None else {variant}
-    actual = {column: config[setting] for column, of_row, config in rows if of_row == row and column in columns}
-    assert actual == dict.fromkeys(columns, value)
+    actual = {(cell.variant, cell.row): read_settings(cell.config).as_config() for cell in plan.cells}
+    for variant, rows in ((variant, rows) for *table, variant, rows in TOLD if table == [paper, name]):
+        for column in {column for column, _ in actual} if variant is None else {variant}:
+            for row, settings in rows.items():
+                assert {key: actual[column, row][key] for key in settings} == settings, (column, row)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -127,6 +127,7 @@ def take(address: str, secret: bytes = b"", kind: str = TaskType.CLIENT_APP, cer
 
 
 @pytest.mark.federation
+@pytest.mark.core
 @pytest.mark.xdist_group("local-users")
 def test_without_the_secret_no_process_takes_a_task(federation: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posy.deploy.secret.RETRY_PAUSES", (0.0,))
@@ -138,6 +139,7 @@ def test_without_the_secret_no_process_takes_a_task(federation: Deployment, monk
 
 
 @pytest.mark.federation
+@pytest.mark.core
 @pytest.mark.xdist_group("local-users")
 def test_both_nodes_serve_a_run_and_no_token_is_on_a_command_line(federation: Deployment) -> None:
     settings = {
@@ -169,6 +171,7 @@ def environment(cmdline: Path) -> list[str]:
 
 
 @pytest.mark.federation
+@pytest.mark.core
 @pytest.mark.xdist_group("local-users")
 def test_a_waiting_app_is_for_the_holder_of_the_secret(federation: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that takes the SuperLink's tasks is suspended, so that a run waits for another process."""

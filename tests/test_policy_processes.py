@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from benchmarks.local_federation import Deployment
 
-pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.federation, pytest.mark.core, pytest.mark.xdist_group("policy")]
 SETTINGS = {"method": "fedavg", "dataset": "sites", "num-clients": 2, "num-server-rounds": 1, "device": "cpu"}
 
 

@@ -1022,6 +1022,7 @@ def test_what_does_not_go_with_sums_is_refused_before_the_first_round(changes: d
 
 
 @pytest.mark.federation
+@pytest.mark.core
 @pytest.mark.xdist_group("secure")
 def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_path: Path, five: Any) -> None:
     """One of three nodes is killed during the second run."""

@@ -188,6 +188,7 @@ def settings(deployment: Deployment, seed: int) -> list[str]:
 
 
 @pytest.mark.federation
+@pytest.mark.core
 @pytest.mark.xdist_group("signed")
 def test_nodes_refuse_an_unsigned_app(signing: tuple[Deployment, Ed25519PrivateKey]) -> None:
     deployment, _ = signing
@@ -203,6 +204,7 @@ def test_nodes_refuse_an_unsigned_app(signing: tuple[Deployment, Ed25519PrivateK
 
 
 @pytest.mark.federation
+@pytest.mark.core
 @pytest.mark.xdist_group("signed")
 def test_nodes_run_a_signed_app(signing: tuple[Deployment, Ed25519PrivateKey]) -> None:
     """The test adds the signature to the SuperLink's database, as Flower Hub's would be there."""
