@@ -1,16 +1,25 @@
-"""The default policy on a real node: it refuses a run by its rule, and code that differs from the installed Posy."""
+"""Two sites with the default policy, as real nodes: refused runs read no records, an allowed run needs no others."""
 
 import csv
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from benchmarks.local_federation import Deployment
 
 pytestmark = [pytest.mark.federation, pytest.mark.core, pytest.mark.xdist_group("policy")]
+
+NAMES = [f"site-{number}" for number in range(4)]
+"""The registered sites. Only the first two are connected."""
+CONNECTED = NAMES[:2]
 SETTINGS = {"method": "fedavg", "dataset": "sites", "num-clients": 2, "num-server-rounds": 1, "device": "cpu"}
+COLUMNS = {"input_columns": "age,systolic,crp"}
+PATIENTS = 60
+TIMEOUT = 90
+"""Seconds of join-timeout, far more than two sites need to join."""
 
 
 def words(**changes: object) -> list[str]:
@@ -18,46 +27,7 @@ def words(**changes: object) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def test_a_node_refuses_runs_and_code_by_its_policy(tmp_path: Path) -> None:
-    x, y = load_digits(return_X_y=True)
-    deployment = Deployment(tmp_path, ["site-0", "site-1"])
-    (tmp_path / "nets.py").write_text(
-        "from torch import nn\n\n\ndef small(task):\n    return nn.Sequential(nn.Linear(64, 8), nn.ReLU(), "
-        "nn.Linear(8, task.num_classes))\n"
-    )
-    try:
-        for number in range(2):
-            np.savez(tmp_path / f"{number}.npz", x_train=x[number::2].astype(np.float32), y_train=y[number::2])
-            deployment.node(f"site-{number}", f"data={tmp_path / f'{number}.npz'}", f"state-dir=state-{number}")
-        for number in range(2):
-            deployment.until(lambda name=f"site-{number}": deployment.ready(name), f"site-{number}")
-        for name, run in (
-            ("small-batch", words(batch_size=1)),
-            ("own-code", words(model="nets:small")),
-            ("allowed", words()),
-        ):
-            deployment.submit(name, *run)
-            deployment.ended(f"run-{name}")
-    finally:
-        deployment.stop()
-    log = deployment.log("run-small-batch")
-    rule = (
-        "the policy of the site refuses this run, rule min-rows: batch-size = 1; each gradient needs at least 10 rows"
-    )
-    assert f"site-0: {rule}" in " ".join(log.split()) and rule in deployment.log("site-0")
-    for text in (deployment.log("run-own-code"), deployment.log("site-1")):
-        assert "this node runs only the Posy that is installed on it; the run brings own/nets.py" in " ".join(
-            text.split()
-        )
-    assert deployment.summary("allowed")["status"] == "completed"
-    assert deployment.summary("allowed")["sites"] == ["site-0", "site-1"]
-
-
-PATIENTS = 60
-COLUMNS = {"input_columns": "age,systolic,crp"}
-
-
-def patients(path: Path, seed: int) -> list[str]:
+def write_patients(path: Path, seed: int) -> list[str]:
     """Write a table of patients: name, three measurements, label. Return all cells of names and measurements."""
     rng = np.random.default_rng(seed)
     rows = [
@@ -69,17 +39,48 @@ def patients(path: Path, seed: int) -> list[str]:
     return [cell for row in rows for cell in row[:-1]]
 
 
-def test_settings_alone_read_no_records(tmp_path: Path) -> None:
-    """C1, C2 and H4: each run succeeded in reading cells, names, labels or other files, or in running code."""
-    names = ["site-0", "site-1"]
-    deployment = Deployment(tmp_path, names)
-    cells = [cell for number in range(2) for cell in patients(tmp_path / f"{number}.csv", number)]
-    (tmp_path / "payroll.csv").write_text("salary,label\n" + "".join(f"{1000 + i},{i % 2}\n" for i in range(40)))
-    (tmp_path / ".py").write_text(
-        f"from pathlib import Path\nfrom torch import nn\n\nname = Path('/proc/self/comm').read_text().split()[0]\n"
-        f"Path({str(tmp_path)!r}, 'ran-' + name).touch()\n\n\ndef f(task):\n    return nn.Linear(3, task.num_classes)\n"
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, list[str]]]:
+    """Start a SuperLink and two sites. Return them with all cells of their tables."""
+    folder = tmp_path_factory.mktemp("policy")
+    deployment = Deployment(folder, NAMES)
+    try:
+        cells = [cell for number in range(2) for cell in write_patients(folder / f"{number}.csv", number)]
+        for number, name in enumerate(CONNECTED):
+            deployment.node(name, f"data={folder / f'{number}.csv'}", f"state-dir=state-{number}")
+        for name in CONNECTED:
+            deployment.until(lambda name=name: deployment.ready(name), name)
+        yield deployment, cells
+    finally:
+        deployment.stop()
+
+
+def run_log(deployment: Deployment, name: str) -> str:
+    """Return the log of a run with single spaces."""
+    return " ".join(deployment.log(f"run-{name}").split())
+
+
+def test_refused_runs_read_no_records_and_run_no_code(sites: tuple[Deployment, list[str]]) -> None:
+    """Each run once succeeded in reading cells, names, labels or other files, or in running code."""
+    deployment, cells = sites
+    folder = deployment.folder
+    (folder / "payroll.csv").write_text("salary,label\n" + "".join(f"{1000 + i},{i % 2}\n" for i in range(40)))
+    network = "from torch import nn\n\n\ndef f(task):\n    return nn.Linear(3, task.num_classes)\n"
+    (folder / "nets.py").write_text(network)
+    (folder / ".py").write_text(
+        f"from pathlib import Path\n\nname = Path('/proc/self/comm').read_text().split()[0]\n"
+        f"Path({str(folder)!r}, 'ran-' + name).touch()\n{network}"
     )
     refusals = {
+        "small-batch": (
+            COLUMNS | {"batch_size": 1},
+            "site-0: the policy of the site refuses this run, rule min-rows: batch-size = 1; each gradient needs at "
+            "least 10 rows",
+        ),
+        "own-code": (
+            COLUMNS | {"model": "nets:f"},
+            "this node runs only the Posy that is installed on it; the run brings own/nets.py",
+        ),
         "row": (COLUMNS | {"train_samples": 1, "seed": 5}, "train-samples = 1 on the command line has no effect"),
         "names": (COLUMNS | {"label_column": "name"}, "rule label: label-column = 'name'"),
         "cell": ({}, "a cell is not a finite number in the range of float32 (not-a-number, column name)"),
@@ -88,22 +89,26 @@ def test_settings_alone_read_no_records(tmp_path: Path) -> None:
             COLUMNS | {"feature_mean": 0, "feature_std": "1e-38"},
             "a feature may exceed the range of float32 after standardisation (extreme-value",
         ),
-        "file": ({"dataset": tmp_path / "payroll.csv"}, "rule data: dataset = "),
+        "file": ({"dataset": folder / "payroll.csv"}, "rule data: dataset = "),
         "dot-file": (COLUMNS | {"model": ".py:f"}, "the run brings own/.py"),
     }
-    logs = {}
-    try:
-        for number, name in enumerate(names):
-            deployment.node(name, f"data={tmp_path / f'{number}.csv'}", f"state-dir=state-{number}")
-        for name in names:
-            deployment.until(lambda name=name: deployment.ready(name), name)
-        for name, (changes, _) in refusals.items():
-            deployment.submit(name, *words(**changes))
-            assert deployment.ended(f"run-{name}") != 0
-            logs[name] = " ".join(deployment.log(f"run-{name}").split())
-    finally:
-        deployment.stop()
+    for name, (changes, _) in refusals.items():
+        deployment.submit(name, *words(**changes))
     for name, (_, reason) in refusals.items():
-        assert reason in logs[name]
-        assert not [cell for cell in [*cells, "'ill'", "0.csv", "1.csv"] if cell in logs[name]]
-    assert not [path.name for path in tmp_path.glob("ran-*") if path.name in ("ran-node", "ran-worker")]
+        assert deployment.ended(f"run-{name}") != 0
+        assert reason in run_log(deployment, name)
+        assert not [cell for cell in [*cells, "'ill'", "0.csv", "1.csv"] if cell in run_log(deployment, name)]
+    assert "rule min-rows: batch-size = 1" in deployment.log("site-0")
+    assert "the run brings own/nets.py" in " ".join(deployment.log("site-1").split())
+    assert not [path.name for path in folder.glob("ran-*") if path.name in ("ran-node", "ran-worker")]
+
+
+def test_an_allowed_run_starts_with_two_of_four_sites(sites: tuple[Deployment, list[str]]) -> None:
+    deployment, _ = sites
+    begun = time.monotonic()
+    settings = {"num_clients": 4, "min_clients": 2, "join_timeout": TIMEOUT, "num_server_rounds": 2}
+    summary = deployment.run("two", *words(**COLUMNS, **settings))
+    assert (summary["status"], summary["dropped"], summary.get("left-out")) == ("completed", {}, None)
+    assert summary["sites"] == [*CONNECTED, None, None]
+    assert "no answer in time" not in deployment.log("run-two")
+    assert time.monotonic() - begun < TIMEOUT, deployment.log("run-two")
