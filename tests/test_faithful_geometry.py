@@ -387,11 +387,3 @@ def test_running_statistics_enter_nothing_else(method: str, make_strategy: Any, 
     assert quantities[0] == quantities[1]
     for before, after in zip(*served, strict=True):
         np.testing.assert_array_equal(before, after)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_card_has_its_facts(method: str) -> None:
-    card = settings_class(method).card
-    assert card.equations and card.sent and card.returned and card.scored and card.deviations
-    assert (card.program is None) != (card.no_program == "")
-    assert card.paper.url.startswith("https://")

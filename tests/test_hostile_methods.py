@@ -147,20 +147,6 @@ def test_a_cohort_of_one_and_rare_evaluations(method: str, recorded: Callable[..
 
 
 @every_method
-def test_replies_that_are_lost(method: str, recorded: Callable[..., Any]) -> None:
-    """Training of client 0 in round 2, an evaluation of client 1 in round 3."""
-    lost = [("train", 2, 0), ("evaluate", 3, 1)]
-    summary, rounds, rows = recorded(method, usual(), fail=lost)
-    assert [(row["round"], entry["client"]) for row in rounds for entry in row["dropped"]] == [(2, 0), (3, 1)]
-    assert sum(summary["dropped"].values()) == 2
-    assert set(column(rows, 2, "train_loss")) == {1, 2, 3}
-    served = {0, 1, 2} if method != "local" else set()
-    assert set(column(rows, 2, "served_accuracy")) == served
-    assert set(column(rows, 3, "served_accuracy")) == served - {1}
-    assert rounds[2]["served_accuracy"] is None or rounds[2]["served_accuracy"]["clients"] == 2
-
-
-@every_method
 def test_a_client_that_answers_only_from_the_third_round_on(method: str, recorded: Callable[..., Any]) -> None:
     absent = [(kind, number, 1) for kind in ("train", "evaluate") for number in (1, 2)]
     summary, rounds, rows = recorded(method, usual(), fail=absent)

@@ -91,16 +91,6 @@ def assert_equal_runs(first, second, clients=4):
             assert expected == pytest.approx(actual, rel=1e-3, abs=1e-5), column
 
 
-def without(client, rounds):
-    """Return a function that removes a client from the cohorts of some rounds."""
-
-    def prepare(strategy):
-        cohort = strategy.rounds.cohort
-        strategy.rounds.cohort = lambda number: [c for c in cohort(number) if number not in rounds or c != client]
-
-    return prepare
-
-
 def without_cohort(number):
     """Return a function that empties the cohort of a round."""
 
@@ -123,15 +113,6 @@ def test_members_do_not_notice_a_client_that_is_held_out(make_config, federate, 
     held_out = federate(make_config(method, data=data_of(5), holdout_clients=0.2, seed=seed, **BASE))
     assert held_out.strategy.newcomers == (4,)
     assert_equal_runs(held_out, federate(make_config(method, data=data_of(4), seed=seed, **BASE)))
-
-
-@every_method
-def test_a_lost_reply_counts_as_an_absence(make_config, federate, failing, method):
-    """Client 1's reply of round 2 is lost. The run equals a run whose cohort of round 2 lacks the client."""
-    config = make_config(method, data=data_of(4), **BASE)
-    lost = federate(config, grid=failing((MessageType.TRAIN, 2, 1)))
-    assert lost.records[1].dropped
-    assert_equal_runs(lost, federate(config, prepare=without(1, (2,))))
 
 
 @every_method
