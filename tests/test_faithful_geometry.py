@@ -18,7 +18,7 @@ from posy.strategies.methods import settings_class
 from posy.strategies.registry import read_settings
 from posy.strategies.replies import gram
 
-METHODS = ("cfl", "fedfomo", "fedamp", "ifca", "fedmtl", "fedmgda", "confree")
+METHODS = ("cfl", "fedfomo", "fedacs", "fedamp", "ifca", "fedmtl", "fedmgda", "confree")
 ALWAYS = {"cfl_eps1": 1e9, "cfl_eps2": 0.0}
 """Settings with which each cluster of CFL splits as soon as all its members reply."""
 

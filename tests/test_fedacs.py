@@ -164,28 +164,6 @@ def test_those_not_seen_yet_are_sent_one_array(make_strategy, update):
     np.testing.assert_array_equal(again.serve(1)["model"], models.mean(axis=0))
 
 
-@pytest.mark.parametrize("method", ["fedacs", "fedamp"])
-def test_running_statistics_are_no_parameters(make_strategy, update, method):
-    """Of a network with BatchNorm only the parameters are compared; what is sent holds the statistics too."""
-    rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 255, (12, 8, 8, 1)).astype(np.uint8), np.arange(12) % 3
-    data = (x, y, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [[9], [10], [11]])
-    strategy = make_strategy(method, data=data, model="resnet18-bn")
-    layout = strategy.architecture.layout
-    statistics = layout.select(lambda entry: not entry.trainable)
-    models = np.float32(strategy.initial() + 1e-3 * rng.normal(size=(3, layout.size)))
-    moved = models.copy()
-    statistics.put(moved, rng.uniform(0, 9, size=(3, statistics.size)).astype(np.float32))
-    attention = []
-    for sent in (models, moved):
-        strategy = make_strategy(method, data=data, model="resnet18-bn")
-        strategy.aggregate(1, [update(client, {"model": model}) for client, model in enumerate(sent)])
-        attention.append(strategy.mixed)
-    parameters = layout.select(lambda entry: entry.trainable)
-    np.testing.assert_array_equal(*(parameters.take(mixed) for mixed in attention))
-    assert np.abs(np.subtract(*(statistics.take(mixed) for mixed in attention))).max() > 1
-
-
 def test_before_the_first_round_all_are_served_the_initial_model(make_strategy):
     strategy = make_strategy("fedacs")
     np.testing.assert_array_equal(strategy.serve(3)["model"], strategy.initial())
