@@ -27,35 +27,6 @@ def start_of(client, seed=0):
 # -- FedAvg --------------------------------------------------------------------------------------------
 
 
-def test_fedavg_averages_by_samples(make_strategy, update):
-    strategy = make_strategy("fedavg", model="linear")
-    rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, {"model": rows[0]}, 21), update(3, {"model": rows[1]}, 7)])
-    np.testing.assert_allclose(strategy.model, 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
-
-
-def test_fedavg_client_by_hand(make_client, gradient_of):
-    client = make_client("fedavg", **WHOLE, local_epochs=2)
-    start = start_of(client)
-    (trained,), n, _ = client.fit([start], CONFIG)
-    middle = start - LR * gradient_of(client, start)
-    np.testing.assert_allclose(trained, middle - LR * gradient_of(client, middle), atol=1e-5)
-    assert n == 21 and not client.state
-
-
-def test_fedavg_with_one_step_is_gradient_descent_on_all_data(make_config, federate, softmax_regression, tiny):
-    """Σ n_i/N ∇F_i is the gradient over the pooled training samples."""
-    finished = federate(make_config("fedavg", **WHOLE, num_server_rounds=1, lr=LR))
-    strategy = finished.strategy
-    x, y, train, _ = tiny
-    pooled = np.concatenate(train)
-    x = (x - x[pooled].mean(axis=0)) / x[pooled].std(axis=0)
-    start = strategy.initial()
-    np.testing.assert_allclose(
-        strategy.model, start - LR * softmax_regression(start, x[pooled], y[pooled])[1], atol=1e-5
-    )
-
-
 # -- FedAvg with fine-tuning ---------------------------------------------------------------------------
 
 
@@ -163,16 +134,6 @@ def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
 # -- FedProx -------------------------------------------------------------------------------------------
 
 
-def test_fedprox_by_hand(make_client, gradient_of):
-    """Check that the proximal term adds nothing to the first step, and -lr μ (w1 - w0) to the second."""
-    client = make_client("fedprox", **WHOLE, local_epochs=2, fedprox_mu=1.5)
-    start = start_of(client)
-    (trained,), _, _ = client.fit([start], CONFIG)
-    middle = start - LR * gradient_of(client, start)
-    expected = middle - LR * (gradient_of(client, middle) + 1.5 * (middle - start))
-    np.testing.assert_allclose(trained, expected, atol=1e-5)
-
-
 def test_fedprox_without_pull_is_fedavg(make_config, federate):
     prox, plain = federate(make_config("fedprox", fedprox_mu=0.0)), federate(make_config("fedavg"))
     np.testing.assert_array_equal(prox.strategy.model, plain.strategy.model)
@@ -211,15 +172,6 @@ def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head
     np.testing.assert_allclose(client.state["personal"], client.layout.part(["head"]).take(expected), atol=1e-6)
 
 
-def test_fedrep_shares_the_body_alone(make_strategy, update):
-    strategy = make_strategy("fedrep")
-    head = strategy.architecture.layout.part(["head"]).size
-    assert strategy.model.size == strategy.size - head
-    rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, {"model": rows[0]}, 1), update(1, {"model": rows[1]}, 3)])
-    np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
-
-
 def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
     client = make_client("fedrep")
     body = client.layout.without(["head"])
@@ -232,20 +184,6 @@ def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
 
 
 # -- Ditto ---------------------------------------------------------------------------------------------
-
-
-def test_ditto_by_hand(make_client, gradient_of):
-    """Over two rounds, the global model is FedAvg's, and the personal model is pulled towards the served model."""
-    client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_start="received")
-    first, second = start_of(client), start_of(client, 1)
-    (sent,), _, _ = client.fit([first], CONFIG)
-    np.testing.assert_allclose(sent, first - LR * gradient_of(client, first), atol=1e-5)
-    personal = first - LR * gradient_of(client, first)  # it starts at the served model, so the pull is zero
-    np.testing.assert_allclose(client.state["model"], personal, atol=1e-5)
-    (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
-    np.testing.assert_allclose(sent, second - LR * gradient_of(client, second), atol=1e-5)
-    personal = personal - LR * (gradient_of(client, personal) + 0.7 * (personal - second))
-    np.testing.assert_allclose(client.state["model"], personal, atol=1e-5)
 
 
 def test_dittos_personal_epochs(make_client, gradient_of):
@@ -310,17 +248,6 @@ def test_small_distances_of_large_models_keep_their_digits():
     np.testing.assert_allclose(squared_distances(models), expected, atol=1e-5)
 
 
-def test_fedamp_client_by_hand(make_client, gradient_of):
-    """The client trains its local model, pulled by λ/α towards u_i. In its first round it trains the served model."""
-    client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0)
-    first, second = start_of(client), start_of(client, 1)
-    (local,), _, _ = client.fit([first], CONFIG)
-    np.testing.assert_allclose(local, first - LR * gradient_of(client, first), atol=1e-5)
-    (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
-    np.testing.assert_allclose(sent, local - LR * (gradient_of(client, local) + 1.5 * (local - second)), atol=1e-5)
-    np.testing.assert_array_equal(client.state["model"], sent)
-
-
 def test_fedamp_with_the_distance_not_squared_by_hand(make_client, gradient_of):
     """The gradient of λ/(2α) ||w - u|| is λ/(2α) times the unit vector from u to w, and zero at w = u."""
     client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0, fedamp_distance="norm")
@@ -338,31 +265,7 @@ def test_fedamp_with_the_distance_not_squared_side_by_side(make_config, federate
     np.testing.assert_allclose(together.strategy.models, alone.strategy.models, rtol=1e-4, atol=1e-5)
 
 
-def test_fedamp_round_by_hand(make_strategy, update):
-    strategy = make_strategy("fedamp", model="linear", fedamp_alpha=0.5, fedamp_sigma=2.0)
-    models = np.zeros((2, strategy.size), np.float32)
-    models[1, 0] = 1
-    strategy.aggregate(1, [update(0, {"model": models[0]}), update(2, {"model": models[1]})])
-    near = 0.25 * math.exp(-0.5)
-    assert strategy.serve(0)["model"][0] == pytest.approx(near, rel=1e-5)
-    assert strategy.serve(2)["model"][0] == pytest.approx(1 - near, rel=1e-5)
-    assert strategy.serve(1)["model"][0] == pytest.approx(0.5)  # client 1 has no model yet, so it gets the mean
-
-
 # -- IFCA ----------------------------------------------------------------------------------------------
-
-
-def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, update):
-    strategy = make_strategy("ifca", model="linear", ifca_clusters=3)
-    before = strategy.models
-    rows = [np.full(strategy.size, value, np.float32) for value in (1, 5, 2)]
-    chosen = zip(rows, (1, 3, 4), (2, 2, 0), strict=True)
-    quantities = strategy.aggregate(
-        1, [update(c, {"model": row, "cluster": k}, n) for c, (row, n, k) in enumerate(chosen)]
-    )
-    np.testing.assert_allclose(strategy.models[[0, 2]], [rows[2], np.full(strategy.size, 4)])
-    np.testing.assert_array_equal(strategy.models[1], before[1])
-    assert quantities == {"cluster_sizes": [1, 0, 2]}
 
 
 @pytest.mark.parametrize("cluster", [-1, 2])
@@ -370,18 +273,6 @@ def test_cluster_that_does_not_exist(make_strategy, cluster):
     strategy = make_strategy("ifca", ifca_clusters=2)
     with pytest.raises(BadReplyError, match=f"cluster {cluster} of 2"):
         strategy.check(0, {"model": strategy.models[0], "cluster": np.array(cluster)})
-
-
-def test_ifca_client_trains_the_model_that_fits_best(make_client, gradient_of, softmax_regression):
-    client = make_client("ifca", **WHOLE, ifca_clusters=3)
-    models = np.stack([start_of(client, seed) for seed in range(3)])
-    losses = [softmax_regression(m, client.data.x_train.numpy(), client.data.y_train.numpy())[0] for m in models]
-    best = int(np.argmin(losses))
-    assert best != 0
-    (trained, cluster), _, _ = client.fit([models], CONFIG)
-    assert int(cluster) == best
-    np.testing.assert_allclose(trained, models[best] - LR * gradient_of(client, models[best]), atol=1e-5)
-    assert client.evaluate([models], EVALUATE)[2]["chosen"] == str(best)
 
 
 def test_ifca_starts_from_different_models_and_the_first_is_fedavgs(make_strategy):

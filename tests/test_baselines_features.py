@@ -11,11 +11,6 @@ from posy.strategies.replies import BadReplyError
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
-WHOLE = {"model": "linear", "batch_size": 100}
-
-
-def start_of(client, seed=0):
-    return np.random.default_rng(seed).normal(size=client.layout.size).astype(np.float32)
 
 
 @pytest.fixture
@@ -30,23 +25,6 @@ def images():
 # -- SCAFFOLD ------------------------------------------------------------------------------------------
 
 
-def test_scaffold_client_by_hand(make_client, gradient_of):
-    """Take two steps a round, with c − c_i added to each gradient. Then c_i⁺ = c_i − c + (x − y) / (2 lr)."""
-    client = make_client("scaffold", **WHOLE, local_epochs=2)
-    control = np.zeros(client.layout.size)
-    for number in (1, 2, 3):
-        start, common = start_of(client, number), 0.1 * start_of(client, -number % 7)
-        (sent, change), _, _ = client.fit([start, common], {**CONFIG, "server-round": number})
-        model = start.astype(np.float64)
-        for _ in range(2):
-            model = model - LR * (gradient_of(client, model) + common - control)
-        following = control - common + (start - model) / (2 * LR)
-        np.testing.assert_allclose(sent, model, atol=1e-5)
-        np.testing.assert_allclose(change, following - control, atol=1e-4)
-        np.testing.assert_allclose(client.state["control"], following, atol=1e-4)
-        control = following
-
-
 def test_scaffold_counts_the_steps_of_mini_batches(make_client):
     """Client 0 has 21 samples. In batches of 8, two epochs are six steps, and two local steps are two."""
     for settings, steps in (({"local_epochs": 2}, 6), ({"local_steps": 2}, 2)):
@@ -54,23 +32,6 @@ def test_scaffold_counts_the_steps_of_mini_batches(make_client):
         start = client.initial().numpy().copy()
         (sent, change), _, _ = client.fit([start, np.zeros_like(start)], CONFIG)
         np.testing.assert_allclose(change, (start - sent) / (steps * LR), rtol=1e-4, atol=1e-5)
-
-
-def test_scaffold_server_by_hand(make_strategy, update):
-    """Two clients with 28 of the 42 samples take part, so c moves by two thirds of their mean change."""
-    strategy = make_strategy("scaffold", model="linear", scaffold_server_lr=0.5)
-    strategy.weights[:] = 21, 12, 8, 1
-    rng = np.random.default_rng(0)
-    before = strategy.model.copy()
-    strategy.control = rng.normal(size=strategy.size).astype(np.float32)
-    control = strategy.control.copy()
-    models, changes = rng.normal(size=(2, 2, strategy.size)).astype(np.float32)
-    arrays = [{"model": model, "control": change} for model, change in zip(models, changes, strict=True)]
-    strategy.aggregate(1, [update(0, arrays[0], 21), update(3, arrays[1], 7)])
-    mean = 0.75 * models[0] + 0.25 * models[1]
-    np.testing.assert_allclose(strategy.model, (before + mean) / 2, atol=1e-6)
-    expected = control + 28 / 42 * (0.75 * changes[0] + 0.25 * changes[1])
-    np.testing.assert_allclose(strategy.control, expected, atol=1e-6)
 
 
 def test_scaffolds_variate_stays_the_mean_of_the_clients(make_config, federate):
@@ -152,44 +113,8 @@ def module_of(client, flat):
     return model
 
 
-def flat_of(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
-
-
-def descend(model, loss, parameters=None, lr=LR):
-    parameters = list(model.parameters()) if parameters is None else parameters
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    with torch.no_grad():
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.sub_(lr * gradient)
-
-
 def cosine(a, b):
     return (a * b).sum(dim=1) / (a.norm(dim=1) * b.norm(dim=1))
-
-
-def test_moon_client_by_hand(make_client):
-    """In round two, the loss pulls features towards the served model's and away from the client's previous model's."""
-    client = make_client("moon", batch_size=100, local_epochs=2, moon_mu=3.0, moon_temperature=0.7)
-    x, y = client.data.x_train.double(), client.data.y_train
-    first, second = client.initial().numpy().copy(), client.initial(1).numpy().copy()
-    (trained,), _, metrics = client.fit([first], CONFIG)
-    (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
-    for start, previous, result in ((first, first, trained), (second, trained, sent)):
-        model, glob, prev = (module_of(client, flat) for flat in (start, start, previous))
-        for _ in range(2):
-            features = model.body(x)
-            toward, away = (torch.exp(cosine(features, other.body(x).detach()) / 0.7) for other in (glob, prev))
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            descend(model, loss - 3.0 * torch.log(toward / (toward + away)).mean())
-        np.testing.assert_allclose(result, flat_of(model), atol=1e-5)
-    np.testing.assert_array_equal(client.state["model"], sent)
-    plain = module_of(client, first)
-    descend(plain, torch.nn.functional.cross_entropy(plain(x), y))
-    descend(plain, torch.nn.functional.cross_entropy(plain(x), y))
-    np.testing.assert_allclose(trained, flat_of(plain), atol=1e-5)  # in the first round the term is the constant log 2
-    assert metrics["train-loss"] > 3.0 * np.log(2)
 
 
 def test_moon_without_contrast_is_fedavg(make_config, federate):
@@ -241,36 +166,6 @@ def test_samples_by_class_that_cannot_be(method, counts, make_strategy):
     arrays["counts"] = np.array(counts, np.float32)
     with pytest.raises(BadReplyError, match="samples by class"):
         strategy.check(0, arrays)
-
-
-def means_of(features, y):
-    """Return the mean of the features of each class, zeros for a class without samples."""
-    present = [features[y == label].mean(dim=0) if (y == label).any() else torch.zeros(64) for label in range(3)]
-    return torch.stack(present).detach()
-
-
-def test_fedproto_client_by_hand(make_client):
-    """Client 1 has classes 0 and 1. The server has no prototype of class 0. The prototype of class 1 pulls features."""
-    client = make_client("fedproto", client=1, batch_size=100, local_epochs=2, fedproto_strength=3.0)
-    x, y = client.data.x_train.double(), client.data.y_train
-    rng = np.random.default_rng(0)
-    received = [rng.normal(size=(3, 64)).astype(np.float32), np.array([0, 1, 1], np.float32)]
-    (sent, counts), _, metrics = client.fit(received, {**CONFIG, "evaluate-local": True})
-    model, target = module_of(client, client.initial()), torch.from_numpy(received[0]).double()
-    for _ in range(2):
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        squares = (model.body(x) - target[y]).square().mean(dim=1)
-        descend(model, loss + 3.0 * (squares * (y == 1)).sum() / len(y))
-    np.testing.assert_allclose(client.state["model"], flat_of(model), atol=1e-5)
-    means = means_of(model.body(x), y)
-    np.testing.assert_array_equal(counts, [6, 6, 0])
-    np.testing.assert_allclose(sent[:2], means[:2], atol=1e-5)
-    np.testing.assert_array_equal(sent[2], received[0][2])  # class 2 has no sample, so no change
-    # The local model uses the client's prototype of class 0, and the served prototypes of the other classes.
-    target[0] = means[0]
-    test = model.body(client.data.x_test.double()).detach()
-    nearest = torch.cdist(test, target).argmin(dim=1)
-    assert metrics["local-accuracy"] == pytest.approx(float((nearest == client.data.y_test).double().mean()))
 
 
 def test_fedproto_predicts_by_the_nearest_known_prototype(make_client):
@@ -354,54 +249,6 @@ def test_statistics_of_features_by_hand():
     assert float(alone) == pytest.approx(0, abs=1e-6)
 
 
-def test_fedpac_client_by_hand(make_client):
-    """The client trains the served head on the served body, then pulls the body towards the mean of class 1 alone."""
-    client = make_client("fedpac", client=1, batch_size=100, fedpac_head_epochs=2, fedpac_strength=3.0)
-    x, y = client.data.x_train.double(), client.data.y_train
-    start, rng = client.initial(1), np.random.default_rng(0)
-    means, mask = rng.normal(size=(3, 64)).astype(np.float32), np.array([0, 1, 1], np.float32)
-    body, head = client.layout.without(["head"]), client.layout.part(["head"])
-    received = [body.take(start).numpy(), head.take(start).numpy(), means, mask]
-    sent, _, _ = client.fit(received, CONFIG)
-    model, target = module_of(client, start), torch.from_numpy(means).double()
-    variance, products = statistics(model.body(x).detach(), y, 3)
-    for _ in range(2):
-        descend(model, torch.nn.functional.cross_entropy(model(x), y), list(model.head.parameters()))
-    squares = (model.body(x) - target[y]).square().mean(dim=1)
-    loss = torch.nn.functional.cross_entropy(model(x), y) + 3.0 * (squares * (y == 1)).sum() / len(y)
-    descend(model, loss, list(model.blocks.parameters()))
-    expected = [body.take(flat_of(model)), head.take(flat_of(model)), means_of(model.body(x), y), [6, 6, 0]]
-    for array, wanted in zip(sent, [*expected, variance, products], strict=True):
-        np.testing.assert_allclose(array, wanted, atol=1e-5)
-    assert not client.state
-
-
-def test_fedpac_server_by_hand(make_strategy, update):
-    """Clients 0 and 2 take part, client 0 with three times the samples. Clients 1 and 3 get the mean head."""
-    strategy = make_strategy("fedpac")
-    rng = np.random.default_rng(0)
-    shapes = strategy.rounds.expected_shapes(0)
-    first, second = (
-        {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(2)
-    )
-    first |= {"counts": np.float32([2, 0, 1]), "variance": np.float32(1)}
-    second |= {"counts": np.float32([0, 0, 1]), "variance": np.float32(2)}
-    strategy.aggregate(1, [update(0, first, 3), update(2, second, 1)])
-    distance = np.square(first["products"].astype(np.float64) - second["products"]).sum()
-    weights = [(2 + distance) / (3 + distance), (1 + distance) / (3 + distance)]
-    np.testing.assert_allclose(strategy.model, 0.75 * first["model"] + 0.25 * second["model"], atol=1e-6)
-    for client, weight in ((0, weights[0]), (2, 1 - weights[1]), (1, 0.75), (3, 0.75)):
-        expected = weight * first["head"] + (1 - weight) * second["head"]
-        np.testing.assert_allclose(strategy.serve(client)["head"], expected, atol=1e-5)
-    np.testing.assert_allclose(strategy.prototypes[0], first["means"][0], atol=1e-6)
-    np.testing.assert_allclose(strategy.prototypes[2], (first["means"][2] + second["means"][2]) / 2, atol=1e-6)
-    np.testing.assert_array_equal(strategy.known, [1, 0, 1])
-    before = strategy.serve(0)["head"].copy()
-    strategy.aggregate(2, [update(2, second, 1)])
-    np.testing.assert_array_equal(strategy.serve(0)["head"], before)  # client 0 did not take part
-    np.testing.assert_allclose(strategy.serve(1)["head"], second["head"], atol=1e-6)
-
-
 def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, federate):
     rng = np.random.default_rng(0)
     data = (rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2, [range(12)], [range(12, 20)])
@@ -421,39 +268,6 @@ def test_a_variance_below_zero(make_strategy):
 
 
 # -- FedAS ---------------------------------------------------------------------------------------------
-
-
-def test_fedas_client_by_hand(make_client):
-    """The client pulls the body to the prototypes of its latest model, trains all layers, then measures the trace."""
-    client = make_client("fedas", batch_size=100, fedas_align_epochs=2, fedas_align_lr=0.3, momentum=0.5)
-    x, y = client.data.x_train.double(), client.data.y_train
-    body, head = client.layout.without(["head"]), client.layout.part(["head"])
-    model = module_of(client, client.initial())
-    for number, start in ((1, client.initial()), (2, client.initial(1))):
-        sent, _, _ = client.fit([body.take(start).numpy()], {**CONFIG, "server-round": number})
-        target, flat = means_of(model.body(x), y), torch.from_numpy(flat_of(model))
-        model = module_of(client, body.put(flat.clone(), body.take(start)))
-        for _ in range(2):  # plain steps, without momentum
-            squares = (model.body(x) - target[y]).square().mean(dim=1)
-            distance = sum(squares[y == label].mean() for label in range(3))
-            descend(model, distance, list(model.blocks.parameters()), 0.3)
-        descend(model, torch.nn.functional.cross_entropy(model(x), y))
-        gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(model(x), y), list(model.parameters()))
-        np.testing.assert_allclose(sent[0], body.take(flat_of(model)), atol=1e-5)
-        np.testing.assert_allclose(client.state["personal"], head.take(flat_of(model)), atol=1e-5)
-        assert float(sent[1]) == pytest.approx(sum(float(g.square().sum()) for g in gradients), rel=1e-4)
-    np.testing.assert_allclose(client.state["prototypes"], means_of(model.body(x), y), atol=1e-5)
-
-
-def test_fedas_weights_bodies_by_samples_and_fisher_information(make_strategy, update):
-    strategy = make_strategy("fedas")
-    rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
-    first, second = ({"model": row, "fisher": trace} for row, trace in zip(rows, (0.5, 2.0), strict=True))
-    quantities = strategy.aggregate(1, [update(0, first, 12), update(1, second, 1)])
-    np.testing.assert_allclose(strategy.model, 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
-    assert quantities == {"largest_weight": pytest.approx(0.75)}
-    strategy.aggregate(2, [update(0, first | {"fisher": 0.0}, 3), update(1, second | {"fisher": 0.0}, 1)])
-    np.testing.assert_allclose(strategy.model, 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
 
 
 def test_a_trace_below_zero(make_strategy):
@@ -498,42 +312,6 @@ def test_discrepancy_by_its_definition():
     # A batch's padding has no weight.
     weight = torch.tensor([7 / 4] * 4 + [0.0] * 3)
     torch.testing.assert_close(discrepancy(x, 1 + y, weight), by_kernels(x[:4], 1 + y[:4]), rtol=1e-4, atol=1e-6)
-
-
-def divided_features(model, features):
-    """Return the parts of the features for the personal and the global head."""
-    v = model.model.head.weight.detach().sum(dim=0)
-    a = model.policy.linear(features * v / v.norm())
-    a = torch.nn.functional.layer_norm(a, a.shape[1:], model.policy.norm.weight, model.policy.norm.bias).relu()
-    first, second = a[:, :64].exp(), a[:, 64:].exp()
-    return features * first / (first + second), features * second / (first + second)
-
-
-def test_fedcp_client_by_hand(make_client):
-    """Two steps train all but the global head. The client then sends the mean of both heads and stores its own."""
-    client = make_client("fedcp", batch_size=100, local_epochs=2, fedcp_strength=3.0)
-    x, y = client.data.x_train.double(), client.data.y_train
-    shared = client.layout.without(["head"])
-    start = client.initial().clone()
-    start += 0.1 * torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
-    (sent,), _, _ = client.fit([shared.take(start).numpy()], CONFIG)
-    flat = client.layout.part(["head"]).put(start.clone(), client.layout.part(["head"]).take(client.initial()))
-    model, served = module_of(client, flat), module_of(client, flat).model.body(x).detach()
-    moving = [*model.model.parameters(), *model.policy.parameters()]
-    for _ in range(2):
-        features = model.model.body(x)
-        personal, common = divided_features(model, features)
-        logits = model.model.head(personal) + model.global_head(common)
-        torch.testing.assert_close(model(x), logits)
-        loss = torch.nn.functional.cross_entropy(logits, y) + 3.0 * by_kernels(features, served)
-        descend(model, loss, moving)
-    head = torch.cat([p.flatten() for p in model.model.head.parameters()]).detach()
-    with torch.no_grad():
-        for parameter, common in zip(model.model.head.parameters(), model.global_head.parameters(), strict=True):
-            common.copy_((parameter + common) / 2)
-    named = {name: t.detach().numpy() for name, t in model.named_parameters()}
-    np.testing.assert_allclose(sent, shared.take(client.layout.flatten(named)), atol=1e-5)
-    np.testing.assert_allclose(client.state["personal"], head, atol=1e-5)
 
 
 def test_fedcp_starts_with_equal_heads_and_leaves_the_global_one(make_client):

@@ -23,27 +23,10 @@ from posy.strategies.replies import BadReplyError, gram
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
 WHOLE = {"model": "linear", "batch_size": 100}
-MLP = {"model": "mlp", "batch_size": 100}
 
 
 def start_of(client, seed=0):
     return np.random.default_rng(seed).normal(size=client.layout.size).astype(np.float32)
-
-
-def body_step(client, flat, head):
-    """Return the flat body after one full-batch step of cross-entropy, and its features of the training data.
-
-    ``head`` maps features to logits.
-    """
-    model = client.architecture.build()
-    model.load_state_dict(client.layout.views(torch.from_numpy(flat).clone()))
-    parameters = list(model.blocks.parameters())
-    loss = torch.nn.functional.cross_entropy(head(model.body(client.data.x_train)), client.data.y_train)
-    with torch.no_grad():
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.sub_(LR * gradient)
-        body = torch.cat([p.flatten() for p in parameters]).numpy()
-        return body, model.body(client.data.x_train).double().numpy()
 
 
 def test_inner_products_by_hand():
@@ -142,20 +125,6 @@ def test_the_shortest_mix_by_hand():
     np.testing.assert_array_equal(scale, [1, 2])
     weights, _ = common_descent(changes, np.array([0.75, 0.25]), 0.1, normalise=True)
     np.testing.assert_allclose(weights, [0.65, 0.35], atol=1e-9)
-
-
-def test_fedmgdas_round_by_hand(make_strategy, update):
-    strategy = make_strategy("fedmgda", model="linear", fedmgda_epsilon=0.1, fedmgda_server_lr=0.5)
-    before = strategy.model.copy()
-    moved = np.zeros((2, strategy.size), np.float32)
-    moved[0, 0], moved[1, 1] = 3, -2
-    quantities = strategy.aggregate(
-        1, [update(0, {"model": before + moved[0]}, 3), update(2, {"model": before + moved[1]}, 1)]
-    )
-    expected = np.zeros(strategy.size)
-    expected[:2] = 0.5 * 0.65, -0.5 * 0.35
-    np.testing.assert_allclose(strategy.model - before, expected, atol=1e-6)
-    assert quantities == pytest.approx({"smallest_weight": 0.35, "largest_weight": 0.65})
 
 
 def test_opposed_updates_leave_the_model(make_strategy, update):
@@ -273,27 +242,6 @@ def test_degenerate_batches_have_no_gradient(count):
     assert not features.grad.any() and not logits.grad.any()
 
 
-def test_feduvs_step_by_hand(make_client):
-    client = make_client("feduv", **MLP, feduv_variance=1.5, feduv_uniformity=0.7)
-    start = client.initial()
-    model = client.architecture.build()
-    model.load_state_dict(client.layout.views(start.clone()))
-    features = model.body(client.data.x_train)
-    logits = model.head(features)
-    p = logits.softmax(dim=1)
-    squared = torch.pdist(features).square()
-    loss = torch.nn.functional.cross_entropy(logits, client.data.y_train)
-    loss = loss + 1.5 * (3**-0.5 - p.std(dim=0)).relu().mean()
-    loss = loss + 0.7 * torch.exp(-squared / squared[squared > 0].median()).mean()
-    parameters = list(model.parameters())
-    with torch.no_grad():
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.sub_(LR * gradient)
-    (sent,), _, metrics = client.fit([start.numpy()], CONFIG)
-    np.testing.assert_allclose(sent, torch.cat([p.detach().flatten() for p in parameters]).numpy(), atol=1e-6)
-    assert metrics["train-loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-
-
 def test_feduv_without_regularisers_is_fedavg(make_config, federate):
     free = federate(make_config("feduv", feduv_variance=0.0, feduv_uniformity=0.0))
     np.testing.assert_array_equal(free.strategy.model, federate(make_config("fedavg")).strategy.model)
@@ -328,48 +276,9 @@ def test_prototypes_are_drawn_by_hand():
     np.testing.assert_allclose(drawn(prototypes, means, 0.0), [[0, 1], [0, 1], [-0.6, -0.8]], atol=1e-6)
 
 
-def test_fednhs_client_by_hand(make_client):
-    client = make_client("fednh", **MLP, fednh_scale=5.0)
-    start = client.initial().numpy()
-    prototypes = torch.from_numpy(client.layout.views(start)["head.weight"])
-
-    def logits(features):
-        return 5.0 * (features / features.norm(dim=1, keepdim=True)) @ prototypes.T
-
-    body, features = body_step(client, start, logits)
-    (sent, directions), _, _ = client.fit([start], CONFIG)
-    np.testing.assert_allclose(sent[: len(body)], body, atol=1e-6)
-    y, unit = client.data.y_train.numpy(), features / np.linalg.norm(features, axis=1, keepdims=True)
-    means = np.stack([unit[y == label].mean(axis=0) for label in range(3)])
-    shares = np.bincount(y) / len(y)
-    expected = shares[:, None] * means / np.linalg.norm(means, axis=1, keepdims=True)
-    np.testing.assert_allclose(directions, expected, atol=1e-5)
-
-
 def test_a_class_without_samples_has_no_direction():
     means = mean_directions(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), torch.tensor([2, 2]), 3)
     torch.testing.assert_close(means, torch.tensor([[0, 0], [0, 0], [0.6, 0.8]]))
-
-
-def test_prototypes_are_weighted_by_samples_of_the_class(make_strategy, update):
-    """Client 0 has 2 of 4 samples of class 0, client 1 has 4 of 12. The weights of bodies count all samples."""
-    strategy = make_strategy("fednh", model="mlp", fednh_rho=0.5)
-    views = strategy.architecture.layout.views
-    size = views(strategy.model)["head.weight"].shape[1]
-    before = views(strategy.model)["head.weight"].copy()
-    models = np.zeros((2, strategy.size), np.float32)
-    models[:, 0] = 1, 5
-    first, second = np.eye(size, dtype=np.float32)[:2]
-    directions = np.zeros((2, len(before), size), np.float32)
-    directions[:, 0] = 2 / 4 * first, 4 / 12 * second
-    replies = [{"model": model, "directions": rows} for model, rows in zip(models, directions, strict=True)]
-    strategy.aggregate(1, [update(0, replies[0], 4), update(1, replies[1], 12)])
-    mean = 2 * first + 4 * second
-    expected = 0.5 * before[0] + 0.5 * mean / np.linalg.norm(mean)
-    after = views(strategy.model)["head.weight"]
-    np.testing.assert_allclose(after[0], expected / np.linalg.norm(expected), atol=1e-6)
-    np.testing.assert_allclose(after[1:], before[1:], atol=1e-6)
-    assert strategy.model[0] == pytest.approx(4)
 
 
 def test_fednh_with_rho_1_keeps_its_prototypes(make_config, federate):
@@ -428,69 +337,6 @@ def test_the_share_minimises_the_held_out_loss():
     assert best_shares([((-local[0], local[1]), *parts[0][1:])], local, prior) == (0.0, 0.0)
     nothing = [(local, local[0][:0], labels[:0])]
     assert best_shares(nothing, (-local[0], local[1]), prior) == (0.0, 0.0)
-
-
-def reference_head(features, labels, means, covariance, shares, ridge):
-    """Return weights and biases of the client's discriminant, and its Gaussians, computed in NumPy."""
-    prior = (shares + 1e-4) / (shares + 1e-4).sum()
-
-    def estimate(x, y):
-        local = np.stack([x[y == c].mean(axis=0) if (y == c).sum() > 2 else means[c] for c in range(len(means))])
-        return local, (x - local[y]).T @ (x - local[y]) / max(len(y) - 1, 1) + ridge * np.eye(x.shape[1])
-
-    def head(share, local):
-        mu, sigma = (share * a + (1 - share) * b for a, b in zip(local, (means, covariance), strict=True))
-        weight = np.linalg.solve(sigma, mu.T).T
-        return weight, np.log(prior) - (weight * mu).sum(axis=1) / 2, mu, sigma
-
-    counts, fold = dict.fromkeys(range(len(means)), 0), []
-    for label in labels:
-        fold.append(counts[label] % 2 if (labels == label).sum() > 1 else -1)
-        counts[label] += 1
-    fold = np.array(fold)
-    losses = []
-    for share in np.linspace(0, 1, 11):
-        total = 0.0
-        for k in (0, 1):
-            train, test = (fold >= 0) & (fold != k), fold == k
-            weight, bias, *_ = head(share, estimate(features[train], labels[train]))
-            z = features[test] @ weight.T + bias
-            total += (np.log(np.exp(z).sum(axis=1)) - z[np.arange(len(z)), labels[test]]).sum()
-        losses.append(total)
-    return head(np.linspace(0, 1, 11)[np.argmin(losses)], estimate(features, labels))
-
-
-def test_pfedfdas_client_by_hand(make_client, make_strategy):
-    settings = {**MLP, "pfedfda_ridge": 0.3}
-    client, strategy = make_client("pfedfda", **settings), make_strategy("pfedfda", **settings)
-    received = [*strategy.serve(0).values()]
-    body, means, covariance = received
-    np.testing.assert_array_equal(covariance, np.eye(64))
-    y = client.data.y_train.numpy()
-    shares = np.bincount(y, minlength=3) / len(y)
-    prior = (shares + 1e-4) / (shares + 1e-4).sum()
-    weight = torch.from_numpy(means.astype(np.float32))
-    bias = torch.tensor(np.log(prior) - (means**2).sum(axis=1) / 2, dtype=torch.float32)
-    flat = np.concatenate([body, np.zeros(3 * 64 + 3, np.float32)])
-    trained, features = body_step(client, flat, lambda f: f @ weight.T + bias)
-    sent, _, _ = client.fit(received, CONFIG)
-    np.testing.assert_allclose(sent[0], trained, atol=1e-5)
-    *_, mu, sigma = reference_head(features, y, means, covariance, shares, 0.3)
-    np.testing.assert_allclose(sent[1], mu, atol=1e-4)
-    np.testing.assert_allclose(sent[2], sigma, atol=1e-4)
-    assert not client.state
-
-
-def test_pfedfda_averages_bodies_and_gaussians_by_samples(make_strategy, update):
-    strategy = make_strategy("pfedfda", model="mlp")
-    rng = np.random.default_rng(0)
-    first, second = (
-        {name: rng.normal(size=array.shape).astype(np.float32) for name, array in strategy.serve(0).items()}
-        for _ in range(2)
-    )
-    strategy.aggregate(1, [update(0, first, 1), update(1, second, 3)])
-    for name, mean in strategy.serve(0).items():
-        np.testing.assert_allclose(mean, 0.25 * first[name] + 0.75 * second[name], atol=1e-6)
 
 
 @pytest.mark.parametrize("column", [-1, -2])

@@ -272,26 +272,6 @@ def test_per_fedavg_without_adaptation_on_single_samples_is_fedavg(
 # -- pFedMe --------------------------------------------------------------------------------------------
 
 
-def test_pfedme_by_hand(make_client: Make) -> None:
-    settings = {"pfedme_strength": 3.0, "pfedme_steps": 2, "pfedme_personal_lr": 0.2}
-    client = make_client("pfedme", **WHOLE, model="mlp", **settings)
-    start = start_of(client)
-
-    def personal(w: Flat) -> Flat:
-        theta = w
-        for _ in range(2):
-            theta = theta - 0.2 * (gradient(client, theta) + 3.0 * (theta - w))
-        return theta
-
-    (sent,), _, _ = client.fit([start], CONFIG)
-    moved = start - LR * 3.0 * (start - personal(start))
-    np.testing.assert_allclose(sent, moved, atol=1e-6)
-    np.testing.assert_allclose(client.state["model"], personal(start), atol=1e-6)
-    _, _, metrics = client.evaluate([start], EVALUATE)
-    assert metrics["served-loss"] == pytest.approx(test_loss(client, start), rel=1e-5)
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, personal(start)), rel=1e-4)
-
-
 def test_pfedmes_server_by_hand(make_strategy: Make, update: Make) -> None:
     assert relaxed(np.float32([1, 2]), np.float32([3, 0]), 1.5).tolist() == [4, -1]
     strategy = make_strategy("pfedme", model="linear", pfedme_beta=0.5)
@@ -321,39 +301,6 @@ def test_first_order_weights_by_hand() -> None:
     assert normalised(torch.tensor([-1.0, 0.0])).tolist() == [0, 0]
     diverged = torch.tensor([torch.inf, 1.0, torch.inf])  # the client's model has diverged
     assert first_order_weights(diverged, torch.ones(2)).tolist() == [0, 0]
-
-
-def moved_by_hand(losses: list[float], models: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights of Eq. 3 and the model of Eq. 4. The first model and its loss precede training."""
-    weights = np.array(
-        [
-            (losses[0] - loss) / np.linalg.norm(model - models[0])
-            for loss, model in zip(losses[1:], models[1:], strict=True)
-        ]
-    )
-    positive = np.maximum(weights, 0)
-    return weights, models[0] + positive / positive.sum() @ (models[1:] - models[0])
-
-
-def test_fedfomo_client_by_hand(make_client: Make) -> None:
-    client = make_client("fedfomo", **WHOLE, model="linear", fedfomo_validation=0.0)
-    start = start_of(client)
-    local = (start - 0.1 * gradient(client, start)).astype(np.float32)
-    client.keep("start", torch.from_numpy(start.copy()))
-    client.keep("model", torch.from_numpy(local.copy()))
-    candidates = np.stack([local - 0.2 * gradient(client, local), local + gradient(client, local), start_of(client, 2)])
-    candidates = candidates.astype(np.float32)
-    models = np.stack([start, local, *candidates])
-    weights, mixed = moved_by_hand([loss_and_gradient(client, model)[0] for model in models], models)
-    assert weights[0] > 0 and weights[1] > 0 > weights[2]
-    _, _, metrics = client.evaluate([candidates], EVALUATE)
-    assert metrics["served-loss"] == pytest.approx(test_loss(client, mixed), rel=1e-5)
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, local), rel=1e-5)
-    (sent, reported), _, _ = client.fit([candidates], CONFIG)
-    np.testing.assert_allclose(reported, weights, rtol=1e-3)
-    np.testing.assert_allclose(sent, mixed - LR * gradient(client, mixed), atol=1e-6)
-    np.testing.assert_array_equal(client.state["model"], sent)
-    np.testing.assert_allclose(client.state["start"], mixed, atol=1e-6)
 
 
 @pytest.mark.parametrize("of_the_run", [True, False])
@@ -460,31 +407,6 @@ def test_conditions_of_a_split() -> None:
     assert not split(moved[:1], n[:1], 9.0, 0.0).any()
 
 
-def test_two_rounds_of_cfl_by_hand(make_strategy: Make, update: Make) -> None:
-    """Clients 0 and 2 move by 2.2, clients 1 and 3 by -1.8. The mean is 0.2."""
-    strategy = make_strategy("cfl", model="linear", cfl_eps1=0.3, cfl_eps2=2.0)
-    start, way = strategy.model, np.zeros(strategy.size, np.float32)
-    way[0] = 1
-    away, counts = (2.2, -1.8, 2.2, -1.8), (1, 1, 1, 1)
-    replies = [update(c, {"model": start + away[c] * way}, counts[c]) for c in range(4)]
-    three = make_strategy("cfl", model="linear", cfl_eps1=0.3, cfl_eps2=2.0)
-    assert three.aggregate(1, replies[:2]) == {"cluster_sizes": [4]}  # absent clients may differ
-    np.testing.assert_allclose(three.model, start + 0.2 * way, atol=1e-6)
-    assert strategy.aggregate(1, replies) == {"cluster_sizes": [2, 2]}
-    assert strategy.cluster.tolist() == [0, 1, 0, 1]
-    for client in range(4):
-        np.testing.assert_allclose(strategy.serve(client)["model"], start + away[client] * way, atol=1e-6)
-    fresh = make_strategy("cfl", model="linear")
-    load_state(fresh, state_of(strategy))
-    before = strategy.serve(1)["model"]
-    strategy.aggregate(
-        2, [update(0, {"model": start}, 3), update(2, {"model": start + 4 * way}, 1)]
-    )  # cluster 1 has no reply
-    np.testing.assert_allclose(strategy.serve(0)["model"], start + way, atol=1e-6)
-    np.testing.assert_array_equal(strategy.serve(3)["model"], before)
-    np.testing.assert_array_equal(fresh.serve(3)["model"], before)
-
-
 def test_cfl_that_never_splits_is_fedavg(make_config: Make, federate: Make) -> None:
     never, plain = (federate(make_config(m, fraction_train=0.6, cfl_eps1=0.0)) for m in ("cfl", "fedavg"))
     same_runs(never, plain, "served_loss", "local_loss")
@@ -501,48 +423,6 @@ def test_cfl_splits_until_each_client_is_alone(make_config: Make, federate: Make
 
 
 # -- FedALA --------------------------------------------------------------------------------------------
-
-
-def ala_by_hand(client: Any, local: Flat, shared: Flat, weights: Flat, eta: float) -> tuple[float, Flat]:
-    """Return the loss, and the weights of the head's entries after one step over all samples."""
-    head = client.layout.part(["head"])
-    gap = np.zeros_like(shared)
-    head.put(gap, head.take(shared - local))
-    wide = np.ones(len(shared))
-    head.put(wide, weights)
-    loss, g = loss_and_gradient(client, shared - (1 - wide) * gap)
-    return loss, np.clip(weights - eta * head.take(g * gap), 0, 1)
-
-
-def test_fedala_by_hand(make_client: Make) -> None:
-    """The first mixture takes passes until the loss settles, later mixtures one. Lower layers are the server's."""
-    eta = 2.0
-    client = make_client("fedala", **WHOLE, model="mlp", fedala_eta=eta, fedala_threshold=0.1)
-    head = client.layout.part(["head"])
-    first = start_of(client)
-    (local,), _, _ = client.fit([first], CONFIG)
-    np.testing.assert_allclose(local, first - LR * gradient(client, first), atol=1e-6)
-    assert set(client.state) == {"model"}
-    weights = np.ones(head.size)
-    for number in (2, 3):
-        shared = local + 0.2 * start_of(client, number)
-        previous, losses = local, []
-        while len(losses) < 1 if number == 3 else len(losses) < 10 or np.std(losses[-10:]) >= 0.1:
-            loss, weights = ala_by_hand(client, previous, shared, weights, eta)
-            losses.append(loss)
-        assert number == 3 or 10 < len(losses) < 50
-        mixed = shared.astype(np.float64)
-        head.put(mixed, head.take(previous + 0.0) + weights * head.take(shared - previous))
-        before = dict(client.state)
-        _, _, metrics = client.evaluate([shared], EVALUATE)
-        assert metrics["served-loss"] == pytest.approx(test_loss(client, mixed), rel=1e-4)
-        assert metrics["local-loss"] == pytest.approx(test_loss(client, previous), rel=1e-4)
-        assert all(client.state[name] is before[name] for name in before)  # an evaluation stores nothing
-        (local,), _, _ = client.fit([shared], {**SECOND, "server-round": number})
-        np.testing.assert_allclose(client.state["weights"], weights, atol=1e-4)
-        np.testing.assert_allclose(local, mixed - LR * gradient(client, mixed), atol=1e-4)
-        weights = client.state["weights"].astype(np.float64)
-    assert 0 <= weights.min() < 0.9 and weights.max() == 1
 
 
 def test_when_fedalas_weights_have_settled() -> None:

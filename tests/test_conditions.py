@@ -20,7 +20,6 @@ from posy.strategies.registry import (
 )
 from posy.yaml12 import dump
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMAND_LINE = "the command line"
 
 # A setting, a value, settings under which it has no effect, and settings under which it has an effect.

@@ -91,17 +91,6 @@ def test_class_that_no_client_has_keeps_its_model():
     np.testing.assert_array_equal(models, [[1], [8], [2]])
 
 
-def test_whole_round_by_hand(make_strategy, update):
-    strategy = make_strategy("cwfedavg", data=DATA, model="linear")
-    strategy.aggregate(1, [update(0, {"model": FIRST}, 10), update(1, {"model": SECOND}, 30)])
-    q = np.array([[0.1, 0.9], [1, 0], [0.25, 0.75]])
-    models = q @ np.stack([FIRST, SECOND])  # Eq. 5
-    np.testing.assert_allclose(strategy.class_models, models, rtol=1e-6)
-    np.testing.assert_allclose(served_model(strategy, 0), [0.25, 0.5, 0.25] @ models, rtol=1e-6)  # Eq. 7
-    np.testing.assert_allclose(served_model(strategy, 1), [0.75, 0, 0.25] @ models, rtol=1e-6)
-    np.testing.assert_allclose(served_model(strategy, 2), models.mean(axis=0), rtol=1e-6)  # not seen: p̃ = 1/C
-
-
 def test_everybody_is_served_the_initial_model_first(make_strategy):
     strategy = make_strategy("cwfedavg", cwfedavg_layers="all")
     for client in range(4):

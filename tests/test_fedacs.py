@@ -112,25 +112,6 @@ def test_models_that_have_hardly_parted_are_told_apart():
 # -- the strategy --------------------------------------------------------------------------------------
 
 
-def test_round_by_hand(make_strategy, update):
-    """cos 60° = 0.5 is kept, cos 120° dropped; weights of clients 0 and 2: 2/3 and 1/3, of 5: alone."""
-    data = (np.zeros((12, 1), np.float32), np.arange(12) % 2, [[i] for i in range(6)], [[6 + i] for i in range(6)])
-    strategy = make_strategy("fedacs", data=data, model="linear", fedacs_p=0.0)
-    first, second, third = (np.zeros(4, np.float32) for _ in range(3))
-    first[:2], second[:2], third[:2] = 2 * unit(0)[0], unit(60)[0], unit(180)[0]
-    quantities = strategy.aggregate(
-        1, [update(0, {"model": first}), update(2, {"model": second}), update(5, {"model": third})]
-    )
-    np.testing.assert_allclose(strategy.serve(0)["model"], 2 / 3 * first + 1 / 3 * second, atol=1e-6)
-    np.testing.assert_allclose(strategy.serve(2)["model"], 1 / 3 * first + 2 / 3 * second, atol=1e-6)
-    np.testing.assert_allclose(strategy.serve(5)["model"], third, atol=1e-6)
-    np.testing.assert_allclose(
-        strategy.serve(1)["model"], (first + second + third) / 3, atol=1e-6
-    )  # not seen: the mean
-    assert quantities["collaborators"] == pytest.approx(2 / 3)
-    assert quantities["attention_to_self"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3, rel=1e-6)
-
-
 def test_clients_start_from_models_of_their_own(make_strategy, update):
     """Only those that have not trained; independent models are nearly orthogonal."""
     strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own")

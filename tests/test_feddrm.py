@@ -132,13 +132,6 @@ def test_kept_classifier_is_used_again(make_client):
     np.testing.assert_array_equal(shared.take(whole), served)
 
 
-def test_shared_part_is_averaged_by_samples(make_strategy, update):
-    strategy = make_strategy("feddrm")
-    rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, {"model": rows[0]}, 10), update(1, {"model": rows[1]}, 30)])
-    np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
-
-
 def test_client_branch_has_one_output_a_client(make_strategy):
     shapes = {entry.name: entry.shape for entry in make_strategy("feddrm").architecture.layout.entries}
     assert shapes["client_head.bias"] == (4,)
