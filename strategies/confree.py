@@ -48,8 +48,8 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
             "d* = g + c ||g|| Δ_{w*} / ||Δ_{w*}|| (Eq. 4)",
             "θ ← θ + d* (Algorithm 1, line 14)",
         ),
-        sent={"body (d,)": "the shared body θ"},
-        returned={"body (d,)": "the trained body θ + Δ_i"},
+        sent={"model (d,)": "the shared body θ"},
+        returned={"model (d,)": "the trained body θ + Δ_i"},
         server_state={"model": "the shared body θ (d,)"},
         client_state={"personal": "the client's head"},
         scored="The served model: the authors' program is built on PFLlib, whose FedRep scores the received body with "

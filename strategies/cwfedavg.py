@@ -79,8 +79,8 @@ class CwFedAvgSettings(
             "p̃_ij = 1 / C at first (Algorithm 1, line 2)",
         ),
         sent={
-            "averaged (d_a,)": "layers averaged over all clients, equal for all",
-            "class-wise (d_cw,)": "the client's mix of the class models (Eq. 7)",
+            "model (d_a,)": "layers averaged over all clients, equal for all",
+            "classwise (d_cw,)": "the client's mix of the class models (Eq. 7)",
         },
         returned={
             "model (d,)": "the trained model w_i",

@@ -49,7 +49,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
             "u_i = Σ_j ξ_ij w_j (Eq. 6)",
             "w_i minimises F_i(w) + λ / (2α) ||w − u_i||² (Eq. 4)",
         ),
-        sent={"message (d,)": "u_i; to a client without a model the mean of all models, or the initial model"},
+        sent={"model (d,)": "u_i; to a client without a model the mean of all models, or the initial model"},
         returned={"model (d,)": "the trained model w_i"},
         server_state={
             "seen": "the clients that have trained (m,)",

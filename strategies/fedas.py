@@ -65,10 +65,10 @@ class FedASSettings(
             "F_i = Σ_b ‖∇ mean_{x in b} log p(y | x)‖² over mini-batches b (clientas.py, train)",
             "θ ← Σ_i F_i θ_i / Σ_i F_i (serveras.py, aggregate_wrt_fisher)",
         ),
-        sent={"body (b,)": "the shared body θ"},
+        sent={"model (b,)": "the shared body θ"},
         returned={
-            "body (b,)": "the trained body θ_i",
-            "trace ()": "mean of ‖∇ mean log p‖² over mini-batches, weighted by their samples",
+            "model (b,)": "the trained body θ_i",
+            "fisher ()": "mean of ‖∇ mean log p‖² over mini-batches, weighted by their samples",
         },
         server_state={"model": "the shared body θ (b,)"},
         client_state={

@@ -29,8 +29,8 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
             "θ_ext ← mean of the clients' bodies (Algorithm 1, server)",
             "(θ_ext, θ_cls) ← SGD on the client's samples: fine-tuning before prediction (personalisation)",
         ),
-        sent={"body (s,)": "the shared body: all layers but the head"},
-        returned={"body (s,)": "the client's body after training; nothing in rounds of `fedbabu-rounds`"},
+        sent={"model (s,)": "the shared body: all layers but the head"},
+        returned={"model (s,)": "the client's body after training; nothing in rounds of `fedbabu-rounds`"},
         server_state={"model": "the shared body (s,)"},
         client_state={},
         scored=(

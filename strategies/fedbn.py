@@ -28,8 +28,8 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
             "w_k ← SGD on client k's loss, all layers together (FedBN, client)",
             "w^(l) ← mean over k of w_k^(l) for each layer l that is not BatchNorm (FedBN, server)",
         ),
-        sent={"shared (s,)": "all tensors outside of normalisation layers"},
-        returned={"shared (s,)": "the same tensors after training"},
+        sent={"model (s,)": "all tensors outside of normalisation layers"},
+        returned={"model (s,)": "the same tensors after training"},
         server_state={"model": "the shared tensors (s,)"},
         client_state={"personal": "the client's normalisation tensors, flat"},
         scored=(

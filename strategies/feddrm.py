@@ -63,8 +63,8 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
             "`density`: r(x) = argmax_i of logit_i(x) − log(n_i / N), the largest density ratio (Eq. 3)",
             "`posterior`: r(x) = argmax_i of logit_i(x) (Remark 2.4)",
         ),
-        sent={"shared (d_s,)": "body, both branches and the client classifier"},
-        returned={"shared (d_s,)": "the same layers after local training"},
+        sent={"model (d_s,)": "body, both branches and the client classifier"},
+        returned={"model (d_s,)": "the same layers after local training"},
         server_state={"model": "shared layers (d_s,)"},
         client_state={"personal": "class classifier (α_i, β_i)"},
         scored="The served model: the authors score the averaged layers with each client's classifier before the next "

@@ -120,7 +120,7 @@ class FedFewSettings(
         ),
         sent={"models (K, d)": "the K models θ_k"},
         returned={
-            "updates (K, d)": "Δ_ik, the trained models minus the models that the client received",
+            "models (K, d)": "Δ_ik, the trained models minus the models that the client received",
             "losses (K,)": "L_ik, mean training loss of each model over the last local epoch",
         },
         server_state={

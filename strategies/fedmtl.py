@@ -49,7 +49,7 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
             "`relations=mean`: Ω = I − 11ᵀ / M, which ties each model to the mean of all",
             "`relations=learnt`: Ω = (M Σ + I)⁻¹, Σ = (WᵀW)^{1/2} / tr (WᵀW)^{1/2} (the trace-norm relation of MOCHA)",
         ),
-        sent={"tie (d,)": "−Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii travels in the message's config"},
+        sent={"model (d,)": "−Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii travels in the message's config"},
         returned={"model (d,)": "the trained model w_i"},
         server_state={
             "seen": "the clients that have trained (m,)",

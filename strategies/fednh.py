@@ -64,7 +64,10 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
             "normalised (Algorithm 1, server)",
         ),
         sent={"model (d,)": "the body θ, and the prototypes W as its head"},
-        returned={"model (d,)": "the trained body θ_i, and n_ic / n_i · μ_ic in the rows of the head"},
+        returned={
+            "model (d,)": "the trained body θ_i, with the received head",
+            "directions (C, D)": "n_ic / n_i · μ_ic, the mean direction of each class times its share",
+        },
         server_state={"model": "the body θ, and the prototypes W as its head (d,)"},
         client_state={},
         scored="The local model: the trained body under the prototypes of its training. The paper reports it as the "

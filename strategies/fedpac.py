@@ -86,13 +86,13 @@ class FedPACSettings(
             "φ_i ← Σ_j α_ij φ_j; α_i minimises Σ_j α_j² V_j + Σ_jk α_j α_k tr((h_i − h_j)ᵀ (h_i − h_k)) on the simplex",
         ),
         sent={
-            "body (b,)": "the shared body θ",
+            "model (b,)": "the shared body θ",
             "head (h,)": "the head φ_i that the server combined for the client",
             "prototypes (C, D)": "the global class means c",
             "known (C,)": "1 where a class has a mean, 0 elsewhere",
         },
         returned={
-            "body (b,)": "the trained body θ_i",
+            "model (b,)": "the trained body θ_i",
             "head (h,)": "the trained head",
             "means (C, D)": "class means c_ij of the trained body's features",
             "counts (C,)": "training samples n_ij by class",

@@ -25,8 +25,8 @@ class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
             "(W_B,j, W_P,j) ← SGD on client j's loss from (W_B, W_P,j), all layers together (FEDPER-CLIENT)",
             "W_B ← Σ_j (n_j / n) W_B,j (FEDPER-SERVER)",
         ),
-        sent={"base (s,)": "the base layers W_B"},
-        returned={"base (s,)": "the client's base layers after training"},
+        sent={"model (s,)": "the base layers W_B"},
+        returned={"model (s,)": "the client's base layers after training"},
         server_state={"model": "the base layers W_B (s,)"},
         client_state={"personal": "the client's personalisation layers W_P,j, flat"},
         scored=(

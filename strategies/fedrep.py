@@ -32,8 +32,8 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
             "φ_i ← GRD(f_i(h_i, φ), φ, α) on the fixed new head (Algorithm 1, client update of the representation)",
             "φ ← mean of φ_i over the clients of the round (Algorithm 1, server update)",
         ),
-        sent={"body (s,)": "the shared body φ: all layers but the head"},
-        returned={"body (s,)": "the client's body φ_i after training"},
+        sent={"model (s,)": "the shared body φ: all layers but the head"},
+        returned={"model (s,)": "the client's body φ_i after training"},
         server_state={"model": "the shared body φ (s,)"},
         client_state={"personal": "the client's head h_i, flat"},
         scored=(

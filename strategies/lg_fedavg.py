@@ -29,8 +29,8 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
             "(θ_ℓ, θ_g) ← SGD on the client's loss, local and global layers together (Algorithm 1, ClientUpdate)",
             "θ_g ← mean of the clients' θ_g over the round (Algorithm 1, server)",
         ),
-        sent={"top (s,)": "the shared top layers θ_g"},
-        returned={"top (s,)": "the client's top layers after training"},
+        sent={"model (s,)": "the shared top layers θ_g"},
+        returned={"model (s,)": "the client's top layers after training"},
         server_state={"model": "the shared top layers θ_g (s,)"},
         client_state={"personal": "the client's lower layers θ_ℓ, flat"},
         scored=(

@@ -55,12 +55,12 @@ class PFedFDASettings(
             "body, μ_g and Σ_g ← means of the clients' with weights n_i / n (Algorithm 1, server)",
         ),
         sent={
-            "body (s,)": "the shared body",
+            "model (s,)": "the shared body",
             "means (C, D)": "the global class means μ_g",
             "covariance (D, D)": "the global covariance Σ_g",
         },
         returned={
-            "body (s,)": "the client's body after training",
+            "model (s,)": "the client's body after training",
             "means (C, D)": "the client's class means μ, between local and global",
             "covariance (D, D)": "the client's covariance Σ, between local and global",
         },

@@ -155,10 +155,10 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "all clients take part in the last round of a stage (Appendix A.4)",
         ),
         sent={
-            "shared (d_t,)": "shared layers of the current stage",
-            "finished (d_s,)": "shared layers of each finished stage that the client has not received yet, in order",
+            "model (d_t,)": "shared layers of the current stage",
+            "finished-1, finished-2, … (d_s,)": "shared layers of each finished stage that the client lacks, in order",
         },
-        returned={"shared (d_t,)": "the trained shared layers of the current stage"},
+        returned={"model (d_t,)": "the trained shared layers of the current stage"},
         server_state={
             "rounds_done": "number of successful rounds of the current stage",
             "informed": "finished stages that each client has received (M,)",

@@ -14,7 +14,6 @@ from posy.client_app.fedfomo import first_order_weights, normalised
 from posy.strategies.cfl import bipartition, split
 from posy.strategies.fedfomo import chosen
 from posy.strategies.pfedme import relaxed
-from posy.strategies.server_state import load_state, state_of
 
 Make = Callable[..., Any]
 Flat = np.ndarray

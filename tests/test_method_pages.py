@@ -207,3 +207,13 @@ def test_parts_of_a_page(generate: dict[str, Any]) -> None:
     assert "not by the paper's authors, at commit aaaaaaaaaa: main.py, train." in check and "at most 3e-7" in check
     assert generate["unwrapped"]("Two facts:\n\n* one\n  more\n* two\n") == "Two facts:\n- one more\n- two"
     assert generate["markdown"]("See ``x`` and :class:`~a.b.Name`.") == "See `x` and `Name`."
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_card_names_the_arrays_that_the_method_declares(method: str) -> None:
+    cls = settings_class(method)
+    sent, returned = ([key.partition(" (")[0] for key in arrays] for arrays in (cls.card.sent, cls.card.returned))
+    once = [name for name in sent if cls.sent_once and name.startswith(f"{cls.sent_once}-")]
+    assert [name for name in sent if name not in once] == list(cls.sent)
+    assert bool(once) == bool(cls.sent_once)
+    assert returned == list(cls.returned)
