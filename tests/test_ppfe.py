@@ -13,8 +13,10 @@ from posy.client_app.predictors import Member, Predictor
 from posy.client_app.workspace import Workspace
 from posy.data.task import Task
 from posy.models.architecture import Architecture
+from posy.server_app.in_process import InProcessGrid
 from posy.server_app.system import stored_probabilities
 from posy.settings import SettingsError
+from posy.strategies.pictures.ppfe import draw
 from posy.strategies.ppfe import open_stage, plan_stages, stage_rounds
 from posy.strategies.registry import read_settings
 
@@ -33,6 +35,12 @@ def probabilities(stage, flat, x):
     model.load_state_dict(stage.architecture.layout.views(torch.as_tensor(flat)))
     with torch.no_grad():
         return model.eval()(x).softmax(dim=1).numpy().astype(np.float64)
+
+
+def close(client, stage, shared):
+    """Let a client receive the shared layers of a finished stage and close the stage."""
+    client.stored[f"finished-{stage.number}"] = shared
+    client.jobs.drive(client.close_stage(stage, shared))
 
 
 # -- stages --------------------------------------------------------------------------------------------
@@ -236,15 +244,15 @@ def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
     rng = np.random.default_rng(0)
     sent = [torch.from_numpy(rng.normal(size=s.shared_part.size).astype(np.float32)) for s in client.stages]
     plain = client.stages[0].architecture.layout.views(sent[0])
-    client.jobs.drive(client.close_stage(client.stages[0], sent[0]))
+    close(client, client.stages[0], sent[0])
     np.testing.assert_array_equal(client.state["personal-2"], client.stages[1].personal_part.take(sent[0]))
     for stage, ranks in (
         (3, {"blocks.fc2.linear": 10, "head": 2}),
         (4, {"blocks.fc1.linear": 10, "blocks.fc2.linear": 5, "head": 1}),
     ):
         before, after = client.stages[stage - 2 : stage]
-        client.keep(f"personal-{before.number}", torch.ones(before.personal_part.size))
-        client.jobs.drive(client.close_stage(before, sent[stage - 2]))
+        client.stored[f"personal-{before.number}"] = torch.ones(before.personal_part.size)
+        close(client, before, sent[stage - 2])
         flat = client.stage_model(after, sent[stage - 1])
         views = after.architecture.layout.views(flat)
         for name, rank in ranks.items():
@@ -473,7 +481,7 @@ def test_coefficient_of_an_unfinished_stage_is_as_if_it_ended_now(make_client):
         answers = np.where(np.arange(4) == wrong, 1 - labels, labels)
         models.append(torch.tensor([*(10.0 * (answers == 0)), *(10.0 * (answers == 1)), 0, 0]).float())
     first, second = client.stages
-    client.jobs.drive(client.close_stage(first, models[0]))
+    close(client, first, models[0])
     members = client.jobs.drive(client.ensemble(second, models[1])).members
     expected = [math.log(3) / 2, math.log(2 + math.sqrt(3)) / 2]
     assert [member.coefficient for member in members] == pytest.approx(expected, rel=1e-5)
@@ -485,7 +493,7 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
         strategy = make_strategy("ppfe", ppfe_ensemble=ensemble)
         client = make_client("ppfe", ppfe_ensemble=ensemble)
         first = strategy.stages[0]
-        client.jobs.drive(client.close_stage(first, client.initial()))
+        close(client, first, client.initial())
         second = client.stages[1]
         current = client.stage_model(second, second.shared_part.take(open_stage(first, second, client.initial())))
         predictor = client.jobs.drive(client.ensemble(second, current))
@@ -505,12 +513,12 @@ def test_local_step_of_a_later_stage(make_client, first_slow, rate):
     client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25, ppfe_body_lr_stage=first_slow)
     n = len(client.data.y_train)
     first, second = client.stages[:2]
-    client.jobs.drive(client.close_stage(first, client.initial()))
+    close(client, first, client.initial())
     weights = torch.linspace(0.5, 1.5, n)
-    client.keep("weights", weights)
+    client.stored["weights"] = weights
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
     start = client.stage_model(second, shared)
-    config = {"server-round": 2, "lr": 0.2, "stage": 2, "first-finished": 2, "rounds-done": 0}
+    config = {"server-round": 2, "lr": 0.2, "stage": 2, "rounds-done": 0, "stage-ends": False}
     (sent,), _, metrics = client.fit([shared.numpy()], config)
     model = second.architecture.build()
     model.load_state_dict(second.architecture.layout.views(start))
@@ -528,11 +536,11 @@ def test_local_step_of_a_later_stage(make_client, first_slow, rate):
 def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resample):
     client = make_client("ppfe", ppfe_weighting=weighting)
     first, second = client.stages[:2]
-    client.jobs.drive(client.close_stage(first, client.initial()))
+    close(client, first, client.initial())
     weights = torch.linspace(0.5, 1.5, len(client.data.y_train))
-    client.keep("weights", weights)
+    client.stored["weights"] = weights
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
-    training = next(client.local_round([shared], {"stage": 2, "first-finished": 2, "rounds-done": 0}))
+    training = next(client.local_round({"model": shared}, {"stage": 2, "rounds-done": 0, "stage-ends": False}))
     assert training.resample is resample
     assert torch.equal(training.sample_weight, weights)
 
@@ -541,11 +549,11 @@ def test_a_stage_may_end_with_the_personal_layers_alone(make_client, make_strate
     """The head takes three whole-batch steps on fixed features. In other rounds the shared layers train too."""
     client = make_client("ppfe", batch_size=100, ppfe_final_epochs=3, ppfe_reduction="none", local_epochs=1)
     first, second = client.stages[:2]
-    client.jobs.drive(client.close_stage(first, client.initial()))
+    close(client, first, client.initial())
     client.state.pop("weights")  # the weights of stage 1
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
     start = client.stage_model(second, shared)
-    config = {"server-round": 2, "lr": 0.2, "stage": 2, "first-finished": 2, "rounds-done": 0, "stage-ends": True}
+    config = {"server-round": 2, "lr": 0.2, "stage": 2, "rounds-done": 0, "stage-ends": True}
     (sent,), _, _ = client.fit([shared.numpy()], config)
     np.testing.assert_array_equal(sent, shared)
     model = second.architecture.build()
@@ -577,14 +585,20 @@ def test_first_stage_is_fedavg(make_config, federate):
 def test_first_stage_is_weighted_and_later_ones_are_uniform(make_strategy, update):
     strategy = make_strategy("ppfe", ppfe_stage_rounds="1,1,1")
     rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, {"model": rows[0]}, 10), update(1, {"model": rows[1]}, 30)])
-    np.testing.assert_allclose(strategy.finished[0], 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
+
+    def weighted(client):
+        received = update(client, {"model": rows[client]}, strategy.clients[client].num_train)
+        received.weight = strategy.exchange.weight(client)
+        return received
+
+    strategy.aggregate(1, [weighted(0), weighted(1)])
+    np.testing.assert_allclose(strategy.finished[0], (21 * rows[0] + 12 * rows[1]) / 33, atol=1e-6)
     assert strategy.stage.number == 2
     head = strategy.architecture.layout.part(["head"]).size
     assert strategy.model.size == strategy.size - head
     np.testing.assert_array_equal(strategy.model, strategy.finished[0][:-head])  # ψ^(t) starts from ψ^(t-1)
     rows = rows[:, :-head]
-    strategy.aggregate(2, [update(0, {"model": rows[0]}, 10), update(1, {"model": rows[1]}, 30)])
+    strategy.aggregate(2, [weighted(0), weighted(1)])
     np.testing.assert_allclose(strategy.finished[1], 0.5 * rows[0] + 0.5 * rows[1], atol=1e-6)
 
 
@@ -624,7 +638,7 @@ def test_client_lost_for_a_whole_stage_keeps_the_head_it_was_given(make_config, 
     trained = finished.kept(0)
     assert np.abs(trained["personal-2"] - state["personal-2"]).max() > 1e-4  # client 0 has trained
     assert len(state["betas"]) == 3
-    assert {f"shared-{t}" for t in (1, 2, 3)} <= set(state)
+    assert {f"finished-{t}" for t in (1, 2, 3)} <= set(state)
     assert finished.records[-1].clients[1]["served_accuracy"] >= 0
 
 
@@ -661,7 +675,7 @@ def test_stages_that_are_sent_again_count_once(make_config, federate, failing):
     finished = federate(config, grid=failing(("train", 3, 1), ("evaluate", 5, 1)))
     assert [[c for c, _ in r.dropped] for r in finished.records] == [[], [], [1], [], [1], []]
     assert len(finished.kept(1)["betas"]) == 3
-    assert (finished.strategy.informed == 3).all()
+    assert list(finished.strategy.exchange.served(1)) == ["model"]
 
 
 def test_stage_whose_last_round_fails_ends_with_the_next_good_one(make_config, federate, failing):
@@ -674,27 +688,40 @@ def test_stage_whose_last_round_fails_ends_with_the_next_good_one(make_config, f
 
 
 def test_server_sends_each_finished_stage_once(make_config, federate):
-    finished = federate(make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2"))
-    assert (finished.strategy.informed == 3).all()
-    served = [array.size for array in finished.strategy.serve(0)]
-    assert served == [finished.strategy.model.size]
+    sent = []
+
+    class Watching(InProcessGrid):
+        def _receive(self, message):
+            names = list(message.content.array_records.get("arrays", {}))
+            if message.metadata.dst_node_id == 1 and len(names) > 1:
+                sent.append((message.metadata.message_type, message.content["config"]["server-round"], names))
+            return super()._receive(message)
+
+    finished = federate(make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2"), grid=Watching)
+    assert sent == [("evaluate", number, ["model", f"finished-{number // 2}"]) for number in (2, 4, 6)]
+    assert list(finished.strategy.exchange.served(0)) == ["model"]
 
 
-def test_pictured_coefficients_are_those_the_clients_have_told(make_config, federate, failing):
-    """Client 1's last evaluation fails, so the server lacks its coefficient of stage 2."""
-    config = make_config("ppfe", num_server_rounds=2, ppfe_stages=2)
-    finished = federate(config, grid=failing(("evaluate", 2, 1)))
-    expected = [finished.kept(client)["betas"] for client in (0, 2, 3)]
-    expected.insert(1, np.append(finished.kept(1)["betas"], math.nan))
-    np.testing.assert_array_equal(finished.strategy.betas, expected)
+def test_pictured_coefficients_are_those_of_the_stored_models(make_config, federate, tmp_path, monkeypatch):
+    """Client 1 has stored no model."""
+    models = tmp_path / "models"
+    finished = federate(make_config("ppfe", num_server_rounds=2, ppfe_stages=2), models_folder=models)
+    (models / "client-1.safetensors").unlink()
+    drawn = []
+    monkeypatch.setattr("posy.figures.heatmaps", lambda panels, path, title: drawn.extend(panels))
+    draw(finished.strategy, tmp_path)
+    expected = np.stack([finished.kept(client)["betas"] for client in range(4)])
+    expected[1] = math.nan
+    np.testing.assert_array_equal(drawn[0].matrix, expected)
 
 
 def test_served_model_of_a_stage_that_has_not_begun_is_the_finished_ones(make_client):
     client = make_client("ppfe")
     first = client.stages[0]
     body = client.stages[1].shared_part.take(open_stage(first, client.stages[1], client.initial()))
-    config = {"server-round": 2, "stage": 2, "first-finished": 1, "rounds-done": 0}
-    before = client.jobs.drive(client.served_model([body, client.initial()], config))
+    client.stored["finished-1"] = client.initial()
+    config = {"server-round": 2, "stage": 2, "rounds-done": 0}
+    before = client.jobs.drive(client.served_model({"model": body}, config))
     assert len(before.members) == 1 and torch.equal(before.members[0].parameters, client.initial())
-    after = client.jobs.drive(client.served_model([body], {**config, "first-finished": 2, "rounds-done": 1}))
+    after = client.jobs.drive(client.served_model({"model": body}, config | {"rounds-done": 1}))
     assert len(after.members) == 2
