@@ -22,31 +22,13 @@ MOST_SECONDS = 1200.0
 """Upper limit for a command, even with a dozen at the same time."""
 
 
-class Deployment:
-    """A running SuperLink, with methods that start and stop nodes and runs.
+class ProcessGroup:
+    """`posy` commands that run in a folder, with a log each. The folder holds everything that they write."""
 
-    ``folder`` holds keys, states, logs and results. The SuperLink has the keys of the nodes ``names``, but not the key
-    ``stranger``. `posy superlink` gets the ``options``.
-    """
-
-    def __init__(self, folder: Path, names: list[str], *options: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.control, self.fleet = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-        self.ca = folder / "certificates/ca.pem"
-        self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._before: dict[str, int] = {}  # length of each log at the start of its process
-        self.posy("certificates", "certificates", *names, "stranger", "--host", "localhost")
-        words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet, *options]
-        self.start("superlink", "superlink", *words)
-        self.until(self._listens, "superlink")
-        self.posy("register", *(f"certificates/{name}.pub" for name in names), *self.where)
-
-    def _listens(self) -> bool:
-        """Return whether the SuperLink accepts nodes, or raise :class:`LaunchError` if it has ended."""
-        if (status := self.processes["superlink"].poll()) is not None:
-            raise LaunchError(f"the SuperLink ended with status {status}; its log:\n{self.log('superlink')[-3000:]}")
-        return "Starting Fleet API" in self.log("superlink")
+        self._log_starts: dict[str, int] = {}  # length of each log at the start of its process
 
     def environment(self) -> dict[str, str]:
         """Return the environment for processes with this code and with separate files."""
@@ -63,7 +45,7 @@ class Deployment:
         environment = self.environment()
         if python_path is not None:
             environment["PYTHONPATH"] = os.pathsep.join((str(python_path), environment["PYTHONPATH"]))
-        self._before[name] = len(self.log(name))
+        self._log_starts[name] = len(self.log(name))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*POSY, *words],
@@ -88,6 +70,76 @@ class Deployment:
             )
         return result
 
+    def ended(self, name: str, seconds: float = MOST_SECONDS) -> int:
+        """Wait for the end of a process and return its status; after a timeout raise :class:`LaunchError` with logs."""
+        try:
+            return self.processes[name].wait(seconds)
+        except subprocess.TimeoutExpired:
+            logs = "\n".join(f"{log}:\n{self.log(log)[-3000:]}" for log in (name, "superlink"))
+            raise LaunchError(f"{name} has not ended after {seconds:g} s; {logs}") from None
+
+    def log(self, name: str) -> str:
+        """Return the log of a process."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def log_since_start(self, name: str) -> str:
+        """Return the log of a process since its last start."""
+        return self.log(name)[self._log_starts.get(name, 0) :]
+
+    def until(self, true: Callable[[], Any], name: str, seconds: float = START_SECONDS) -> None:
+        """Wait until ``true`` returns a true value; after a timeout raise :class:`LaunchError` with a log."""
+        end = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > end:
+                raise LaunchError(f"{name}: not after {seconds:g} s; its log:\n{self.log(name)[-3000:]}")
+            time.sleep(0.1)
+
+    def forked(self, part: str) -> dict[str, int]:
+        """Return the process ids of all nodes (``part`` is ``node``) or of their workers (``worker``) by node name."""
+        numbers: dict[str, int] = {}
+        for number in [number for process in self.processes.values() for number in children(process.pid)]:
+            with contextlib.suppress(OSError):  # the process has just ended
+                kind, _, name = Path(f"/proc/{number}/comm").read_text().strip().partition(" ")
+                numbers |= {name: number} if kind == part else {}
+        return numbers
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Deployment(ProcessGroup):
+    """A running SuperLink, with methods that start and stop nodes and runs.
+
+    ``folder`` holds keys, states, logs and results. The SuperLink has the keys of the nodes ``names``, but not the key
+    ``stranger``. `posy superlink` gets the ``options``.
+    """
+
+    def __init__(self, folder: Path, names: list[str], *options: str) -> None:
+        super().__init__(folder)
+        self.control, self.fleet = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.ca = folder / "certificates/ca.pem"
+        self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
+        self.posy("certificates", "certificates", *names, "stranger", "--host", "localhost")
+        words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet, *options]
+        self.start("superlink", "superlink", *words)
+        self.until(self._listens, "superlink")
+        self.posy("register", *(f"certificates/{name}.pub" for name in names), *self.where)
+
+    def _listens(self) -> bool:
+        """Return whether the SuperLink accepts nodes, or raise :class:`LaunchError` if it has ended."""
+        if (status := self.processes["superlink"].poll()) is not None:
+            raise LaunchError(f"the SuperLink ended with status {status}; its log:\n{self.log('superlink')[-3000:]}")
+        return "Starting Fleet API" in self.log("superlink")
+
     def node(self, name: str, *config: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
         """Start a node. :meth:`ready` returns whether it is ready for work."""
         words = ["--superlink", self.fleet, "--root-certificates", str(self.ca), "--key", f"certificates/{name}.key"]
@@ -105,7 +157,7 @@ class Deployment:
 
     def ready(self, name: str, count: int = 1) -> bool:
         """Return whether ``count`` nodes of a command are connected with warm workers, since its last start."""
-        log = self.log(name)[self._before[name] :]
+        log = self.log_since_start(name)
         return log.count("SuperNode ID") >= count and log.count("is ready") >= count
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
@@ -124,14 +176,6 @@ class Deployment:
             raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")
         return self.summary(name)
 
-    def ended(self, name: str, seconds: float = MOST_SECONDS) -> int:
-        """Wait for the end of a process and return its status; after a timeout raise :class:`LaunchError` with logs."""
-        try:
-            return self.processes[name].wait(seconds)
-        except subprocess.TimeoutExpired:
-            logs = "\n".join(f"{log}:\n{self.log(log)[-3000:]}" for log in (name, "superlink"))
-            raise LaunchError(f"{name} has not ended after {seconds:g} s; {logs}") from None
-
     def results(self, name: str) -> Path:
         """Return the directory of a run."""
         return self.folder / "runs" / name
@@ -146,32 +190,10 @@ class Deployment:
         path = self.results(name) / "rounds.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def log(self, name: str) -> str:
-        """Return the log of a process."""
-        path = self.folder / f"{name}.log"
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-    def until(self, true: Callable[[], Any], name: str, seconds: float = START_SECONDS) -> None:
-        """Wait until ``true`` returns a true value; after a timeout raise :class:`LaunchError` with a log."""
-        end = time.monotonic() + seconds
-        while not true():
-            if time.monotonic() > end:
-                raise LaunchError(f"{name}: not after {seconds:g} s; its log:\n{self.log(name)[-3000:]}")
-            time.sleep(0.1)
-
     def kill(self, name: str) -> None:
         """Kill a node with SIGKILL. Its child processes end by themselves."""
         os.kill(self.forked("node")[name], signal.SIGKILL)
         self.processes[name].wait()
-
-    def forked(self, part: str) -> dict[str, int]:
-        """Return the process ids of all nodes (``part`` is ``node``) or of their workers (``worker``) by node name."""
-        numbers: dict[str, int] = {}
-        for number in [number for process in self.processes.values() for number in children(process.pid)]:
-            with contextlib.suppress(OSError):  # the process has just ended
-                kind, _, name = Path(f"/proc/{number}/comm").read_text().strip().partition(" ")
-                numbers |= {name: number} if kind == part else {}
-        return numbers
 
     def worker(self, node: str) -> int:
         """Return the process id of a node's worker."""
@@ -184,17 +206,6 @@ class Deployment:
     def server(self) -> int:
         """Return the process id of the single ServerApp; raise :class:`LookupError` without one."""
         return child(child(self.processes["superlink"].pid, "posy.deploy.superexec"), "flwr-serverapp")
-
-    def stop(self) -> None:
-        """End all processes."""
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            try:
-                process.wait(20.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def child(process: int, *words: str) -> int:

@@ -190,7 +190,7 @@ def test_a_lost_state_is_restored_and_the_run_resumed(going: Sites) -> None:
     going.start("superlink", "superlink", *words)
 
     def online() -> bool:
-        if "Starting Fleet API" not in going.log("superlink")[going._before["superlink"] :]:
+        if "Starting Fleet API" not in going.log_since_start("superlink"):
             return False
         words = [line.split()[:2] for line in going.documented("status").splitlines()]
         return all([name, "online"] in words for name in NAMES)

@@ -497,7 +497,6 @@ def test_printed_commands_can_be_typed(federation: Federation) -> None:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        federation._before[name] = 0
         return federation.processes[name]
 
     typed("typed-superlink", superlink)
