@@ -214,7 +214,7 @@ def test_dittos_global_model_is_fedavgs(make_config, federate):
 
 def test_dittos_personal_model_is_the_local_one(make_client, softmax_regression):
     client = make_client("ditto", **WHOLE)
-    client.keep("model", torch.from_numpy(start_of(client)))
+    client.stored["model"] = torch.from_numpy(start_of(client))
     _, _, metrics = client.evaluate([start_of(client, 1)], EVALUATE)
     test = client.data.x_test.numpy(), client.data.y_test.numpy()
     assert metrics["local-loss"] == pytest.approx(softmax_regression(start_of(client), *test)[0], rel=1e-5)

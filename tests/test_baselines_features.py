@@ -160,7 +160,7 @@ def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strateg
 @pytest.mark.parametrize("method", ["fedproto", "fedpac"])
 def test_samples_by_class_that_cannot_be(method, counts, make_strategy):
     strategy = make_strategy(method)
-    arrays = {name: np.zeros(shape, np.float32) for name, shape in strategy.rounds.expected_shapes(0).items()}
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in strategy.exchange.expected_shapes(0).items()}
     arrays["counts"] = np.array([20, 0, 1], np.float32)
     strategy.check(0, arrays)
     arrays["counts"] = np.array(counts, np.float32)
@@ -260,7 +260,7 @@ def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, fed
 
 def test_a_variance_below_zero(make_strategy):
     strategy = make_strategy("fedpac")
-    arrays = {name: np.full(shape, 7, np.float32) for name, shape in strategy.rounds.expected_shapes(0).items()}
+    arrays = {name: np.full(shape, 7, np.float32) for name, shape in strategy.exchange.expected_shapes(0).items()}
     strategy.check(0, arrays)
     arrays["variance"] = np.array(-1e-3, np.float32)
     with pytest.raises(BadReplyError, match="variance"):

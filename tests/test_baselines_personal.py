@@ -210,7 +210,7 @@ def test_apfls_alpha_stays_between_0_and_1(make_client: Make) -> None:
     for sign in (-1, 1):
         client.state.clear()
         v = client.initial().numpy()
-        client.keep("own", torch.from_numpy(v.copy()))
+        client.stored["own"] = torch.from_numpy(v.copy())
         w = v + sign * 3 * gradient(client, v).astype(np.float32)
         client.fit([w], {**CONFIG, "lr": 1.0})
         ends.add(float(client.state["alpha"]))
@@ -340,7 +340,7 @@ def test_fedfomos_server_by_hand(make_strategy: Make, update: Make) -> None:
     strategy = make_strategy("fedfomo", model="linear", fedfomo_models=2, fedfomo_epsilon=0.0)
     rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     assert strategy.serve(1)["models"].shape == (0, strategy.size)
-    assert strategy.rounds.expected_shapes(1) == {"model": (strategy.size,), "weights": (1,)}
+    assert strategy.exchange.expected_shapes(1) == {"model": (strategy.size,), "weights": (1,)}
     replies = [{"model": row, "weights": np.zeros(1)} for row in rows]
     np.testing.assert_array_equal(strategy.reference(1, replies[1])["model"], strategy.initial())
     strategy.aggregate(1, [update(c, replies[c]) for c in (0, 1, 3)])

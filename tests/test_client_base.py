@@ -236,7 +236,7 @@ def test_a_client_with_one_sample_trains_and_is_not_scored(
     arrays, count, metrics = client.fit(served, config)
     _, tested, scored = client.evaluate(served, config)
     assert (count, tested, metrics["num-test"], scored["num-train"]) == (1, 0, 0, 1)
-    assert [a.shape for a in arrays] == list(strategy.rounds.expected_shapes(3).values())
+    assert [a.shape for a in arrays] == list(strategy.exchange.expected_shapes(3).values())
     assert all(np.isfinite(a).all() for a in arrays)
     assert not [key for key in {**metrics, **scored} if key.endswith("accuracy")]
 

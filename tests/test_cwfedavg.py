@@ -265,7 +265,7 @@ def test_label_counts_leave_the_client_only_in_the_ablation(make_client, make_st
     for distribution, names in (("approx", ["model"]), ("empirical", ["model", "distribution"])):
         client = make_client("cwfedavg", client=1, cwfedavg_distribution=distribution)
         arrays, _, metrics = client.fit(sent(client), CONFIG | {"returns": ",".join(names)})
-        shapes = make_strategy("cwfedavg", cwfedavg_distribution=distribution).rounds.expected_shapes(1)
+        shapes = make_strategy("cwfedavg", cwfedavg_distribution=distribution).exchange.expected_shapes(1)
         assert dict(zip(names, [array.shape for array in arrays], strict=True)) == shapes
         assert set(metrics) <= {"train-loss", "num-test", "samples"}
     np.testing.assert_allclose(arrays[1], [0.5, 0.5, 0])

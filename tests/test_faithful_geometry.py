@@ -155,7 +155,7 @@ def test_fedfomos_epsilon_decays(make_strategy: Any, update: Any) -> None:
         for server_round, first in firsts.items():
             updates = [
                 update(
-                    client, {name: np.zeros(shape) for name, shape in strategy.rounds.expected_shapes(client).items()}
+                    client, {name: np.zeros(shape) for name, shape in strategy.exchange.expected_shapes(client).items()}
                 )
                 for client in range(4)
             ]
@@ -374,7 +374,7 @@ def test_running_statistics_enter_nothing_else(method: str, make_strategy: Any, 
         layout.trainable.put(rows, layout.trainable.take(rows) + noise.astype(np.float32))
         rows[:, statistics] += scale * np.arange(4, dtype=np.float32)[:, None]
         sent = strategy.shared.take(rows)
-        zeros = {name: np.zeros(shape) for name, shape in strategy.rounds.expected_shapes(0).items()}
+        zeros = {name: np.zeros(shape) for name, shape in strategy.exchange.expected_shapes(0).items()}
         quantities.append(strategy.aggregate(1, [update(c, zeros | {"model": sent[c]}, c + 1) for c in range(4)]))
         parameters = ~np.isin(strategy.shared.take(indices), statistics)
         arrays = [array for client in range(4) for array in strategy.serve(client).values()]

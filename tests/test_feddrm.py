@@ -117,7 +117,7 @@ def test_only_the_class_classifier_is_personal(make_strategy, make_client):
     assert strategy.serve(0)["model"].size == client.layout.size - head.size
     assert strategy.shared == client.shared == client.layout.without(["head"])
     (sent,), _, _ = client.fit([*strategy.serve(0).values()], CONFIG)
-    assert {"model": sent.shape} == strategy.rounds.expected_shapes(0)
+    assert {"model": sent.shape} == strategy.exchange.expected_shapes(0)
     assert set(client.state) == {"personal"} and client.state["personal"].shape == (head.size,)
 
 

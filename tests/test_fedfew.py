@@ -325,7 +325,7 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
         client.assembled({"models": torch.from_numpy(served)}), starts
     )  # each with a head of its own
     (delta, losses), _, _ = client.fit([served], train_config())
-    assert {"models": delta.shape, "losses": losses.shape} == strategy.rounds.expected_shapes(0)
+    assert {"models": delta.shape, "losses": losses.shape} == strategy.exchange.expected_shapes(0)
     kept = client.state["personal"]
     assert kept.shape == (3, head.size)
     assert (np.abs(kept - head.take(starts)).max(axis=1) > 1e-4).all()  # each of the K heads was trained
@@ -355,7 +355,7 @@ def test_personal_statistics_never_leave_the_client(make_client, make_strategy):
     assert statistics.size > 0 and strategy.models.shape == (2, client.layout.size - statistics.size)
     served = strategy.serve(0)["models"]
     (delta, losses), _, _ = client.fit([served], train_config())
-    assert {"models": delta.shape, "losses": losses.shape} == strategy.rounds.expected_shapes(0)
+    assert {"models": delta.shape, "losses": losses.shape} == strategy.exchange.expected_shapes(0)
     # Served the same models again, the client has them with the statistics of its own training.
     whole = array_of(client.assembled({"models": torch.from_numpy(served)}))
     np.testing.assert_array_equal(client.shared.take(whole), served)

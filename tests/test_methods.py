@@ -128,7 +128,7 @@ def test_state_of_the_server_can_be_stored_and_loaded(make_config, federate, met
         again = fresh.serve(client)
         assert_same_state(served, again)
         assert strategy.train_config(6, client) == fresh.train_config(6, client)
-        assert strategy.rounds.expected_shapes(client) == fresh.rounds.expected_shapes(client)
+        assert strategy.exchange.expected_shapes(client) == fresh.exchange.expected_shapes(client)
         before = untouched.serve(client)
         changed |= any(
             array.shape != before[name].shape or (array != before[name]).any() for name, array in served.items()

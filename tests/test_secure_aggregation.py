@@ -337,7 +337,7 @@ def test_models_are_those_of_the_plain_run(make_config: Any, federate: Federate,
     words = secure.grid.masked[4, 0]
     assert words.dtype == np.uint32
     # SCAFFOLD sends a control variate too, pFedFDA means and covariance.
-    shapes = secure.strategy.rounds.expected_shapes(0).values()
+    shapes = secure.strategy.exchange.expected_shapes(0).values()
     assert words.shape == (sum(map(math.prod, shapes)) + 1 + 4 * (2 * 4 + 1),)
     assert_scores_are_sums(plain, secure)
 

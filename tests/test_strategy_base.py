@@ -650,7 +650,7 @@ def test_arrays_that_mean_nothing_to_the_method_are_refused(
     strategy = make_strategy(method, **settings)
     further = {"cluster": np.array(1)} if method == "ifca" else {"distribution": np.full(3, 1 / 3)}
     valid = {"model": np.zeros(strategy.size, np.float32), **further}
-    assert {name: array.shape for name, array in valid.items()} == strategy.rounds.expected_shapes(0)
+    assert {name: array.shape for name, array in valid.items()} == strategy.exchange.expected_shapes(0)
     strategy.check(0, valid)
     with pytest.raises(BadReplyError):
         strategy.check(0, valid | spoilt)
