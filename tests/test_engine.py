@@ -188,9 +188,9 @@ def test_a_process_that_dies_costs_its_client_the_round(make_config, federate, w
     where("processes")
     begin = LocalRun.__init__
 
-    def dying(self, client, *arguments):
-        begin(self, client, *arguments)
-        if client.client == 1 and client.round == 2:
+    def dying(self, *arguments):
+        begin(self, *arguments)
+        if self.client.client == 1 and self.client.round == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(LocalRun, "__init__", dying)
@@ -206,10 +206,10 @@ def test_a_client_that_raises_is_left_out_and_the_others_are_not(make_config, fe
 
     begin = LocalRun.__init__
 
-    def poisoned(self, client, *arguments):
-        begin(self, client, *arguments)
-        if client.client == 2:
-            client.lr = float("inf")
+    def poisoned(self, *arguments):
+        begin(self, *arguments)
+        if self.client.client == 2:
+            self.client.lr = float("inf")
 
     monkeypatch.setattr(LocalRun, "__init__", poisoned)
     finished = federate(make_config("fedavg", stack=stack, model="mlp"))
