@@ -703,10 +703,13 @@ def test_server_sends_each_finished_stage_once(make_config, federate):
 
 
 def test_pictured_coefficients_are_those_of_the_stored_models(make_config, federate, tmp_path, monkeypatch):
-    """Client 1 has stored no model."""
+    """Client 1 has stored no model. The coefficient of a client's locally trained model differs."""
     models = tmp_path / "models"
-    finished = federate(make_config("ppfe", num_server_rounds=2, ppfe_stages=2), models_folder=models)
-    (models / "client-1.safetensors").unlink()
+    config = make_config("ppfe", num_server_rounds=2, ppfe_stages=2, ppfe_beta="adaboost", ppfe_loss="probability")
+    finished = federate(config, models_folder=models)
+    trained = load_file(models / "client-0.safetensors")["stage2.coefficient"]
+    assert trained[0] != finished.kept(0)["betas"][1]
+    (models / "served-1.safetensors").unlink()
     drawn = []
     monkeypatch.setattr("posy.figures.heatmaps", lambda panels, path, title: drawn.extend(panels))
     draw(finished.strategy, tmp_path)

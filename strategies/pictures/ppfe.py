@@ -10,15 +10,15 @@ from posy.strategies.ppfe import PPFE
 
 
 def draw(strategy: PPFE, folder: Path) -> None:
-    """Draw the coefficients of the clients' stages from the models that the clients of a simulation have stored."""
+    """Draw the coefficients of the finished stages from the served models that clients of a simulation have stored."""
     models, stages = strategy.exchange.models_folder, strategy.stages
     if models is None or len(stages) < 2:
         return
     betas = np.full((strategy.num_clients, len(stages)), np.nan)
     for client in range(strategy.num_clients):
-        path = models / f"client-{client}.safetensors"
+        path = models / f"served-{client}.safetensors"
         arrays = load_arrays(path) if path.exists() else {}
-        for stage in range(1, len(stages) + 1):
+        for stage in range(1, len(strategy.finished) + 1):
             if (beta := arrays.get(f"stage{stage}.coefficient")) is not None:
                 betas[client, stage - 1] = beta[0]
     if np.isnan(betas).all():
