@@ -13,6 +13,7 @@ from flwr.app import MessageType
 from networks import normalised
 from safetensors.numpy import load_file, save_file
 
+from posy.client_app.local_run import LocalRun
 from posy.client_app.registry import client_class
 from posy.client_app.state import State
 from posy.client_app.workspace import Workspace
@@ -135,8 +136,8 @@ class RecordingGrid(InProcessGrid):
             if (kind, number, config.get("client")) == (MessageType.TRAIN, LOST, 1):
                 self._contexts[message.metadata.dst_node_id].state.clear()
             if (kind, number, config.get("client")) == (MessageType.TRAIN, LOST + 1, 1):
-                arrays = [array.numpy().copy() for array in message.content.array_records["arrays"].values()]
-                self.sent = arrays, dict(config)
+                items = message.content.array_records["arrays"].items()
+                self.sent = {name: array.numpy().copy() for name, array in items}, dict(config)
         replies = list(super().send_and_receive(messages, timeout=timeout))
         requests = {message.metadata.message_id: message for message in messages}
         for reply in replies:
@@ -146,7 +147,8 @@ class RecordingGrid(InProcessGrid):
                 LOST + 1,
                 1,
             ):
-                self.reply = [array.numpy() for array in reply.content.array_records["arrays"].values()]
+                items = reply.content.array_records["arrays"].items()
+                self.reply = {name: array.numpy() for name, array in items}
         return replies
 
 
@@ -161,9 +163,10 @@ def test_a_client_that_lost_its_state_trains_as_a_new_client(make_config, federa
     assert not finished.records[LOST].dropped
     arrays, message = grid.sent
     client = client_class(method)(1, Workspace(read_settings(config)), State())
-    update, _, _ = client.fit(arrays, message)
-    for expected, actual in zip(update, grid.reply, strict=True):
-        np.testing.assert_allclose(expected, actual, rtol=1e-5, atol=1e-7)
+    update, _, _ = client.jobs.drive(LocalRun(client.jobs, arrays, message).train())
+    assert update.keys() == grid.reply.keys()
+    for name, expected in update.items():
+        np.testing.assert_allclose(expected, grid.reply[name], rtol=1e-5, atol=1e-7)
 
 
 # -- BatchNorm ---------------------------------------------------------------------------------------------

@@ -454,17 +454,24 @@ def ppfe_shared(ran: Ran, stage: int, arrays: Arrays) -> list[str]:
 
 
 def num_stages(ran: Ran) -> int:
-    return sum(name.startswith("finished-") for name in ran.server)
+    return sum(name.removeprefix("finished-").isdigit() for name in ran.server)
+
+
+def ppfe_coefficients(ran: Ran, client: int) -> list[float]:
+    """Return the coefficients of the served ensemble after the last stage."""
+    arrays, _ = arrays_of(ran.path / "models" / f"served-{client}.safetensors")
+    return [coefficient for _, coefficient in stage_models(arrays)]
 
 
 def ppfe_served(ran: Ran, client: int) -> Members:
     """Return the ensemble after the last stage: the server's shared layers with the client's personal layers."""
     members, total = stage_models(ran.stored[client]), num_stages(ran)
+    coefficients = ppfe_coefficients(ran, client)
     served = []
     for stage, (arrays, _) in enumerate(members, start=total - len(members) + 1):
         shared = unflattened(ran.server[f"finished-{stage}"], ppfe_shared(ran, stage, arrays), arrays)
-        served.append(({**arrays, **shared}, float(ran.server["betas"][client, stage - 1])))
-    return served if len(served) > 1 else [(served[0][0], 1.0)]
+        served.append({**arrays, **shared})
+    return [*zip(served, coefficients, strict=True)]
 
 
 def attended(ran: Ran, state: Arrays, client: int) -> np.ndarray:
@@ -722,6 +729,7 @@ def check_bytes_are_those_of_the_arrays_sent(ran: Ran) -> None:
         **dict.fromkeys(WITHOUT_HEAD, (4 * body, 4 * body)),
         "pfedfda": (4 * (body + gaussians), 4 * (body + gaussians)),
         "scaffold": (8 * model_size, 8 * model_size),
+        "fednh": (4 * model_size, 4 * (model_size + head)),  # with the directions of the classes
         "fedcp": (4 * body, 4 * body),
         "fedas": (4 * body, 4 * body + 4),
         "fedpac": (4 * (model_size + prototypes + CLASSES), 4 * (model_size + 2 * prototypes + CLASSES + 1)),
@@ -1058,10 +1066,10 @@ def boosted(ran: Ran, client: int, models: Sequence[Arrays]) -> list[float]:
 
 @for_runs([c for c in methods("ppfe") if c.settings.get("ppfe_ensemble", True)])
 def check_ppfes_coefficients(ran: Ran) -> None:
-    """Compare the finished stages' coefficients on the server, and the coefficients in each client's file."""
+    """Compare the coefficients of the served ensemble, and of the ensemble after the last local training."""
     for client in CLIENTS:
         finished = boosted(ran, client, [arrays for arrays, _ in ppfe_served(ran, client)])
-        np.testing.assert_allclose(ran.server["betas"][client], finished, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(ppfe_coefficients(ran, client), finished, rtol=1e-3, atol=1e-5)
         stored = stage_models(ran.stored[client])
         assert len(stored) == num_stages(ran)
         expected = boosted(ran, client, [arrays for arrays, _ in stored])

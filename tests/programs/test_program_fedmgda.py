@@ -193,7 +193,7 @@ def test_fedmgda_equals_easyfls_program(tmp_path, federate):
         usual = strategy.aggregate
 
         def aggregate(server_round, updates):
-            finals[:] = [value for update in updates for value in update.arrays[0]]
+            finals[:] = [value for update in updates for value in update.arrays["model"]]
             return usual(server_round, updates)
 
         strategy.aggregate = aggregate

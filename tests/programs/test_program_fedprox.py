@@ -49,7 +49,7 @@ def test_fedprox_computes_the_numbers_of_pfllib(tmp_path, federate):
         aggregate = strategy.aggregate
 
         def aggregate_and_note(server_round, updates):
-            sent[:] = [update.arrays[0] for update in updates]
+            sent[:] = [update.arrays["model"] for update in updates]
             return aggregate(server_round, updates)
 
         strategy.aggregate = aggregate_and_note

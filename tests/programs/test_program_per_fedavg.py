@@ -73,7 +73,7 @@ def test_per_fedavg_computes_the_numbers_of_pfedme(tmp_path, federate):
         aggregate = strategy.aggregate
 
         def aggregate_and_note(server_round, updates):
-            sent[:] = [update.arrays[0] for update in updates]
+            sent[:] = [update.arrays["model"] for update in updates]
             return aggregate(server_round, updates)
 
         strategy.aggregate = aggregate_and_note
