@@ -1,5 +1,6 @@
 """The local trainings of a client: their samples, random streams, weights and optimisers."""
 
+import weakref
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ class Jobs:
     """
 
     def __init__(self, client: ClientHooks) -> None:
-        self.client = client
+        # A strong reference would be a cycle, in which the client's state stays in memory until the next collection.
+        self._client = weakref.ref(client)
         self.workspace = client.workspace
         self.settings = client.settings
         self.processed = 0
@@ -36,6 +38,13 @@ class Jobs:
         """Whether trainings are DP-SGD: the replies depend on them."""
         self.moments: dict[str, Moments] | None = None
         """The optimisers of the round's trainings by name, with ``optimizer-state = kept``."""
+
+    @property
+    def client(self) -> ClientHooks:
+        """The client whose requests are run."""
+        client = self._client()
+        assert client is not None
+        return client
 
     def drive(self, steps: Steps[R]) -> R:
         """Run a method's requests in order and return its result. An error is raised inside the method."""
