@@ -21,7 +21,7 @@ GENERAL = (
     *(ROOT / "models" / f"{name}.py" for name in ("architecture", "assembly", "build", "chain", "parameters")),
     *(
         ROOT / "strategies" / f"{name}.py"
-        for name in ("base", "bounds", "cohorts", "method_settings", "replies", "states")
+        for name in ("base", "bounds", "cohorts", "hooks", "replies", "settings", "states")
     ),
 )
 MODULES = {method.replace("-", "_") for method in METHODS}

@@ -381,7 +381,7 @@ def test_batches_of_a_site_are_full_and_secret(site: Config) -> None:
         updates.append(reply.content.array_records["arrays"]["model"].numpy())
     assert np.array_equal(*updates)  # repeatable for the same data
     clients = [client_of_site(site, config, secret=secret) for secret in (True, False)]
-    job = clients[0].job(Train(clients[0].initial()))
+    job = clients[0].jobs.job(Train(clients[0].initial()))
     sizes = [len(batch.y) for batch, _ in clients[0].workspace.trainer.share(job)]
     assert sum(sizes) == 45 and min(sizes) >= 10  # batches of 10 would leave one of 5 rows
     orders = [client.jobs.job(Train(client.initial())).generator.get_state() for client in clients]
