@@ -161,16 +161,15 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
         returned={"model (d_t,)": "the trained shared layers of the current stage"},
         server_state={
             "rounds_done": "number of successful rounds of the current stage",
-            "informed": "finished stages that each client has received (M,)",
-            "betas": "coefficients that the clients have reported, for pictures (M, T)",
             "model": "shared layers of the current stage (d_t,)",
             "finished-t": "shared layers of each finished stage t (d_t,)",
+            "finished-in": "the round in which each finished stage has ended (t,)",
         },
         client_state={
             "weights": "sample weights ω (n_k,)",
             "betas": "coefficients β of the finished stages (t,)",
             "personal-t": "personal layers of stage t (p_t,)",
-            "shared-t": "shared layers of each finished stage t (d_t,)",
+            "finished-t": "shared layers of each finished stage t (d_t,)",
         },
         scored="The served ensemble: the paper reports the accuracy of the resulting ensemble, whose shared layers are "
         "averages (Section 6.2.5).",

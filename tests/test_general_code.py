@@ -17,11 +17,41 @@ GENERAL = (
     *(ROOT / "posy").glob("*.py"),
     *(path for folder in ("server_app", "data", "report", "deploy") for path in (ROOT / folder).rglob("*.py")),
     *(ROOT / "client_app" / "training").glob("*.py"),
-    *(ROOT / "client_app" / f"{name}.py" for name in ("app", "base", "engine", "state", "stored", "workspace")),
+    *(
+        ROOT / "client_app" / f"{name}.py"
+        for name in (
+            "app",
+            "base",
+            "engine",
+            "hooks",
+            "jobs",
+            "local_run",
+            "predictors",
+            "state",
+            "stored",
+            "workspace",
+        )
+    ),
     *(ROOT / "models" / f"{name}.py" for name in ("architecture", "assembly", "build", "chain", "parameters")),
     *(
         ROOT / "strategies" / f"{name}.py"
-        for name in ("base", "bounds", "cohorts", "hooks", "replies", "settings", "states")
+        for name in (
+            "arrays",
+            "base",
+            "bounds",
+            "cohorts",
+            "exchange",
+            "hooks",
+            "influence",
+            "newcomers",
+            "replies",
+            "rounds",
+            "schedule",
+            "secure_rounds",
+            "server_state",
+            "settings",
+            "states",
+        )
     ),
 )
 MODULES = {method.replace("-", "_") for method in METHODS}
