@@ -961,7 +961,8 @@ def test_a_run_continues_while_clients_leave_and_return(
         return real(self, server_round, *more)
 
     monkeypatch.setattr(PPFE, "configure_train", configure)
-    monkeypatch.setattr(PPFE, "lost", lambda self, client, lose=PPFE.lost: (lost.append(client), lose(self, client))[1])
+    lose = PPFE.lost
+    monkeypatch.setattr(PPFE, "lost", lambda self, clients: (lost.extend(clients), lose(self, clients))[1])
     done = run(grid, config)
     rows = [json.loads(line) for line in (done.directory.path / "rounds.jsonl").read_text().splitlines()]
     assert [row["cohort"] for row in rows] == [3, 3, 3, 4, 4, 4]
