@@ -8,7 +8,7 @@ def title(client: int, name: str = "") -> str:
     return f"{name} (client {client})" if name else f"client {client}"
 
 
-def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
+def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
     """Return subject and verb of a sentence about clients, which names at most the first ``most`` of them.
 
     Examples: ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.

@@ -23,7 +23,7 @@ from posy.server_app.run_status import RunStatus
 from posy.server_app.statistics import pooled_statistics
 from posy.strategies.replies import ClientInfo
 from posy.strategies.settings import Settings
-from posy.words import are, one_line
+from posy.words import describe_clients, one_line
 
 MAX_NAMED = 20
 """Most clients that the log names when a run begins without some clients."""
@@ -122,7 +122,7 @@ class Federation:
         self._members.begun = True
         clients = self._num_clients
         if missing := clients - len(self.clients):
-            present = are(self.clients, self.owners, clients, most=MAX_NAMED)
+            present = describe_clients(self.clients, self.owners, clients, most=MAX_NAMED)
             log(WARNING, "The run begins without %s of its %s clients: %s there", missing, clients, present)
         if not self._of_sites and len(self.nodes) < clients:
             each = f'--federation-config "num-supernodes={clients} client-resources-num-cpus=1" gives each a node'
@@ -145,7 +145,7 @@ class Federation:
         new = [client for client in moved if client not in earlier_clients]
         for clients, state in ((new, "new"), (back, "back")):
             if clients:
-                arrived = are(clients, self.owners, self._num_clients)
+                arrived = describe_clients(clients, self.owners, self._num_clients)
                 print(f"{arrived} {state}; {self._presence.describe()}", flush=True)
         return back
 

@@ -15,7 +15,7 @@ from posy.server_app.nodes import Node, NodeRegistry
 from posy.server_app.run_status import RunStatus
 from posy.settings import SettingsError
 from posy.strategies.settings import Settings
-from posy.words import are
+from posy.words import describe_clients
 
 SILENT_SECONDS = 10.0
 """Seconds that the first round waits for silent connected nodes when enough others have answered."""
@@ -97,7 +97,12 @@ class Presence:
                 self._members.assign()
                 hosted = self._members.hosted
                 if lost := sorted(present - hosted.keys()):
-                    log(WARNING, "%s gone; %s", are(lost, self._members.owners, self._num_clients), self.describe())
+                    log(
+                        WARNING,
+                        "%s gone; %s",
+                        describe_clients(lost, self._members.owners, self._num_clients),
+                        self.describe(),
+                    )
                     present -= set(lost)
                 if len(hosted) >= needed or waited > self._run.join_timeout:
                     return

@@ -11,7 +11,7 @@ from posy.server_app.members import Federation
 from posy.server_app.progress import duration
 from posy.server_app.run_status import RunStatus
 from posy.strategies.replies import client_of
-from posy.words import are
+from posy.words import describe_clients
 
 WORK = {MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
 
@@ -42,6 +42,6 @@ def describe_wait(wait: Wait, owners: Mapping[int, str], num_clients: int) -> st
     """Return in words the clients that a phase waits for, how long it has waited, and how long it still may."""
     [first, *_] = wait.messages
     work = WORK.get(first.metadata.message_type, first.metadata.message_type)
-    clients = are(sorted(map(client_of, wait.messages)), owners, num_clients)
+    clients = describe_clients(sorted(map(client_of, wait.messages)), owners, num_clients)
     limit = f"at most {duration(wait.remaining)} more" if wait.remaining < math.inf else "without a limit so far"
     return f"{clients} still busy ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {limit}"

@@ -22,7 +22,7 @@ from posy.strategies.replies import BadReplyError, RoundRecord, client_of
 from posy.strategies.run_settings import UNIFORM
 from posy.strategies.server_state import arrays_once
 from posy.strategies.states import ClientStates, LostStateError, decoded_reply
-from posy.words import are, one_line
+from posy.words import describe_clients, one_line
 
 SAVE_SECONDS = 120.0
 """Seconds between two rounds that store the models, so that a stopped run has recent ones."""
@@ -241,7 +241,7 @@ class Exchange:
         names = {client: info.name for client, info in strategy.clients.items() if info.name}
         for reason, clients in list(reasons.items())[:MAX_REASONS]:
             senders = [client for client in clients if client >= 0]
-            who = f"{are(senders, names, strategy.num_clients)} dropped" if senders else "dropped"
+            who = f"{describe_clients(senders, names, strategy.num_clients)} dropped" if senders else "dropped"
             log(WARNING, "round %s: %s: %s", number, who, reason)
         if (more := len(reasons) - MAX_REASONS) > 0:
             log(WARNING, "round %s: replies are dropped for %s further reasons", number, more)

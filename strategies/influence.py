@@ -16,7 +16,7 @@ from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import BadReplyError, Update, changes, norm_of, sample_counts
 from posy.strategies.robust import Rule, median, trimmed_mean
 from posy.strategies.run_settings import AUTO
-from posy.words import are
+from posy.words import describe_clients
 
 
 class Influence:
@@ -90,7 +90,13 @@ class Influence:
             return
         recorded += fresh
         names = {client: info.name for client, info in strategy.clients.items() if info.name}
-        log(INFO, "round %s: %s %s", record.number, are(fresh, names, strategy.num_clients), kind.replace("_", "-"))
+        log(
+            INFO,
+            "round %s: %s %s",
+            record.number,
+            describe_clients(fresh, names, strategy.num_clients),
+            kind.replace("_", "-"),
+        )
 
     def check_norm(self, client: int, arrays: Arrays) -> None:
         """Raise :class:`BadReplyError` if the norm of an update exceeds ``max-update-norm``: clipping would hide it."""
