@@ -34,7 +34,7 @@ from posy.forked import cores
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SettingsError
-from posy.sharing import Once
+from posy.sharing import IdentityCache
 from posy.strategies.settings import Settings
 
 DEFAULT_POLICY = Policy()
@@ -100,7 +100,7 @@ class Workspace:
         self._lock = RLock()
         to_device = partial(_to_device, device=self.device)
         self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: to_device(architecture.initial(seed)))
-        self._received = Once(to_device, REMEMBERED)
+        self._received = IdentityCache(to_device, REMEMBERED)
 
     @cached_property
     def dataset(self) -> Dataset:

@@ -14,7 +14,7 @@ def is_shared(objects: Sequence[object]) -> bool:
     return all(each is objects[0] for each in objects)
 
 
-class Once(Generic[S, T]):
+class IdentityCache(Generic[S, T]):
     """A cache by identity: calls ``make`` once for each object, and keeps the ``most`` recently used results."""
 
     def __init__(self, make: Callable[[S], T], most: int | None = None) -> None:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, record_of, with_entries
 from posy.mistakes import raise_mistake
-from posy.sharing import Once
+from posy.sharing import IdentityCache
 from posy.strategies import schedule
 from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names, dimensions, shape_of
 from posy.strategies.hooks import ServerHooks
@@ -90,7 +90,7 @@ class Exchange:
         common["lr"] = schedule.learning_rate(self.settings, server_round)
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
-        pack = Once(Array)  # serialises an array for several clients once
+        pack = IdentityCache(Array)  # serialises an array for several clients once
         self.sent = []
         for client, flagged in flags.items():
             served, row = self.served(client), strategy.record.row(client)
