@@ -107,7 +107,7 @@ def load(text: str, key: str) -> Any:
 def said(error: Exception) -> str:
     """Return an exception's type and message on one line, with file and line if custom code raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_custom(frame)]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_custom_frame(frame)]
     return f"{text} ({Path(frames[-1].f_code.co_filename).name}, line {frames[-1].f_lineno})" if frames else text
 
 
@@ -149,6 +149,6 @@ def _module(name: str, setting: str) -> ModuleType:
     return module
 
 
-def is_custom(frame: FrameType) -> bool:
+def is_custom_frame(frame: FrameType) -> bool:
     """Return whether a frame belongs to custom code that was imported from a file."""
     return str(frame.f_globals.get("__name__", "")).startswith(OWN_MODULE)

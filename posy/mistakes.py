@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flwr.app import Error
 
-from posy.extensions import is_custom
+from posy.extensions import is_custom_frame
 from posy.flower import in_simulation, of_simulation
 
 TRACEBACK = "Traceback (most recent call last):"
@@ -38,7 +38,7 @@ def place_of(error: BaseException, *, outside: bool = True) -> str:
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
-        if outside and is_custom(frame):
+        if outside and is_custom_frame(frame):
             return f"{path.name}, line {line}"
         if path.is_relative_to(_PACKAGE) and "site-packages" not in (inner := path.relative_to(_PACKAGE)).parts:
             return f"{inner}, line {line}"
