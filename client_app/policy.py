@@ -21,7 +21,7 @@ from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.data.settings import SITES, DataSettings
-from posy.extensions import is_own, word_of
+from posy.extensions import is_custom, word_of
 from posy.mistakes import is_failure, method_error, place_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
@@ -122,13 +122,13 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     method = str(values["method"])
     for key, setting in _shared_settings().items():
         value = str(values[key])
-        if setting.or_own and is_own(value) and not value.startswith(f"{PRETRAINED}:") and policy.code != "any":
+        if setting.or_own and is_custom(value) and not value.startswith(f"{PRETRAINED}:") and policy.code != "any":
             path = value.rpartition(":")[0]
             if policy.code == "installed" or path.startswith("/") or ".." in Path(path).parts:
                 yield Violation("code", f"{key} = {shown(value)} is custom code; this site allows code = {policy.code}")
     if policy.allowed_methods and method not in policy.allowed_methods:
         yield Violation("methods", f"method = {shown(method)}; this site allows {', '.join(policy.allowed_methods)}")
-    elif method not in METHODS and not is_own(method):
+    elif method not in METHODS and not is_custom(method):
         yield Violation("methods", f"method = {shown(method)} is not a method of Posy")
     if (weights := str(values["weights"])) and not _is_allowed_file(weights, policy.weights):
         yield Violation("weights", f"weights = {shown(weights)} is not a file that the site offers")

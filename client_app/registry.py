@@ -7,7 +7,7 @@ from typing import Any
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.method_check import check_code
-from posy.extensions import is_own
+from posy.extensions import is_custom
 from posy.strategies.methods import METHODS, check_method, own_class, settings_class, strategy_class
 
 
@@ -15,7 +15,7 @@ from posy.strategies.methods import METHODS, check_method, own_class, settings_c
 def client_class(method: str) -> Any:
     """Return the NumPyClient class of a method; by default FedAvg's class, which all methods share."""
     check_method(method)
-    if is_own(method):
+    if is_custom(method):
         client = own_class(method, "Client", PersonalClient)
         check_code(method, settings_class(method), strategy_class(method), client)
         return client

@@ -19,7 +19,7 @@ from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose, c
 from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
 from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.extensions import is_own
+from posy.extensions import is_custom
 from posy.listing import print_table
 from posy.paths import is_file
 from posy.server_app.progress import size
@@ -358,7 +358,7 @@ def watch(
 @app.command()
 def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
     """List all settings, or only the settings that a METHOD uses."""
-    if method and method not in METHODS and not is_own(method):
+    if method and method not in METHODS and not is_custom(method):
         raise SettingsError(_not_a_method(method))
     for title, group in groups([method] if method else METHODS).items():
         if group:

@@ -16,7 +16,7 @@ from posy.data.readers.own import as_dataset, has_columns, read_own
 from posy.data.readers.published import load_published
 from posy.data.settings import DataSettings, path_of
 from posy.data.text import MAX_LENGTH
-from posy.extensions import is_own
+from posy.extensions import is_custom
 from posy.paths import absolute, exists
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
@@ -53,7 +53,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
             dataset = load_published(name, data_dir, settings)
         else:
             size = (settings.image_size,) * 2 if settings.image_size else None
-            function = is_own(name) and not exists(absolute(name))
+            function = is_custom(name) and not exists(absolute(name))
             columns = Columns.of(settings)
             if name.startswith(HUB):
                 content = read_hub(name, columns, size, settings.download)

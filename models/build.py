@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from posy.data.task import Task
-from posy.extensions import is_own
+from posy.extensions import is_custom
 from posy.models.catalogue import MODELS
 from posy.models.chain import ChainModel
 from posy.models.own import build_own
@@ -26,7 +26,7 @@ def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | 
     """
     name = resolve(name, task)
     with seeded(seed):
-        model = build_own(name, task, ranks or {}) if is_own(name) else MODELS[name].build(task, ranks or {})
+        model = build_own(name, task, ranks or {}) if is_custom(name) else MODELS[name].build(task, ranks or {})
     if unknown := sorted(set(ranks or {}) - set(model.fully_connected)):
         allowed = ", ".join(model.fully_connected)
         raise ValueError(f"ranks of {', '.join(unknown)}: the fully connected layers of {name} are {allowed}")
@@ -36,7 +36,7 @@ def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | 
 def count_parameters(name: str, task: Task) -> int:
     """Return the number of parameters of a network of Posy without building it in memory; 0 for another network."""
     name = resolve(name, task)
-    if is_own(name):
+    if is_custom(name):
         return 0
     with seeded(0), torch.device("meta"):
         return sum(parameter.numel() for parameter in MODELS[name].build(task, {}).parameters())
@@ -48,7 +48,7 @@ def resolve(name: str, task: Task) -> str:
         if task.kind == "text":
             return "fasttext"
         return "cnn" if task.kind == "image" and min(task.input_shape[1:]) >= 20 else "mlp"
-    if is_own(name):
+    if is_custom(name):
         return name
     if name not in MODELS or not MODELS[name].suits(task):
         suited = ", ".join(["auto", *(other for other, network in MODELS.items() if network.suits(task))])

@@ -20,7 +20,7 @@ OWN_MODULE = "posy_own_"
 _BUNDLE = Path(__file__).resolve().parent.parent
 
 
-def is_own(text: str) -> bool:
+def is_custom(text: str) -> bool:
     """Return whether a setting names custom code, as in ``mynets:resnet``."""
     return OWN.fullmatch(text) is not None
 

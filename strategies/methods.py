@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from posy.extensions import is_own, module_of, word_of
+from posy.extensions import is_custom, module_of, word_of
 from posy.settings import SettingsError, at, nearest, shown
 from posy.strategies.settings import MethodSettings
 
@@ -63,7 +63,7 @@ def check_method(method: str, where: str = "") -> None:
 
     A custom method, ``file:Name``, is checked when Posy loads it.
     """
-    if method in METHODS or is_own(method):
+    if method in METHODS or is_custom(method):
         return
     near = nearest(method, METHODS)
     allowed = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
@@ -74,7 +74,7 @@ def check_method(method: str, where: str = "") -> None:
 def settings_class(method: str) -> Any:
     """Return the frozen dataclass of a method's settings, which also declares what its server and clients share."""
     check_method(method)
-    return _own_settings(method) if is_own(method) else getattr(_module(method), f"{METHODS[method]}Settings")
+    return _own_settings(method) if is_custom(method) else getattr(_module(method), f"{METHODS[method]}Settings")
 
 
 def strategy_class(method: str) -> Any:
@@ -82,7 +82,7 @@ def strategy_class(method: str) -> Any:
     from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - the names of the methods need no PyTorch
 
     check_method(method)
-    if is_own(method):
+    if is_custom(method):
         return own_class(method, "", PersonalisedStrategy)
     return getattr(_module(method), METHODS[method], PersonalisedStrategy)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from posy.data.published import DATASETS
 from posy.data.settings import SITES, DataSettings, located
-from posy.extensions import is_own, word_of
+from posy.extensions import is_custom, word_of
 from posy.extensions import located as located_own
 from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
@@ -134,7 +134,7 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
         path = str(values.get(key, setting.default))
         if setting.place and (path or setting.default) and path != setting.path_or:
             values[key] = str(absolute(path))
-        if setting.or_own and is_own(custom := str(values.get(key, setting.default))):
+        if setting.or_own and is_custom(custom := str(values.get(key, setting.default))):
             values[key] = located_own(custom)
     settings = _built(values)
     check_own(user_settings, settings.run.method, where)
@@ -256,8 +256,8 @@ def groups(methods: Iterable[str]) -> dict[str, Mapping[str, Setting]]:
 def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
     """Return the declared settings by key: the shared settings, and the settings of the methods (None: all)."""
     wanted = tuple(METHODS if methods is None else methods)
-    declarations = dict(_declared(tuple(method for method in wanted if not is_own(method))))
-    for method in filter(is_own, wanted):
+    declarations = dict(_declared(tuple(method for method in wanted if not is_custom(method))))
+    for method in filter(is_custom, wanted):
         custom = groups([method])[method]
         if double := next((key for key in custom if key in declarations), None):
             raise SettingsError(
@@ -486,7 +486,7 @@ def _own_method(config: Mapping[str, Any]) -> list[str]:
     method = config.get("method")
     if method is None and (name := config.get("experiment")):
         method = read_experiment(experiment_path(str(name))).get("method")
-    return [method] if isinstance(method, str) and is_own(method) else []
+    return [method] if isinstance(method, str) and is_custom(method) else []
 
 
 def _declarations(config: Mapping[str, Any]) -> dict[str, Setting]:

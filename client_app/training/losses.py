@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from posy.client_app.training.work import Criterion
-from posy.extensions import is_own, load, said
+from posy.extensions import is_custom, load, said
 from posy.settings import SettingsError
 
 _SAMPLES, _CLASSES = 4, 3
@@ -23,7 +23,7 @@ def criterion_of(loss: str) -> Criterion | None:
         If the function is missing, raises an error, or does not return a differentiable loss of each sample. The
         message names the property that it lacks.
     """
-    if not is_own(loss):
+    if not is_custom(loss):
         return None
     setting, criterion = f"loss = {loss!r}", load(loss, "loss")
     if not callable(criterion):

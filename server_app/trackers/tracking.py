@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.common.logger import log
 
-from posy.extensions import is_own, load, said
+from posy.extensions import is_custom, load, said
 from posy.server_app.trackers.tracker import TrackedRun, Tracker
 from posy.settings import SettingsError, shown
 from posy.strategies.run_settings import OFF
@@ -66,7 +66,7 @@ def find(track: str) -> Callable[[TrackedRun], Tracker] | None:
     """
     if track == OFF:
         return None
-    if is_own(track):
+    if is_custom(track):
         custom: Callable[[TrackedRun], Tracker] = load(track, "track")
         if not callable(custom):
             raise SettingsError(f"track = {shown(track)}: it must be a class, or a function, that takes the run")
