@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posy.extensions import said
+from posy.extensions import format_error
 from posy.randomness import own_generator, seeded
 from posy.settings import SettingsError, suggestions
 
@@ -80,7 +80,7 @@ def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") 
         if error is not None:
             raise SettingsError(
                 f"transforms = {text!r}: {kind} fails for the images of {name}, which have the shape "
-                f"{shape_text(shape)} ({said(error)}); remove {kind}, or change its arguments"
+                f"{shape_text(shape)} ({format_error(error)}); remove {kind}, or change its arguments"
             ) from error
         raise SettingsError(
             f"transforms = {text!r}: {kind} returns {_described(result)} for the images of {name}, which have the "
@@ -163,7 +163,7 @@ def _transform(node: ast.expr, source: str, example: str) -> Transform:
     try:
         return kind(*arguments, **named)
     except Exception as error:  # torchvision raises many kinds of errors
-        raise SettingsError(f"{source}: {name.id} does not take these arguments ({said(error)})") from error
+        raise SettingsError(f"{source}: {name.id} does not take these arguments ({format_error(error)})") from error
 
 
 @cache

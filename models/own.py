@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from posy.data.task import Task
-from posy.extensions import load, said
+from posy.extensions import format_error, load
 from posy.models.chain import ChainModel
 from posy.models.layers import Dropout, LowRankLinear, linear
 from posy.models.parameters import fixed_tensors
@@ -169,7 +169,7 @@ def _called(build: Callable[[], Any], source: str) -> Any:
     except SettingsError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise SettingsError(f"{source}: it has raised {said(error)}") from error
+        raise SettingsError(f"{source}: it has raised {format_error(error)}") from error
 
 
 def _check_parameters(module: nn.Module, source: str) -> None:
@@ -221,7 +221,7 @@ def _logits(module: nn.Module, probe: Tensor, task: Task, source: str) -> Tensor
             outputs = module(probe)
     except Exception as error:  # the user's code may raise anything
         shape = "x".join(map(str, probe.shape))
-        raise SettingsError(f"{source}: samples of shape {shape} raise {said(error)}") from error
+        raise SettingsError(f"{source}: samples of shape {shape} raise {format_error(error)}") from error
     finally:
         module.train()
     wanted = (len(probe), task.num_classes)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posy.extensions import said
+from posy.extensions import format_error
 from posy.models.catalogue import PRETRAINED
 from posy.models.chain import ChainModel
 from posy.models.own import TORCHVISION
@@ -157,7 +157,7 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
             return dict(named.get_state_dict(progress=False, check_hash=True))
         return {name: torch.from_numpy(array) for name, array in load_arrays(weights.where).items()}
     except Exception as error:  # a malformed file or a failed download may raise any error
-        raise SettingsError(f"weights = {weights.where!r}: cannot be read ({said(error)})") from error
+        raise SettingsError(f"weights = {weights.where!r}: cannot be read ({format_error(error)})") from error
 
 
 @lru_cache(maxsize=2)

@@ -104,7 +104,7 @@ def load(text: str, key: str) -> Any:
     return getattr(module, name)
 
 
-def said(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return an exception's type and message on one line, with file and line if custom code raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_custom_frame(frame)]
@@ -145,7 +145,7 @@ def _module(name: str, setting: str) -> ModuleType:
     except SettingsError:
         raise
     except Exception as error:  # custom code may raise any exception
-        raise SettingsError(f"{setting}: {name} cannot be imported ({said(error)})") from error
+        raise SettingsError(f"{setting}: {name} cannot be imported ({format_error(error)})") from error
     return module
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from posy.client_app.training.work import Criterion
-from posy.extensions import is_custom, load, said
+from posy.extensions import format_error, is_custom, load
 from posy.settings import SettingsError
 
 _SAMPLES, _CLASSES = 4, 3
@@ -44,7 +44,7 @@ def criterion_of(loss: str) -> Criterion | None:
     except SettingsError:
         raise
     except Exception as error:  # custom code may raise anything
-        raise SettingsError(f"{setting}: it has raised {said(error)}") from error
+        raise SettingsError(f"{setting}: it has raised {format_error(error)}") from error
     return criterion
 
 

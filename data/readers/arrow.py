@@ -17,7 +17,7 @@ from posy.data.labels import as_labels, label_name, numbered_groups
 from posy.data.readers.functions import content_of
 from posy.data.readers.image import Encoded, image_content
 from posy.data.values import FLOAT32_MAX, precision_notes
-from posy.extensions import said
+from posy.extensions import format_error
 
 HUB = "hf:"
 """Prefix of a data set of the Hugging Face Hub."""
@@ -68,7 +68,7 @@ def read_saved(
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged folder can make the library fail in any way
-        raise DataError(f"{path}: not a complete folder of datasets.save_to_disk ({said(error)})") from error
+        raise DataError(f"{path}: not a complete folder of datasets.save_to_disk ({format_error(error)})") from error
     rows, is_test, notes = _pooled(loaded, str(path))
     return _content(rows, path, columns, is_test, notes, size, mode, skip_unreadable)
 
@@ -87,7 +87,7 @@ def read_parquet(
             check_fits(sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups)), str(path))
             table = file.read()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: not a complete .parquet file ({said(error)})") from error
+        raise DataError(f"{path}: not a complete .parquet file ({format_error(error)})") from error
     features: Mapping[str, Any] = {}
     if b"huggingface" in (table.schema.metadata or {}):
         import datasets  # noqa: PLC0415 - takes seconds to import
@@ -132,7 +132,7 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
     except Exception as error:  # the network, the Hub or a damaged file can raise any error
         how = "fetched from the Hugging Face Hub" if download else "found in the library's cache (download = false)"
         raise DataError(
-            f"{where}: it cannot be {how} ({said(error)}); on a machine with a network, datasets.save_to_disk "
+            f"{where}: it cannot be {how} ({format_error(error)}); on a machine with a network, datasets.save_to_disk "
             "writes a folder for dataset="
         ) from error
     rows, is_test, notes = _pooled(loaded, where)

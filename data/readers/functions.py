@@ -11,7 +11,7 @@ from posy.data.errors import DataError
 from posy.data.labels import as_labels, numbered_groups
 from posy.data.readers.image import as_images
 from posy.data.values import as_features, check_lengths, check_shape, precision_notes
-from posy.extensions import load, said
+from posy.extensions import format_error, load
 
 PARTS = ("x", "y", "groups", "test")
 """Keys of the mapping that a function may return."""
@@ -37,7 +37,7 @@ def read_function(name: str) -> Content:
     try:
         content = function()
     except Exception as error:  # custom code may raise any exception
-        raise DataError(f"{source}: it has raised {said(error)}") from error
+        raise DataError(f"{source}: it has raised {format_error(error)}") from error
     if isinstance(content, tuple) and len(content) == 2:
         content = dict(zip(PARTS, content, strict=False))
     if not isinstance(content, Mapping) or not {"x", "y"} <= content.keys() <= set(PARTS):
@@ -90,4 +90,4 @@ def _array(value: Any, name: str) -> np.ndarray:
         shapes = list(dict.fromkeys(tuple(part.shape) for part in value if hasattr(part, "shape")))
         if len(shapes) > 1:
             raise DataError(f"{name}: arrays of shape {shapes[0]} and {shapes[1]}; all must have one shape") from error
-        raise DataError(f"{name} is not an array ({said(error)})") from error
+        raise DataError(f"{name} is not an array ({format_error(error)})") from error

@@ -19,7 +19,7 @@ from posy.data.files import read_json
 from posy.data.labels import as_labels, joined_labels, known_labels
 from posy.data.readers.npz import NpzFile
 from posy.data.values import as_features, as_float32, check_alike, check_shape, precision_notes
-from posy.extensions import said
+from posy.extensions import format_error
 
 _MANY_CLASSES = 10_000  # number of classes that config.json may name even if there are fewer samples
 _MAX_TOKEN = 10**7  # a network has a row of weights for each token
@@ -129,7 +129,7 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
         except DataError:
             raise
         except Exception as error:  # a hostile or damaged pickle can fail in any way
-            raise DataError(f"{path}: the pickled dict cannot be read ({said(error)})") from error
+            raise DataError(f"{path}: the pickled dict cannot be read ({format_error(error)})") from error
 
     archive = NpzFile(path, unpickle)
     content = archive.read("data") if "data" in archive.names else None

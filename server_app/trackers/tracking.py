@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.common.logger import log
 
-from posy.extensions import is_custom, load, said
+from posy.extensions import format_error, is_custom, load
 from posy.server_app.trackers.tracker import TrackedRun, Tracker
 from posy.settings import SettingsError, shown
 from posy.strategies.run_settings import OFF
@@ -51,7 +51,7 @@ class Tracking:
             return call()
         except Exception as error:  # a tracker may raise any error
             self._tracker = None
-            why = said(error)
+            why = format_error(error)
             log(WARNING, "track = %s failed and is disabled; the run continues: %s", shown(self._track), why)
             return None
 
