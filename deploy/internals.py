@@ -35,7 +35,7 @@ from posy.deploy.install import install_whole
 from posy.deploy.runtime import Calls, NodeState
 from posy.deploy.secret import OPTION, pipe_of
 from posy.deploy.trusted import check_signatures
-from posy.extensions import BUNDLED, OWN_MODULE
+from posy.extensions import BUNDLED, CUSTOM_MODULE
 from posy.flower import FLOWER, look_for_parts_sooner
 
 NODE_PATIENCE = 30.0
@@ -193,6 +193,6 @@ def _forget(old: Path | None, new: Path) -> None:
             sys.path.remove(str(folder))
     paths = [path for folder in (new, new / BUNDLED) if folder.is_dir() for path in folder.iterdir()]
     names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
-    names |= {name for name in sys.modules if name.startswith(OWN_MODULE)}
+    names |= {name for name in sys.modules if name.startswith(CUSTOM_MODULE)}
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         del sys.modules[name]

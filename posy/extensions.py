@@ -15,7 +15,7 @@ from posy.settings import OWN, SettingsError, shown
 
 BUNDLED = "own"
 """Folder for custom files in the app's bundle, which goes to the SuperLink and the nodes."""
-OWN_MODULE = "posy_own_"
+CUSTOM_MODULE = "posy_own_"
 """Prefix of the names of modules that Posy imports from a file."""
 _BUNDLE = Path(__file__).resolve().parent.parent
 
@@ -132,7 +132,7 @@ def _module(name: str, setting: str) -> ModuleType:
             raise SettingsError(f"{setting}: {missing}{_TRAVELLED * travelled}")
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # last, so that local modules replace no installed module
-        spec = importlib.util.spec_from_file_location(f"{OWN_MODULE}{path.stem}", path)
+        spec = importlib.util.spec_from_file_location(f"{CUSTOM_MODULE}{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look up their module there
@@ -151,4 +151,4 @@ def _module(name: str, setting: str) -> ModuleType:
 
 def is_custom_frame(frame: FrameType) -> bool:
     """Return whether a frame belongs to custom code that was imported from a file."""
-    return str(frame.f_globals.get("__name__", "")).startswith(OWN_MODULE)
+    return str(frame.f_globals.get("__name__", "")).startswith(CUSTOM_MODULE)
