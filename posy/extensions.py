@@ -46,7 +46,7 @@ def located(text: str) -> str:
     return f"{path}:{name}" if is_file(path) else text
 
 
-def to_travel(text: str) -> tuple[str, dict[str, Path]]:
+def bundle_files(text: str) -> tuple[str, dict[str, Path]]:
     """Return the name of ``module:name`` in the app's bundle, and the files to bundle by their paths in the bundle.
 
     The files are the named file and the modules in its folder that it imports. The name of an installed module stays

@@ -10,7 +10,7 @@ from flwr.cli.build import build_fab_from_files
 from flwr.cli.utils import collect_files
 
 from posy.commands.launch import APP
-from posy.extensions import is_custom, module_of, to_travel
+from posy.extensions import bundle_files, is_custom, module_of
 from posy.paths import sha256_of
 from posy.settings import LaunchError, Scalar
 from posy.strategies.registry import declared
@@ -38,7 +38,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     for key, setting in declared([]).items():
         if setting.or_own and is_custom(value := str(settings.get(key, ""))):
             module_of(value, key)
-            sent_settings[key], imported = to_travel(value)
+            sent_settings[key], imported = bundle_files(value)
             if clash := [target for target, file in imported.items() if files.get(target, file) != file]:
                 raise LaunchError(f"{key} = {value!r}: two files of the run would both be {clash[0]}; rename one")
             files |= imported
