@@ -56,11 +56,11 @@ def bundle_files(text: str) -> tuple[str, dict[str, Path]]:
     file = Path(origin)
     if not file.is_absolute():
         return text, {}
-    files = {f"{BUNDLED}/{path.relative_to(file.parent).as_posix()}": path for path in with_neighbours(file)}
+    files = {f"{BUNDLED}/{path.relative_to(file.parent).as_posix()}": path for path in local_imports(file)}
     return f"{BUNDLED}/{file.name}:{name}", files
 
 
-def with_neighbours(file: Path) -> list[Path]:
+def local_imports(file: Path) -> list[Path]:
     """Return a file, and the modules and packages in its folder that it imports directly or indirectly."""
     files, queue = [file], [file]
     while queue:

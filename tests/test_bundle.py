@@ -12,7 +12,7 @@ from posy.commands.cli import main
 from posy.commands.deploy.bundle import bundle
 from posy.data.policy import Policy
 from posy.deploy.foreign import REFUSE, ForeignCodeError, check_code, code_rule, foreign_code
-from posy.extensions import with_neighbours
+from posy.extensions import local_imports
 from posy.settings import LaunchError, SettingsError
 
 NETS = "import tools\nfrom inner.deep import x\nimport numpy\n\n\ndef net(task):\n    return None\n"
@@ -59,9 +59,9 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def test_a_file_brings_what_it_imports_from_beside_it(folder: Path) -> None:
-    found = {path.relative_to(folder).as_posix() for path in with_neighbours(folder / "nets.py")}
+    found = {path.relative_to(folder).as_posix() for path in local_imports(folder / "nets.py")}
     assert found == {"nets.py", "tools.py", "inner/__init__.py", "inner/deep.py", "last.py"}
-    assert with_neighbours(folder / "mine.py") == [folder / "mine.py"]
+    assert local_imports(folder / "mine.py") == [folder / "mine.py"]
 
 
 def test_own_files_lie_in_the_bundle_and_own_keys_are_admitted(
