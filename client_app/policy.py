@@ -21,7 +21,7 @@ from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.data.settings import SITES, DataSettings
-from posy.extensions import is_custom, word_of
+from posy.extensions import is_custom, key_prefix
 from posy.mistakes import is_failure, method_error, place_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
@@ -159,7 +159,7 @@ def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
         yield Violation(
             "test-fraction", f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows"
         )
-    for key in ("validation-fraction", f"{word_of(str(values['method']))}-validation"):
+    for key in ("validation-fraction", f"{key_prefix(str(values['method']))}-validation"):
         if (fraction := values.get(key, 0)) not in (0, policy.validation_fraction):
             reason = f"{key} = {fraction:g}; the site allows 0 and {policy.validation_fraction:g}"
             yield Violation("validation-fraction", reason)
@@ -180,7 +180,7 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     ):
         if values[key] > largest:
             yield Violation(rule, f"{key} = {values[key]}; the site allows at most {largest}")
-    prefix = f"{word_of(str(values['method']))}-"
+    prefix = f"{key_prefix(str(values['method']))}-"
     of_method = {key: value for key, value in values.items() if key.startswith(prefix) and type(value) is int}
     for key, value in of_method.items():
         if key.endswith("-epochs") and value > policy.max_local_epochs:

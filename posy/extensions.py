@@ -25,7 +25,7 @@ def is_custom(text: str) -> bool:
     return OWN.fullmatch(text) is not None
 
 
-def word_of(method: str) -> str:
+def key_prefix(method: str) -> str:
     """Return the prefix of the keys of a method's settings: its name, or a custom class's name in lower case."""
     return method.rpartition(":")[2].lower()
 

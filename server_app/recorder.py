@@ -20,7 +20,7 @@ from flwr.common.logger import log
 
 from posy.client_app.training.work import advice_on_divergence
 from posy.client_app.workspace import Workspace
-from posy.extensions import word_of
+from posy.extensions import key_prefix
 from posy.forked import own_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
@@ -85,7 +85,7 @@ class Recorder:
         run = settings.run
         if resumption is None:
             data, when = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
-            name = run.run_name or f"{word_of(run.method)}-{data}-seed{run.seed}-{when}"
+            name = run.run_name or f"{key_prefix(run.method)}-{data}-seed{run.seed}-{when}"
             self.directory = RunDirectory.create(Path(run.output_dir), name)
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
             self._resumed: list[dict[str, Any]] = []
@@ -334,7 +334,7 @@ class Recorder:
         self.summary = self.directory.write_summary(
             {
                 "status": status,
-                "method": word_of(settings.run.method),
+                "method": key_prefix(settings.run.method),
                 "point": settings.method.point,
                 "dataset": settings.data.dataset,
                 "num-clients": settings.data.num_clients,

@@ -14,7 +14,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from posy.extensions import word_of
+from posy.extensions import key_prefix
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import SettingsError
@@ -129,7 +129,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
 
         Flower's ``Strategy.start`` has the same phases and arguments, but always begins with round 1.
         """
-        method = word_of(self.settings.run.method)
+        method = key_prefix(self.settings.run.method)
         log(INFO, "Starting %s: rounds %s to %s", method, self.resumed_after + 1, num_rounds)
         self.summary()
         for notice in self.method.notices(self.settings, self.architecture):
@@ -186,7 +186,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
 
 def _nothing_shared(settings: Settings, plain: Architecture) -> SettingsError:
     """Return the error of a run whose method keeps all layers on the clients."""
-    method, layers = word_of(settings.run.method), getattr(settings.method, "layers", None)
+    method, layers = key_prefix(settings.run.method), getattr(settings.method, "layers", None)
     lower = "" if layers is None else f", or lower {method}-layers = {layers}"
     return SettingsError(
         f"model = {plain.model!r}: {method} keeps all its layers on the clients, so nothing is left to share; "

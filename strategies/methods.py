@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from posy.extensions import is_custom, module_of, word_of
+from posy.extensions import is_custom, key_prefix, module_of
 from posy.settings import SettingsError, at, nearest, shown
 from posy.strategies.settings import MethodSettings
 
@@ -119,7 +119,7 @@ def own_class(method: str, end: str, base: type[T]) -> type[T]:
 
 def _own_settings(method: str) -> Any:
     """Return the settings class of a custom method; raise :class:`SettingsError` if it is missing or unusable."""
-    prefix, word = f"method = {shown(method)}", word_of(method)
+    prefix, word = f"method = {shown(method)}", key_prefix(method)
     name = method.rpartition(":")[2] + "Settings"
     declared = own_class(method, "Settings", MethodSettings)
     if declared is MethodSettings:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from posy.data.published import DATASETS
 from posy.data.settings import SITES, DataSettings, located
-from posy.extensions import is_custom, word_of
+from posy.extensions import is_custom, key_prefix
 from posy.extensions import located as located_own
 from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
@@ -250,7 +250,7 @@ def from_json(text: str) -> Settings:
 def groups(methods: Iterable[str]) -> dict[str, Mapping[str, Setting]]:
     """Return the declared settings by group: ``run``, ``data``, ``train``, and a group for each method."""
     common = {"run": settings_of(RunSettings), "data": settings_of(DataSettings), "train": settings_of(TrainSettings)}
-    return common | {method: settings_of(settings_class(method), word_of(method)) for method in methods}
+    return common | {method: settings_of(settings_class(method), key_prefix(method)) for method in methods}
 
 
 def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
@@ -503,6 +503,6 @@ def _checked(config: Mapping[str, Any], where: str) -> dict[str, Scalar]:
 
 def _built(values: Mapping[str, Scalar]) -> Settings:
     method = _method(values)
-    method_settings = build(settings_class(method), values, word_of(method))
+    method_settings = build(settings_class(method), values, key_prefix(method))
     shared = build(RunSettings, values), build(DataSettings, values), build(TrainSettings, values)
     return Settings(*shared, method_settings)

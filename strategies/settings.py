@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, dataclass_transform
 
 from posy.data.settings import DataSettings
-from posy.extensions import word_of
+from posy.extensions import key_prefix
 from posy.settings import Scalar, SettingsError, as_config, setting, settings_of
 from posy.strategies.arrays import ALLOWED, RETURNED, Answer, Arrays, Refused, Returned, verdict
 from posy.strategies.run_settings import CENTRAL, RunSettings, TrainSettings
@@ -193,7 +193,7 @@ class Settings:
 
     def as_config(self) -> dict[str, Scalar]:
         """Return the settings by flat key; the method's name is the prefix of its settings."""
-        of_method = as_config(self.method, word_of(self.run.method))
+        of_method = as_config(self.method, key_prefix(self.run.method))
         return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **of_method}
 
     def to_json(self) -> str:
