@@ -11,7 +11,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from posy.paths import absolute, is_file
-from posy.settings import OWN, SettingsError, shown
+from posy.settings import CUSTOM_NAME, SettingsError, shown
 
 BUNDLED = "own"
 """Folder for custom files in the app's bundle, which goes to the SuperLink and the nodes."""
@@ -22,7 +22,7 @@ _BUNDLE = Path(__file__).resolve().parent.parent
 
 def is_custom(text: str) -> bool:
     """Return whether a setting names custom code, as in ``mynets:resnet``."""
-    return OWN.fullmatch(text) is not None
+    return CUSTOM_NAME.fullmatch(text) is not None
 
 
 def key_prefix(method: str) -> str:

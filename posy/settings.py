@@ -21,7 +21,7 @@ LARGEST = float.fromhex("0x1.fffffep127")
 """The largest allowed number, because models are trained in float32."""
 MOST = 1_000_000_000
 """Default maximum of a setting with whole numbers: downstream code may use 32-bit integers."""
-OWN = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
+CUSTOM_NAME = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
 """Format of a name of custom code: ``file:function`` or ``package.module:function``."""
 COMPARISON = re.compile(r"([a-z][\w-]*) (=|!=|<|>) ([^\s|]+(?: \| [^\s|]+)*)")
 """One comparison of a condition, for example ``optimizer = adam | adamw``."""
@@ -245,7 +245,7 @@ class Setting:
     def admits(self, value: Any) -> bool:
         """Return whether the setting allows a value of the right type."""
         if self.choices:
-            return value in self.choices or bool(self.or_own and OWN.fullmatch(value))
+            return value in self.choices or bool(self.or_own and CUSTOM_NAME.fullmatch(value))
         if isinstance(value, str):
             return "\0" not in value  # no path or name can contain a null character
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above
