@@ -23,7 +23,7 @@ from posy.extensions import is_custom
 from posy.listing import print_table
 from posy.paths import is_file
 from posy.server_app.progress import size
-from posy.settings import COMMAND_LINE, LaunchError, Setting, SettingsError, at, meant, nearest, suggestions
+from posy.settings import COMMAND_LINE, LaunchError, Setting, SettingsError, at, nearest, suggest_keys, suggestions
 from posy.signals import interruptible
 from posy.storage import DamagedFileError
 from posy.strategies.methods import METHODS
@@ -441,7 +441,7 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
     if hasattr(error, "possibilities") and error.option_name.startswith("--"):  # an unknown option
         option = error.option_name
         takes_settings = any(parameter.name == "settings" for parameter in command.params)
-        key = meant(option[2:], declared() if takes_settings else {}).partition(" or ")[0]
+        key = suggest_keys(option[2:], declared() if takes_settings else {}).partition(" or ")[0]
         near = nearest(option, [name for parameter in command.params for name in parameter.opts], 0.8)
         if near and key != option[2:]:
             return f"{option} is not an option of `{typed}`; did you mean {near}?"

@@ -302,7 +302,7 @@ def check_keys(config: Iterable[str], declarations: Mapping[str, Setting], where
     """Raise :class:`SettingsError` for unknown keys, and suggest a similar setting."""
     for key in config:
         if key not in declarations:
-            name = meant(key, declarations)
+            name = suggest_keys(key, declarations)
             hint = f"did you mean {name}?" if name else "`posy settings` lists all keys"
             raise SettingsError(f"{key if key.isprintable() else shown(key)} {at(where)} is not a setting; {hint}")
 
@@ -452,7 +452,7 @@ def suggestions(word: str, candidates: Iterable[str], most: int = 3, cutoff: flo
     return " or ".join(by_lower[name] for name in list(dict.fromkeys([*longer, *close]))[:most])
 
 
-def meant(key: str, declarations: Mapping[str, Setting]) -> str:
+def suggest_keys(key: str, declarations: Mapping[str, Setting]) -> str:
     """Return the settings that an unknown key may mean, joined by `or`, or an empty text."""
     word = key.lower().replace("_", "-")
     same = [name for name, setting in declarations.items() if word == name or word in setting.synonyms]
