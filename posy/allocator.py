@@ -6,7 +6,7 @@ from functools import cache
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Options of glibc's ``mallopt`` (malloc.h): freed bytes to keep, and the size from which it maps blocks."""
-KEPT = 1 << 30
+THRESHOLD_BYTES = 1 << 30
 """Value of both options in bytes. Below it, freed memory stays with this process."""
 TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables with which a user sets these options of glibc."""
@@ -25,4 +25,4 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library
         return False
-    return all(mallopt(option, KEPT) for option in (MMAP_THRESHOLD, TRIM_THRESHOLD))
+    return all(mallopt(option, THRESHOLD_BYTES) for option in (MMAP_THRESHOLD, TRIM_THRESHOLD))
