@@ -8,7 +8,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Options of glibc's ``mallopt`` (malloc.h): freed bytes to keep, and the size from which it maps blocks."""
 THRESHOLD_BYTES = 1 << 30
 """Value of both options in bytes. Below it, freed memory stays with this process."""
-TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables with which a user sets these options of glibc."""
 
 
@@ -17,9 +17,10 @@ def keep_freed_memory() -> bool:
     """Make this process and its forks keep freed memory, and return whether the C library accepts the options.
 
     By default, glibc returns large blocks to the system. The system then clears every page again in the next step.
-    The function changes nothing for another C library, or if the user has set an environment variable of :data:`TOLD`.
+    The function changes nothing for another C library, or if the user has set one of the environment variables
+    :data:`USER_VARIABLES`.
     """
-    if any(name in os.environ for name in TOLD):
+    if any(name in os.environ for name in USER_VARIABLES):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

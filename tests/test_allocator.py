@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from posy.allocator import TOLD
+from posy.allocator import USER_VARIABLES
 
 PROGRAM = """
 import resource, sys
@@ -37,7 +37,7 @@ def faults(choice: str, **environment: str) -> tuple[str, int]:
 
     With ``keep`` it is a client's process.
     """
-    known = {name: value for name, value in os.environ.items() if name not in TOLD}
+    known = {name: value for name, value in os.environ.items() if name not in USER_VARIABLES}
     command = [sys.executable, "-c", PROGRAM, choice]
     told, count = subprocess.run(
         command, env=known | environment, capture_output=True, text=True, check=True
