@@ -36,7 +36,7 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def undivided() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """Defer Ctrl-C, `kill` and a closed terminal to the end of a block. A second signal ends the block at once.
 
     At the end of the block, raise an interrupt again that Python has dropped before.

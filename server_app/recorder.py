@@ -44,7 +44,7 @@ from posy.server_app.system import SystemAccuracy, system_accuracy
 from posy.server_app.trackers.tracker import TrackedRun
 from posy.server_app.trackers.tracking import Tracking
 from posy.settings import DivergedError, NothingTrainedError, RunError
-from posy.signals import undivided
+from posy.signals import deferred_signals
 from posy.storage import plain, write_arrays
 from posy.strategies import schedule
 from posy.strategies.base import PersonalisedStrategy
@@ -207,7 +207,7 @@ class Recorder:
     def finish_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Record a finished round; Flower's strategy calls it last in every round."""
         if server_round > 0 and self.strategy.record.number == server_round:
-            with undivided(), self._writing():
+            with deferred_signals(), self._writing():
                 self._finish_round(server_round, self.strategy.record)
         return None
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from posy.signals import ENDING, interruptible, undivided
+from posy.signals import ENDING, deferred_signals, interruptible
 
 
 class Thing:
@@ -21,7 +21,7 @@ def test_a_signal_is_put_off_to_the_end_of_what_must_not_be_divided(number: int)
     before = signal.signal(number, signal.SIG_DFL)  # which is another one under nohup
     try:
         with interruptible(), pytest.raises(KeyboardInterrupt):
-            with undivided():
+            with deferred_signals():
                 os.kill(os.getpid(), number)
                 done.append(1)
             done.append(2)
@@ -32,7 +32,7 @@ def test_a_signal_is_put_off_to_the_end_of_what_must_not_be_divided(number: int)
 
 def test_a_second_signal_ends_it_at_once() -> None:
     done = []
-    with interruptible(), pytest.raises(KeyboardInterrupt), undivided():
+    with interruptible(), pytest.raises(KeyboardInterrupt), deferred_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         done.append(1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -75,12 +75,12 @@ def test_an_interrupt_that_python_has_dropped_is_raised_after_the_round() -> Non
         reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
         del thing  # Python drops what the callback raises
         done.append(1)
-        with undivided():
+        with deferred_signals():
             done.append(2)
         done.append(3)
     assert reference() is None
     assert done == [1, 2]
-    with undivided():  # the next command has not been interrupted
+    with deferred_signals():  # the next command has not been interrupted
         pass
 
 
