@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 
 ALIGNMENT = 64
 """Alignment of arrays in bytes."""
-AHEAD = 2
+BUNDLES_PER_WORKER = 2
 """Bundles of parcels that a process has at the same time: it works on the first, and the next ones wait."""
 TOGETHER, TOGETHER_BYTES = 8, 8 << 20
 """Limits of a bundle: parcels, and bytes after which it is full. Bundles exist because waking a process takes time."""
@@ -136,7 +136,7 @@ class Worker:
     def free_shelf(self) -> int:
         """Return the number of a shelf without parcels."""
         used = {shelf for _, shelf in self.at_hand}
-        return next(shelf for shelf in range(AHEAD) if shelf not in used)
+        return next(shelf for shelf in range(BUNDLES_PER_WORKER) if shelf not in used)
 
     def end(self) -> int:
         """Kill the process if it runs, release its pipe and shelves, and return its exit code."""
@@ -235,7 +235,7 @@ class Workers:
 
     def _fill(self, job: "_Job") -> None:
         """Send each worker a bundle, and further ones while enough groups remain for all workers."""
-        for most in range(1, AHEAD + 1):
+        for most in range(1, BUNDLES_PER_WORKER + 1):
             for worker in self._workers:
                 while len(worker.at_hand) < most and len(job.waiting) > (len(self._workers) if most > 1 else 0):
                     if groups := job.next_bundle(self._count):
@@ -244,7 +244,7 @@ class Workers:
     def _fork(self) -> Worker:
         context = multiprocessing.get_context("fork")
         ours, worker_end = context.Pipe()
-        shelves = [Shelf() for _ in range(AHEAD)]
+        shelves = [Shelf() for _ in range(BUNDLES_PER_WORKER)]
         unused = [ours, *(worker.connection for worker in self._workers)]
         done = mmap(-1, 1)
         arguments = worker_end, shelves, done, unused
