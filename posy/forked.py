@@ -35,7 +35,7 @@ ALIGNMENT = 64
 """Alignment of arrays in bytes."""
 BUNDLES_PER_WORKER = 2
 """Bundles of parcels that a process has at the same time: it works on the first, and the next ones wait."""
-MAX_BUNDLE_PARCELS, TOGETHER_BYTES = 8, 8 << 20
+MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
 """Limits of a bundle: parcels, and bytes after which it is full. Bundles exist because waking a process takes time."""
 
 
@@ -162,7 +162,7 @@ class _Job:
         """Return groups to send together: few if they are large, and fewer towards the end."""
         bundle: list[dict[int, Parcel]] = []
         most, size = min(MAX_BUNDLE_PARCELS, 1 + len(self.waiting) // (4 * num_workers)), 0
-        while self.waiting and sum(map(len, bundle)) < most and size < TOGETHER_BYTES:
+        while self.waiting and sum(map(len, bundle)) < most and size < MAX_BUNDLE_BYTES:
             group = self.waiting.popleft()
             parcels: dict[int, Parcel] = {}
             for number in group if time.monotonic() < self.end else ():
