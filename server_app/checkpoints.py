@@ -23,7 +23,7 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.server_state import load_state
 from posy.strategies.settings import Settings
 
-KEPT = 2
+MAX_CHECKPOINTS = 2
 """Number of checkpoints on the disk: the newest, and one in reserve."""
 WRITING_SHARE = 0.02
 """Share of a run's time for checkpoints in addition to the scheduled ones of checkpoint-every. A killed run therefore
@@ -129,9 +129,9 @@ class Checkpoints:
 
     def _keep(self, versions: Mapping[int, Mapping[int, str]]) -> None:
         """Keep the newest of some checkpoints and remove the others."""
-        for old in sorted(versions)[:-KEPT]:
+        for old in sorted(versions)[:-MAX_CHECKPOINTS]:
             shutil.rmtree(self._folder(old), ignore_errors=True)
-        self.versions = {number: versions[number] for number in sorted(versions)[-KEPT:]}
+        self.versions = {number: versions[number] for number in sorted(versions)[-MAX_CHECKPOINTS:]}
 
     def _folder(self, server_round: int) -> Path:
         return self.directory.checkpoints / f"round-{server_round}"
