@@ -45,7 +45,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment of the run config."""
     FLOWER_LOGGER.addFilter(ErrorsOnOneLine((SettingsError, DataError, RunError)))
-    user_settings = given_in(context.run_config, grid.run.override_config)
+    user_settings = user_settings_in(context.run_config, grid.run.override_config)
     if in_simulation():
         run(grid, user_settings)
         return
@@ -54,7 +54,7 @@ def main(grid: Grid, context: Context) -> None:
         run(grid, user_settings, status=status)
 
 
-def given_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def user_settings_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's settings in a run config, in which Flower passes all keys.
 
     These are the overrides of the submitted run, and settings that were edited in ``pyproject.toml``.

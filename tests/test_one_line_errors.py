@@ -70,7 +70,7 @@ def test_the_server_app_uses_the_filter(monkeypatch: pytest.MonkeyPatch) -> None
         raise Stop
 
     before = list(FLOWER_LOGGER.filters)
-    monkeypatch.setattr(server, "given_in", stop)
+    monkeypatch.setattr(server, "user_settings_in", stop)
     context = type("Context", (), {"run_config": {}})()
     grid = type("Grid", (), {"run": type("Run", (), {"override_config": {}})()})()
     try:
