@@ -25,7 +25,7 @@ from posy.strategies.registry import current_keys, declared_for
 from posy.yaml12 import dump, read_yaml
 
 FILE = "cells.jsonl.gz"
-KEPT = "kept.json"
+RECORD_FILE = "kept.json"
 """File in a run's directory with further recorded numbers (see :mod:`posy.commands.papers.record`)."""
 ENDED = ("completed", "diverged")
 """Status of a run that is not repeated. A diverged run would diverge again."""
@@ -99,7 +99,7 @@ def write(path: Path, line: Mapping[str, Any]) -> None:
     (path / "clients.csv").write_text(text.getvalue(), encoding="utf-8")
     (path / "config.yaml").write_text(dump(line["config"]), encoding="utf-8")
     if "kept" in line:
-        (path / KEPT).write_text(json.dumps(line["kept"]), encoding="utf-8")
+        (path / RECORD_FILE).write_text(json.dumps(line["kept"]), encoding="utf-8")
     (path / "summary.json").write_text(json.dumps(line["summary"], indent=2), encoding="utf-8")
     os.utime(path / "summary.json", (line["ended"], line["ended"]))
 
@@ -128,8 +128,8 @@ def _line(cell: Place) -> bytes:
         entry["changed"] = {key: value for key, value in entry["changed"].items() if key in matter}
     ended = int((cell.path / "summary.json").stat().st_mtime)
     line = {"name": cell.name, "ended": ended, "config": config, "summary": summary, "clients": rows}
-    if (cell.path / KEPT).exists():
-        line["kept"] = json.loads((cell.path / KEPT).read_text(encoding="utf-8"))
+    if (cell.path / RECORD_FILE).exists():
+        line["kept"] = json.loads((cell.path / RECORD_FILE).read_text(encoding="utf-8"))
     return (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posy.commands.archive import KEPT
+from posy.commands.archive import RECORD_FILE
 from posy.report.comparison import FULL, last_round
 from posy.report.recorded import point_of
 from posy.server_app.progress import coverage, members_of
@@ -60,12 +60,12 @@ def collect(path: Path) -> None:
     heads = [arrays["head.weight"] for arrays in map(load_arrays, files) if "head.weight" in arrays]
     if heads and len(heads) <= MOST_CLIENTS:
         recorded["heads"] = [np.linalg.norm(head, axis=1).tolist() for head in heads]
-    (path / KEPT).write_text(json.dumps(_rounded(recorded)), encoding="utf-8")
+    (path / RECORD_FILE).write_text(json.dumps(_rounded(recorded)), encoding="utf-8")
 
 
 def kept(path: Path) -> dict[str, Any]:
     """Return the recorded numbers of a run, or an empty mapping for an old run without a record."""
-    file = path / KEPT
+    file = path / RECORD_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
