@@ -19,7 +19,7 @@ from flwr.superlink.federation import NoOpFederationManager
 
 from posy.commands import cli
 from posy.commands.deploy import doctor
-from posy.commands.deploy.backup import back_up, held, restore
+from posy.commands.deploy.backup import back_up, locked_state, restore
 from posy.commands.deploy.certificates import (
     Files,
     check_server,
@@ -344,7 +344,10 @@ def test_a_backup_holds_the_registered_keys_while_the_database_is_open(tmp_path:
     back_up(state, file)
     assert file.stat().st_mode & 0o077 == 0
     register(link, files.node_public("site-b"))
-    with held(state), pytest.raises(SettingsError, match="a running SuperLink uses it; stop that SuperLink first"):
+    with (
+        locked_state(state),
+        pytest.raises(SettingsError, match="a running SuperLink uses it; stop that SuperLink first"),
+    ):
         restore(state, file)
     old = restore(state, file)
     names = {node.name for node in reopened(state).get_node_info()}

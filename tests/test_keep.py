@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from posy.commands.deploy.backup import held
+from posy.commands.deploy.backup import locked_state
 from posy.commands.launch import APP
 from posy.settings import SettingsError
 from posy.storage import is_locked
@@ -19,13 +19,13 @@ KEEPER = """
 import sys
 from pathlib import Path
 
-from posy.commands.deploy.backup import held
+from posy.commands.deploy.backup import locked_state
 from posy.deploy.superlink import keep
 
 ignoring = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 started = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
 sleeper = [sys.executable, "-c", ignoring + started + "time.sleep(600)"]
-with held(Path("state")) as lock:
+with locked_state(Path("state")) as lock:
     keep({"flower-superlink": sleeper}, {}, lock)
 """
 
@@ -61,7 +61,7 @@ def test_a_killed_superlink_leaves_nothing_that_locks_its_state(tmp_path: Path) 
         [grandchild] = children(child)
         with (
             pytest.raises(SettingsError, match=r"running SuperLink uses it \(process [0-9]+, [0-9]+\): kill") as raised,
-            held(tmp_path / "state"),
+            locked_state(tmp_path / "state"),
         ):
             pass
         assert {str(keeper.pid), str(child)} <= set(str(raised.value).split())
@@ -70,5 +70,5 @@ def test_a_killed_superlink_leaves_nothing_that_locks_its_state(tmp_path: Path) 
         keeper.wait()
     until(lambda: not is_locked(tmp_path / "state"), 10.0)
     until(lambda: not command(child) and not command(grandchild), 10.0)
-    with held(tmp_path / "state"):
+    with locked_state(tmp_path / "state"):
         pass

@@ -17,7 +17,7 @@ MINE = 0o700
 
 
 @contextmanager
-def held(state: Path) -> Iterator[int]:
+def locked_state(state: Path) -> Iterator[int]:
     """Create the directory of a SuperLink's state if it is missing, lock it, and yield the descriptor of the lock.
 
     Raises
@@ -89,7 +89,7 @@ def restore(state: Path, file: Path) -> Path | None:
     database, old = state / DATABASE, None
     try:
         _check(file)
-        with held(state):
+        with locked_state(state):
             if database.exists():
                 old = database.with_name(database.name + time.strftime(".%Y%m%d-%H%M%S"))
                 for end in ("", "-wal", "-shm"):  # SQLite would apply its old side files to the new database

@@ -120,7 +120,7 @@ def superlink(
 
     Any program that reaches --control can run code on every node. By default, only this machine can reach it.
     """
-    from posy.commands.deploy.backup import DATABASE, held  # noqa: PLC0415
+    from posy.commands.deploy.backup import DATABASE, locked_state  # noqa: PLC0415
     from posy.deploy.secret import OPTION, write_secret  # noqa: PLC0415 - imports Flower
     from posy.deploy.superlink import keep  # noqa: PLC0415
     from posy.forked import cores  # noqa: PLC0415
@@ -164,7 +164,7 @@ def superlink(
         "flower-superlink": [*([script("flower-superlink")] if stock else ours), *served],
         "flower-superexec": [*taking, *executor, "--parent-pid", str(os.getpid())],
     }
-    with held(state) as lock:
+    with locked_state(state) as lock:
         for option, listen in addresses:
             _check_free(option, listen)
         home.mkdir(exist_ok=True)
