@@ -12,7 +12,7 @@ from posy.storage import lock, replace
 
 DATABASE = "state.db"
 """Name of the database in the directory of a SuperLink's state."""
-MINE = 0o700
+OWNER_ONLY = 0o700
 """Mode of this directory: a user who can read the database can impersonate any run."""
 
 
@@ -27,7 +27,7 @@ def locked_state(state: Path) -> Iterator[int]:
     """
     try:
         state.mkdir(parents=True, exist_ok=True)
-        state.chmod(MINE)
+        state.chmod(OWNER_ONLY)
         descriptor = lock(state)
     except BlockingIOError:
         users = [str(process) for process in users_of(state)]
