@@ -260,7 +260,7 @@ def test_versions_and_clocks_of_nodes() -> None:
             }
         },
     }
-    assert wrong(doctor.check_told(nodes, told)) == [
+    assert wrong(doctor.check_node_reports(nodes, told)) == [
         ("warning", f"b has flwr 1.39.7, the server {same['flwr']}"),
         ("warning", "the clock of b is 3 s ahead: set it there (NTP)"),
         ("error", "the clock of c is 400 s behind: set it there (NTP)"),

@@ -96,7 +96,7 @@ def of_server(reached: Connection, fleet: str, folder: Path, home: Path) -> Iter
             yield Finding("error", f"the registered nodes are unknown: {error}")
         else:
             yield from check_nodes(nodes, None if ca is None else folder)
-            yield from check_told(nodes, statuses)
+            yield from check_node_reports(nodes, statuses)
     yield from check_disk(directories)
 
 
@@ -327,7 +327,7 @@ def check_nodes(nodes: Sequence[NodeInfo], folder: Path | None) -> Iterator[Find
     yield Finding("ok", f"{online} of {len(nodes)} registered nodes are online")
 
 
-def check_told(nodes: Sequence[NodeInfo], statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def check_node_reports(nodes: Sequence[NodeInfo], statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Compare the versions and clocks that runs have recorded for the nodes with the server's."""
     node_facts = facts_of_nodes(statuses)
     server_versions = versions()
