@@ -20,7 +20,7 @@ from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import SELDOM, Claim, item, items, papers
-from posy.commands.papers.memory import held
+from posy.commands.papers.memory import stored_parameters
 from posy.commands.papers.page import changed, page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured, partial_coverage
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
@@ -858,7 +858,7 @@ def test_cwfedavgs_server_holds_what_is_counted(make_strategy: Callable[..., Any
         strategy = make_strategy("cwfedavg", cwfedavg_layers=layers)
         classwise = strategy.class_models.shape[1]
         state = strategy.model.size + strategy.class_models.size
-        assert held(strategy.size, classwise, strategy.num_classes) == state
+        assert stored_parameters(strategy.size, classwise, strategy.num_classes) == state
 
 
 def test_a_figure_without_runs_tells_why_there_are_none(paper_dir: Path) -> None:

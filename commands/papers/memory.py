@@ -9,7 +9,7 @@ WITHOUT = "none"
 LAYERS = (WITHOUT, "output", "all")
 
 
-def held(size: int, classwise: int, num_classes: int) -> int:
+def stored_parameters(size: int, classwise: int, num_classes: int) -> int:
     """Return the number of parameters of the shared layers and of all classes' copies of the class-wise layers.
 
     Parameters
@@ -26,7 +26,7 @@ def held(size: int, classwise: int, num_classes: int) -> int:
 def millions(layers: str, num_classes: int) -> float:
     """Return the millions of parameters of a ResNet-18 on cwFedAvg's server, with some ``layers`` class-wise."""
     size, head = _resnet18(num_classes)
-    return held(size, {WITHOUT: 0, "output": head, "all": size}[layers], num_classes) / 1e6
+    return stored_parameters(size, {WITHOUT: 0, "output": head, "all": size}[layers], num_classes) / 1e6
 
 
 @cache
