@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from posy.client_app.workspace import Workspace
-from posy.commands.papers.record import collect, kept
+from posy.commands.papers.record import collect, recorded_numbers
 from posy.server_app.app import run
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS
@@ -75,11 +75,11 @@ def test_losses_on_the_training_samples_are_recorded_and_kept_where_asked_for(ma
     assert len(served) == 8  # four clients, two rounds
     assert all(0 <= float(row[f"{point}_training_accuracy"]) <= 1 for row in rows for point in ("served", "local"))
     collect(path)
-    curves = kept(path)["clients"]
+    curves = recorded_numbers(path)["clients"]
     assert sorted((c, n, loss) for c, points in curves.items() for n, loss in points) == [
         (c, n, pytest.approx(loss, rel=1e-5)) for c, n, loss in sorted(served)
     ]
-    means = kept(path)["rounds"]["served_training_loss"]
+    means = recorded_numbers(path)["rounds"]["served_training_loss"]
     expected = [np.mean([loss for _, n, loss in served if n == number]) for number in (1, 2)]
     assert means == pytest.approx(expected, rel=1e-5)
 

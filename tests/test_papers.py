@@ -22,7 +22,7 @@ from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import stored_parameters
 from posy.commands.papers.page import changed, page, pictures_in
-from posy.commands.papers.record import in_percent, kept, measured, partial_coverage
+from posy.commands.papers.record import in_percent, measured, partial_coverage, recorded_numbers
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
@@ -486,7 +486,7 @@ def test_other_settings_go_to_a_place_of_their_own(paper_dir: Path, capsys: pyte
     folder = Path("results/papers/mine")
     cell = folder / "table1-small/FedAvg/seed-0"
     assert measured(cell, "rounds") == 1
-    assert len(kept(cell)["rounds"]["train_loss"]) == 1
+    assert len(recorded_numbers(cell)["rounds"]["train_loss"]) == 1
     assert "1 differs" in (folder / "mine.md").read_text(encoding="utf-8")
 
 
@@ -808,7 +808,7 @@ def test_heads_correlation_and_a_runs_own_picture_are_drawn(paper_dir: Path) -> 
     with_wdr, without = (comparison.values("", row, comparison.item.measures[0])[0] for row in ("with", "without"))
     assert 0 < with_wdr < without
     counts, cell = comparison.counts_of(""), Comparison(item("mine", "figure1")).cells["", "with"][1][0]
-    norms = np.array(kept(cell.path)["heads"])
+    norms = np.array(recorded_numbers(cell.path)["heads"])
     assert counts is not None
     distances = np.linalg.norm(
         counts / counts.sum(axis=1, keepdims=True) - norms / norms.sum(axis=1, keepdims=True), axis=1

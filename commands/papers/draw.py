@@ -16,7 +16,7 @@ import torch
 from posy import figures
 from posy.commands.papers import drift, pathways, ridge
 from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
-from posy.commands.papers.record import PARAMETERS, curve, in_percent, kept
+from posy.commands.papers.record import PARAMETERS, curve, in_percent, recorded_numbers
 from posy.commands.papers.verdict import Number, number
 from posy.commands.table import Cell
 from posy.data.datasets import load_dataset
@@ -203,7 +203,7 @@ def _head_norms(comparison: Comparison, variant: str) -> dict[str, npt.NDArray[n
     norms = {}
     for row in comparison.item.rows:
         _, cells = comparison.runs_of(variant, row)
-        matrix = kept(cells[0].path).get("heads") if cells else None
+        matrix = recorded_numbers(cells[0].path).get("heads") if cells else None
         if matrix:
             norms[row] = np.array(matrix, np.float64)
     return norms
@@ -215,7 +215,7 @@ def _clients(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
     for variant in comparison.item.variants:
         for row in comparison.item.rows:
             _, cells = comparison.runs_of(variant, row)
-            curves = kept(cells[0].path).get("clients", {}) if cells else {}
+            curves = recorded_numbers(cells[0].path).get("clients", {}) if cells else {}
             for client, points in sorted(curves.items(), key=lambda pair: int(pair[0])):
                 title = f"{variant}: client {client}".removeprefix(": ")
                 panels.setdefault(title, {})[row] = [(n, loss, 0.0) for n, loss in points]

@@ -63,7 +63,7 @@ def collect(path: Path) -> None:
     (path / RECORD_FILE).write_text(json.dumps(_rounded(recorded)), encoding="utf-8")
 
 
-def kept(path: Path) -> dict[str, Any]:
+def recorded_numbers(path: Path) -> dict[str, Any]:
     """Return the recorded numbers of a run, or an empty mapping for an old run without a record."""
     file = path / RECORD_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -83,7 +83,7 @@ def measured(path: Path, measure: str) -> float | None:
     summary = read_summary(path)
     words = measure.split()
     if words[0] == "round" and len(words) == 2:
-        values = [value for value in kept(path).get("rounds", {}).get(words[1], []) if value is not None]
+        values = [value for value in recorded_numbers(path).get("rounds", {}).get(words[1], []) if value is not None]
         return values[-1] * (100 if in_percent(measure) else 1) if values else None
     if measure in TOTALS:
         return None if summary.get(measure) is None else float(summary[measure])
@@ -133,7 +133,7 @@ def in_percent(measure: str) -> bool:
 
 def curve(path: Path, key: str) -> list[tuple[int, float]]:
     """Return the values of a number by round, as pairs of round and value, without missing values."""
-    values = kept(path).get("rounds", {})
+    values = recorded_numbers(path).get("rounds", {})
     numbers = values.get("round", [])
     return [(n, value) for n, value in zip(numbers, values.get(key, []), strict=False) if value is not None]
 
