@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from posy.commands.papers.counts import Counts, counted, first_cells
-from posy.commands.papers.item import SCALES, Claim, Item, Printed, take_up
+from posy.commands.papers.item import SCALES, Claim, Item, Printed, restore_runs
 from posy.commands.papers.memory import millions
 from posy.commands.papers.record import PARAMETERS, in_percent, measured, partial_coverage
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
@@ -57,7 +57,7 @@ class Comparison:
             # A page shows all items, and the settings typed for one item may have no effect in another.
             self.plans = {scale: item.plan(scale, overrides, folder, strict=False) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
-            take_up(plan)
+            restore_runs(plan)
         self.counts: dict[tuple[str, str], Counts] = {}
         """Class counts of the clients by variant and scale."""
         if item.counts_classes:

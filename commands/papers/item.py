@@ -321,7 +321,7 @@ def _claim(of: Item, entry: Mapping[str, Any]) -> Claim:
     )
 
 
-def take_up(plan: Plan) -> None:
+def restore_runs(plan: Plan) -> None:
     """Write the files of runs from a plan's archive, and of its missing runs from the archives of other tables."""
     lacking = archive.restore(plan.output, plan.cells)
     for cell, line in _matching(lacking, _archives(plan.output.parent)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.commands import archive
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import count
-from posy.commands.papers.item import SCALES, held_elsewhere, item, items, missing_results, papers, take_up
+from posy.commands.papers.item import SCALES, held_elsewhere, item, items, missing_results, papers, restore_runs
 from posy.commands.papers.page import claims, overview, pictures_in, states, write
 from posy.commands.papers.verdict import OUTCOMES
 from posy.commands.table import Cell, Plan, fill
@@ -103,7 +103,7 @@ def run_part(
 
 def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
     """Run the missing runs of some seeds; record in ``absent`` the reason for skipped runs, by data set."""
-    take_up(plan)
+    restore_runs(plan)
     wanted = [cell for cell in plan.cells if cell.seed in seeds]
     possible = {cell for cell in wanted if _data_is_there(cell, absent)}
     print(f"{title}: {len(possible)} of {len(wanted)} runs are available", flush=True)
