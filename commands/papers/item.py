@@ -345,7 +345,7 @@ def missing_results(names: Iterable[str]) -> str:
     )
 
 
-def held_elsewhere(plan: Plan) -> set[str]:
+def archived_elsewhere(plan: Plan) -> set[str]:
     """Return the names of the cells with a run in the archive of another table."""
     folders = [folder for folder in _archives(plan.output.parent) if folder != plan.output]
     return {cell.name for cell, _ in _matching(plan.cells, folders)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.commands import archive
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import count
-from posy.commands.papers.item import SCALES, held_elsewhere, item, items, missing_results, papers, restore_runs
+from posy.commands.papers.item import SCALES, archived_elsewhere, item, items, missing_results, papers, restore_runs
 from posy.commands.papers.page import claims, overview, pictures_in, states, write
 from posy.commands.papers.verdict import OUTCOMES
 from posy.commands.table import Cell, Plan, fill
@@ -107,7 +107,7 @@ def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict
     wanted = [cell for cell in plan.cells if cell.seed in seeds]
     possible = {cell for cell in wanted if _data_is_there(cell, absent)}
     print(f"{title}: {len(possible)} of {len(wanted)} runs are available", flush=True)
-    stored, elsewhere = archive.read(plan.output), held_elsewhere(plan)
+    stored, elsewhere = archive.read(plan.output), archived_elsewhere(plan)
     # A run of another table stays in its archive. Runs with other seeds or under another name stay in
     # this archive.
     cells = tuple(
