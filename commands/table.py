@@ -625,10 +625,10 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
 
 def start(cell: Cell, jobs: int = 1) -> WarmProcess:
     """Start the run of a cell as `posy run FILE` does, with the share of the cores of one of ``jobs`` runs."""
-    return WarmProcess(carry_out, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
+    return WarmProcess(run_file, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
 
 
-def carry_out(file: str) -> int:
+def run_file(file: str) -> int:
     """Run a cell in this process as `posy run FILE` does, and return the exit status."""
     try:
         with interruptible():
