@@ -243,13 +243,13 @@ def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]
     SettingsError
         If another process runs the table, or the directory of a run holds other files.
     """
-    with alone(plan.output):
+    with locked_output(plan.output):
         archive.store(plan.output, ended(plan))  # complete, so that new runs can be appended
         return run_cells(plan, jobs, begin)
 
 
 @contextmanager
-def alone(output: Path) -> Iterator[None]:
+def locked_output(output: Path) -> Iterator[None]:
     """Create and lock an output folder; raise :class:`SettingsError` if another process has locked it."""
     output.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output / ".lock")

@@ -14,7 +14,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from posy.commands.table import Cell, Plan, Running, alone, failure_of, plan_as_yaml, start, stop
+from posy.commands.table import Cell, Plan, Running, failure_of, locked_output, plan_as_yaml, start, stop
 from posy.server_app.progress import duration
 from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
@@ -76,7 +76,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     common = {"validation-fraction": fraction_of(plan)}
     seed = plan.cells[0].seed
     cells = [replace(cell, config={**cell.config, **common}) for cell in plan.cells if cell.seed == seed]
-    with alone(folder := plan.output / "tuning"):
+    with locked_output(folder := plan.output / "tuning"):
         storage = JournalStorage(JournalFileBackend(str(folder / "studies.journal")))
         searches = [opened(cell, folder, storage) for cell in cells]
         run_trials(searches, trials, jobs)

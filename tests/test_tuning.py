@@ -11,7 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from posy.commands import cli, tuning
-from posy.commands.table import alone, plan_as_yaml, read_plan
+from posy.commands.table import locked_output, plan_as_yaml, read_plan
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import declared
@@ -167,7 +167,7 @@ def test_rows_with_different_validation_splits_are_not_comparable(file: Path) ->
 
 def test_two_searches_do_not_work_on_one_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
-    with alone(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* uses "):
+    with locked_output(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* uses "):
         tuning.tune(plan, trials=1, jobs=1)
-    with alone(plan.output / "tuning"):  # the lock was released
+    with locked_output(plan.output / "tuning"):  # the lock was released
         assert plan.output.is_dir()
