@@ -44,7 +44,7 @@ def cluster(address: str, gpus: float) -> Iterator[Start]:
         ray.init(address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise LaunchError(f"--ray {address}: no Ray cluster answers ({str(error).splitlines()[0]})") from error
-    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(carried_out)
+    task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(run_on_worker)
     digest = digest_of_code()
 
     def begin(cell: Cell) -> RemoteRun:
@@ -67,7 +67,7 @@ def digest_of_code() -> str:
     return digest.hexdigest()
 
 
-def carried_out(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, bytes]:
+def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, bytes]:
     """Execute a run on a worker; return its exit status, its output, and an archive of its files."""
     if digest != digest_of_code():
         raise RuntimeError("another version of Posy is installed on the Ray worker")
