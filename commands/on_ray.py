@@ -80,7 +80,7 @@ def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, 
             status = process.wait()
         finally:  # for example when the user interrupts the table
             stop([process])
-        return status, cell.log.read_text(encoding="utf-8", errors="replace"), packed(cell.path)
+        return status, cell.log.read_text(encoding="utf-8", errors="replace"), pack_files(cell.path)
 
 
 def started(cell: Cell) -> "subprocess.Popen[bytes]":
@@ -99,7 +99,7 @@ def started(cell: Cell) -> "subprocess.Popen[bytes]":
         )
 
 
-def packed(folder: Path) -> bytes:
+def pack_files(folder: Path) -> bytes:
     """Return the files of a run, except its models, as an archive."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as archive:

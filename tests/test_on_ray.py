@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posy.commands.launch import APP
-from posy.commands.on_ray import digest_of_code, packed
+from posy.commands.on_ray import digest_of_code, pack_files
 from posy.commands.table import read_plan
 from posy.deploy.addresses import free_port
 
@@ -132,6 +132,6 @@ def test_models_stay_with_the_worker(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models/client-0.safetensors").write_bytes(b"x")
     (tmp_path / "summary.json").write_text("{}")
-    with tarfile.open(fileobj=io.BytesIO(packed(tmp_path))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(pack_files(tmp_path))) as archive:
         assert archive.getnames() == ["summary.json"]
     assert len(digest_of_code()) == 32
