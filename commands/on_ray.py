@@ -75,7 +75,7 @@ def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, 
         # No checkpoints: the folder disappears with the process.
         overrides: dict[str, Scalar] = {"output-dir": folder, "run-name": RUN, "checkpoint-every": 0}
         cell = Cell("", "", 0, {**config, **overrides})
-        process = started(cell)
+        process = start_run(cell)
         try:
             status = process.wait()
         finally:  # for example when the user interrupts the table
@@ -83,7 +83,7 @@ def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, 
         return status, cell.log.read_text(encoding="utf-8", errors="replace"), pack_files(cell.path)
 
 
-def started(cell: Cell) -> "subprocess.Popen[bytes]":
+def start_run(cell: Cell) -> "subprocess.Popen[bytes]":
     """Start the run of a cell on one core, in a process that shares nothing with Ray's worker."""
     file = prepared(cell)
     python_path = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
