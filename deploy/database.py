@@ -899,10 +899,10 @@ def improve() -> None:
             continue
         saving.use()
         kinds += [saving.state] if saving.state else []
-    vars(linkstate_factory)["SqlLinkState"] = improved(*kinds)
+    vars(linkstate_factory)["SqlLinkState"] = patched_state(*kinds)
 
 
-def improved(*kinds: type) -> type[sql_linkstate.SqlLinkState]:
+def patched_state(*kinds: type) -> type[sql_linkstate.SqlLinkState]:
     """Return the class of a SuperLink's state with the mix-in classes ``kinds``."""
     return type("LinkState", (*kinds, sql_linkstate.SqlLinkState), {})
 

@@ -37,7 +37,7 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from posy.deploy import database
-from posy.deploy.database import SAVINGS, Saving, TryAgainError, Turns, can_be_retried, improved, lacking
+from posy.deploy.database import SAVINGS, Saving, TryAgainError, Turns, can_be_retried, lacking, patched_state
 from posy.deploy.install import install_whole
 
 MakeEngine = Callable[[], Engine]
@@ -271,7 +271,7 @@ class Ours:
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ours]:
     """Return a state whose upkeep only the tests run."""
     monkeypatch.setattr(database._EachSecond, "_go_on", lambda state: None)
-    superlink = Ours(tmp_path / "state.db", improved(*(saving.state for saving in SAVINGS if saving.state)))
+    superlink = Ours(tmp_path / "state.db", patched_state(*(saving.state for saving in SAVINGS if saving.state)))
     database.TURNS.install(superlink.engine)
     superlink.state._look_at_deadlines()
     yield superlink
