@@ -1,7 +1,7 @@
 """Changes to the internals of Flower 1.39's SuperLink, so that it loses no message and writes less to its database.
 
 Flower's SuperLink writes to its database about two hundred times for each message of a round. SQLite has one lock for
-writers and no queue. With many nodes a call fails, and its message is lost. :func:`improve` applies a list of
+writers and no queue. With many nodes a call fails, and its message is lost. :func:`apply_patches` applies a list of
 independent changes, the savings. If Flower lacks a name that a saving needs, Posy skips the saving and logs a warning.
 """
 
@@ -889,7 +889,7 @@ class Saving:
     use: Callable[[], object] = lambda: None
 
 
-def improve() -> None:
+def apply_patches() -> None:
     """Apply the savings, before the SuperLink of this process starts, so that it writes less and loses no message."""
     TURNS.install()
     kinds = []

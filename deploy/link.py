@@ -13,7 +13,7 @@ from flwr.common.logger import log
 def main() -> None:
     """Run the SuperLink."""
     try:
-        from posy.deploy.database import improve  # noqa: PLC0415 - Flower may lack its names
+        from posy.deploy.database import apply_patches  # noqa: PLC0415 - Flower may lack its names
     except ImportError as missing:
         log(
             WARNING,
@@ -21,7 +21,7 @@ def main() -> None:
             missing,
         )
     else:
-        improve()
+        apply_patches()
     [command] = entry_points(group="console_scripts", name="flower-superlink")
     sys.argv[0] = command.name
     command.load()()

@@ -182,7 +182,7 @@ def test_a_saving_that_flower_no_longer_admits_is_left_out_and_named(
     monkeypatch.setattr(database, "SAVINGS", savings)
     monkeypatch.setattr(database.TURNS, "install", lambda: None)
     monkeypatch.setattr(linkstate_factory, "SqlLinkState", linkstate_factory.SqlLinkState)
-    database.improve()
+    database.apply_patches()
     assert "flwr.nothing:x is missing: the SuperLink runs without the moon" in caplog.text
     assert "the sun" not in caplog.text
     kind = linkstate_factory.SqlLinkState
