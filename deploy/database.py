@@ -878,7 +878,7 @@ def _objects_in_memory() -> None:
 
 
 @dataclass(frozen=True)
-class Saving:
+class Patch:
     """A change of Flower's SuperLink."""
 
     name: str
@@ -943,7 +943,7 @@ _PUSH_SESSIONS = {
     "_on_push_session_expired": "self message_object_ids",
 }
 SAVINGS = (
-    Saving(
+    Patch(
         "errors that the caller retries",
         {
             "flwr.superlink.cli.flower_superlink:_run_fleet_api_grpc_rere": (
@@ -953,7 +953,7 @@ SAVINGS = (
         },
         use=_retry_errors,
     ),
-    Saving(
+    Patch(
         "calls of messages without FastAPI",
         {
             "flwr.superlink.extensions:configure_app": "app",
@@ -961,13 +961,13 @@ SAVINGS = (
         },
         use=_short_ways,
     ),
-    Saving("a short log", {"flwr.supercore.http_logging:ROUTINE_ACCESS_PATHS": None}, use=_quiet),
-    Saving(
+    Patch("a short log", {"flwr.supercore.http_logging:ROUTINE_ACCESS_PATHS": None}, use=_quiet),
+    Patch(
         "calls that are one transaction",
         {f"{module}:{name}": words for module, names in _WHOLE.items() for name, words in names.items()},
         use=_whole_calls,
     ),
-    Saving(
+    Patch(
         "requests that wait for a message",
         {
             "flwr.server.superlink.fleet.message_handler.message_handler:push_messages": "request state",
@@ -980,7 +980,7 @@ SAVINGS = (
         },
         use=_held_requests,
     ),
-    Saving(
+    Patch(
         "resending of messages that have not arrived",
         {
             f"{_STATE}.get_message_ins": "self node_id limit run_id",
@@ -993,7 +993,7 @@ SAVINGS = (
         },
         _Unreceived,
     ),
-    Saving(
+    Patch(
         "the objects of messages in memory",
         {
             **_SECOND,
@@ -1008,7 +1008,7 @@ SAVINGS = (
         _Objects,
         _objects_in_memory,
     ),
-    Saving(
+    Patch(
         "the numbers of signed requests in memory",
         {
             **{f"{kind}.reserve_nonce": "self namespace nonce expires_at" for kind in (_STATE, _MEMORY)},
@@ -1016,7 +1016,7 @@ SAVINGS = (
         },
         _Nonces,
     ),
-    Saving(
+    Patch(
         "code installed in advance",
         {
             f"{_STATE}.get_fab": "self fab_hash",
@@ -1024,7 +1024,7 @@ SAVINGS = (
         },
         _Apps,
     ),
-    Saving(
+    Patch(
         "time for ServerApps to start",
         {
             f"{_STATE}.claim_task": "self task_id",
@@ -1035,12 +1035,12 @@ SAVINGS = (
         },
         _Starts,
     ),
-    Saving(
+    Patch(
         "run states kept for a second",
         {f"{_STATE}.get_run_status": "self run_ids", f"{_STATE}.get_task_by_token": "self token"},
         _Tasks,
     ),
-    Saving(
+    Patch(
         "node keys kept for a minute",
         {
             f"{_STATE}.get_node_id_by_public_key": "self public_key",
@@ -1048,7 +1048,7 @@ SAVINGS = (
         },
         _Keys,
     ),
-    Saving(
+    Patch(
         "a look before messages are claimed",
         {
             f"{_STATE}.get_message_ins": "self node_id limit run_id",
@@ -1064,7 +1064,7 @@ SAVINGS = (
         },
         _Claims,
     ),
-    Saving(
+    Patch(
         "traffic written once a second",
         {
             **_SECOND,
@@ -1074,7 +1074,7 @@ SAVINGS = (
         },
         _Traffic,
     ),
-    Saving(
+    Patch(
         "deadlines that survive a change of the clock, checked once a second",
         {
             **_SECOND,

@@ -37,7 +37,7 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from posy.deploy import database
-from posy.deploy.database import SAVINGS, Saving, TryAgainError, Turns, can_be_retried, lacking, patched_state
+from posy.deploy.database import SAVINGS, Patch, TryAgainError, Turns, can_be_retried, lacking, patched_state
 from posy.deploy.install import install_whole
 
 MakeEngine = Callable[[], Engine]
@@ -163,7 +163,7 @@ def test_a_full_disk_can_be_retried(engines: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("saving", SAVINGS, ids=lambda saving: saving.name)
-def test_flower_has_every_name_that_is_used(saving: Saving) -> None:
+def test_flower_has_every_name_that_is_used(saving: Patch) -> None:
     assert lacking(saving.needs) == ""
 
 
@@ -178,7 +178,7 @@ def test_what_flower_lacks_or_has_in_another_form_is_named() -> None:
 def test_a_saving_that_flower_no_longer_admits_is_left_out_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    savings = (Saving("the moon", {"flwr.nothing:x": None}, database._Keys), Saving("the sun", {}, database._Tasks))
+    savings = (Patch("the moon", {"flwr.nothing:x": None}, database._Keys), Patch("the sun", {}, database._Tasks))
     monkeypatch.setattr(database, "SAVINGS", savings)
     monkeypatch.setattr(database.TURNS, "install", lambda: None)
     monkeypatch.setattr(linkstate_factory, "SqlLinkState", linkstate_factory.SqlLinkState)
