@@ -893,7 +893,7 @@ def apply_patches() -> None:
     """Apply the savings, before the SuperLink of this process starts, so that it writes less and loses no message."""
     TURNS.install()
     kinds = []
-    for saving in SAVINGS:
+    for saving in PATCHES:
         if missing := lacking(saving.needs):
             log(WARNING, "posy: in Flower %s %s: the SuperLink runs without %s", flwr.__version__, missing, saving.name)
             continue
@@ -942,7 +942,7 @@ _PUSH_SESSIONS = {
     "_cleanup_push_session": "self session_id cleanup_messages",
     "_on_push_session_expired": "self message_object_ids",
 }
-SAVINGS = (
+PATCHES = (
     Patch(
         "errors that the caller retries",
         {

@@ -37,7 +37,7 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from posy.deploy import database
-from posy.deploy.database import SAVINGS, Patch, TryAgainError, Turns, can_be_retried, lacking, patched_state
+from posy.deploy.database import PATCHES, Patch, TryAgainError, Turns, can_be_retried, lacking, patched_state
 from posy.deploy.install import install_whole
 
 MakeEngine = Callable[[], Engine]
@@ -162,7 +162,7 @@ def test_a_full_disk_can_be_retried(engines: MakeEngine) -> None:
 # -- the names of Flower ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saving", SAVINGS, ids=lambda saving: saving.name)
+@pytest.mark.parametrize("saving", PATCHES, ids=lambda saving: saving.name)
 def test_flower_has_every_name_that_is_used(saving: Patch) -> None:
     assert lacking(saving.needs) == ""
 
@@ -179,7 +179,7 @@ def test_a_saving_that_flower_no_longer_admits_is_left_out_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     savings = (Patch("the moon", {"flwr.nothing:x": None}, database._Keys), Patch("the sun", {}, database._Tasks))
-    monkeypatch.setattr(database, "SAVINGS", savings)
+    monkeypatch.setattr(database, "PATCHES", savings)
     monkeypatch.setattr(database.TURNS, "install", lambda: None)
     monkeypatch.setattr(linkstate_factory, "SqlLinkState", linkstate_factory.SqlLinkState)
     database.apply_patches()
@@ -271,7 +271,7 @@ class Ours:
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ours]:
     """Return a state whose upkeep only the tests run."""
     monkeypatch.setattr(database._EachSecond, "_go_on", lambda state: None)
-    superlink = Ours(tmp_path / "state.db", patched_state(*(saving.state for saving in SAVINGS if saving.state)))
+    superlink = Ours(tmp_path / "state.db", patched_state(*(saving.state for saving in PATCHES if saving.state)))
     database.TURNS.install(superlink.engine)
     superlink.state._look_at_deadlines()
     yield superlink
