@@ -894,7 +894,7 @@ def apply_patches() -> None:
     TURNS.install()
     kinds = []
     for saving in PATCHES:
-        if missing := lacking(saving.needs):
+        if missing := missing_name(saving.needs):
             log(WARNING, "posy: in Flower %s %s: the SuperLink runs without %s", flwr.__version__, missing, saving.name)
             continue
         saving.use()
@@ -907,7 +907,7 @@ def patched_state(*kinds: type) -> type[sql_linkstate.SqlLinkState]:
     return type("LinkState", (*kinds, sql_linkstate.SqlLinkState), {})
 
 
-def lacking(needs: Mapping[str, str | None]) -> str:
+def missing_name(needs: Mapping[str, str | None]) -> str:
     """Describe the first name that Flower lacks or that has other parameters; empty if Flower has all names."""
     for path, parameters in needs.items():
         module, _, name = path.partition(":")

@@ -37,7 +37,7 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from posy.deploy import database
-from posy.deploy.database import PATCHES, Patch, TryAgainError, Turns, can_be_retried, lacking, patched_state
+from posy.deploy.database import PATCHES, Patch, TryAgainError, Turns, can_be_retried, missing_name, patched_state
 from posy.deploy.install import install_whole
 
 MakeEngine = Callable[[], Engine]
@@ -164,15 +164,15 @@ def test_a_full_disk_can_be_retried(engines: MakeEngine) -> None:
 
 @pytest.mark.parametrize("saving", PATCHES, ids=lambda saving: saving.name)
 def test_flower_has_every_name_that_is_used(saving: Patch) -> None:
-    assert lacking(saving.needs) == ""
+    assert missing_name(saving.needs) == ""
 
 
 def test_what_flower_lacks_or_has_in_another_form_is_named() -> None:
     module = "flwr.server.superlink.linkstate.sql_linkstate"
-    assert lacking({f"{module}:SqlLinkState.no_such": None}) == f"{module}:SqlLinkState.no_such is missing"
-    assert lacking({"flwr.nothing:x": None}) == "flwr.nothing:x is missing"
+    assert missing_name({f"{module}:SqlLinkState.no_such": None}) == f"{module}:SqlLinkState.no_such is missing"
+    assert missing_name({"flwr.nothing:x": None}) == "flwr.nothing:x is missing"
     path = f"{module}:SqlLinkState.get_run_status"
-    assert lacking({path: "self runs"}) == f"{path} takes (self run_ids), not (self runs)"
+    assert missing_name({path: "self runs"}) == f"{path} takes (self run_ids), not (self runs)"
 
 
 def test_a_saving_that_flower_no_longer_admits_is_left_out_and_named(
