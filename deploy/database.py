@@ -408,7 +408,7 @@ ARRIVALS = Arrivals()
 # -- the state of the SuperLink ---------------------------------------------------------------------------
 
 
-class Kept:
+class AnswerCache:
     """Answers of the database that may be reused for some seconds, until a change clears them."""
 
     def __init__(self, seconds: float) -> None:
@@ -602,7 +602,7 @@ class _Keys(Base):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._keys = Kept(KEY_SECONDS)
+        self._keys = AnswerCache(KEY_SECONDS)
 
     def get_node_id_by_public_key(self, public_key: bytes) -> int | None:
         return self._keys.get(public_key, functools.partial(super().get_node_id_by_public_key, public_key))
@@ -617,7 +617,7 @@ class _Tasks(Base):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._tasks = Kept(KEPT_SECONDS)
+        self._tasks = AnswerCache(KEPT_SECONDS)
         TURNS.on_tasks.append(self._tasks.forget)
 
     def get_run_status(self, run_ids: set[int]) -> "dict[int, RunStatus]":
