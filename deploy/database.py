@@ -60,7 +60,7 @@ STEP_SECONDS = 2.0
 TROUBLE_SECONDS = 1.0
 """Seconds of failing writes after which heartbeats may be missing. A node pauses for up to 20 s after failed calls, so
 a short failure can use up the 30 s in which the node must send a heartbeat."""
-KEPT_SECONDS = 1.0
+CACHE_SECONDS = 1.0
 """Seconds for which an answer of the database may be reused, and seconds between two runs of the upkeep."""
 KEY_SECONDS = 60.0
 """Seconds for which the node of a public key may be reused."""
@@ -454,7 +454,7 @@ class _EachSecond(Base):
                 except Exception as error:
                     if not can_be_retried(error):
                         log(ERROR, "posy: the SuperLink's upkeep has failed", exc_info=error)
-            time.sleep(KEPT_SECONDS)
+            time.sleep(CACHE_SECONDS)
 
     def _jobs(self) -> Iterator[Callable[[], None]]:
         yield from ()
@@ -617,7 +617,7 @@ class _Tasks(Base):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._tasks = AnswerCache(KEPT_SECONDS)
+        self._tasks = AnswerCache(CACHE_SECONDS)
         TURNS.on_tasks.append(self._tasks.forget)
 
     def get_run_status(self, run_ids: set[int]) -> "dict[int, RunStatus]":

@@ -594,7 +594,7 @@ def test_traffic_is_told_at_once_and_written_once(ours: Ours) -> None:
 
 def test_upkeep_is_done_by_itself_and_goes_on_after_an_error(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(database, "KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(database, "CACHE_SECONDS", 0.05)
     errors: list[Exception] = [ValueError(), TryAgainError()]
     write = ours.state._write_sums
 
