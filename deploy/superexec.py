@@ -22,7 +22,7 @@ TOKEN, TOKEN_FILE = "--token", "--token-file"
 def main() -> None:
     """Run the process."""
     try:
-        improve()
+        apply_patches()
     except (ImportError, AttributeError) as missing:
         log(WARNING, "posy: Flower's internals have changed (%s): task tokens are visible to local users", missing)
     [command] = entry_points(group="console_scripts", name="flower-superexec")
@@ -30,7 +30,7 @@ def main() -> None:
     command.load()()
 
 
-def improve() -> None:
+def apply_patches() -> None:
     """Apply the changes to Flower's modules."""
     from flwr.supercore.superexec import run_superexec  # noqa: PLC0415 - Flower may lack this name
     from flwr.supercore.superexec.executor import subprocess_executor  # noqa: PLC0415
