@@ -56,12 +56,12 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
     look_for_parts_sooner(WORKER_PATIENCE)
     apps = Apps(entities)
     node.report(event="ready", process=os.getpid())
-    last, sessions = Answered(), Sessions()
+    last, sessions = LastAnswer(), Sessions()
     while True:
         serve(Task(Calls(node.call, node.tokens.get())), apps, node.report, last, sessions)
 
 
-class Answered:
+class LastAnswer:
     """The last answer of a client, with which the worker answers a copy of the message instead of running it again."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def _asked(message: Message) -> object:
     return message.metadata.run_id, message.metadata.message_type, configs
 
 
-def serve(task: Task, apps: Apps, report: Callable[..., None], last: Answered, sessions: Sessions) -> None:
+def serve(task: Task, apps: Apps, report: Callable[..., None], last: LastAnswer, sessions: Sessions) -> None:
     """Run one task and report its events; an exception of the ClientApp becomes an error reply."""
     try:
         message, context, run, fab = task.pull()

@@ -26,7 +26,7 @@ from posy.deploy.foreign import foreign_code
 from posy.deploy.internals import Apps
 from posy.deploy.internals import Task as NodeTask
 from posy.deploy.sessions import Sessions
-from posy.deploy.worker import Answered, serve
+from posy.deploy.worker import LastAnswer, serve
 from posy.flower import record_of
 from posy.models.build import build_model, count_parameters
 from posy.models.catalogue import MODELS
@@ -269,7 +269,7 @@ def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, 
         nonlocal context
         message.metadata.__dict__["_message_id"] = "0"
         task = Recorded(message, context)
-        serve(task, Installed(), lambda **event: None, Answered(), Sessions())
+        serve(task, Installed(), lambda **event: None, LastAnswer(), Sessions())
         context = task.context
         assert task.reply is not None
         return task.reply

@@ -426,7 +426,7 @@ class Node:
 
     def restart_worker(self) -> None:
         """Replace the worker by a new one, as after a crash."""
-        self._last = worker.Answered()
+        self._last = worker.LastAnswer()
         self._sessions = [worker.Sessions()] if hasattr(worker, "Sessions") else []
 
     def ask(self, stage: str, entries: Mapping[str, Any], min_clients: int = 2) -> Any:

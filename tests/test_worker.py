@@ -2,7 +2,7 @@
 
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 
-from posy.deploy.worker import Answered
+from posy.deploy.worker import LastAnswer
 from posy.server_app.in_process import InProcessGrid
 
 
@@ -18,7 +18,7 @@ def reply(to: Message) -> Message:
 
 
 def test_a_copy_is_answered_with_the_answer_that_is_known() -> None:
-    last, first, copy = Answered(), message(), message()
+    last, first, copy = LastAnswer(), message(), message()
     copy.metadata.__dict__["_message_id"] = "of the copy"
     assert last.find(first) is None
     last.keep(first, reply(first))
@@ -29,7 +29,7 @@ def test_a_copy_is_answered_with_the_answer_that_is_known() -> None:
 
 
 def test_any_other_message_is_worked_on() -> None:
-    last, first = Answered(), message()
+    last, first = LastAnswer(), message()
     last.keep(first, reply(first))
     others = [message(MessageType.EVALUATE), message(run=8), message(client=2), message(**{"state-to": "0-2-0"})]
     assert [last.find(other) for other in others] == [None] * 4
@@ -38,7 +38,7 @@ def test_any_other_message_is_worked_on() -> None:
 
 
 def test_errors_and_answers_to_questions_are_not_kept() -> None:
-    last, first, question = Answered(), message(), message(MessageType.QUERY)
+    last, first, question = LastAnswer(), message(), message(MessageType.QUERY)
     last.keep(first, Message(Error(2, "no"), reply_to=first))
     last.keep(question, reply(question))
     assert last.find(first) is None
