@@ -29,7 +29,7 @@ class Described(NamedTuple):
     head: str = ""
 
 
-class OwnModel(ChainModel):
+class CustomModel(ChainModel):
     """A module whose last linear layer is taken out as the head: one block to run, with layers to choose from."""
 
     def __init__(
@@ -91,7 +91,7 @@ class OwnDropout(Dropout):
         return x * mask / (1 - self.probability)
 
 
-def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> OwnModel:
+def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel:
     """Build a network that ``model`` names as ``file:function`` or ``torchvision:name``, from the global generator.
 
     Raises
@@ -127,7 +127,7 @@ def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> OwnModel:
         part = module.get_submodule(path) if path else None
         if rank is not None and type(part) is nn.Linear:
             _put(module, path, _reduced(part, rank))
-    network = OwnModel(module, _reduced(last, ranks["head"]) if "head" in ranks else last, named, head)
+    network = CustomModel(module, _reduced(last, ranks["head"]) if "head" in ranks else last, named, head)
     if before is not None and not ranks:
         _check_repeats(network, probe, source)
         after = _logits(network, probe, task, source)
@@ -264,7 +264,7 @@ def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
         _put(module, name, OwnDropout(shapes[name][0], part.p))
 
 
-def _check_repeats(network: OwnModel, probe: Tensor, source: str) -> None:
+def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
     """Refuse a network that draws random numbers which Posy cannot repeat."""
     first, again = (_trained_on(copy.deepcopy(network), probe, seed) for seed in (0, 1))
     if not torch.equal(first, again):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from posy.models.chain import ChainModel, run_blocks
 from posy.models.layers import kaiming_linear, reset_parameters
-from posy.models.own import OwnModel
+from posy.models.own import CustomModel
 from posy.randomness import seed_of, seeded
 
 
@@ -53,7 +53,7 @@ def shared_blocks(model: ChainModel, level: str) -> int:
     `none` is 0, `shallow` the first block, `deep` all but the last, and `mid` half way between shallow and deep. In
     networks of fewer than four blocks some levels are equal. A custom network is a single block.
     """
-    if isinstance(model, OwnModel):
+    if isinstance(model, CustomModel):
         return 0 if level == "none" else 1
     deep = max(len(model.blocks) - 1, 0)
     shallow = min(1, deep)

@@ -12,7 +12,7 @@ import posy.models.layers
 import posy.storage
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
-from posy.models.own import OwnModel, build_own
+from posy.models.own import CustomModel, build_own
 from posy.settings import SettingsError
 from posy.strategies.registry import read_settings
 
@@ -182,7 +182,7 @@ def test_the_wrapped_network_computes_what_the_module_does(network_folder: Path)
             torch.manual_seed(3)
             plain = posy.extensions.load(f"nets:{name}", "model")(DIGITS)
         model = load_network(name).build(seed=3)
-        assert isinstance(model, OwnModel)
+        assert isinstance(model, CustomModel)
         features, logits = model.eval()(x, features=True)
         assert torch.equal(logits, plain.eval()(x))
         assert torch.equal(model.head(features), logits)
