@@ -76,7 +76,7 @@ class CustomModel(ChainModel):
         return "head." if name == "head" else f"blocks.body.{self._paths[name]}."
 
 
-class OwnDropout(Dropout):
+class CustomDropout(Dropout):
     """Dropout of any shape: ``numbers`` ``(B, features)`` are laid out as the mask ``(B, *shape)``."""
 
     def __init__(self, shape: tuple[int, ...], probability: float) -> None:
@@ -261,7 +261,7 @@ def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
             raise SettingsError(
                 f"{source}: {name} is used {len(shapes[name])} times for a batch; a dropout layer is used once"
             )
-        _put(module, name, OwnDropout(shapes[name][0], part.p))
+        _put(module, name, CustomDropout(shapes[name][0], part.p))
 
 
 def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
