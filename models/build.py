@@ -8,7 +8,7 @@ from posy.data.task import Task
 from posy.extensions import is_custom
 from posy.models.catalogue import MODELS
 from posy.models.chain import ChainModel
-from posy.models.own import build_own
+from posy.models.own import build_custom
 from posy.randomness import seeded
 from posy.settings import SettingsError
 
@@ -26,7 +26,7 @@ def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | 
     """
     name = resolve(name, task)
     with seeded(seed):
-        model = build_own(name, task, ranks or {}) if is_custom(name) else MODELS[name].build(task, ranks or {})
+        model = build_custom(name, task, ranks or {}) if is_custom(name) else MODELS[name].build(task, ranks or {})
     if unknown := sorted(set(ranks or {}) - set(model.fully_connected)):
         allowed = ", ".join(model.fully_connected)
         raise ValueError(f"ranks of {', '.join(unknown)}: the fully connected layers of {name} are {allowed}")

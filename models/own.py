@@ -91,7 +91,7 @@ class CustomDropout(Dropout):
         return x * mask / (1 - self.probability)
 
 
-def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel:
+def build_custom(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel:
     """Build a network that ``model`` names as ``file:function`` or ``torchvision:name``, from the global generator.
 
     Raises

@@ -12,7 +12,7 @@ import posy.models.layers
 import posy.storage
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
-from posy.models.own import CustomModel, build_own
+from posy.models.own import CustomModel, build_custom
 from posy.settings import SettingsError
 from posy.strategies.registry import read_settings
 
@@ -220,7 +220,7 @@ def test_dropout_takes_the_numbers_of_the_batch(network_folder: Path) -> None:
 )
 def test_what_is_wrong_is_told(network_folder: Path, name: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        build_own(f"nets:{name}", DIGITS, {})
+        build_custom(f"nets:{name}", DIGITS, {})
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_what_is_wrong_is_told(network_folder: Path, name: str, message: str) ->
 def test_a_file_that_is_none_is_told(network_folder: Path, text: str, message: str) -> None:
     (network_folder / "broken.py").write_text("def mlp(:\n", encoding="utf-8")
     with pytest.raises(SettingsError, match=message):
-        build_own(text, DIGITS, {})
+        build_custom(text, DIGITS, {})
 
 
 def test_the_file_is_found_where_the_run_was_started(network_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_a_network_of_torchvision(tmp_path: Path) -> None:
     assert network.layer_names == ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "head")
     assert network.layout.part(["head"]).size == 512 * 10 + 10
     with pytest.raises(SettingsError, match="samples of shape 2x1x8x8 raise"):
-        build_own("torchvision:resnet18", DIGITS, {})
+        build_custom("torchvision:resnet18", DIGITS, {})
 
 
 def test_a_low_rank_layer_of_ones_own_network(network_folder: Path) -> None:
