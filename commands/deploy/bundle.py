@@ -43,7 +43,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
                 raise LaunchError(f"{key} = {value!r}: two files of the run would both be {clash[0]}; rename one")
             files |= imported
             if key == "method":
-                app["config"] |= {name: item.default for name, item in own_keys(value).items()}
+                app["config"] |= {name: item.default for name, item in custom_keys(value).items()}
     for key in settings.keys() - app["config"].keys():
         raise LaunchError(
             f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
@@ -56,7 +56,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     return build_fab_from_files(content)[0], sent_settings
 
 
-def own_keys(method: str) -> dict[str, Any]:
+def custom_keys(method: str) -> dict[str, Any]:
     """Return the settings of a user-defined method by key, without the settings that all methods share."""
     common = declared([])
     return {key: setting for key, setting in declared([method]).items() if key not in common}
