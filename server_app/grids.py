@@ -26,7 +26,7 @@ def pause(waited: float) -> float:
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
 
 
-class OwnGrid(Grid):
+class PosyGrid(Grid):
     """A grid without the parts of Flower's interface that Posy does not use."""
 
     def set_run(self, run: Any) -> None:
@@ -43,7 +43,7 @@ class OwnGrid(Grid):
         raise NotImplementedError
 
 
-class WaveGrid(OwnGrid):
+class WaveGrid(PosyGrid):
     """A grid with at most one message to each node under way.
 
     A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and

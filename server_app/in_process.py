@@ -15,10 +15,10 @@ from posy.client_app.app import app as client_app
 from posy.client_app.engine import Engine
 from posy.client_app.state import StateStore
 from posy.mistakes import MethodError, is_failure
-from posy.server_app.grids import OwnGrid
+from posy.server_app.grids import PosyGrid
 
 
-class InProcessGrid(OwnGrid):
+class InProcessGrid(PosyGrid):
     """Delivers messages to virtual nodes, each with one client, in this process; arrays pass by reference."""
 
     def __init__(self, num_clients: int) -> None:

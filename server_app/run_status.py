@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 
 from posy.flower import record_in, versions
 from posy.folding import folded, unfolded
-from posy.server_app.grids import OwnGrid
+from posy.server_app.grids import PosyGrid
 from posy.storage import plain, replace
 from posy.words import one_line
 
@@ -181,7 +181,7 @@ class RunStatus:
         self.write()
 
 
-class WatchedGrid(OwnGrid):
+class WatchedGrid(PosyGrid):
     """A grid of real nodes that notes all messages, and folds each message into few parts."""
 
     def __init__(self, grid: Grid, status: RunStatus) -> None:

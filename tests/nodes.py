@@ -13,7 +13,7 @@ from PIL import Image
 
 from posy.client_app.app import app as client_app
 from posy.data.policy import read_policy
-from posy.server_app.grids import OwnGrid
+from posy.server_app.grids import PosyGrid
 from posy.server_app.in_process import InProcessGrid
 
 LENIENT = Path(__file__).with_name("lenient-policy.yaml")
@@ -21,7 +21,7 @@ LENIENT = Path(__file__).with_name("lenient-policy.yaml")
 POLICY = read_policy(LENIENT)
 
 
-class NodeGrid(OwnGrid):
+class NodeGrid(PosyGrid):
     """A grid of nodes by id, which connect and leave as a test says; those in ``silent`` do not answer."""
 
     def __init__(self, *configs: Mapping[str, Any]) -> None:
