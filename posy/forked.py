@@ -345,7 +345,7 @@ class Workers:
         return answers_by_number
 
 
-def own_memory(process: int) -> int:
+def private_memory(process: int) -> int:
     """Return the private memory of a process in bytes, or 0 if the system does not report it."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()

@@ -21,7 +21,7 @@ from flwr.common.logger import log
 from posy.client_app.training.work import advice_on_divergence
 from posy.client_app.workspace import Workspace
 from posy.extensions import key_prefix
-from posy.forked import own_memory
+from posy.forked import private_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.pictures import Pictures
@@ -376,7 +376,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
         import resource  # noqa: PLC0415 - Windows has none
 
         unit = 1 if sys.platform == "darwin" else 1024
-        forked = sum(own_memory(process.pid or 0) for process in active_children())
+        forked = sum(private_memory(process.pid or 0) for process in active_children())
         peaks["peak-memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + forked
     if device.type == "cuda":
         peaks["peak-gpu-memory"] = torch.cuda.max_memory_allocated(device)
