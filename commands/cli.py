@@ -32,7 +32,7 @@ from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """Wrong use of a command. Older versions of Typer import it from click. Newer versions include a copy of click."""
-WRONG_USE = 2
+USAGE_ERROR = 2
 """Exit status for a wrong command or a wrong setting."""
 
 typer.core.HAS_RICH = False  # plain help: with rich installed, Typer escapes brackets (`\\[default: 1]`)
@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = command.main(words or ["--help"], "posy", standalone_mode=False)
     except UsageError as error:
         print(f"posy: {_wrong_use(error, words, command)}", file=sys.stderr)
-        return WRONG_USE
+        return USAGE_ERROR
     except (SettingsError, DataError, LaunchError, DamagedFileError) as error:
         print(f"posy: {error}", file=sys.stderr)
-        return WRONG_USE
+        return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
-    return int(status or 0) if words else WRONG_USE
+    return int(status or 0) if words else USAGE_ERROR
 
 
 def _show_version(wanted: bool) -> None:
