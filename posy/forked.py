@@ -131,11 +131,11 @@ class Worker:
     connection: Connection
     shelves: Sequence[Shelf]
     done: mmap
-    at_hand: deque[tuple[list[list[int]], int]] = field(default_factory=deque)
+    bundles: deque[tuple[list[list[int]], int]] = field(default_factory=deque)
 
     def free_shelf(self) -> int:
         """Return the number of a shelf without parcels."""
-        used = {shelf for _, shelf in self.at_hand}
+        used = {shelf for _, shelf in self.bundles}
         return next(shelf for shelf in range(BUNDLES_PER_WORKER) if shelf not in used)
 
     def end(self) -> int:
@@ -220,7 +220,7 @@ class Workers:
                 while len(self._workers) < min(self._count, len(job.waiting)):
                     self._workers.append(self._fork())
                 self._fill(job)
-                busy = {worker.connection: worker for worker in self._workers if worker.at_hand}
+                busy = {worker.connection: worker for worker in self._workers if worker.bundles}
                 if not busy:
                     return
                 for connection in wait(list(busy)):
@@ -237,7 +237,7 @@ class Workers:
         """Send each worker a bundle, and further ones while enough groups remain for all workers."""
         for most in range(1, BUNDLES_PER_WORKER + 1):
             for worker in self._workers:
-                while len(worker.at_hand) < most and len(job.waiting) > (len(self._workers) if most > 1 else 0):
+                while len(worker.bundles) < most and len(job.waiting) > (len(self._workers) if most > 1 else 0):
                     if groups := job.next_bundle(self._count):
                         self._send(worker, groups, job)
 
@@ -313,11 +313,11 @@ class Workers:
                 bundle[-1].append((parcel.head, locations))
         with suppress(OSError):  # the worker has died, which _receive detects
             worker.connection.send((shelf, bundle, job.end))
-        worker.at_hand.append(([list(group) for group in groups], shelf))
+        worker.bundles.append(([list(group) for group in groups], shelf))
 
     def _receive(self, worker: Worker, waiting: deque[list[int]]) -> dict[int, Parcel | Exception]:
         """Receive the answers to a worker's first bundle, and return them by the numbers of their parcels."""
-        groups, shelf = worker.at_hand[0]
+        groups, shelf = worker.bundles[0]
         try:
             answers = worker.connection.recv()
         except (EOFError, OSError):
@@ -326,12 +326,12 @@ class Workers:
             code = worker.end()
             how = f"by signal {-code}" if code < 0 else f"with status {code}"
             # The groups before the fatal one were done, but their answers are lost.
-            lost = [group for bundle, _ in worker.at_hand for group in bundle if group is not fatal]
+            lost = [group for bundle, _ in worker.bundles for group in bundle if group is not fatal]
             if len(fatal) > 1:  # retry each parcel alone, to identify the fatal one
                 lost = [[number] for number in fatal] + lost
             waiting.extendleft(reversed(lost))
             return {fatal[0]: WorkerDiedError(f"its process died {how}")} if len(fatal) == 1 else {}
-        worker.at_hand.popleft()
+        worker.bundles.popleft()
         answers_by_number: dict[int, Parcel | Exception] = {}
         for number, answer in zip((number for group in groups for number in group), answers, strict=True):
             if isinstance(answer, Exception):
