@@ -140,7 +140,7 @@ class Cell:
         return all(decided.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
 
     @property
-    def going_on(self) -> dict[str, Scalar] | None:
+    def resume_settings(self) -> dict[str, Scalar] | None:
         """The settings that resume an interrupted run with a checkpoint; None without one."""
         if not self.config.get("checkpoint-every") or read_summary(self.path).get("status") in ENDED:
             return None
@@ -645,7 +645,7 @@ def prepared(cell: Cell) -> Path:
 
     An interrupted run with a checkpoint keeps its directory, and the settings resume it.
     """
-    config = cell.going_on
+    config = cell.resume_settings
     if config is None:
         config = dict(cell.config)
         clear(cell.path)

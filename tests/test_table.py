@@ -335,11 +335,11 @@ def test_a_cell_with_checkpoints_goes_on_where_it_was_interrupted(tmp_path: Path
 
     run(tmp_path / "stopped", until=20)
     cell = read_plan(tmp_path / "stopped/tiny.yaml").cells[0]
-    assert cell.going_on and not replace(cell, config={**cell.config, "lr": 0.3}).going_on
+    assert cell.resume_settings and not replace(cell, config={**cell.config, "lr": 0.3}).resume_settings
     file = cell.path / "summary.json"  # as if the run was killed before its system accuracy
     written = file.read_text()
     file.write_text(json.dumps(json.loads(written) | {"status": "completed"}))
-    assert not cell.going_on
+    assert not cell.resume_settings
     file.write_text(written)
     resumed, uninterrupted = run(tmp_path / "stopped"), run(tmp_path / "whole")
     assert len((cell.path / "rounds.jsonl").read_text().splitlines()) == 120
