@@ -21,9 +21,9 @@ from posy.data.settings import SITES
 from posy.flower import ErrorsOnOneLine, in_simulation, look_for_parts_sooner
 from posy.server_app.checkpoints import resumption
 from posy.server_app.delivery import PollingGrid
+from posy.server_app.federation import Federation
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
-from posy.server_app.members import Federation
 from posy.server_app.pace import Pace
 from posy.server_app.recorder import Recorder
 from posy.server_app.results import RunDirectory

@@ -7,7 +7,7 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
-from posy.server_app.members import Federation
+from posy.server_app.federation import Federation
 from posy.server_app.results import RunDirectory, Totals
 from posy.server_app.system import SystemAccuracy
 from posy.strategies.base import PersonalisedStrategy

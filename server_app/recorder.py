@@ -23,7 +23,7 @@ from posy.client_app.workspace import Workspace
 from posy.extensions import key_prefix
 from posy.forked import private_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
-from posy.server_app.members import Federation
+from posy.server_app.federation import Federation
 from posy.server_app.pictures import Pictures
 from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table

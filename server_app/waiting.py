@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from flwr.app import MessageType
 
 from posy.server_app.delivery import Wait
-from posy.server_app.members import Federation
+from posy.server_app.federation import Federation
 from posy.server_app.progress import duration
 from posy.server_app.run_status import RunStatus
 from posy.strategies.replies import client_of

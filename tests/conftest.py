@@ -26,9 +26,9 @@ from posy.client_app.base import PersonalClient
 from posy.client_app.registry import client_class
 from posy.client_app.state import State
 from posy.client_app.workspace import Workspace
+from posy.server_app.federation import Federation
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
-from posy.server_app.members import Federation
 from posy.server_app.pictures import Pictures
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class

@@ -22,9 +22,9 @@ from posy.client_app.app import Call
 from posy.server_app import grids, nodes, presence
 from posy.server_app.app import run
 from posy.server_app.delivery import PollingGrid
+from posy.server_app.federation import Federation
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
-from posy.server_app.members import Federation
 from posy.server_app.nodes import Node
 from posy.settings import SettingsError
 from posy.strategies.base import PersonalisedStrategy

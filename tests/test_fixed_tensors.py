@@ -15,8 +15,8 @@ from posy.client_app.training.networks import Network
 from posy.client_app.workspace import workspace_for
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
+from posy.server_app.federation import Federation
 from posy.server_app.grids import WaveGrid
-from posy.server_app.members import Federation
 from posy.settings import SettingsError
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
