@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
-from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.logger import log
 
 from posy.client_app.node_config import AUDIT, AUDIT_NAME
-from posy.flower import PING, entries_of
+from posy.flower import PING, ClientAppCallable, entries_of
 from posy.folding import unfolded
 from posy.paths import absolute
 from posy.words import one_line

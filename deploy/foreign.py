@@ -8,12 +8,11 @@ from logging import getLogger
 from pathlib import Path
 
 from posy.data.policy import Policy
+from posy.deploy.install import LARGEST_PROJECT
 
 _LOG = getLogger("flwr")  # the logger of a node
 REFUSE = "POSY_REFUSE_FOREIGN_CODE"
 """Environment variable; if it is set, the node runs only its installed code."""
-_LARGEST_PROJECT = 1 << 20
-"""Largest number of bytes of a ``pyproject.toml``."""
 _HERE = Path(__file__).resolve().parent.parent
 _STARTED = {"serverapp": "posy.server_app.app:app", "clientapp": "posy.client_app.app:app"}
 """What Flower starts of the app."""
@@ -70,7 +69,7 @@ def foreign_code(content: bytes) -> list[str]:
         for entry in sorted(bundle.infolist(), key=lambda entry: entry.filename):
             name = entry.filename
             if name == "pyproject.toml":  # Flower rewrites it
-                same = entry.file_size <= _LARGEST_PROJECT and _starts_posy(bundle.read(entry))
+                same = entry.file_size <= LARGEST_PROJECT and _starts_posy(bundle.read(entry))
             else:
                 same = _is_data(name) or _is_installed(bundle, entry)
             if not same:

@@ -4,37 +4,104 @@ Flower copies the code file by file to a folder, and takes the folder as install
 the same code start together, the second one then fails with a missing file. A run after an interrupted copy fails too.
 """
 
-import contextlib
+import hashlib
 import io
+import os
+import re
+import shutil
 import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from flwr.cli.install import install_from_fab
-from flwr.common.constant import APP_DIR, FAB_HASH_TRUNCATION
-from flwr.supercore.fab import Fab
-from flwr.supercore.utils import get_flwr_home
+LIST = ".info/CONTENT"
+"""The list of a bundle's files: in each line the path, the SHA-256 and the size, separated by commas."""
 
 
-def install_whole(fab: Fab) -> None:
-    """Install the code of a bundle in Flower's folder, all of it or nothing; skip code that is already installed.
+LARGEST_PROJECT = 1 << 20
+"""Largest number of bytes of a ``pyproject.toml``."""
+
+
+class BundleError(ValueError):
+    """A bundle is malformed."""
+
+
+def install_whole(content: bytes, hash_text: str) -> Path:
+    """Install the code of a bundle in Flower's folder, all of it or nothing, and return its folder.
+
+    Code that is already installed stays as it is.
 
     Raises
     ------
-    click.ClickException
+    BundleError
         If this is not a Flower bundle, or its files do not match its list.
     OSError
         If the folder cannot be written.
     """
-    apps = get_flwr_home() / APP_DIR
-    if any(apps.glob(f"*.{fab.hash_str[:FAB_HASH_TRUNCATION]}")):
-        return
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as bundle:
+            return _install(bundle, hash_text)
+    except (zipfile.BadZipFile, KeyError, TypeError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BundleError(f"the code of the run is not a Flower bundle: {error}") from error
+
+
+def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
+    project = tomllib.loads(bundle.read("pyproject.toml").decode())
+    app, about = project["tool"]["flwr"]["app"], project["project"]
+    words = [app["publisher"], about["name"], about["version"], hash_text[:8]]
+    if not all(re.fullmatch(r"\w[\w.+-]*", word) for word in words):
+        raise BundleError(f"the bundle names its app {'/'.join(words)}: letters, digits and . _ - + are allowed")
+    apps = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "apps"
+    installed = apps / ".".join(words)
+    if installed.is_dir():
+        return installed
     apps.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=apps, prefix=".new-") as temporary:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints this temporary folder
-            code = install_from_fab(fab.content, Path(temporary), skip_prompt=True)
-        installed = apps / code.name
+    folder = Path(tempfile.mkdtemp(dir=apps, prefix=".new-"))
+    try:
+        for line in bundle.read(LIST).decode().splitlines():
+            path, digest, _ = line.rsplit(",", 2)
+            if hashlib.sha256(bundle.read(path)).hexdigest() != digest:
+                raise BundleError(f"the file {path} of the bundle does not match the bundle's list")
+            bundle.extract(path, folder)  # never outside the folder
+        folder.chmod(0o755)
         try:
-            code.rename(installed)
+            folder.rename(installed)
         except OSError:
             if not installed.is_dir():  # another process has not installed it meanwhile
                 raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return installed
+
+
+def client_app_of(folder: Path) -> tuple[str, str]:
+    """Return the module and the attribute of the ClientApp of installed code."""
+    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, attribute = str(project["tool"]["flwr"]["app"]["components"]["clientapp"]).partition(":")
+    return module, attribute
+
+
+@lru_cache(maxsize=1)
+def default_config(content: bytes) -> dict[str, Any]:
+    """Return the settings in the ``pyproject.toml`` of a bundle, in which dots join the keys of nested tables.
+
+    A malformed bundle has no settings: :func:`posy.deploy.foreign.check_code` raises the error.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as bundle:
+            entry = bundle.getinfo("pyproject.toml")
+            text = bundle.read(entry) if entry.file_size <= LARGEST_PROJECT else b""
+        return dict(_flat(tomllib.loads(text.decode())["tool"]["flwr"]["app"]["config"]))
+    except (zipfile.BadZipFile, LookupError, TypeError, ValueError):
+        return {}
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,30 +1,82 @@
 """The SuperLink's process: ``python -m posy.deploy.link`` takes the arguments of ``flower-superlink``.
 
-It is Flower's SuperLink with fewer and safer writes to its database (:mod:`posy.deploy.database`).
+It is Flower's SuperLink. Posy serves the calls about messages itself (:mod:`posy.deploy.front`), keeps messages in
+memory (:mod:`posy.deploy.exchange`) and lets the writers of the database take turns (:mod:`posy.deploy.database`). It
+gets there by way of gRPC's and uvicorn's functions that start a server, and knows nothing of Flower's classes.
 """
 
+import logging
+import sqlite3
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from logging import WARNING
+from typing import Any
 
+import flwr
+import grpc
+import sqlalchemy
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from flwr.common.logger import log
+
+from posy.deploy.database import TURNS, TryAgainError, can_be_retried
+from posy.deploy.exchange import Exchange
+from posy.deploy.flower_internals import FLEET
+from posy.deploy.front import AGAIN, AppCalls, AskAgain, NodeCalls, Quiet, Runs, first_line, sweep_for_ever
+from posy.flower import FLOWER
+
+RETRIED = (TryAgainError, sqlalchemy.exc.OperationalError, sqlalchemy.exc.TimeoutError, sqlite3.OperationalError)
 
 
 def main() -> None:
     """Run the SuperLink."""
-    try:
-        from posy.deploy.database import apply_patches  # noqa: PLC0415 - Flower may lack its names
-    except ImportError as missing:
-        log(
-            WARNING,
-            "posy: this version of Flower is not supported (%s): the SuperLink runs unchanged, and slower",
-            missing,
-        )
-    else:
+    if flwr.__version__.startswith(f"{FLOWER}."):
         apply_patches()
+    else:
+        log(WARNING, "posy: Flower is %s, not %s: the SuperLink runs unchanged, and slower", flwr.__version__, FLOWER)
     [command] = entry_points(group="console_scripts", name="flower-superlink")
     sys.argv[0] = command.name
     command.load()()
+
+
+def apply_patches() -> None:
+    """Put Posy before the servers that this process starts."""
+    TURNS.install()
+    runs = Runs()
+    exchange = Exchange(runs.is_active)
+    start_grpc, run_http = grpc.server, uvicorn.run
+
+    def with_interceptors(*args: Any, interceptors: Sequence[Any] | None = None, **named: Any) -> grpc.Server:
+        calls = [AskAgain(), *(interceptors or []), NodeCalls(exchange, runs)]
+        server = start_grpc(*args, interceptors=calls, **named)
+        add_handlers = server.add_registered_method_handlers
+
+        def add_and_note(service: str, handlers: Mapping[str, Any]) -> None:
+            if service == FLEET.full_name:
+                runs.ask = handlers["GetRun"].unary_unary
+            add_handlers(service, handlers)
+
+        vars(server)["add_registered_method_handlers"] = add_and_note
+        return server
+
+    def with_calls(app: FastAPI, **named: Any) -> None:
+        for kind in RETRIED:
+            app.add_exception_handler(kind, ask_again)
+        sweep_for_ever(exchange)
+        logging.getLogger("uvicorn.access").addFilter(Quiet())
+        run_http(AppCalls(app, exchange, runs, TURNS), **named)
+
+    vars(grpc)["server"], vars(uvicorn)["run"] = with_interceptors, with_calls
+
+
+def ask_again(request: Request, error: Exception) -> JSONResponse:
+    """Answer a ServerApp or another HTTP caller with 503, so that Flower retries the call."""
+    if not can_be_retried(error):
+        raise error
+    log(WARNING, "posy: the caller must retry %s: %s", request.url.path, first_line(error))
+    return JSONResponse({"detail": AGAIN}, status_code=503)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """Warm SuperNodes: ``python -m posy.deploy.node`` takes the arguments of ``flower-supernode``.
 
 For more than one node, ``--auth-supernode-private-key`` and ``--node-config`` are given once for each. This process
-loads all that they need and forks them (:mod:`posy.deploy.forks`). Each is Flower's own node. One of its
-threads, the :class:`Executor`, takes the node's tasks and passes them to one worker process that keeps code and data
-loaded. If the worker dies, the node answers its task with an error and starts a new worker. It kills a worker that is
+loads all that they need and forks them (:mod:`posy.deploy.forks`). Each node asks its SuperLink for messages over gRPC
+(:mod:`posy.deploy.fleet`), one after the other, and hands each to one worker process that keeps code and data loaded.
+If the worker dies, the node answers the message with an error and starts a new worker. It kills a worker that is
 still busy when a reply would be too late. The worker ends when the node ends.
+
+Flower's node would start an interpreter for every message, and sleep for up to three seconds between two requests. It
+also gives out tasks on a port of this machine; this node has no such port.
 """
 
 import argparse
-import base64
 import contextlib
-import json
-import math
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -22,54 +23,43 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import httpx
-from flwr.app import Message
-from flwr.common.config import parse_config_args
+import flwr
+import grpc
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 from flwr.common.logger import log
 
-from posy.deploy.addresses import free_port
+from posy.deploy.entries import EntrySocket, read_entry
+from posy.deploy.fleet import Fleet, PartError, RunEndedError, describe, push_until_expired
+from posy.deploy.flower_internals import Packed, envelope_from, message_of, packed_error, tree_from, unpack
 from posy.deploy.forks import Family, Node, Parent, leave
-from posy.deploy.internals import (
-    MessageGoneError,
-    Task,
-    acquire_task,
-    context_for,
-    error_reply,
-    from_envelope,
-    load_node,
-    require_version,
-    run_node,
-)
 from posy.deploy.refusals import record_error
-from posy.deploy.runtime import Calls, NodeState, answer, entry, size_of
-from posy.deploy.secret import new_secret
+from posy.deploy.tasks import Bundle, Run, hand_over
 from posy.deploy.trusted import OPTION as TRUSTED_ENTITIES
-from posy.deploy.trusted import read_entities
+from posy.deploy.trusted import RULE, UntrustedAppError, check_signatures, read_entities
 from posy.deploy.worker import main as serve_worker
 from posy.deploy.worker import preload
+from posy.flower import CLOCK_SECONDS, FLOWER, ErrorCode
 from posy.settings import SettingsError
 
 KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
-IDLE_SECONDS = 1.0
-"""Shortest sleep in which Flower's node waits for its next message; in shorter sleeps it waits for a reply."""
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 """Shortest and longest pause of a node before it asks for a message again: many nodes may ask one SuperLink."""
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
 """The pause as a share of the time between messages, and of the expected time until the next message."""
 GAPS = 4
 """Number of recent waits from which the node predicts the next wait; a round has two."""
-BEAT_SECONDS = 15.0
-"""Seconds between two heartbeats of a task."""
 LOOK_SECONDS = 5.0
-"""Seconds between two checks of an idle worker, or of the connection to the SuperLink."""
+"""Seconds between two checks of the connection to the SuperLink."""
 WORKER_START_SECONDS = 300.0
 """Seconds that a worker may take to load PyTorch."""
 SEND_SECONDS = 60
@@ -79,35 +69,30 @@ MAX_FAILED_STARTS = 3
 
 
 class Waits:
-    """The pauses of the node's main loop, which are short while the node has work."""
+    """The pauses between the requests of a node, which are short while the node has work."""
 
     def __init__(self) -> None:
-        self.work = threading.Event()
-        """Set when the node pauses: its messages are complete, and the executor can take tasks."""
-        self.replied = threading.Event()
-        """Set when the worker has delivered its reply."""
-        self.lost = threading.Event()
-        """Set when the worker has ended a task without a reply."""
-        self._busy = self._woken = time.monotonic()
+        self._busy = self._asked = time.monotonic()
         self._idle = False
         self._gaps: deque[float] = deque(maxlen=GAPS)
 
-    def sleep(self, seconds: float) -> None:
-        """Replace the node's ``time.sleep``: wait before the next request, or until the reply has arrived."""
-        self.work.set()  # always: the reply to an older message may have ended the wait
+    def pause(self) -> None:
+        """Wait after a request that has found no message."""
+        self._idle = True
         clock = time.monotonic()
-        if seconds >= IDLE_SECONDS:
-            self._idle = True
-            requested = clock - self._woken  # Posy's SuperLink holds a request until a message has arrived
-            time.sleep(max(0.0, pause(clock - self._busy, min(self._gaps, default=0.0)) - requested))
-            self._woken = time.monotonic()
-            return
-        if self._idle:  # a message has arrived
-            self._idle = False
-            self._gaps.append(clock - self._busy)
-        self._busy = clock
-        if self.replied.wait(seconds):
-            time.sleep(0.005)  # in case the reply is for another message
+        requested = clock - self._asked  # Posy's SuperLink holds a request until a message has arrived
+        time.sleep(max(0.0, pause(clock - self._busy, min(self._gaps, default=0.0)) - requested))
+        self._asked = time.monotonic()
+
+    def begin(self) -> None:
+        """Note that a message has arrived."""
+        if self._idle:
+            self._gaps.append(time.monotonic() - self._busy)
+        self._idle = False
+
+    def end(self) -> None:
+        """Note that the node has answered the message."""
+        self._busy = self._asked = time.monotonic()
 
 
 def pause(waited: float, expected: float) -> float:
@@ -119,6 +104,9 @@ def pause(waited: float, expected: float) -> float:
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, share, EARLY_SHARE * (expected - waited)))
 
 
+Event = tuple[dict[str, Any], list[bytes]]
+
+
 @dataclass
 class Worker:
     """A running worker process."""
@@ -126,28 +114,35 @@ class Worker:
     parent: Parent
     connection: socket.socket
     home: Path
-    events: "queue.Queue[dict[str, Any] | None]"
+    events: "queue.Queue[Event | None]"
     """The events that it has reported; None: its end of the connection is closed."""
-
-    node: NodeState
-    writing: threading.Lock = field(default_factory=threading.Lock)
+    code: str = ""
+    """Hash of the code that it has received last."""
 
     @classmethod
-    def start(cls, parent: Parent, node: NodeState) -> "Worker":
-        """Start a worker for a node."""
+    def start(cls, parent: Parent) -> "Worker":
+        """Start a worker."""
         # Each worker has a separate home: in a shared home, nodes would overwrite each other's apps.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         node_end, worker_end = socket.socketpair()
         node_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         with worker_end:
             parent.fork_worker(worker_end, home)
-        worker = cls(parent, node_end, home, queue.Queue(), node)
-        threading.Thread(target=worker._listen, daemon=True).start()
+        worker = cls(parent, node_end, home, queue.Queue())
+        threading.Thread(target=worker.listen, daemon=True).start()
         return worker
 
-    def hand(self, token: str) -> None:
-        """Pass a task to the worker."""
-        self._send(entry(token=token))
+    def hand(
+        self, number: str, objects: Mapping[str, bytes], run: Run, bundle: Bundle, node: tuple[int, Any], state: bytes
+    ) -> None:
+        """Pass a message to the worker; a worker that does not read it for :data:`SEND_SECONDS` is lost."""
+        with_code = bundle.hash != self.code
+        try:
+            hand_over(EntrySocket(self.connection), number, objects, run, bundle, node, state, with_code=with_code)
+        except OSError:  # also after the time limit, in the middle of an entry
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+        self.code = bundle.hash
 
     @property
     def alive(self) -> bool:
@@ -165,17 +160,14 @@ class Worker:
         shutil.rmtree(self.home, ignore_errors=True)
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
+        """Put the events of the worker into the queue until its end of the connection is closed."""
         try:
             with self.connection.makefile("rb") as stream:
-                for line in stream:
-                    head = json.loads(line)
-                    if "call" in head:
-                        self._send(answer(self.node, head, stream.read(size_of(head))))
-                    elif "event" in head:
-                        self.events.put(head)
-                    else:
-                        raise ValueError("an entry is neither a call nor an event")
+                while entry := read_entry(stream):
+                    if entry[0].get("event") not in EVENTS:
+                        raise ValueError(f"{entry[0].get('event')!r} is not an event")
+                    self.events.put(entry)
         except OSError:
             log(INFO, "the connection to the worker process has ended")
         except Exception as error:  # a run's code has written to the socket
@@ -183,50 +175,151 @@ class Worker:
         finally:
             self.events.put(None)
 
-    def _send(self, content: bytes) -> None:
-        """Send an entry; the executor replaces a worker that does not read for :data:`SEND_SECONDS`."""
-        try:
-            with self.writing:
-                self.connection.sendall(content)
-        except OSError:  # also after the time limit, in the middle of an entry
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+
+EVENTS = ("ready", "reply", "done")
 
 
 class WorkerLostError(RuntimeError):
     """The worker process has died, or was killed because it took too long."""
 
 
-class Executor(threading.Thread):
-    """Takes the node's tasks, one at a time, and lets the worker run them."""
+class WarmNode:
+    """A node that answers the messages of its SuperLink, one at a time.
 
-    def __init__(self, state: NodeState, waits: Waits, parent: Parent, node_config: Mapping[str, Any]) -> None:
-        super().__init__(name="posy-executor", daemon=True)
-        self._state = state
-        self._node_config = node_config
-        self._parent = parent
-        self._waits = waits
+    Parameters
+    ----------
+    fleet : Fleet
+        The SuperLink.
+    parent : Parent
+        Forks the worker.
+    node_config : mapping
+        The config of the node.
+    entities : mapping or None
+        The public keys of trusted entities by their ids, if the node runs signed code only.
+    """
+
+    def __init__(
+        self, fleet: Fleet, parent: Parent, node_config: Mapping[str, Any], entities: Mapping[str, str] | None = None
+    ) -> None:
+        self._fleet, self._parent, self._node_config, self._entities = fleet, parent, node_config, entities
         self._worker: Worker | None = None
         self._failed_starts = 0
-        self._next = False  # whether a further task can be taken at once
+        self._run: tuple[Run, Bundle] | None = None
+        self._states: dict[int, bytes] = {}
+        """The state of this node for each series of runs, as the worker packs it."""
+        self._waits = Waits()
 
-    def run(self) -> None:
-        """Serve until the process ends; end it if no worker can be started."""
+    def serve(self) -> None:
+        """Serve until the process ends; raise an error if the SuperLink refuses the node or no worker starts."""
+        log(INFO, "SuperNode ID: %s", self._fleet.join())
+        while True:
+            worker = self._warm()
+            if worker is None:
+                continue
+            if (found := self._pull()) is None:
+                self._waits.pause()
+                continue
+            self._waits.begin()
+            if reply := self._answer(worker, *found):
+                push_until_expired(self._fleet, *reply)
+            self._waits.end()
+
+    # -- a message -----------------------------------------------------------------------------------------
+
+    def _pull(self) -> tuple[Any, Any] | None:
+        """Return the next message as its envelope and object tree, or None."""
         try:
-            node = Calls(self._state.call)
-            while True:
-                worker = self._warm()
-                if worker is not None and self._waits.work.wait(LOOK_SECONDS):
-                    self._waits.work.clear()
-                    if token := acquire_task(node):
-                        self._next = False
-                        self._carry_out(worker, token)
-                        self._waits.work.clear()  # a next message is complete only when the node pauses
-                        if self._next:
-                            self._waits.work.set()
-        except Exception as error:
-            log(ERROR, "the node ends, because it cannot run its tasks", exc_info=error)
-            os.kill(os.getpid(), signal.SIGTERM)
+            return self._fleet.pull()
+        except RunEndedError:
+            return None
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                raise
+            log(ERROR, "the node could not ask the SuperLink for a message, and continues: %s", describe(error))
+            return None
+
+    def _answer(self, worker: Worker, envelope: Any, tree: Any) -> tuple[Packed, float] | None:
+        """Return the reply to a message and the seconds that the app has worked; None if the run has ended.
+
+        The node answers an incomplete message with an error, and the server may send it again.
+        """
+        about = envelope.metadata
+        log(INFO, "Receiving: %s message (ID: %s) of run %s", about.message_type, about.message_id, about.run_id)
+        try:
+            run, bundle = self._run_of(about.run_id)
+            objects = self._fleet.pull_objects(envelope, tree)
+        except RunEndedError:
+            log(INFO, "the message %s is dropped: run %s is not running", about.message_id, about.run_id)
+            return None
+        except (grpc.RpcError, PartError) as error:
+            reason = str(error) if isinstance(error, PartError) else describe(error)
+            log(ERROR, "the message %s is incomplete: %s", about.message_id, reason)
+            return packed_error(envelope, ErrorCode.MESSAGE_UNAVAILABLE, reason, time.time()), 0.0
+        log(INFO, "Received successfully")
+        if self._entities is not None and (refusal := self._refusal(envelope, objects, bundle)):
+            return refusal, 0.0
+        started = time.monotonic()
+        reply = self._let_work(worker, envelope, objects, run, bundle)
+        return reply, time.monotonic() - started
+
+    def _run_of(self, run_id: int) -> tuple[Run, Bundle]:
+        """Return a run and its code, which the node keeps until it gets a message of another run."""
+        if self._run is None or self._run[0].run_id != run_id:
+            self._run = self._fleet.run(run_id)
+        return self._run
+
+    def _refusal(self, envelope: Any, objects: Mapping[str, bytes], bundle: Bundle) -> Packed | None:
+        """Return an error reply if no trusted entity has signed the code of a message."""
+        try:
+            check_signatures(bundle, self._entities or {})
+        except UntrustedAppError as error:
+            log(ERROR, "The FAB could not be verified: %s", error)
+            record_error(_message_from(envelope, objects), self._node_config, RULE)
+            return packed_error(envelope, ErrorCode.INVALID_FAB, "The FAB could not be verified.", time.time())
+        return None
+
+    def _let_work(
+        self, worker: Worker, envelope: Any, objects: Mapping[str, bytes], run: Run, bundle: Bundle
+    ) -> Packed:
+        """Let the worker answer a message; return an error reply if the worker dies or takes too long."""
+        about = envelope.metadata
+        limit = max(0.0, about.ttl - CLOCK_SECONDS)
+        end = time.monotonic() + limit
+        series = run.series or run.run_id
+        node = self._fleet.node_id, self._node_config
+        worker.hand(about.message_id, objects, run, bundle, node, self._states.get(series, b""))
+        reply, reason = None, ""
+        while True:
+            try:
+                event = worker.events.get(timeout=max(0.0, end - time.monotonic()))
+                if event is None:
+                    break
+                head, parts = event
+                if head["event"] == "reply":
+                    reply = Packed(
+                        envelope_from(parts[0]), tree_from(parts[1]), dict(zip(head["objects"], parts[2:], strict=True))
+                    )
+                elif head["event"] == "done":
+                    if reply is not None:
+                        self._states[series] = parts[0]
+                        return reply
+                    break
+            except queue.Empty:
+                reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
+                self._parent.kill_worker()
+                break
+            except Exception as error:  # a run's code has written to the socket
+                log(ERROR, "the worker process has sent a malformed reply: %r", error)
+                self._parent.kill_worker()
+                break
+        ended = worker.end()
+        self._worker = None
+        reason = reason or f"the worker process died while it worked on this message ({ended})"
+        log(ERROR, "%s; a new one is started", reason)
+        if reply is not None:  # it was complete
+            return reply
+        record_error(_message_from(envelope, objects), self._node_config, WorkerLostError(reason))
+        return packed_error(envelope, ErrorCode.CLIENT_APP_CRASHED, reason, time.time())
 
     def _warm(self) -> Worker | None:
         """Return a worker that is ready, a new one if necessary; None if that one died before it was ready."""
@@ -234,11 +327,11 @@ class Executor(threading.Thread):
             if self._worker.alive:
                 return self._worker
             log(WARNING, "the worker process died with nothing to do (%s); a new one is started", self._worker.end())
-        self._worker = worker = Worker.start(self._parent, self._state)
+        self._worker = worker = Worker.start(self._parent)
         with contextlib.suppress(queue.Empty):
             if event := worker.events.get(timeout=WORKER_START_SECONDS):
                 self._failed_starts = 0
-                log(INFO, "worker process %s is ready", event["process"])
+                log(INFO, "worker process %s is ready", event[0].get("process"))
                 return worker
         self._worker = None
         self._failed_starts += 1
@@ -247,59 +340,14 @@ class Executor(threading.Thread):
             raise RuntimeError(f"{MAX_FAILED_STARTS} worker processes in a row did not start; the log says why")
         return None
 
-    def _carry_out(self, worker: Worker, token: str) -> None:
-        """Let the worker run one task; answer the task with an error if the worker dies or takes too long."""
-        self._waits.replied.clear()
-        task = Task(Calls(self._state.call, token))
-        message, limit, end, reason = None, 0.0, math.inf, ""
-        worker.hand(token)
-        while True:
-            try:
-                event = worker.events.get(timeout=max(0.0, min(BEAT_SECONDS, end - time.monotonic())))
-            except queue.Empty:
-                if time.monotonic() >= end:
-                    reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
-                    self._parent.kill_worker()
-                    break
-                with contextlib.suppress(httpx.HTTPError):  # the next one may come through
-                    task.beat()
-                continue
-            if event is None:
-                break
-            if event["event"] == "message":
-                message, limit = from_envelope(base64.b64decode(event["envelope"])), event["seconds"]
-                end = time.monotonic() + limit
-            elif event["event"] == "pushed":
-                self._waits.replied.set()
-            elif event["event"] == "gone":  # the task of the message that the node has now may be the next
-                self._next = True
-                return
-            else:
-                if not self._waits.replied.is_set():
-                    self._waits.lost.set()
-                self._waits.replied.set()
-                return
-        ended = worker.end()
-        self._worker = None
-        self._answer(task, message, reason or f"the worker process died while it worked on this message ({ended})")
 
-    def _answer(self, task: Task, message: Message | None, reason: str) -> None:
-        """Answer a task whose worker is gone."""
-        log(ERROR, "%s; a new one is started", reason)
-        if self._waits.replied.is_set():  # the reply itself was handed in
-            return
-        try:
-            message = message or task.pull()[0]
-            record_error(message, self._node_config, WorkerLostError(reason))
-            task.push(error_reply(message, reason, crashed=True), context_for(message))
-            task.finish(None, reason)
-        except MessageGoneError:
-            self._next = True
-            return
-        except (httpx.HTTPError, RuntimeError) as error:
-            log(WARNING, "its node answers for it: %r", error)
-            self._waits.lost.set()
-        self._waits.replied.set()
+def _message_from(envelope: Any, objects: Mapping[str, bytes]) -> Any:
+    """Return a message from its objects; without its content if they are malformed."""
+    try:
+        return unpack(envelope.metadata.message_id, objects)
+    except Exception as error:  # the sender controls the objects
+        log(ERROR, "the message %s is malformed: %r", envelope.metadata.message_id, error)
+        return message_of(envelope)
 
 
 class Watch(threading.Thread):
@@ -326,6 +374,15 @@ class Watch(threading.Thread):
         os._exit(1)  # the worker ends with it
 
 
+def require_version() -> None:
+    """End the process if the installed Flower has another version than 1.39."""
+    if not flwr.__version__.startswith(f"{FLOWER}."):
+        sys.exit(
+            f"posy: warm SuperNodes use the gRPC of Flower {FLOWER}, but {flwr.__version__} is installed: install "
+            f"'flwr>={FLOWER},<1.40', or add --stock"
+        )
+
+
 def main() -> None:
     """Run warm nodes with the arguments of ``flower-supernode``, some of them once for each node."""
     require_version()
@@ -341,7 +398,6 @@ def main() -> None:
         secret = [KEY, key] if key and "--insecure" not in shared else []
         words = [*secret, *([CONFIG, config] if config else [])]
         nodes.append(Node(Path(key).stem, [*shared, *words]))
-    load_node()
     preload(len(nodes))
     leave(Family(nodes, serve, partial(serve_worker, entities=trusted_by(shared))).keep())
 
@@ -358,25 +414,53 @@ def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
 
 
 def serve(arguments: Sequence[str], parent: Parent) -> None:
-    """Run one node with the arguments of ``flower-supernode``."""
+    """Run one node with the arguments of ``flower-supernode`` until a signal ends it."""
     parent.start()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", default="")
-    parser.add_argument("--isolation", default="process", choices=["process"])
-    options, node_arguments = parser.parse_known_args(arguments)
-    parser.add_argument("--superlink", default="")
+    parser.add_argument("--superlink", default="127.0.0.1:9092")
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--root-certificates", type=Path)
     parser.add_argument("--max-wait-time", type=float)
-    parser.add_argument(CONFIG, dest="node_config")
-    limits, _ = parser.parse_known_args(node_arguments)  # these three are Flower's as well
-    if limits.max_wait_time is not None:
-        Watch(limits.superlink, limits.max_wait_time).start()
-    port = options.port or str(free_port())
-    waits, state = Waits(), NodeState()
-    node_config = parse_config_args([limits.node_config] if limits.node_config else None)
-    Executor(state, waits, parent, node_config).start()
-    words = [*node_arguments, "--isolation", "process", "--host", options.host, "--port", port]
-    run_node(words, waits.sleep, waits.lost, new_secret(), state)
+    parser.add_argument(KEY, dest="key", type=Path)
+    parser.add_argument(CONFIG, dest="node_config", default="")
+    parser.add_argument(TRUSTED_ENTITIES, dest="entities")
+    options = parser.parse_args(arguments)
+    if options.max_wait_time is not None:
+        Watch(options.superlink, options.max_wait_time).start()
+    fleet = Fleet(
+        options.superlink,
+        private_key(options.key) if options.key else None,
+        options.root_certificates.read_bytes() if options.root_certificates else None,
+        insecure=options.insecure,
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    try:
+        WarmNode(fleet, parent, config_in(options.node_config), trusted_by(arguments)).serve()
+    except grpc.RpcError as error:
+        sys.exit(f"posy: the SuperLink at {options.superlink} refuses this node: {describe(error)}")
+    finally:
+        fleet.leave()
+
+
+def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Return the private key in a file, in the form of OpenSSH or in PEM."""
+    content = path.read_bytes()
+    key = (load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key)(content, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        sys.exit(f"posy: {path} ({KEY}) is not a private key as `posy certificates` makes it")
+    return key
+
+
+def config_in(text: str) -> dict[str, Any]:
+    """Return the node config in the words of ``--node-config``: TOML values, separated by spaces."""
+    words = re.findall(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""", text)
+    return tomllib.loads("\n".join(f"{key} = {value}" for key, value in words))
+
+
+def _end(number: int, _: object) -> NoReturn:
+    log(INFO, "SuperNode terminated gracefully")
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":

@@ -6,51 +6,11 @@ the message, the node config and the model in it. Flower 1.39 compares signature
 
 import os
 import secrets
-import time
 from pathlib import Path
-
-import httpx
-from flwr.supercore.constant import (
-    SUPEREXEC_AUTH_BODY_SHA256_HEADER,
-    SUPEREXEC_AUTH_NONCE_HEADER,
-    SUPEREXEC_AUTH_SIGNATURE_HEADER,
-    SUPEREXEC_AUTH_TIMESTAMP_HEADER,
-)
-from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 
 OPTION = "--superexec-auth-secret-file"
 """Option of Flower's commands that names the file of the secret."""
 SECRET_BYTES = 32
-PROTECTED = tuple(f"/flwr.proto.Runtime/{call}" for call in ("AcquireTask", "PullPendingTasks", "ClaimTask"))
-"""The calls that Flower refuses without a signature; the other calls need the token of a task."""
-HEADERS = (
-    SUPEREXEC_AUTH_TIMESTAMP_HEADER,
-    SUPEREXEC_AUTH_NONCE_HEADER,
-    SUPEREXEC_AUTH_BODY_SHA256_HEADER,
-    SUPEREXEC_AUTH_SIGNATURE_HEADER,
-)
-RETRY_PAUSES = (0.1, 1.0, 5.0)
-"""Seconds before a refused request is signed again: a suspended process sends a signature that is too old."""
-
-
-class SigningInterceptor(SuperExecAuthHttpInterceptor):
-    """Sign requests with the secret, and sign a refused request again."""
-
-    def __init__(self, *, master_secret: bytes, protected_methods: object = PROTECTED) -> None:
-        super().__init__(master_secret=master_secret, protected_methods=PROTECTED)
-
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        """Return the response to a signed request."""
-        response = super().intercept(context, call_next)
-        for seconds in RETRY_PAUSES:
-            if context.rpc_method not in PROTECTED or response.status_code != httpx.codes.UNAUTHORIZED:
-                break
-            time.sleep(seconds)
-            for name in HEADERS:
-                del context.request.headers[name]
-            response = super().intercept(context, call_next)
-        return response
 
 
 def new_secret() -> bytes:

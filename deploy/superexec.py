@@ -2,63 +2,66 @@
 
 It is Flower's own process with two changes. Flower passes the token of a task on the command line of the app, which
 every user of the machine can read; here the app reads the token from a file without a name. If a request is refused
-because its signature is too old, Posy signs it again: Flower would end this process, and with it the running apps.
+because its signature is too old, as after a pause of this process, Flower would end the process, and with it the
+running apps. Here the refusal looks like a failed connection, after which Flower signs the request again.
 """
 
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from logging import WARNING
-from types import SimpleNamespace
 from typing import Any
 
-from flwr.common.logger import log
+import httpx
 
 TOKEN, TOKEN_FILE = "--token", "--token-file"
+MOST_REFUSALS = 3
+"""Number of refused requests in a row that are signed again."""
+
+Sending = Callable[..., httpx.Response]
 
 
 def main() -> None:
     """Run the process."""
-    try:
-        apply_patches()
-    except (ImportError, AttributeError) as missing:
-        log(WARNING, "posy: Flower's internals have changed (%s): task tokens are visible to local users", missing)
+    vars(subprocess)["Popen"] = HidingPopen
+    httpx.Client.send = signed_again(httpx.Client.send)  # type: ignore[method-assign]
     [command] = entry_points(group="console_scripts", name="flower-superexec")
     sys.argv[0] = command.name
     command.load()()
 
 
-def apply_patches() -> None:
-    """Apply the changes to Flower's modules."""
-    from flwr.supercore.superexec import run_superexec  # noqa: PLC0415 - Flower may lack this name
-    from flwr.supercore.superexec.executor import subprocess_executor  # noqa: PLC0415
+class HidingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """A process whose ``--token`` is replaced by a file without a name, which only the process can open."""
 
-    from posy.deploy.secret import SigningInterceptor  # noqa: PLC0415
-
-    changed = SimpleNamespace(**{**vars(subprocess), "Popen": start_with_hidden_token})
-    changes: tuple[tuple[Any, str, Any], ...] = (
-        (run_superexec, "SuperExecAuthHttpInterceptor", SigningInterceptor),
-        (subprocess_executor, "subprocess", changed),
-    )
-    for module, name, _ in changes:
-        getattr(module, name)
-    for module, name, value in changes:
-        setattr(module, name, value)
+    def __init__(self, args: Sequence[str], **options: Any) -> None:
+        if TOKEN not in args:
+            super().__init__(args, **options)
+            return
+        at = args.index(TOKEN)
+        with tempfile.TemporaryFile() as file:
+            file.write(args[at + 1].encode())
+            file.flush()
+            file.seek(0)
+            hidden = [*args[:at], TOKEN_FILE, f"/dev/fd/{file.fileno()}", *args[at + 2 :]]
+            super().__init__(hidden, pass_fds=[file.fileno()], **options)
 
 
-def start_with_hidden_token(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start a command whose ``--token`` is replaced by a file without a name, which only the command can open."""
-    if TOKEN not in command:
-        return subprocess.Popen(command, **options)
-    at = command.index(TOKEN)
-    with tempfile.TemporaryFile() as file:
-        file.write(command[at + 1].encode())
-        file.flush()
-        file.seek(0)
-        hidden = [*command[:at], TOKEN_FILE, f"/dev/fd/{file.fileno()}", *command[at + 2 :]]
-        return subprocess.Popen(hidden, pass_fds=[file.fileno()], **options)
+def signed_again(send: Sending) -> Sending:
+    """Return a method of a HTTP client that sends a request, and raises an error if its signature is refused."""
+    refusals = 0
+
+    def checked(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
+        nonlocal refusals
+        response = send(client, request, **options)
+        if response.status_code != httpx.codes.UNAUTHORIZED:
+            refusals = 0
+        elif refusals < MOST_REFUSALS:
+            refusals += 1
+            raise httpx.ReadError("the signature of the request is refused", request=request)
+        return response
+
+    return checked
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Apps that a node runs only with a signature: the check of Flower's node, repeated by the worker that runs the app."""
+"""Apps that a node runs only with a signature. The node checks it, and so does the worker that runs the app."""
 
+import base64
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-from flwr.supercore.fab import Fab
 
+from posy.deploy.tasks import Bundle
 from posy.settings import SettingsError
 from posy.yaml12 import read_yaml
 
@@ -48,21 +50,12 @@ def read_entities(path: Path) -> dict[str, str]:
     return {name: str(text) for name, text in entities.items()}
 
 
-def signers(fab: Fab, entities: Mapping[str, str]) -> list[str]:
-    """Return the ids of the trusted keys that have signed an app, with the function of Flower's node."""
-    from flwr.supernode.start_client_internal import _verify_fab  # noqa: PLC0415 - a second to import
-
-    names = []
-    for name, key in entities.items():
-        try:
-            if name in fab.verifications and _verify_fab(_with_one_signature(fab, name), {name: key}):
-                names.append(name)
-        except (ValueError, LookupError, TypeError, OverflowError, AttributeError):  # not what Flower writes
-            continue
-    return names
+def signers(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
+    """Return the ids of the trusted keys that have signed an app."""
+    return [name for name, key in entities.items() if _has_signed(bundle, name, key)]
 
 
-def check_signatures(fab: Fab, entities: Mapping[str, str]) -> list[str]:
+def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
     """Return the ids of the trusted keys that have signed an app.
 
     Raises
@@ -70,13 +63,22 @@ def check_signatures(fab: Fab, entities: Mapping[str, str]) -> list[str]:
     UntrustedAppError
         If none has signed it, or its hash is wrong.
     """
-    if hashlib.sha256(fab.content).hexdigest() != fab.hash_str:
+    if hashlib.sha256(bundle.content).hexdigest() != bundle.hash:
         raise UntrustedAppError(f"the app of this run is not the one that its hash names; {OPTION} refuses it")
-    if not fab.verifications.get("valid_license") or not (names := signers(fab, entities)):
+    if not bundle.verifications.get("valid_license") or not (names := signers(bundle, entities)):
         raise UntrustedAppError(f"no trusted entity of this node ({OPTION}) has signed the app of this run")
     return names
 
 
-def _with_one_signature(fab: Fab, name: str) -> Fab:
-    """Return an app with a single signature: a malformed signature of another key would raise an error."""
-    return Fab(fab.hash_str, fab.content, {name: fab.verifications[name]})
+def _has_signed(bundle: Bundle, name: str, key: str) -> bool:
+    """Return whether a key has signed an app: the time of the signature in eight bytes, and the app's SHA-256."""
+    try:
+        verification = json.loads(bundle.verifications[name])
+        signature = str(verification["signature"])
+        signed = int(verification["signed_at"]).to_bytes(8) + hashlib.sha256(bundle.content).digest()
+        public = load_ssh_public_key(key.encode())
+        assert isinstance(public, Ed25519PublicKey)
+        public.verify(base64.urlsafe_b64decode(signature + "=" * (-len(signature) % 4)), signed)
+    except (InvalidSignature, ValueError, LookupError, TypeError, OverflowError, AttributeError):
+        return False
+    return True

@@ -1,35 +1,32 @@
 """The process that runs a node's tasks, with PyTorch, code and data loaded once.
 
-:class:`posy.deploy.node.Executor` starts the process with a socket (:mod:`posy.deploy.runtime`). The process receives
-tokens of tasks and reports events: first ``ready``, then for each task ``gone`` if its message is missing, or
-``message``, ``pushed`` and ``done``. The event ``message`` has the envelope, with which the node answers if this
-process dies, and the seconds for which an answer is useful. The process ends when the socket closes.
+:class:`posy.deploy.node.Worker` starts the process with a socket (:mod:`posy.deploy.entries`). The process reports the
+event ``ready``. For each task (:mod:`posy.deploy.tasks`) it then sends its reply, and ``done`` with the state that the
+node stores for the run. The process ends when the socket closes.
 """
 
-import base64
-import contextlib
 import importlib
 import os
+import queue
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Mapping
-from logging import ERROR, INFO, WARNING
+import threading
+from collections.abc import Mapping
+from logging import ERROR, INFO
+from typing import Any, NoReturn
 
-import httpx
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
 from posy.client_app import audit
 from posy.client_app.policy import policy_of, shared_text
+from posy.deploy.apps import Apps
+from posy.deploy.entries import EntrySocket, read_entry
 from posy.deploy.foreign import ForeignCodeError, code_rule
-from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
-from posy.deploy.runtime import Calls, WorkerSocket
 from posy.deploy.sessions import Sessions
-from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
+from posy.deploy.tasks import Task, error_reply, take_over
 
-WORKER_PATIENCE = 10.0
-"""Seconds to wait for a missing part of a message: all parts are on this machine when the task is taken."""
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.optim", "safetensors.numpy"),
     *("uvicorn.loops.auto", "uvicorn.lifespan.on", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"),
@@ -52,13 +49,23 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # only its node ends it
         signal.signal(number, signal.SIG_IGN)
-    node = WorkerSocket(connection, _end)
-    look_for_parts_sooner(WORKER_PATIENCE)
-    apps = Apps(entities)
-    node.report(event="ready", process=os.getpid())
-    last, sessions = LastAnswer(), Sessions()
+    node, apps, last, sessions, bundle = EntrySocket(connection), Apps(entities), LastAnswer(), Sessions(), None
+    tasks: queue.Queue[tuple[dict[str, Any], list[bytes]]] = queue.Queue()
+    threading.Thread(target=_listen, args=(connection, tasks), daemon=True).start()
+    node.send(event="ready", process=os.getpid())
     while True:
-        serve(Task(Calls(node.call, node.tokens.get())), apps, node.report, last, sessions)
+        task, bundle = take_over(node, *tasks.get(), bundle)
+        serve(task, apps, last, sessions)
+
+
+def _listen(connection: socket.socket, tasks: "queue.Queue[tuple[dict[str, Any], list[bytes]]]") -> None:
+    """Put the tasks of the node into a queue, and end this process at once when the node has ended."""
+    try:
+        with connection.makefile("rb") as stream:
+            while entry := read_entry(stream):
+                tasks.put(entry)
+    finally:
+        _end()
 
 
 class LastAnswer:
@@ -84,52 +91,32 @@ def _asked(message: Message) -> object:
     return message.metadata.run_id, message.metadata.message_type, configs
 
 
-def serve(task: Task, apps: Apps, report: Callable[..., None], last: LastAnswer, sessions: Sessions) -> None:
-    """Run one task and report its events; an exception of the ClientApp becomes an error reply."""
+def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
+    """Run one task; an exception of the ClientApp becomes an error reply."""
+    message, context, run, bundle = task.pull()
+    audit.note(context, submitter=run.submitter, code=bundle.hash)
     try:
-        message, context, run, fab = task.pull()
-        seconds = max(0.0, message.metadata.ttl - CLOCK_SECONDS)
-        report(event="message", seconds=seconds, envelope=base64.b64encode(envelope(message)).decode())
-        error = ""
-        audit.note(context, submitter=run.account_name or run.flwr_aid, code=fab.hash_str)
-        try:
-            if reply := last.find(message):
-                log(INFO, "this message is a copy: it gets the stored answer")
-            else:
-                log(
-                    INFO,
-                    "working on a %s message of round %s",
-                    message.metadata.message_type,
-                    message.metadata.group_id,
-                )
-                sessions.restore(context)
-                client_app = apps.load(run, fab, code_rule(policy_of(context.node_config)))
-                audit.note(context, signers=apps.signers)
-                reply = client_app(message, context)
-            outcome: Message | Exception = reply
-        except Exception as wrong:
-            log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
-            error = f"{type(wrong).__name__}: {_text_for_server(wrong, context)}"
-            reply, outcome = error_reply(message, error), wrong
-        try:
-            record(message, context, outcome)
-        except audit.AuditError as wrong:
-            error, reply = str(wrong), error_reply(message, str(wrong))
-        sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
-        task.push(reply, context)
-        report(event="pushed")
-        task.finish(context, error)  # also after an error: the context limits the answers to further messages
-        last.keep(message, reply)  # only now: the context contains the state of the client
-    except MessageGoneError as wrong:
-        with contextlib.suppress(httpx.HTTPError, RuntimeError):
-            task.finish(None, str(wrong))
-        report(event="gone")
-        return
-    except (httpx.HTTPError, RuntimeError) as wrong:  # its node answers for it
-        log(WARNING, "a task was lost between node and worker: %r", wrong)
-        with contextlib.suppress(httpx.HTTPError, RuntimeError):
-            task.finish(None, repr(wrong))
-    report(event="done")
+        if reply := last.find(message):
+            log(INFO, "this message is a copy: it gets the stored answer")
+        else:
+            about = message.metadata
+            log(INFO, "working on a %s message of round %s", about.message_type, about.group_id)
+            sessions.restore(context)
+            client_app = apps.load(bundle, code_rule(policy_of(context.node_config)))
+            audit.note(context, signers=apps.signers)
+            reply = client_app(message, context)
+        outcome: Message | Exception = reply
+    except Exception as wrong:
+        log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
+        reply, outcome = error_reply(message, f"{type(wrong).__name__}: {_text_for_server(wrong, context)}"), wrong
+    try:
+        record(message, context, outcome)
+    except audit.AuditError as wrong:
+        reply = error_reply(message, str(wrong))
+    sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
+    task.push(reply)
+    task.finish(context)  # also after an error: the context limits the answers to further messages
+    last.keep(message, reply)  # only now: the context contains the state of the client
 
 
 def _text_for_server(error: Exception, context: Context) -> str:
@@ -150,7 +137,7 @@ def record(message: Message, context: Context, outcome: Message | Exception) -> 
     audit.record(audit_log, message, context, outcome)
 
 
-def _end() -> None:
+def _end() -> NoReturn:
     """End this process at once."""
     shutil.rmtree(os.environ["FLWR_HOME"], ignore_errors=True)
     os._exit(0)

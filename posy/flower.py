@@ -1,4 +1,7 @@
-"""Adapt Posy to the Flower runtime, including private parts of Flower."""
+"""Adapt Posy to the Flower runtime: records, messages and errors.
+
+This module and :mod:`posy.deploy.flower_internals` are the only modules that use private names of Flower.
+"""
 
 import importlib.metadata
 import logging
@@ -6,7 +9,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from enum import IntEnum
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -15,14 +19,15 @@ from uuid import uuid4
 
 import flwr
 import flwr.app
-import flwr.supercore.inflatable.inflatable_utils as pulling
 import httpx
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Error, Message
-from flwr.common.constant import ErrorCode, SType
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.message import make_message
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp import Grid
-from flwr.supercore.retry import RetryInvoker, RetryState
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+from flwr.supercore.task_identity import TaskIdentity
 
 from posy.paths import START_DIRECTORY
 from posy.words import one_line
@@ -30,7 +35,7 @@ from posy.words import one_line
 R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRecord)
 
 FLOWER = "1.39"
-"""Version of Flower that Posy supports."""
+"""Version of Flower with which Posy starts warm nodes and its own SuperLink; other versions get Flower's."""
 CLOCK_SECONDS = 60.0
 """Tolerated clock skew between two machines. Messages live this much longer than round-timeout."""
 MAX_REASON = 300
@@ -41,6 +46,21 @@ PING = "ping"
 """Key in the config of a message that only asks a node for a reply."""
 EXIT_CODE = "Exit Code: "
 """Start of the message that Flower logs when a process ends with an error."""
+
+
+class ErrorCode(IntEnum):
+    """Codes of the errors in replies, as Flower's network protocol numbers them."""
+
+    LOAD_CLIENT_APP_EXCEPTION = 1
+    CLIENT_APP_RAISED_EXCEPTION = 2
+    MESSAGE_UNAVAILABLE = 3
+    REPLY_MESSAGE_UNAVAILABLE = 4
+    NODE_UNAVAILABLE = 5
+    MOD_FAILED_PRECONDITION = 6
+    INVALID_FAB = 7
+    CLIENT_APP_CRASHED = 8
+
+
 FAILURES = {
     UNANSWERED: "{}",
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app could not be loaded: {}",
@@ -141,6 +161,11 @@ def failure(error: Error) -> str:
     return words.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
 
 
+def retries_of(grid: Grid) -> Any:
+    """Return the object that repeats the failed calls of a grid; None for a grid without another process."""
+    return getattr(grid, "_retry_invoker", None)
+
+
 class Outages:
     """Count the failed connections of a grid to its SuperLink, which the grid retries.
 
@@ -150,43 +175,74 @@ class Outages:
 
     def __init__(self, grid: Grid) -> None:
         self.count = 0
-        invoker = getattr(grid, "_retry_invoker", None)
-        if isinstance(invoker, RetryInvoker):
+        invoker = retries_of(grid)
+        if invoker is not None:
             self._noted = invoker.on_backoff
             invoker.on_backoff = self._note
 
-    def _note(self, state: RetryState) -> None:
+    def _note(self, state: Any) -> None:
         self.count += isinstance(state.exception, httpx.ConnectError)
         if self._noted is not None:
             self._noted(state)
 
 
+PushError = ObjectPushError
+"""Raised by a grid if the SuperLink does not take a part of a message."""
+
+
+def identity() -> int:
+    """Return the id of this process's run, which new messages carry; 0 if Flower has not started this process."""
+    try:
+        return TaskIdentity.run_id
+    except RuntimeError:
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 0
+        return 0
+
+
+def with_id(message: Message, message_id: str) -> Message:
+    """Set the id of a message, and return the message."""
+    message.metadata.__dict__["_message_id"] = message_id
+    return message
+
+
 def unanswered(message: Message, reason: str) -> Message:
     """Return an error in place of the missing reply to a message, which Flower may not even have sent."""
     if not message.metadata.message_id:
-        message.metadata.__dict__["_message_id"] = str(uuid4())
+        with_id(message, str(uuid4()))
     return Message(Error(UNANSWERED, reason), reply_to=message)
 
 
-def answer_to(message_id: str, reply: Message) -> Message:
-    """Make a reply to a copy of a message a reply to the message itself."""
-    reply.metadata.__dict__["_reply_to_message_id"] = message_id
-    return reply
+def answer_to(message: Message, reply: Message) -> Message:
+    """Return the reply to a copy of a message as a reply to the message itself."""
+    if reply.metadata.reply_to_message_id == message.metadata.message_id:
+        return reply
+    return Message(reply.error if reply.has_error() else reply.content, reply_to=message)
 
 
-BACKOFF_SECONDS = 0.05
-"""Seconds before Flower first retries a missing part of a message (Flower's default: 1)."""
+def with_content(message: Message, content: RecordDict) -> Message:
+    """Return a message with the same metadata and other content."""
+    return make_message(message.metadata, content)
 
 
-def look_for_parts_sooner(patience: float | None = None) -> None:
-    """Shorten Flower's first wait for a missing part of a message, which makes messages faster.
+def with_error(message: Message, error: Error) -> Message:
+    """Return a message with the same metadata and an error in place of its content."""
+    return make_message(message.metadata, error=error)
 
-    After ``patience`` seconds, Flower gives up a missing part. Its default is two hours.
-    """
-    changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
-    for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
-        defaults = function.__kwdefaults__ or {}
-        defaults |= {key: value for key, value in changes.items() if key in defaults}
+
+def encoded(content: RecordDict) -> bytes:
+    """Return the bytes of records."""
+    data: bytes = recorddict_to_proto(content).SerializeToString(deterministic=True)
+    return data
+
+
+def decoded(data: bytes) -> RecordDict:
+    """Return the records from the bytes that :func:`encoded` returns."""
+    return recorddict_from_proto(_RecordDictProto.FromString(data))
+
+
+_RecordDictProto = type(recorddict_to_proto(RecordDict()))
+
+ClientAppCallable = Callable[[Message, Context], Message]
 
 
 class Array(flwr.app.Array):
@@ -198,7 +254,7 @@ class Array(flwr.app.Array):
 
     def __init__(self, ndarray: npt.NDArray[Any]) -> None:
         self.__dict__.update(
-            dtype=_name_of(ndarray.dtype), shape=tuple(ndarray.shape), stype=str(SType.NUMPY), _ndarray=ndarray
+            dtype=_name_of(ndarray.dtype), shape=tuple(ndarray.shape), stype="numpy.ndarray", _ndarray=ndarray
         )
 
     @property
@@ -210,6 +266,10 @@ class Array(flwr.app.Array):
             self.__dict__["_data"] = buffer.getvalue()
         data: bytes = self.__dict__["_data"]
         return data
+
+    def forget_bytes(self) -> None:
+        """Free the serialised bytes; they are made again when a transport asks for them."""
+        self.__dict__.pop("_data", None)
 
     def numpy(self) -> npt.NDArray[Any]:
         """Return the array itself."""

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.app.message import make_message
-from flwr.clientapp.typing import ClientAppCallable
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 
-from posy.flower import UNANSWERED
+from posy.flower import UNANSWERED, ClientAppCallable, decoded, encoded, with_content, with_error
+from posy.flower import Array as SharedArray
 
 APART_BYTES = 1 << 16
 """Size in bytes from which an array has separate pieces. Clients that receive the same array share its pieces."""
@@ -38,8 +35,7 @@ def fold(content: RecordDict) -> RecordDict:
             if math.prod(array.shape) * np.dtype(array.dtype).itemsize >= APART_BYTES:
                 small[key] = Array(array.dtype, array.shape, array.stype, b"")
                 pieces |= {f"{name}/{key}/{i}": piece for i, piece in enumerate(_pieces(array))}
-    encoded = recorddict_to_proto(small_parts).SerializeToString(deterministic=True)
-    return RecordDict({REST: ConfigRecord({REST: encoded}), **pieces})
+    return RecordDict({REST: ConfigRecord({REST: encoded(small_parts)}), **pieces})
 
 
 def _pieces(array: Array) -> list[ConfigRecord]:
@@ -48,7 +44,8 @@ def _pieces(array: Array) -> list[ConfigRecord]:
         data = memoryview(array.data)
         starts = range(0, len(data), PIECE_BYTES)
         vars(array)["_pieces"] = [ConfigRecord({"": bytes(data[i : i + PIECE_BYTES])}) for i in starts]
-        vars(array).pop("_data", None)  # the serialised bytes that Posy's arrays cache: the pieces contain them now
+        if isinstance(array, SharedArray):
+            array.forget_bytes()  # the pieces contain them now
     pieces: list[ConfigRecord] = vars(array)["_pieces"]
     return pieces
 
@@ -61,7 +58,7 @@ def is_folded(message: Message) -> bool:
 def unfold(content: RecordDict) -> RecordDict:
     """Return the content as it was before :func:`fold`. Malformed content raises errors of many types."""
     records = content.config_records
-    unfolded_content = recorddict_from_proto(RecordDictProto.FromString(records[REST][REST]))
+    unfolded_content = decoded(records[REST][REST])  # type: ignore[arg-type]
     for name, record in unfolded_content.array_records.items():
         for key, array in record.items():
             if not array.data:
@@ -81,7 +78,7 @@ def _piece_bytes(content: RecordDict, name: str) -> Iterator[bytes]:
 
 def folded(message: Message) -> Message:
     """Return a message with the same metadata and folded content."""
-    return make_message(message.metadata, fold(message.content))
+    return with_content(message, fold(message.content))
 
 
 def unfolded(message: Message) -> Message:
@@ -89,9 +86,9 @@ def unfolded(message: Message) -> Message:
     if not is_folded(message):
         return message
     try:
-        return make_message(message.metadata, unfold(message.content))
+        return with_content(message, unfold(message.content))
     except Exception as error:  # any exception: the sender controls the content
-        return make_message(message.metadata, error=Error(UNANSWERED, f"malformed reply: {error!r}"))
+        return with_error(message, Error(UNANSWERED, f"malformed reply: {error!r}"))
 
 
 def answer_in_kind(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -99,5 +96,5 @@ def answer_in_kind(message: Message, context: Context, call_next: ClientAppCalla
     if not is_folded(message):
         return call_next(message, context)
     # Create a new message: the worker identifies a copy of the received message by its content.
-    reply = call_next(make_message(message.metadata, unfold(message.content)), context)
+    reply = call_next(with_content(message, unfold(message.content)), context)
     return folded(reply) if reply.has_content() else reply

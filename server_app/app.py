@@ -18,7 +18,7 @@ from posy.client_app.state import MemoryStore
 from posy.client_app.workspace import Workspace, workspace_for
 from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.flower import ErrorsOnOneLine, in_simulation, look_for_parts_sooner
+from posy.flower import ErrorsOnOneLine, in_simulation
 from posy.server_app.checkpoints import resumption
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.federation import Federation
@@ -49,7 +49,6 @@ def main(grid: Grid, context: Context) -> None:
     if in_simulation():
         run(grid, user_settings)
         return
-    look_for_parts_sooner()
     with closing(RunStatus.of_run(context.run_id)) as status:
         run(grid, user_settings, status=status)
 

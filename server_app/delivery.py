@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from logging import WARNING
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
-from posy.flower import CLOCK_SECONDS, PING, answer_to, unanswered
+from posy.flower import CLOCK_SECONDS, PING, ErrorCode, PushError, answer_to, unanswered
 from posy.server_app.grids import LOST, WaveGrid, pause
 from posy.server_app.pace import Pace
 
@@ -118,7 +116,7 @@ class PollingGrid(WaveGrid):
         while True:
             try:
                 return list(self._grid.push_messages(wave))
-            except ObjectPushError as error:
+            except PushError as error:
                 if not (attempts := attempts - 1):
                     raise
                 log(WARNING, "the SuperLink has lost messages in transit; the server sends them again: %s", error)
@@ -202,7 +200,7 @@ class PollingGrid(WaveGrid):
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
         """Record the reply to a message or its copy; ``missing``: the message or the node does not exist."""
         clock = time.monotonic()
-        delivery.reply = answer_to(delivery.message.metadata.message_id, reply)
+        delivery.reply = answer_to(delivery.message, reply)
         if not reply.has_error():
             self.pace.note(delivery.phase, delivery.node, clock - delivery.sent)
         elif missing:

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from flwr.app import Message
-from flwr.common.constant import ErrorCode
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from posy.flower import Outages
+from posy.flower import ErrorCode, Outages
 
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
 """Shortest and longest pause in seconds between two requests for replies."""
@@ -90,7 +88,7 @@ class WaveGrid(PosyGrid):
         """Return the ids of the connected nodes."""
         return self._grid.get_node_ids()
 
-    def get_nodes(self) -> Iterable[NodeInfo]:
+    def get_nodes(self) -> Iterable[Any]:
         """Return the connected nodes, with the names that their keys were registered under."""
         return self._grid.get_nodes()
 

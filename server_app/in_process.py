@@ -7,13 +7,12 @@ from typing import Any
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
-from flwr.common.constant import ErrorCode
-from flwr.supercore.task_identity import TaskIdentity
 
 from posy.client_app.app import Call
 from posy.client_app.app import app as client_app
 from posy.client_app.engine import Engine
 from posy.client_app.state import StateStore
+from posy.flower import ErrorCode, identity, with_id
 from posy.mistakes import MethodError, is_failure
 from posy.server_app.grids import PosyGrid
 
@@ -22,10 +21,7 @@ class InProcessGrid(PosyGrid):
     """Delivers messages to virtual nodes, each with one client, in this process; arrays pass by reference."""
 
     def __init__(self, num_clients: int) -> None:
-        try:
-            run_id = TaskIdentity.run_id
-        except RuntimeError:  # not started by Flower: messages need an identity nevertheless
-            TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = run_id = 0
+        run_id = identity()
         self._contexts = {
             node: Context(
                 run_id=run_id,
@@ -72,7 +68,7 @@ class InProcessGrid(PosyGrid):
         replies: dict[int, Message] = {}
         calls: dict[int, Call] = {}
         for number, message in enumerate(messages):
-            message.metadata.__dict__["_message_id"] = next(self._ids)
+            with_id(message, next(self._ids))
             if time.monotonic() >= end:
                 continue
             try:
@@ -97,7 +93,7 @@ class InProcessGrid(PosyGrid):
                 self._engine = Engine(pending[0].workspace)
             self._engine.run(pending, finish, end)
         for reply in replies.values():
-            reply.metadata.__dict__["_message_id"] = next(self._ids)
+            with_id(reply, next(self._ids))
         return [replies[number] for number in sorted(replies)]
 
     def _receive(self, message: Message) -> Message | Call:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from logging import INFO, WARNING
 
 from flwr.app import ConfigRecord, Message
-from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
 from posy.data.agreement import Description
 from posy.data.errors import DataError
-from posy.flower import failure, raised, record_in
+from posy.flower import ErrorCode, failure, raised, record_in
 from posy.server_app.grids import LOST, WaveGrid
 from posy.server_app.query import MAX_NAME, NodeQuery, name_in
 from posy.server_app.run_status import RunStatus

@@ -15,10 +15,9 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Message, MessageType
 from flwr.common.logger import log
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from posy.flower import record_in, versions
+from posy.flower import record_in, retries_of, versions
 from posy.folding import folded, unfolded
 from posy.server_app.grids import PosyGrid
 from posy.storage import plain, replace
@@ -187,13 +186,13 @@ class WatchedGrid(PosyGrid):
     def __init__(self, grid: Grid, status: RunStatus) -> None:
         self._grid = grid
         self._status = status
-        self._retry_invoker = getattr(grid, "_retry_invoker", None)  # detects outages
+        self._retry_invoker = retries_of(grid)  # detects outages
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""
         return self._grid.get_node_ids()
 
-    def get_nodes(self) -> Iterable[NodeInfo]:
+    def get_nodes(self) -> Iterable[Any]:
         """Return the connected nodes, with the names that their keys were registered under."""
         return self._grid.get_nodes()
 

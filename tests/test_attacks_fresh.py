@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.supercore.fab import Fab
-from flwr.supercore.run import Run
 from nodes import NodeGrid
 
 from posy.client_app.app import app as client_app
@@ -22,10 +20,11 @@ from posy.data.errors import DataError
 from posy.data.policy import Policy
 from posy.data.task import Task
 from posy.data.text import hashed
+from posy.deploy.apps import Apps
 from posy.deploy.foreign import foreign_code
-from posy.deploy.internals import Apps
-from posy.deploy.internals import Task as NodeTask
 from posy.deploy.sessions import Sessions
+from posy.deploy.tasks import Bundle, Run
+from posy.deploy.tasks import Task as NodeTask
 from posy.deploy.worker import LastAnswer, serve
 from posy.flower import record_of
 from posy.models.build import build_model, count_parameters
@@ -241,21 +240,19 @@ class Recorded(NodeTask):
         self.reply: Message | None = None
 
     def pull(self) -> Any:
-        app = Fab("hash", b"", {})
-        run = Run.create_empty(7)
-        return self.message, self.context, run, app
+        return self.message, self.context, Run(7), Bundle("hash", b"")
 
-    def push(self, reply: Message, context: Context) -> None:
+    def push(self, reply: Message) -> None:
         self.reply = reply
 
-    def finish(self, context: Context | None, error: str = "") -> None:
-        self.context = context or Context(0, 1, dict(self.context.node_config), RecordDict(), {})
+    def finish(self, context: Context) -> None:
+        self.context = context
 
 
 class Installed(Apps):
     """The app that is installed here, for every run."""
 
-    def load(self, run: Run, fab: Fab, rule: str) -> Any:
+    def load(self, bundle: Bundle, rule: str) -> Any:
         return client_app
 
 
@@ -269,7 +266,7 @@ def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, 
         nonlocal context
         message.metadata.__dict__["_message_id"] = "0"
         task = Recorded(message, context)
-        serve(task, Installed(), lambda **event: None, LastAnswer(), Sessions())
+        serve(task, Installed(), LastAnswer(), Sessions())
         context = task.context
         assert task.reply is not None
         return task.reply

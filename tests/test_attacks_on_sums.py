@@ -4,6 +4,7 @@ The attacks change messages of a server that otherwise follows the protocol, and
 entries of messages that are in every version, so that they also run on the code before the protections.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,6 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.common.serde import context_from_proto, context_to_proto
-from flwr.supercore.fab import Fab
-from flwr.supercore.run import Run
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
@@ -23,6 +22,7 @@ from posy.client_app.app import app as client_app
 from posy.client_app.secure_aggregation import Masking
 from posy.commands.deploy.certificates import make_certificates
 from posy.deploy import worker
+from posy.deploy.tasks import Bundle, Run
 from posy.server_app.in_process import InProcessGrid
 from posy.strategies.masking import combined, pair_mask, private_key, public_key
 from posy.strategies.secure_aggregation import KEY_TEXTS, threshold_of
@@ -435,28 +435,28 @@ class Node:
         config = {"client": self.client, "secure-round": "0-1", "server-round": 1, "settings": "{}", "lr": 0.1}
         config |= entries if stage == "train" else {"secure-stage": stage, **entries}
         self._message, self._min_clients = Message(RecordDict({"config": ConfigRecord(config)}), 1, kind), min_clients
-        worker.serve(self, self, lambda **event: None, self._last, *self._sessions)  # type: ignore[arg-type]
+        with contextlib.suppress(RuntimeError):  # the worker ends
+            worker.serve(self, self, self._last, *self._sessions)  # type: ignore[arg-type]
         if self.reply.has_error():
             return str(self.reply.error.reason)
         return self.reply.content.config_records["config"]["answer"]
 
     # The task of the worker.
     def pull(self) -> Any:
-        return self._message, context_from_proto(self.stored), Run.create_empty(1), Fab("", b"", {})
+        return self._message, context_from_proto(self.stored), Run(1), Bundle("", b"")
 
-    def push(self, reply: Message, context: Context) -> None:
+    def push(self, reply: Message) -> None:
         self.reply = reply
 
-    def finish(self, context: Context | None, error: str = "") -> None:
+    def finish(self, context: Context) -> None:
         if self.loses_contexts:
             raise RuntimeError("the connection to the node is lost")
-        if context is not None:
-            self.stored = context_to_proto(context)
+        self.stored = context_to_proto(context)
 
     # The code of the run.
     signers: tuple[str, ...] = ()
 
-    def load(self, run: Any, fab: Any, rule: str) -> Callable[[Message, Context], Message]:
+    def load(self, bundle: Any, rule: str) -> Callable[[Message, Context], Message]:
         return self.work
 
     def work(self, message: Message, context: Context) -> Message:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from flwr.proto.control_pb2 import ListRunsRequest, ListRunsResponse, StreamLogsRequest, StreamLogsResponse
+from flwr.proto.control_pb2 import ListRunsResponse, StreamLogsRequest, StreamLogsResponse
 
 import posy
 from posy.commands import cli
@@ -366,40 +366,56 @@ def test_python_runs_refuse_another_methods_settings(tmp_path: Path) -> None:
         posy.run(method="fedavg", fedfew_models=5, output_dir=str(tmp_path))
 
 
-class Unsteady:
+class Unsteady(httpx.BaseTransport):
     """Stands for a SuperLink that loses the connection; `away` says at which questions nobody answers."""
 
     def __init__(self, away: str, log: str) -> None:
-        self._away, self._log, self._sent = list(away), log, 0
+        self._away, self._log = list(away), log
 
-    def _answer(self) -> None:
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
         if self._away.pop(0) == "-":
             raise httpx.ConnectError("out of reach")
-
-    def StreamLogs(self, request: StreamLogsRequest) -> Iterator[StreamLogsResponse]:  # noqa: N802 - Flower's name
-        self._answer()
-        for number in range(int(request.after_timestamp), len(self._log)):
-            yield StreamLogsResponse(log_output=self._log[number], latest_timestamp=number + 1)
-            if number % 5 == 4:
-                raise httpx.RemoteProtocolError("broken off")
-
-    def ListRuns(self, request: ListRunsRequest) -> ListRunsResponse:  # noqa: N802
-        self._answer()
+        if request.url.path == "/v1/control/stream-logs":
+            return httpx.Response(200, stream=Parts(self.log(StreamLogsRequest.FromString(request.content))))
+        assert request.url.path == "/v1/control/list-runs"
         answer = ListRunsResponse(now="2026-01-01T00:00:09+00:00")
         run = answer.run_dict[1]
         run.run_id, run.pending_at = 1, "2026-01-01T00:00:00+00:00"
         run.status.status, run.status.sub_status = ("running", "") if self._away else ("finished", "completed")
-        return answer
+        return httpx.Response(200, content=answer.SerializeToString())
+
+    def log(self, request: StreamLogsRequest) -> Iterator[bytes]:
+        """Yield the letters of the log as answers, each in two pieces, until the connection breaks off."""
+        for number in range(int(request.after_timestamp), len(self._log)):
+            part = StreamLogsResponse(log_output=self._log[number], latest_timestamp=number + 1).SerializeToString()
+            yield len(part).to_bytes(4) + part[:1]
+            yield part[1:]
+            if number % 5 == 4:
+                raise httpx.RemoteProtocolError("broken off")
+
+
+class Parts(httpx.SyncByteStream):
+    """The content of a response."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._parts
+
+
+def unsteady_control(away: str, log: str) -> control.Control:
+    return control.Control(httpx.Client(transport=Unsteady(away, log), base_url="http://here"), "here")
 
 
 def test_a_long_run_outlives_outages_of_the_superlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is how long the SuperLink has been away, not how long the run has taken, nor the outages before."""
     monkeypatch.setattr(control, "LOOK_SECONDS", 0.3)
     lines: list[str] = []
-    unsteady = control.Control(Unsteady("+-+--+-++-+-++", "one\ntwo\nthree\nend"), "here")  # type: ignore[arg-type]
+    unsteady = unsteady_control("+-+--+-++-+-++", "one\ntwo\nthree\nend")
     assert unsteady.follow("1", lines.append, patience=0.8).ended
     assert lines == ["one\n", "two\n", "three\n", "end\n"]  # each once
-    gone = control.Control(Unsteady("-" * 9, ""), "here")  # type: ignore[arg-type]
+    gone = unsteady_control("-" * 9, "")
     with pytest.raises(httpx.ConnectError):
         gone.follow("1", lines.append, patience=0.8)
 

@@ -181,15 +181,6 @@ def test_nodes_of_one_command_divide_the_partitions() -> None:
             node_configs(words, names)
 
 
-def test_a_node_looks_for_tasks_at_each_of_its_pauses() -> None:
-    """A reply to an older message may end the node's wait. The node still has to look for its newest task."""
-    for seconds in (3.0, 0.5):  # the pause before a request for messages, and the pause while it waits for a reply
-        waits = Waits()
-        waits.replied.set()
-        waits.sleep(seconds)
-        assert waits.work.is_set()
-
-
 def test_a_node_polls_seldom_until_the_expected_time_of_messages() -> None:
     def polls(gap: float, expected: float) -> tuple[int, float]:
         """Return the number of requests until a message arrives after ``gap`` seconds, and the delay."""
@@ -218,12 +209,12 @@ def test_a_node_learns_when_messages_come(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(node.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(node.time, "sleep", sleep)
     waits = Waits()
-    waits.replied.set()
     for _ in range(2):
         started = clock[0]
         slept.clear()
         while clock[0] < started + 10:
-            waits.sleep(3.0)
+            waits.pause()
         polls = len(slept)
-        waits.sleep(0.5)
+        waits.begin()
+        waits.end()
     assert polls < 20

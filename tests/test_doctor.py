@@ -34,6 +34,7 @@ from posy.commands.deploy.control import Run
 from posy.commands.deploy.doctor import Finding
 from posy.commands.deploy.status import doing, waiting
 from posy.commands.launch import Connection
+from posy.deploy import fleet as calling
 from posy.deploy.addresses import free_port
 from posy.flower import versions
 from posy.settings import SettingsError
@@ -241,8 +242,8 @@ def test_the_clock_of_a_site(
     seconds: float, level: str, text: str, fleet: tuple[Fleet, Files], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, files = fleet
-    right = doctor.now
-    monkeypatch.setattr(doctor, "now", lambda: right() + datetime.timedelta(seconds=seconds))
+    right = calling.now
+    monkeypatch.setattr(calling, "now", lambda: right() + datetime.timedelta(seconds=seconds))
     found = next(iter(doctor.check_admission(started.address, files.ca, files.node_key("site-a"))))
     assert (found.level, text in found.text) == (level, True), found
 

@@ -126,9 +126,8 @@ def test_one_node_alone_writes_as_it_is_and_gives_its_status(tmp_path: Path) -> 
 def test_what_is_loaded_before_the_fork_starts_neither_threads_nor_cuda() -> None:
     program = """
 import threading, torch
-from posy.deploy.internals import load_node
+import posy.deploy.node
 from posy.deploy.worker import preload
-load_node()
 preload(2)
 assert threading.enumerate() == [threading.main_thread()]
 assert not torch.cuda.is_initialized()

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.constant import TaskType
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from sklearn.datasets import load_digits
 
 from benchmarks.local_federation import Deployment, child
-from posy.deploy.secret import SigningInterceptor, new_secret, pipe_of, write_secret
-from posy.deploy.superexec import start_with_hidden_token
+from posy.deploy.secret import new_secret, pipe_of, write_secret
+from posy.deploy.superexec import MOST_REFUSALS, HidingPopen, signed_again
 
 NAMES = ("warm", "stock")
 
@@ -56,14 +56,30 @@ def test_a_secret_in_a_pipe_is_read_once_as_flower_reads_it() -> None:
 def test_a_token_is_on_no_command_line() -> None:
     program = "import sys; print(open(sys.argv[sys.argv.index('--token-file') + 1]).read(), *sys.argv[1:])"
     command = [sys.executable, "-c", program, "--first", "1", "--token", "s3cret", "--insecure"]
-    with start_with_hidden_token(command, stdout=subprocess.PIPE, text=True) as process:
+    with HidingPopen(command, stdout=subprocess.PIPE, text=True) as process:
         output = process.communicate()[0].split()
     assert output[0] == "s3cret"
     assert output[1:4] == ["--first", "1", "--token-file"]
     assert output[5:] == ["--insecure"]
     assert "s3cret" not in process.args
-    with start_with_hidden_token([sys.executable, "-c", "print(7)"], stdout=subprocess.PIPE, text=True) as process:
+    with HidingPopen([sys.executable, "-c", "print(7)"], stdout=subprocess.PIPE, text=True) as process:
         assert process.communicate()[0] == "7\n"
+
+
+def test_a_refused_signature_is_made_again_a_few_times() -> None:
+    statuses = [401] * (MOST_REFUSALS + 1) + [200, 401]
+
+    def send(client: httpx.Client, request: httpx.Request, **options: object) -> httpx.Response:
+        return httpx.Response(statuses.pop(0), request=request)
+
+    checked, request = signed_again(send), httpx.Request("POST", "http://here")
+    with httpx.Client() as client:
+        for _ in range(MOST_REFUSALS):
+            with pytest.raises(httpx.ReadError, match="the signature of the request is refused"):
+                checked(client, request)
+        assert [checked(client, request).status_code for _ in range(2)] == [401, 200]
+        with pytest.raises(httpx.ReadError):
+            checked(client, request)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -119,7 +135,8 @@ def runtime_api(deployment: Deployment, name: str) -> str:
 
 def take(address: str, secret: bytes = b"", kind: str = TaskType.CLIENT_APP, certificate: bytes | None = None) -> str:
     """Ask for a task as ``flower-superexec`` does, and return the token of the task."""
-    signing = [SigningInterceptor(master_secret=secret)] if secret else []
+    method = "/flwr.proto.Runtime/AcquireTask"
+    signing = [SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={method})] if secret else []
     interceptors = [RuntimeVersionHttpInterceptor(component_name="SuperExec"), *signing]
     client = RuntimeHttpClient.from_server_address(address, certificate is None, certificate, interceptors)
     with contextlib.closing(client):
@@ -129,13 +146,23 @@ def take(address: str, secret: bytes = b"", kind: str = TaskType.CLIENT_APP, cer
 @pytest.mark.federation
 @pytest.mark.core
 @pytest.mark.xdist_group("local-users")
-def test_without_the_secret_no_process_takes_a_task(federation: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posy.deploy.secret.RETRY_PAUSES", (0.0,))
-    for name in NAMES:
-        address = runtime_api(federation, name)
-        for secret in (b"", new_secret()):
-            with pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"):
-                take(address, secret)
+def test_without_the_secret_no_process_takes_a_task(federation: Deployment) -> None:
+    address = runtime_api(federation, "stock")
+    for secret in (b"", new_secret()):
+        with pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"):
+            take(address, secret)
+
+
+@pytest.mark.federation
+@pytest.mark.xdist_group("local-users")
+def test_a_warm_node_listens_on_no_port(federation: Deployment) -> None:
+    for process in (federation.forked("node")["warm"], federation.worker("warm"), federation.processes["warm"].pid):
+        sockets = {str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()}
+        numbers = {name[len("socket:[") : -1] for name in sockets if name.startswith("socket:[")}
+        tables = [Path(f"/proc/{process}/net/{table}").read_text() for table in ("tcp", "tcp6")]
+        lines = [line.split() for table in tables for line in table.splitlines()]
+        listening = {words[9] for words in lines if words[3] == "0A"}
+        assert not numbers & listening
 
 
 @pytest.mark.federation
@@ -173,9 +200,8 @@ def environment(cmdline: Path) -> list[str]:
 @pytest.mark.federation
 @pytest.mark.core
 @pytest.mark.xdist_group("local-users")
-def test_a_waiting_app_is_for_the_holder_of_the_secret(federation: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_app_is_for_the_holder_of_the_secret(federation: Deployment) -> None:
     """The process that takes the SuperLink's tasks is suspended, so that a run waits for another process."""
-    monkeypatch.setattr("posy.deploy.secret.RETRY_PAUSES", (0.0,))
     file = federation.folder / "superlink/flower/private/superexec-secret"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     certificate = federation.ca.read_bytes()

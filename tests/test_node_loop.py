@@ -1,288 +1,281 @@
-"""What a node does when calls to its SuperLink fail; the calls are plain functions here."""
+"""What a node does when calls to its SuperLink fail; a gRPC server in this process fails as told."""
 
-import inspect
+import json
 import logging
+import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from threading import Event
+from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, RecordDict
-from flwr.client.grpc_rere_client import connection
-from flwr.common.constant import ErrorCode
-from flwr.supercore import heartbeat
-from flwr.supercore.corestate import in_memory_corestate
-from flwr.supercore.error import ApiErrorCode
-from flwr.supercore.inflatable import inflatable_utils as transfer
-from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.supercore.run import RunNotRunningException
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.supernode import start_client_internal
-from flwr.supernode.nodestate import NodeStateFactory
 
-from posy.deploy import loop
-from posy.deploy.runtime import NodeState
+from posy.deploy import fleet as calling
+from posy.deploy.fleet import Fleet, PartError, RunEndedError, push_until_expired
+from posy.deploy.flower_internals import KEY_REFUSED, Packed, fleet_call, numbers_in, pack, unpack
+from posy.server_app.in_process import InProcessGrid
 
-RUN = 7
-
-
-class Failure(grpc.RpcError):
-    """A call's failure."""
-
-    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
-        self.code, self.details = lambda: code, lambda: details
-
-
-INTERNAL = Failure(grpc.StatusCode.INTERNAL, "Internal server error.")
-
-
-def failing(*errors: Exception) -> Callable[..., str]:
-    """Return a call that fails with these errors, one after the other, and then answers."""
-    left = list(errors)
-
-    def call(*_: object, **__: object) -> str:
-        if left:
-            raise left.pop(0)
-        return "answer"
-
-    return call
-
-
-@pytest.fixture
-def invoker(monkeypatch: pytest.MonkeyPatch) -> loop.Invoker:
-    monkeypatch.setattr(loop, "FIRST_PAUSE_SECONDS", 0.001)
-    return loop.Invoker(start_client_internal._make_fleet_connection_retry_invoker())
-
-
-@pytest.fixture(autouse=True)
-def _server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process make messages as a ServerApp does."""
-    monkeypatch.setattr(TaskIdentity, "_run_id", RUN)
-    monkeypatch.setattr(TaskIdentity, "_node_id", 1)
-    monkeypatch.setattr(TaskIdentity, "_task_id", 3)
-
-
-def message() -> Message:
-    content = RecordDict({"arrays": ArrayRecord({name: Array(np.full(9, float(i))) for i, name in enumerate("ab")})})
-    made = Message(content, dst_node_id=5, message_type="train", ttl=600.0)
-    made.metadata.__dict__["_message_id"] = "asked"
-    return made
-
-
-@pytest.fixture
-def node() -> Iterator[tuple[Any, Any]]:
-    """Return the state and the object store of a node that has one reply to hand in."""
-    store = ObjectStoreFactory()
-    state = NodeStateFactory(objectstore_factory=store).state()
-    asked = message()
-    state.store_message(asked)
-    start_client_internal._insert_message(Message(asked.content, reply_to=asked), state, store.store())
-    return state, store.store()
+Status = grpc.StatusCode
+CALLS = {
+    re.sub(r"(?:^|_)([a-z])", lambda match: match[1].upper(), name): name
+    for name in (
+        *("register_node", "activate_node", "deactivate_node", "unregister_node", "send_node_heartbeat"),
+        *("pull_messages", "pull_object", "confirm_message_received", "push_messages", "push_object"),
+    )
+}
+"""The methods of the server by the names of the calls."""
 
 
 class SuperLink:
-    """Takes replies, after some failures; like the real one it says what it lacks of a message."""
+    """A server that answers a node, after some failures; like the real one it says what it lacks of a message."""
 
-    def __init__(self, *refusals: Exception, lost: Sequence[Exception] = ()) -> None:
-        self.refuse, self.lose = failing(*refusals), failing(*lost)
+    def __init__(self) -> None:
+        self.failures: dict[str, list[tuple[Status, str]]] = {}
+        """The errors of the next calls with a name."""
+        self.calls: list[str] = []
+        self.message: Packed | None = None
+        self.unready = 0
+        """Number of requests for an object that has not arrived yet."""
         self.parts: dict[str, bytes] = {}
-        self.replies: list[Message] = []
-        self.sent = 0
+        self.replies: list[Any] = []
+        self.refuses_parts = 0
+        self.loses_answers = 0
+        self.lock = threading.Lock()
+        handlers = {name: self.handler(name) for name in CALLS}
+        self.server = grpc.server(futures.ThreadPoolExecutor(8))
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("flwr.proto.Fleet", handlers),))
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
 
-    def send(self, reply: Message, tree: Any, runtime: float) -> tuple[set[str], str]:
-        self.refuse()
-        self.sent += 1
-        self.replies.append(reply)
-        parts = {part.object_id for part in loop.iterate_object_tree(tree)}
-        return parts - self.parts.keys(), str(self.sent)
+    def handler(self, name: str) -> Any:
+        call = fleet_call(name)
 
-    def push(self, run: int, session: str, part: str, content: bytes) -> None:
-        if session != str(self.sent) or part in self.parts:
-            raise transfer.ObjectPushError(part, run, session)
-        if len(self.parts) == 2:
-            self.parts[part] = content  # it was taken, but the answer is lost
-            self.lose()
-        self.parts[part] = content
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            with self.lock:
+                self.calls.append(name)
+                if self.failures.get(name):
+                    context.abort(*self.failures[name].pop(0))
+                fields = getattr(self, CALLS[name])(request, context)
+                return call.response(**fields)
+
+        return grpc.unary_unary_rpc_method_handler(answer, call.request.FromString, call.response.SerializeToString)
+
+    def register_node(self, request: Any, _: Any) -> dict[str, Any]:
+        return {"node_id": 5}
+
+    def activate_node(self, request: Any, _: Any) -> dict[str, Any]:
+        return {"node_id": 5}
+
+    def deactivate_node(self, request: Any, _: Any) -> dict[str, Any]:
+        return {}
+
+    def unregister_node(self, request: Any, _: Any) -> dict[str, Any]:
+        return {}
+
+    def send_node_heartbeat(self, request: Any, _: Any) -> dict[str, Any]:
+        return {"success": True}
+
+    def pull_messages(self, request: Any, _: Any) -> dict[str, Any]:
+        if self.message is None:
+            return {}
+        return {"messages_list": [self.message.envelope], "message_object_trees": [self.message.tree]}
+
+    def pull_object(self, request: Any, _: Any) -> dict[str, Any]:
+        assert self.message is not None
+        if self.unready:
+            self.unready -= 1
+            return {"object_found": True}
+        content = self.message.objects.get(request.object_id)
+        return {
+            "object_found": content is not None,
+            "object_available": bool(content),
+            "object_content": content or b"",
+        }
+
+    def confirm_message_received(self, request: Any, _: Any) -> dict[str, Any]:
+        return {}
+
+    def push_messages(self, request: Any, _: Any) -> dict[str, Any]:
+        self.replies.append(request.messages_list[0])
+        missing = set(numbers_in(request.message_object_trees[0])) - self.parts.keys()
+        return {"objects_to_push": sorted(missing), "session_id": str(len(self.replies))}
+
+    def push_object(self, request: Any, context: Any) -> dict[str, Any]:
+        if self.refuses_parts:
+            self.refuses_parts -= 1
+            return {"stored": False}
+        self.parts[request.object_id] = request.object_content
+        if self.loses_answers:
+            self.loses_answers -= 1
+            context.abort(Status.UNAVAILABLE, "Socket closed")
+        return {"stored": True}
 
 
-def kept(state: Any, store: Any) -> int:
-    return len(state.msg_store) + len(store)
+@pytest.fixture
+def superlink() -> Iterator[SuperLink]:
+    made = SuperLink()
+    yield made
+    made.server.stop(None)
 
 
-def test_calls_that_fail_for_a_passing_reason_are_made_again(invoker: loop.Invoker) -> None:
-    lost = Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-    assert invoker.invoke(failing(INTERNAL, lost, Failure(grpc.StatusCode.UNKNOWN), INTERNAL)) == "answer"
+@pytest.fixture
+def fleet(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Return a node's calls that repeat after milliseconds."""
+    monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
+    made = Fleet(superlink.address, insecure=True)
+    made.join()
+    superlink.calls.clear()
+    yield made
+    made.leave()
 
 
-def test_calls_that_go_on_failing_are_given_up(invoker: loop.Invoker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "PATIENCE_SECONDS", 0.05)
-    with pytest.raises(Failure) as raised:
-        invoker.invoke(failing(*[INTERNAL] * 10_000))
-    assert raised.value.code() == grpc.StatusCode.INTERNAL
-    assert invoker.invoke(failing(INTERNAL)) == "answer"  # the next call has its own time
-    with pytest.raises(RunNotRunningException):
-        invoker.invoke(failing(Failure(grpc.StatusCode.PERMISSION_DENIED)))
+def message(ttl: float = 600.0) -> Packed:
+    InProcessGrid(1)  # gives this process the identity that messages need
+    arrays = ArrayRecord({name: Array(np.full(9, float(i))) for i, name in enumerate("ab")})
+    return pack(Message(RecordDict({"arrays": arrays}), dst_node_id=5, message_type="train", ttl=ttl))
 
 
-def test_every_call_has_an_end(invoker: loop.Invoker) -> None:
-    assert invoker.invoke(lambda *, timeout: timeout) == loop.CALL_SECONDS
-    assert invoker.invoke(lambda *, timeout: timeout, timeout=5) == 5
+def reply(asked: Packed) -> Packed:
+    received = unpack(asked.tree.object_id, asked.objects)
+    return pack(Message(received.content, reply_to=received))
+
+
+def test_a_node_joins_and_leaves(superlink: SuperLink) -> None:
+    node = Fleet(superlink.address, insecure=True)
+    assert node.join() == 5
+    node.leave()
+    assert superlink.calls[:2] == ["RegisterNode", "ActivateNode"]
+    assert superlink.calls[-2:] == ["DeactivateNode", "UnregisterNode"]
+
+
+def test_calls_that_fail_for_a_passing_reason_are_made_again(fleet: Fleet, superlink: SuperLink) -> None:
+    passing = [Status.INTERNAL, Status.UNAVAILABLE, Status.UNKNOWN, Status.INTERNAL]
+    superlink.failures["PullMessages"] = [(code, "failed") for code in passing]
+    assert fleet.pull() is None
+    assert superlink.calls.count("PullMessages") == 5
+
+
+def test_calls_that_go_on_failing_are_given_up(
+    fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calling, "PATIENCE_SECONDS", 0.05)
+    superlink.failures["PullMessages"] = [(Status.INTERNAL, "")] * 10_000
+    with pytest.raises(grpc.RpcError) as raised:
+        fleet.pull()
+    assert raised.value.code() == Status.INTERNAL
+    superlink.failures["PullMessages"] = [(Status.INTERNAL, "")]
+    assert fleet.pull() is None  # the next call has its own time
+    superlink.failures["PullMessages"] = [(Status.PERMISSION_DENIED, "not running")]
+    with pytest.raises(RunEndedError):
+        fleet.pull()
+
+
+def test_every_call_has_an_end(fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(superlink, "pull_messages", lambda request, context: time.sleep(0.5) or {})
+    with pytest.raises(grpc.RpcError) as raised:
+        fleet.call("PullMessages", timeout=0.1, node={"node_id": 5})
+    assert raised.value.code() == Status.DEADLINE_EXCEEDED
 
 
 def test_a_refused_key_is_tried_until_its_last_node_must_be_gone(
-    invoker: loop.Invoker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    superlink: SuperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    refused = (Status.FAILED_PRECONDITION, json.dumps({"code": KEY_REFUSED, "public_message": "Failed"}))
+    superlink.failures["ActivateNode"] = [refused, refused]
+    node = Fleet(superlink.address, insecure=True)
+    assert node.join() == 5
+    node.leave()
+    assert caplog.text.count("the SuperLink does not accept this node's key") == 1
+    monkeypatch.setattr(calling, "ACTIVATION_SECONDS", 0.0)
+    for error in (refused, (Status.FAILED_PRECONDITION, "")):  # any other refusal stands
+        superlink.failures["ActivateNode"] = [error]
+        with pytest.raises(grpc.RpcError):
+            Fleet(superlink.address, insecure=True).join()
+
+
+def test_certificates_that_do_not_fit_end_a_node_only_before_it_was_connected(
+    superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
+    untrusted = (Status.UNAVAILABLE, "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED")
+    superlink.failures["RegisterNode"] = [untrusted]
+    with pytest.raises(grpc.RpcError):
+        Fleet(superlink.address, insecure=True).join()
+    superlink.failures["RegisterNode"] = [(Status.UNAVAILABLE, "Ssl handshake failed: connection reset")]
+    node = Fleet(superlink.address, insecure=True)
+    node.join()
+    superlink.failures["PullMessages"] = [untrusted]
+    assert node.pull() is None
+    node.leave()
+
+
+def test_a_message_arrives_with_its_parts(fleet: Fleet, superlink: SuperLink) -> None:
+    superlink.message, superlink.unready = message(), 3
+    found = fleet.pull()
+    assert found is not None
+    assert fleet.pull_objects(*found) == superlink.message.objects
+    assert superlink.calls[-1] == "ConfirmMessageReceived"
+
+
+def test_a_message_without_its_parts_is_not_confirmed(
+    fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    superlink.message = message()
+    found = fleet.pull()
+    assert found is not None
+    superlink.message.objects.popitem()
+    with pytest.raises(PartError):
+        fleet.pull_objects(*found)
+    superlink.unready = 10_000
+    monkeypatch.setattr(calling, "PART_SECONDS", 0.05)
+    with pytest.raises(PartError):
+        fleet.pull_objects(*found)
+    assert "ConfirmMessageReceived" not in superlink.calls
+
+
+def test_a_reply_is_handed_in_whole_whatever_fails_on_the_way(fleet: Fleet, superlink: SuperLink) -> None:
+    # Its announcement fails; the answer to one of its parts is lost; then a part is refused.
+    superlink.failures["PushMessages"] = [(Status.INTERNAL, "")]
+    superlink.loses_answers, superlink.refuses_parts = 1, 1
+    answer = reply(message())
+    push_until_expired(fleet, answer, 1.0)
+    assert superlink.parts == answer.objects
+    assert len(superlink.replies) == 2
+    assert {each.metadata.message_id for each in superlink.replies} == {answer.tree.object_id}
+
+
+def test_a_reply_that_has_no_time_left_is_dropped(
+    fleet: Fleet, superlink: SuperLink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    told = f'{{"code": {int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)}, "public_message": "Failed"}}'
-    refused = Failure(grpc.StatusCode.FAILED_PRECONDITION, told)
-    assert invoker.invoke(failing(refused, refused)) == "answer"
-    assert caplog.text.count("the SuperLink does not accept this node's key") == 1
-    monkeypatch.setattr(loop, "ACTIVATION_SECONDS", 0.0)
-    with pytest.raises(Failure):
-        invoker.invoke(failing(refused))
-    with pytest.raises(Failure):  # any other refusal stands
-        invoker.invoke(failing(Failure(grpc.StatusCode.FAILED_PRECONDITION)))
+    monkeypatch.setattr(calling, "PATIENCE_SECONDS", 0.0)
+    superlink.failures["PushMessages"] = [(Status.INTERNAL, "")] * 10_000
+    push_until_expired(fleet, reply(message(ttl=0.3)), 1.0)
+    assert "is lost: INTERNAL" in caplog.text
 
 
-def test_certificates_that_do_not_fit_end_a_node_only_before_it_was_connected(invoker: loop.Invoker) -> None:
-    untrusted = Failure(grpc.StatusCode.UNAVAILABLE, "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED")
-    with pytest.raises(Failure):
-        invoker.invoke(failing(untrusted))
-    cut = Failure(grpc.StatusCode.UNAVAILABLE, "Ssl handshake failed: connection reset")
-    assert invoker.invoke(failing(cut)) == "answer"
-    assert invoker.invoke(failing(untrusted)) == "answer"
+def test_a_reply_to_a_run_that_is_over_is_dropped_at_once(fleet: Fleet, superlink: SuperLink) -> None:
+    superlink.failures["PushMessages"] = [(Status.PERMISSION_DENIED, "not running")]
+    push_until_expired(fleet, reply(message()), 1.0)
+    assert superlink.calls.count("PushMessages") == 1
 
 
-def test_a_reply_is_handed_in_whole_whatever_fails_on_the_way(
-    node: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "FIRST_PAUSE_SECONDS", 0.001)
-    # Its announcement fails; then the answer to one of its parts is lost, which Flower takes for a refusal of the rest.
-    superlink = SuperLink(INTERNAL, lost=[Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed")])
-    state, store = node
-    (reply,) = [entry.message for entry in state.msg_store.values() if entry.message.metadata.reply_to_message_id]
-    parts = {part.object_id for part in loop.iterate_object_tree(store.get_object_tree(reply.metadata.message_id))}
-    loop.push_replies(Event(), state, store, superlink.send, superlink.push)
-    assert superlink.parts.keys() == parts
-    assert superlink.sent == 2
-    assert kept(state, store) == 0
-
-
-def test_a_reply_that_has_no_time_left_is_dropped(node: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "FIRST_PAUSE_SECONDS", 0.001)
-    state, store = node
-    for entry in state.msg_store.values():
-        entry.message.metadata.ttl = time.time() - entry.message.metadata.created_at + 0.05
-    loop.push_replies(Event(), state, store, SuperLink(*[INTERNAL] * 10_000).send, lambda *_: None)
-    assert kept(state, store) == 0
-
-
-def test_a_reply_to_a_run_that_is_over_is_dropped_at_once(node: tuple[Any, Any]) -> None:
-    state, store = node
-    superlink = SuperLink(RunNotRunningException())
-    loop.push_replies(Event(), state, store, superlink.send, superlink.push)
-    assert superlink.sent == kept(state, store) == 0
-
-
-def test_a_reply_of_which_the_worker_has_not_handed_in_all_is_never_sent(
-    node: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "PART_SECONDS", 0.05)
-    state, store = node
-    whole = store.get
-    (reply,) = [entry.message for entry in state.msg_store.values() if entry.message.metadata.reply_to_message_id]
-    parts = {part.object_id for part in loop.iterate_object_tree(store.get_object_tree(reply.metadata.message_id))}
-    monkeypatch.setattr(store, "get", lambda part: b"" if part in parts else whole(part))
-    superlink = SuperLink()
-    loop.push_replies(Event(), state, store, superlink.send, superlink.push)
-    # What is sent instead says that the reply is lost.
-    assert superlink.sent == 1
-    assert not parts & superlink.parts.keys()
-    (sent,) = superlink.replies
-    assert (sent.error.code, sent.metadata.reply_to_message_id) == (ErrorCode.MESSAGE_UNAVAILABLE, "asked")
-    assert kept(state, store) == 0
-
-
-def test_a_worker_that_has_done_without_a_reply_is_answered_for(node: tuple[Any, Any]) -> None:
-    state, store = node
-    (reply,) = state.get_messages(is_reply=True)
-    state.delete_messages(message_ids=[reply.metadata.message_id])
-    store.delete(reply.metadata.message_id)
-    superlink, lost = SuperLink(), Event()
-    lost.set()
-    loop.push_replies(lost, state, store, superlink.send, superlink.push)
-    assert [sent.metadata.reply_to_message_id for sent in superlink.replies] == ["asked"]
-    assert kept(state, store) == 0
-    assert not lost.is_set()
-
-
-def test_a_message_that_comes_without_its_parts_is_answered(node: tuple[Any, Any]) -> None:
-    state, store = node
-    state.get_messages(is_reply=True)  # the reply that was there is under way
-    came = message()
-    came.metadata.__dict__["_message_id"] = "second"
-
-    def pull(*, receive: Callable[[], Any], **_: object) -> None:
-        assert receive()[0] is came
-
-    run = loop.pull_or_push(pull, node_state=NodeState(), state=state, receive=lambda: (came, None), object_store=store)
-    assert run == RUN
-    (reply,) = state.get_messages(is_reply=True)
-    assert reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-    assert reply.metadata.reply_to_message_id == "second"
-
-
-def test_a_failed_call_for_messages_does_not_end_the_node(node: tuple[Any, Any]) -> None:
-    state, store = node
-    state.get_messages(is_reply=True)
-
-    def pull(*, receive: Callable[[], Any], **_: object) -> None:
-        receive()
-
-    def receive() -> None:
-        raise INTERNAL
-
-    assert loop.pull_or_push(pull, node_state=NodeState(), state=state, receive=receive, object_store=store) is None
-
-
-def test_heartbeats_go_on_after_any_error() -> None:
-    errors = [INTERNAL, RuntimeError("Heartbeat failed unexpectedly")]
-
-    def beat() -> bool:
-        if errors:
-            raise errors.pop()
-        return True
-
-    sender = loop.HeartbeatSender(beat)
-    for _ in range(2):
-        with pytest.raises(heartbeat.HeartbeatFailure):
-            sender._heartbeat()
-    sender._heartbeat()
-
-
-def test_the_names_of_flower_that_a_node_replaces_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced = {}
-    monkeypatch.setattr(
-        loop, "put", lambda module, name, value: replaced.update({(module, name): getattr(module, name)})
-    )
-    loop.make_steadfast(Event(), NodeState())
-    assert replaced.keys() == {
-        (start_client_internal, "_make_fleet_connection_retry_invoker"),
-        (start_client_internal, "_pull_and_store_message"),
-        (start_client_internal, "_push_messages"),
-        (connection, "HeartbeatSender"),
-        (connection, "HEARTBEAT_DEFAULT_INTERVAL"),
-        (heartbeat, "HEARTBEAT_DEFAULT_INTERVAL"),
-        (in_memory_corestate, "HEARTBEAT_DEFAULT_INTERVAL"),
-        (transfer, "get_num_workers"),
-    }
-    pull = inspect.signature(start_client_internal._pull_and_store_message).parameters
-    assert {"state", "object_store", "receive"} <= pull.keys()
-    push = inspect.signature(start_client_internal._push_messages).parameters
-    assert list(push) == ["state", "object_store", "send", "push_object"]
-    with pytest.raises(AttributeError):
-        monkeypatch.undo()
-        loop.put(start_client_internal, "no_such_name", None)
+def test_heartbeats_go_on_after_any_error(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(calling, "HEARTBEAT_SECONDS", 5.02)
+    answers = iter([{"success": False}])
+    monkeypatch.setattr(superlink, "send_node_heartbeat", lambda request, context: next(answers, {"success": True}))
+    superlink.failures["SendNodeHeartbeat"] = [(Status.INTERNAL, ""), (Status.UNAUTHENTICATED, "")]
+    node = Fleet(superlink.address, insecure=True)
+    node.join()
+    end = time.monotonic() + 10
+    while superlink.calls.count("SendNodeHeartbeat") < 6:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    node.leave()

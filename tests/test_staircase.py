@@ -95,9 +95,9 @@ def test_no_module_is_loaded_by_a_name_that_the_graph_does_not_know() -> None:
         for name, file in modules().items()
         if "import_module" in file.read_text(encoding="utf-8") or "__import__" in file.read_text(encoding="utf-8")
     }
-    # The worker loads the ClientApp of a run's own code, which Flower has installed, the SuperLink parts of Flower;
-    # extensions are code of people's own.
-    own = {"posy.deploy.worker", "posy.deploy.database", "posy.extensions"}
+    # A node's worker imports PyTorch in advance, and the ClientApp of a run's own code; extensions are code of people's
+    # own.
+    own = {"posy.deploy.worker", "posy.deploy.apps", "posy.extensions"}
     assert loading <= {"posy.strategies.methods", "posy.client_app.registry", *own}
 
 

@@ -14,15 +14,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.cli.build import build_fab_from_files
-from flwr.supercore.fab import Fab
 from flwr.supercore.primitives.asymmetric_ed25519 import create_message_to_sign, sign_message
-from flwr.supercore.run import Run
 from sklearn.datasets import load_digits
 
 from benchmarks.local_federation import Deployment
 from posy.client_app.audit import AuditLog
 from posy.commands import cli
-from posy.deploy.internals import Apps
+from posy.deploy.apps import Apps
+from posy.deploy.tasks import Bundle
 from posy.deploy.trusted import UntrustedAppError, check_signatures, read_entities
 from posy.settings import SettingsError
 
@@ -60,8 +59,8 @@ def key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
 
 
-def fab(content: bytes, verifications: dict[str, str]) -> Fab:
-    return Fab(hashlib.sha256(content).hexdigest(), content, verifications)
+def fab(content: bytes, verifications: dict[str, str]) -> Bundle:
+    return Bundle(hashlib.sha256(content).hexdigest(), content, verifications)
 
 
 def test_the_signature_of_a_trusted_key_is_found(key: Ed25519PrivateKey, bundle: bytes) -> None:
@@ -85,8 +84,7 @@ def test_any_other_app_is_refused(key: Ed25519PrivateKey, bundle: bytes) -> None
     ):
         with pytest.raises(UntrustedAppError, match="no trusted entity of this node"):
             check_signatures(fab(bundle, verifications), entities)
-    other = fab(bundle, {**HUB, KEY_ID: verification(key, bundle)})
-    other.hash_str = "0" * 64
+    other = Bundle("0" * 64, bundle, {**HUB, KEY_ID: verification(key, bundle)})
     with pytest.raises(UntrustedAppError, match="not the one that its hash names"):
         check_signatures(other, entities)
 
@@ -96,20 +94,18 @@ def test_the_worker_neither_unpacks_nor_imports_an_unsigned_app(
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     monkeypatch.setenv("POSY_TEST_TRACE", "")
-    run = Run.create_empty(1)
-    run.fab_id, run.fab_version = "p/a", "1.0"
     apps = Apps({KEY_ID: public_text(key)})
     with pytest.raises(UntrustedAppError):
-        apps.load(run, fab(bundle, HUB), "any")
+        apps.load(fab(bundle, HUB), "any")
     assert not (tmp_path / "apps").exists()
     import os
 
     assert not os.environ["POSY_TEST_TRACE"]
     assert apps.signers == []
-    assert apps.load(run, fab(bundle, {**HUB, KEY_ID: verification(key, bundle)}), "any") is not None
+    assert apps.load(fab(bundle, {**HUB, KEY_ID: verification(key, bundle)}), "any") is not None
     assert os.environ["POSY_TEST_TRACE"] == "imported"
     assert apps.signers == [KEY_ID]
-    assert Apps().load(run, fab(bundle, {}), "any") is not None  # without the option every app runs
+    assert Apps().load(fab(bundle, {}), "any") is not None  # without the option every app runs
 
 
 @pytest.mark.parametrize(

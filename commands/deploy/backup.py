@@ -12,6 +12,8 @@ from posy.storage import lock, replace
 
 DATABASE = "state.db"
 """Name of the database in the directory of a SuperLink's state."""
+VERSION_TABLE = "alembic_version"
+"""Table in which Alembic stores the version of the other tables."""
 OWNER_ONLY = 0o700
 """Mode of this directory: a user who can read the database can impersonate any run."""
 
@@ -116,5 +118,5 @@ def _check(database: Path) -> None:
     with closing(_opened(database)) as opened:
         problems = [row for (row,) in opened.execute("PRAGMA quick_check(1)")]
         tables = {name for (name,) in opened.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if problems != ["ok"] or not {"node", "run"} <= tables:
+    if problems != ["ok"] or VERSION_TABLE not in tables:
         raise SettingsError(f"{database} is not a SuperLink's complete database: {problems[0]}, {len(tables)} tables")

@@ -1,16 +1,15 @@
 """The app's bundle: Posy's code and the user's files, as one file for the SuperLink and the nodes."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from flwr.cli.build import build_fab_from_files
-from flwr.cli.utils import collect_files
 
 from posy.commands.launch import APP
-from posy.extensions import bundle_files, is_custom, module_of
+from posy.deploy.flower_internals import build_bundle
+from posy.extensions import is_custom, module_of, bundle_files
 from posy.paths import sha256_of
 from posy.settings import LaunchError, Scalar
 from posy.strategies.registry import declared
@@ -50,10 +49,25 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
             "docs/generate.py` brings that table up to date"
         )
     app["fab-include"] += files  # Flower refuses a pattern that nothing matches
-    content: dict[str, Any] = {**collect_files(APP), **files, "pyproject.toml": tomli_w.dumps(project).encode()}
+    content: dict[str, Any] = {
+        **_files_of_the_app(app["fab-include"]),
+        **files,
+        "pyproject.toml": tomli_w.dumps(project).encode(),
+    }
     for target, file in sorted(files.items()):
         print(f"posy: {file} travels with the run as {target} (SHA-256 {sha256_of(file)[:16]}…)")
-    return build_fab_from_files(content)[0], sent_settings
+    return build_bundle(content), sent_settings
+
+
+def _files_of_the_app(patterns: Sequence[str]) -> dict[str, Path]:
+    """Return the files of this checkout that the patterns name, by their paths in it; links lead out of it."""
+    paths = [path for pattern in patterns for path in APP.glob(pattern.removeprefix("/"))]
+    paths = [
+        path
+        for path in (*paths, APP / ".gitignore")
+        if path.is_file() and path.resolve() == APP.resolve() / path.relative_to(APP)
+    ]
+    return {path.relative_to(APP).as_posix(): path for path in paths}
 
 
 def custom_keys(method: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Control of a SuperLink: list its runs and nodes, register keys, submit a run, show its log, stop it.
 
-All calls use Flower's client of its Control API. Flower's command line starts a process for each call. It shows neither
-the names of registered nodes nor the settings of a run.
+All calls speak the protocol of Flower's Control API. Flower's command line starts a process for each call. It shows
+neither the names of registered nodes nor the settings of a run.
 """
 
 import hashlib
@@ -14,33 +14,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
-from flwr.common.serde import user_config_from_proto, user_config_to_proto
-from flwr.proto.control_pb2 import (
-    ListNodesRequest,
-    ListRunsRequest,
-    RegisterNodeRequest,
-    StartRunRequest,
-    StopRunRequest,
-    StreamLogsRequest,
-    UnregisterNodeRequest,
-)
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
 from posy.commands.deploy.bundle import bundle
 from posy.commands.launch import INTERRUPTED, Connection, resume_command, without_proxy
 from posy.commands.runlog import RunLog
+from posy.deploy.flower_internals import (
+    MEDIA_TYPE,
+    STREAM_MEDIA_TYPE,
+    config_of,
+    control_call,
+    http_path,
+    to_config,
+)
 from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.run_settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
 """Seconds for which a SuperLink may be unreachable while Posy follows a run, which may survive the outage."""
+CALL_SECONDS = 30.0
+"""Timeout of a call in seconds."""
 LOOK_SECONDS = 1.0
 """Seconds between two attempts to reach a SuperLink, or between two checks of a run that has not ended."""
 
@@ -79,27 +76,57 @@ class Run:
 
 
 class Control:
-    """The Control API of a SuperLink at ``host:port``, called through Flower's client."""
+    """The Control API of a SuperLink at ``host:port``, called with an HTTP client."""
 
-    def __init__(self, client: ControlHttpClient, address: str) -> None:
+    def __init__(self, client: httpx.Client, address: str) -> None:
         self._client = client
         self.address = address
 
-    def nodes(self) -> list[NodeInfo]:
+    def call(self, name: str, /, **fields: Any) -> Any:
+        """Return the answer to a call; raise an error of httpx if it fails."""
+        request = self._request(name, MEDIA_TYPE, fields)
+        response = self._client.send(request)
+        response.raise_for_status()
+        return control_call(name).response.FromString(response.content)
+
+    def stream(self, name: str, /, **fields: Any) -> Iterator[Any]:
+        """Yield the answers to a call as they arrive; raise an error of httpx if it fails."""
+        request = self._request(name, STREAM_MEDIA_TYPE, fields)
+        request.extensions["timeout"] |= {"read": None}  # the log of a run may be silent for long
+        response = self._client.send(request, stream=True)
+        try:
+            if response.is_error:
+                response.read()
+            response.raise_for_status()
+            unread = b""
+            for chunk in response.iter_bytes():
+                unread += chunk
+                while len(unread) >= 4 and len(unread) >= (end := 4 + int.from_bytes(unread[:4])):
+                    yield control_call(name).response.FromString(unread[4:end])
+                    unread = unread[end:]
+        finally:
+            response.close()
+
+    def _request(self, name: str, accept: str, fields: Mapping[str, Any]) -> httpx.Request:
+        content = control_call(name).request(**fields).SerializeToString(deterministic=True)
+        headers = {"content-type": MEDIA_TYPE, "accept": accept, "accept-encoding": "identity"}
+        return self._client.build_request("POST", http_path("control", name), content=content, headers=headers)
+
+    def nodes(self) -> list[Any]:
         """Return the registered nodes, sorted by name; a node without a name gets its number as a name."""
-        nodes = self._client.ListNodes(ListNodesRequest()).nodes_info
+        nodes = self.call("ListNodes").nodes_info
         for node in nodes:
             node.name = node.name or str(node.node_id)
         return sorted((node for node in nodes if node.status != "unregistered"), key=lambda node: node.name)
 
     def runs(self) -> list[Run]:
         """Return all runs, newest first."""
-        answer = self._client.ListRuns(ListRunsRequest())
+        answer = self.call("ListRuns")
         runs = sorted(answer.run_dict.values(), key=lambda run: str(run.pending_at), reverse=True)
         return [
             Run(
                 number=str(run.run_id),
-                config=user_config_from_proto(run.override_config),
+                config=config_of(run.override_config),
                 status=run.status.sub_status or run.status.status,
                 since=local_time(run.finished_at or run.running_at or run.starting_at or run.pending_at),
                 seconds=_seconds(run.running_at, run.finished_at or answer.now),
@@ -124,11 +151,11 @@ class Control:
 
     def register(self, name: str, public_key: bytes) -> None:
         """Register the public key (PEM) of a node under a name, so that the node may join."""
-        self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
+        self.call("RegisterNode", public_key=public_key, name=name)
 
     def unregister(self, number: int) -> None:
         """Exclude the node with a number; its key cannot be registered again."""
-        self._client.UnregisterNode(UnregisterNodeRequest(node_id=number))
+        self.call("UnregisterNode", node_id=number)
 
     def submit(self, settings: Mapping[str, Scalar]) -> str:
         """Submit the running code with settings as a run, and return the run's number; see :func:`bundle`.
@@ -136,8 +163,8 @@ class Control:
         Raises :class:`LaunchError` if the SuperLink rejects the code.
         """
         content, config = bundle(settings)
-        fab = Fab(hash_str=hashlib.sha256(content).hexdigest(), content=content)
-        answer = self._client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(config))))
+        fab = {"hash_str": hashlib.sha256(content).hexdigest(), "content": content}
+        answer = self.call("StartRun", fab=fab, override_config=to_config(config))
         if not answer.run_id:
             raise LaunchError(
                 f"the SuperLink at {self.address} rejects the app of {len(content)} bytes; its log shows the reason"
@@ -146,7 +173,7 @@ class Control:
 
     def stop(self, number: str) -> None:
         """Stop a run."""
-        self._client.StopRun(StopRunRequest(run_id=int(number)))
+        self.call("StopRun", run_id=int(number))
 
     def follow(self, number: str, show: Callable[[str], object], patience: float = OUTAGE_SECONDS) -> Run:
         """Pass each line of a run's log to ``show`` until the run ends, and return the run.
@@ -156,7 +183,7 @@ class Control:
         after, unfinished, deadline = 0.0, "", None
         while True:
             try:
-                for part in self._client.StreamLogs(StreamLogsRequest(run_id=int(number), after_timestamp=after)):
+                for part in self.stream("StreamLogs", run_id=int(number), after_timestamp=after):
                     after, deadline = part.latest_timestamp, None
                     *lines, unfinished = (unfinished + part.log_output).split("\n")
                     for line in lines:
@@ -198,11 +225,15 @@ def control(superlink: Connection) -> Iterator[Control]:
     """
     os.environ |= without_proxy()
     ca = superlink.root_certificates
-    client = ControlHttpClient.from_server_address(
-        superlink.address,
-        insecure=ca is None,
-        root_certificates=None if ca is None else ca.read_bytes(),
-        interceptors=[RuntimeVersionHttpInterceptor(component_name="posy")],
+    client = httpx.Client(
+        base_url=f"{'http' if ca is None else 'https'}://{superlink.address}",
+        verify=True if ca is None else ssl.create_default_context(cafile=str(ca)),
+        timeout=CALL_SECONDS,
+        headers={
+            "flwr-package-name": "flwr",
+            "flwr-package-version": version("flwr"),
+            "flwr-component-name": "posy",
+        },
     )
     try:
         yield Control(client, superlink.address)

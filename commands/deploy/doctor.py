@@ -17,12 +17,6 @@ from typing import Any, Literal, NamedTuple
 import grpc
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
-from flwr.proto.fleet_pb2 import ActivateNodeRequest
-from flwr.proto.fleet_pb2_grpc import FleetStub
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.date import now
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 
 from posy.commands.deploy.certificates import (
     Files,
@@ -37,6 +31,8 @@ from posy.commands.deploy.certificates import (
 from posy.commands.deploy.control import control
 from posy.commands.deploy.status import TOLERATED, VERSIONS, facts_of_nodes, free_disk, offset, results_of, space
 from posy.commands.launch import Connection
+from posy.deploy.fleet import code_in, public_pem_of, signature_headers
+from posy.deploy.flower_internals import INTERVAL_REFUSED, KEY_REFUSED, fleet_call
 from posy.flower import CLOCK_SECONDS, FLOWER, versions
 from posy.paths import absolute
 from posy.server_app.run_status import read_statuses
@@ -259,18 +255,20 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
     """Check that the SuperLink admits a node's key, and that this machine's clock is right; change nothing."""
     with refused(f"{key} is not a private key as `posy certificates` makes it"):
         private = load_private_key(key.read_bytes())
-    public = public_key_to_bytes(private.public_key())
+    path, request, response = fleet_call("ActivateNode")
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes())) as channel:
 
         def refusal(shift: float = 0.0) -> str:
             """Return the SuperLink's reply to a request with this key, by a clock ``shift`` seconds ahead."""
-            stamp = (now() + datetime.timedelta(seconds=shift)).isoformat()
-            signature = sign_message(private, stamp.encode("ascii"))
-            headers = ((PUBLIC_KEY_HEADER, public), (TIMESTAMP_HEADER, stamp), (SIGNATURE_HEADER, signature))
+            headers = signature_headers(private, datetime.timedelta(seconds=shift))
+            call = channel.unary_unary(path, request.SerializeToString, response.FromString)
             # The SuperLink checks the key first, then refuses the interval: the request has no effect.
-            request = ActivateNodeRequest(public_key=public, heartbeat_interval=0.0)
             try:
-                FleetStub(channel).ActivateNode(request, metadata=headers, timeout=REACH_SECONDS)
+                call(
+                    request(public_key=public_pem_of(private), heartbeat_interval=0.0),
+                    metadata=headers,
+                    timeout=REACH_SECONDS,
+                )
             except grpc.RpcError as error:
                 return str(error.details())
             return "it was taken"
@@ -297,15 +295,15 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
             )
         else:
             yield Finding("ok", "this machine's clock agrees with the SuperLink's clock")
-    if _UNKNOWN_KEY in reply:
+    if code_in(reply) == KEY_REFUSED:
         yield Finding("error", f"{key} is not registered: `posy register {key.stem}.pub` on the server")
-    elif _BAD_INTERVAL in reply:
+    elif code_in(reply) == INTERVAL_REFUSED:
         yield Finding("ok", f"{key} is registered")
     else:
         yield Finding("warning", f"the SuperLink does not report whether {key} is registered; its reply: {reply}")
 
 
-def check_nodes(nodes: Sequence[NodeInfo], folder: Path | None) -> Iterator[Finding]:
+def check_nodes(nodes: Sequence[Any], folder: Path | None) -> Iterator[Finding]:
     """Compare the registered keys with the keys in a directory, and report nodes that were never online."""
     keys = {}
     for path in sorted(folder.glob("*.pub")) if folder else ():
@@ -327,7 +325,7 @@ def check_nodes(nodes: Sequence[NodeInfo], folder: Path | None) -> Iterator[Find
     yield Finding("ok", f"{online} of {len(nodes)} registered nodes are online")
 
 
-def check_node_reports(nodes: Sequence[NodeInfo], statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def check_node_reports(nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Compare the versions and clocks that runs have recorded for the nodes with the server's."""
     node_facts = facts_of_nodes(statuses)
     server_versions = versions()
@@ -351,9 +349,7 @@ def check_node_reports(nodes: Sequence[NodeInfo], statuses: Mapping[str, Mapping
 # -- helpers ---------------------------------------------------------------------------------------------
 
 _BAD_TIME = "Invalid timestamp"
-_UNKNOWN_KEY = "2004"
-_BAD_INTERVAL = "2003"
-"""Parts of the messages with which Flower's SuperLink refuses a request to join."""
+"""Part of the message with which Flower's SuperLink refuses a request to join."""
 
 
 def _now() -> datetime.datetime:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr.proto.node_pb2 import NodeInfo
-
 from posy.commands.deploy.control import Run, local_time
 from posy.listing import print_table
 from posy.server_app.progress import duration, size
@@ -23,7 +21,7 @@ TOLERATED = 2.0
 """Largest clock error of a node, in seconds, that Posy does not report."""
 
 
-def show(runs: Sequence[Run], nodes: Sequence[NodeInfo], statuses: Mapping[str, Mapping[str, Any]]) -> None:
+def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> None:
     """Print runs and nodes; ``statuses`` holds the status that each run has written, by its number."""
     rows = []
     for run in runs:
@@ -56,7 +54,7 @@ def facts_of_nodes(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Mappi
     return newest
 
 
-def doing(node: NodeInfo, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, Any]]) -> str:
+def doing(node: Any, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a node's current activity, or an empty text if no run reports it."""
     active_runs = [run for run in runs if not run.ended]
     reported = [(run, statuses[run.number]) for run in active_runs if run.number in statuses]

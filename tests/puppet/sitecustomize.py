@@ -52,7 +52,7 @@ def told(word: str) -> bool:
 def misbehaving(push: Callable[..., Any]) -> Callable[..., Any]:
     """Return what hands in replies, in its own way."""
 
-    def pushed(client: Any, message: Any, context: Any) -> Any:
+    def pushed(task: Any, message: Any) -> Any:
         from posy.folding import fold, unfold
 
         trained = message.metadata.message_type == "train" and message.has_content()
@@ -67,15 +67,14 @@ def misbehaving(push: Callable[..., Any]) -> Callable[..., Any]:
             for word, number in (("die", signal.SIGKILL), ("hang", signal.SIGSTOP)):
                 if told(word):
                     os.kill(os.getpid(), number)
-        return push(client, message, context)
+        return push(task, message)
 
     return pushed
 
 
 if "posy.deploy.node" in sys.orig_argv:
-    from flwr.supernode.runtime import run_clientapp
+    from posy.deploy import fleet
+    from posy.deploy.tasks import Task
 
-    from posy.deploy import loop
-
-    run_clientapp.push_message = misbehaving(run_clientapp.push_message)
-    loop.HEARTBEAT_SECONDS = HEARTBEAT_SECONDS
+    Task.push = misbehaving(Task.push)
+    fleet.HEARTBEAT_SECONDS = HEARTBEAT_SECONDS

@@ -56,36 +56,36 @@ def instead(module: Any, name: str, change: Callable[..., Any]) -> None:
 
 def sabotage() -> None:
     """Let this process, a SuperLink, obey."""
-    from flwr.proto import fleet_pb2, message_pb2
-    from flwr.server.superlink.fleet.message_handler import message_handler
+    from posy.deploy import front
+    from posy.deploy.flower_internals import fleet_call
 
     def pull_messages(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         response = call(*args, **named)
         types = [message.metadata.message_type for message in response.messages_list]
         return type(response)() if types == ["train"] and told("lose-message") else response
 
-    def push_messages(call: Callable[..., Any], request: Any, *args: Any, **named: Any) -> Any:
+    def push_messages(call: Callable[..., Any], calls: Any, request: Any, *args: Any, **named: Any) -> Any:
         types = [message.metadata.message_type for message in request.messages_list]
         if types == ["train"] and told("lose-reply"):
-            return fleet_pb2.PushMessagesResponse(results={"0": 0})
-        return call(request, *args, **named)
+            return fleet_call("PushMessages").response(results={"0": 0})
+        return call(calls, request, *args, **named)
 
     def pull_object(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if told("die-while-pulled"):
             os.kill(os.getpid(), signal.SIGKILL)
         if told("lose-object-of-message"):
-            return message_pb2.PullObjectResponse(object_found=False, object_available=False)
+            return fleet_call("PullObject").response(object_found=False, object_available=False)
         return call(*args, **named)
 
     def push_object(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if told("die-while-pushed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if told("lose-object-of-reply"):
-            return message_pb2.PushObjectResponse(stored=True)
+            return fleet_call("PushObject").response(stored=True)
         return call(*args, **named)
 
     for change in (pull_messages, push_messages, pull_object, push_object):
-        instead(message_handler, change.__name__, change)
+        instead(front.NodeCalls, "_" + change.__name__.replace("_", ""), change)
 
 
 time.time = lambda: _time() + ahead()

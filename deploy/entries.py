@@ -1,0 +1,49 @@
+"""The entries that a node and its worker exchange over their socket.
+
+An entry is a JSON object in a line, with the lengths of its parts in ``sizes``, and then the bytes of these parts.
+"""
+
+import json
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+
+class EntrySocket:
+    """One end of the socket; several threads may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._writing = threading.Lock()
+
+    def send(self, parts: Sequence[bytes] = (), **fields: Any) -> None:
+        """Send an entry; raise :class:`OSError` if the other end has gone or does not read."""
+        head = json.dumps({**fields, "sizes": [len(part) for part in parts]}).encode() + b"\n"
+        with self._writing:
+            for content in (head, *parts):
+                self._connection.sendall(content)
+
+
+def read_entry(stream: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
+    """Return the next entry and its parts; None at the end of the stream.
+
+    Raises
+    ------
+    ValueError
+        If the entry is malformed: the code of a run can write to the socket of its worker.
+    """
+    line = stream.readline()
+    if not line:
+        return None
+    head = json.loads(line)
+    sizes = head.pop("sizes", None) if isinstance(head, dict) else None
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"an entry with the sizes {sizes!r}")
+    parts = []
+    for size in sizes:
+        part = stream.read(size)
+        if len(part) < size:
+            return None
+        parts.append(part)
+    return head, parts

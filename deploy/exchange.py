@@ -1,0 +1,415 @@
+"""The messages between ServerApps and nodes, in the memory of the SuperLink.
+
+Flower's SuperLink writes to its database about two hundred times for each message of a round, which takes most of the
+time of a short round. :class:`Exchange` keeps the messages and their objects in memory instead. They are lost when the
+SuperLink ends, and the ServerApp sends them again. Runs, nodes and code stay in the database.
+
+A message or reply is delivered when all its objects have arrived. Otherwise its receiver would wait for the missing
+objects, and a ServerApp would not ask for the other replies meanwhile. A receiver confirms a message when it has all
+objects. If it asks again before, it has not received the message, and gets it again.
+"""
+
+import secrets
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from logging import WARNING
+from typing import Any
+
+from flwr.common.logger import log
+
+from posy.deploy.flower_internals import fleet_call, numbers_in, packed_error
+from posy.flower import ErrorCode
+
+SERVER = 1
+"""Node id of the SuperLink, which is the sender of a ServerApp's messages."""
+HOLD_SECONDS = 1.0
+"""Longest time that a request for messages waits."""
+GATHER_SECONDS = 0.05
+"""Longest time that a ServerApp's request waits for further replies after the first: an answer takes ten queries."""
+HELD_NODES, HELD_SERVERS = 500, 16
+"""Number of nodes and of ServerApps whose requests may wait; Flower has 1,000 and 40 threads for them."""
+ARRIVAL_SECONDS = 180.0
+"""Seconds without a further object after which an incomplete message is dropped."""
+MOST_TIMES = 4
+"""Number of times that a message is delivered to a node that does not confirm it."""
+REASONS = {
+    ErrorCode.MESSAGE_UNAVAILABLE: "the SuperLink has lost the message, or its time to live is over",
+    ErrorCode.NODE_UNAVAILABLE: "the node is offline",
+}
+PATIENCE = 2
+"""Number of heartbeat intervals after which a silent node is offline."""
+DEFAULT_INTERVAL = 30.0
+"""Heartbeat interval in seconds of a node that has not told its own since the SuperLink has started."""
+
+
+@dataclass
+class Parcel:
+    """A message or a reply, and what of it has arrived."""
+
+    envelope: Any
+    tree: Any
+    numbers: frozenset[str]
+    expires: float
+    """Time at which its time to live is over, by the monotonic clock."""
+    missing: set[str] = field(default_factory=set)
+    arrived: float = field(default_factory=time.monotonic)
+    """Time of the last object, by the monotonic clock."""
+    delivered: int = 0
+    """Number of times that the receiver has got it."""
+    received: bool = False
+    """Whether the receiver has confirmed it."""
+    reply: "Parcel | None" = None
+
+    @property
+    def number(self) -> str:
+        """Its id."""
+        return str(self.envelope.metadata.message_id)
+
+    @property
+    def run_id(self) -> int:
+        """The id of its run."""
+        return int(self.envelope.metadata.run_id)
+
+    @property
+    def node(self) -> int:
+        """The node that receives it."""
+        return int(self.envelope.metadata.dst_node_id)
+
+
+class Presence:
+    """The nodes that are online, by the monotonic clock: setting the clock takes no node offline."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._seen: dict[int, tuple[float, float]] = {}
+        """Time of the last sign of life of each node, and its heartbeat interval."""
+
+    def alive(self, node: int, interval: float | None = None) -> None:
+        """Note a sign of life of a node, and its heartbeat interval."""
+        self._seen[node] = time.monotonic(), interval or self._seen.get(node, (0.0, DEFAULT_INTERVAL))[1]
+
+    def gone(self, node: int) -> None:
+        """Note that a node has left."""
+        self._seen[node] = float("-inf"), DEFAULT_INTERVAL
+
+    def is_offline(self, node: int) -> bool:
+        """Return whether a node has left or is silent for too long."""
+        seen, interval = self._seen.get(node, (self._started, DEFAULT_INTERVAL))
+        return time.monotonic() - seen > PATIENCE * interval
+
+
+class Depot:
+    """The objects of parcels; parcels with equal objects share them."""
+
+    def __init__(self) -> None:
+        self._objects: dict[tuple[int, str], bytes] = {}
+        self._uses: Counter[tuple[int, str]] = Counter()
+        """Number of parcels that an object belongs to."""
+        self._lacking: dict[tuple[int, str], list[Parcel]] = defaultdict(list)
+        """The parcels that lack an object."""
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def add(self, parcel: Parcel) -> None:
+        """Note a parcel, and which of its objects are missing."""
+        for number in parcel.numbers:
+            key = parcel.run_id, number
+            self._uses[key] += 1
+            if key not in self._objects:
+                parcel.missing.add(number)
+                self._lacking[key].append(parcel)
+
+    def remove(self, parcel: Parcel) -> None:
+        """Delete the objects that only this parcel needs."""
+        for number in parcel.numbers:
+            key = parcel.run_id, number
+            self._uses[key] -= 1
+            if number in parcel.missing:
+                self._lacking[key].remove(parcel)
+            if not self._uses[key]:
+                del self._uses[key]
+                self._objects.pop(key, None)
+                self._lacking.pop(key, None)
+        parcel.missing.clear()
+
+    def put(self, run_id: int, number: str, content: bytes) -> list[Parcel] | None:
+        """Store an object, and return the parcels that are complete with it; None if no parcel needs the object."""
+        key = run_id, number
+        if key not in self._uses:
+            return None
+        self._objects[key] = content
+        parcels = self._lacking.pop(key, [])
+        for parcel in parcels:
+            parcel.missing.discard(number)
+            parcel.arrived = time.monotonic()
+        return [parcel for parcel in parcels if not parcel.missing]
+
+    def get(self, run_id: int, number: str) -> bytes | None:
+        """Return an object; None if no parcel needs it, and empty if it has not arrived."""
+        key = run_id, number
+        return self._objects.get(key, b"") if key in self._uses else None
+
+
+class Exchange:
+    """The messages in transit.
+
+    Parameters
+    ----------
+    is_active : callable
+        Returns whether a run is running, from its id.
+    """
+
+    def __init__(self, is_active: Callable[[int], bool]) -> None:
+        self.nodes = Presence()
+        self._is_active = is_active
+        self._changed = threading.Condition()
+        self._arrivals = {True: 0, False: 0}
+        """Number of complete replies (True) and of complete messages (False) so far."""
+        self._depot = Depot()
+        self._parcels: dict[str, Parcel] = {}
+        self._answered: dict[str, Parcel] = {}
+        """The message that each reply belongs to, by the id of the reply."""
+        self._waiting: dict[int, dict[str, Parcel]] = defaultdict(dict)
+        """The messages that each node has not confirmed, in the order of their arrival."""
+        self._held: set[int] = set()
+        self._places = {
+            True: threading.BoundedSemaphore(HELD_SERVERS),
+            False: threading.BoundedSemaphore(HELD_NODES),
+        }
+
+    # -- from a ServerApp to the nodes ---------------------------------------------------------------------
+
+    def send(self, run_id: int, envelopes: Sequence[Any], trees: Sequence[Any]) -> tuple[list[str], list[str]]:
+        """Take messages of a run; return their ids, empty for invalid messages, and the ids of the missing objects."""
+        taken, wanted = [], dict[str, None]()
+        with self._changed:
+            for envelope, tree in zip(envelopes, trees, strict=True):
+                about, parcel = envelope.metadata, _parcel(envelope, tree)
+                valid = about.run_id == run_id and about.src_node_id == SERVER and not about.reply_to_message_id
+                if not valid or parcel.expires <= time.monotonic() or not about.dst_node_id:
+                    taken.append("")
+                    continue
+                if about.message_id not in self._parcels:
+                    self._parcels[about.message_id] = self._waiting[parcel.node][about.message_id] = parcel
+                    self._depot.add(parcel)
+                wanted |= dict.fromkeys(self._parcels[about.message_id].missing)
+                taken.append(about.message_id)
+            self._announce(replies=False)
+        return taken, list(wanted)
+
+    def pull(self, node: int) -> Parcel | None:
+        """Return the next message of a node, if necessary after a while; None if there is none."""
+        self.nodes.alive(node)
+        found: Parcel | None = self._hold(False, node, lambda: self._next(node))
+        return found
+
+    def _next(self, node: int) -> Parcel | None:
+        for parcel in self._ready(node):
+            if not self._is_active(parcel.run_id):  # not under the lock: it asks the database
+                self.drop(parcel.run_id)
+                continue
+            with self._changed:
+                if parcel.number not in self._waiting[node]:
+                    continue
+                if parcel.delivered:
+                    log(WARNING, "posy: node %s has not received message %s, and gets it again", node, parcel.number)
+                parcel.delivered += 1
+                return parcel
+        return None
+
+    def _ready(self, node: int) -> list[Parcel]:
+        """Return the complete messages of a node; forget those that have expired or do not arrive there."""
+        with self._changed:
+            ready = []
+            for parcel in list(self._waiting[node].values()):
+                if parcel.expires <= time.monotonic() or parcel.delivered >= MOST_TIMES:
+                    self._forget(parcel)
+                elif not parcel.missing:
+                    ready.append(parcel)
+            return ready
+
+    # -- from a node to a ServerApp ------------------------------------------------------------------------
+
+    def answer(self, node: int, envelope: Any, tree: Any) -> list[str]:
+        """Take the reply of a node, and return the ids of the missing objects; drop a reply that nothing waits for."""
+        self.nodes.alive(node)
+        about = envelope.metadata
+        with self._changed:
+            asked, parcel = self._parcels.get(about.reply_to_message_id), _parcel(envelope, tree)
+            if asked is None or (asked.run_id, asked.node) != (about.run_id, node) or about.src_node_id != node:
+                return []
+            if asked.reply is not None and asked.reply.number != parcel.number and asked.reply.missing:
+                self._drop_reply(asked)
+            if asked.reply is None:
+                self._confirm(asked)
+                self._set_reply(asked, parcel)
+                self._announce(replies=True)
+            return list(asked.reply.missing) if asked.reply and asked.reply.number == parcel.number else []
+
+    def replies(self, run_id: int, numbers: Iterable[str]) -> list[Parcel]:
+        """Return the replies to messages of a run that have arrived, if necessary after a while.
+
+        A message without a reply that can still come has an error as its reply.
+        """
+        asked = list(numbers)
+
+        def gather() -> list[Parcel]:
+            with self._changed:
+                return [reply for number in asked if (reply := self._reply_to(run_id, number)) is not None]
+
+        found: list[Parcel] = self._hold(True, 0, gather)
+        if found and len(found) < len(asked):
+            with self._changed:
+                missing, before = len(asked) - len(found), self._arrivals[True]
+                self._changed.wait_for(lambda: self._arrivals[True] - before >= missing, GATHER_SECONDS)
+            found = gather()
+        return found
+
+    def _reply_to(self, run_id: int, number: str) -> Parcel | None:
+        """Return the reply to a message, or an error if none can come; None if it may still come."""
+        parcel = self._parcels.get(number)
+        if parcel is None or parcel.run_id != run_id:
+            self._parcels[number] = parcel = _unknown(run_id, number)
+            return self._fail(parcel, ErrorCode.MESSAGE_UNAVAILABLE)
+        reply = parcel.reply
+        if reply is not None and not reply.missing:
+            return reply
+        if parcel.expires <= time.monotonic():
+            return self._fail(parcel, ErrorCode.MESSAGE_UNAVAILABLE)
+        if reply is None and self.nodes.is_offline(parcel.node):
+            return self._fail(parcel, ErrorCode.NODE_UNAVAILABLE)
+        return None
+
+    def _fail(self, parcel: Parcel, code: ErrorCode) -> Parcel:
+        """Make an error the reply to a message."""
+        packed = packed_error(parcel.envelope, code, REASONS[code], time.time())
+        reply = _parcel(packed.envelope, packed.tree)
+        self._confirm(parcel)
+        self._drop_reply(parcel)
+        self._set_reply(parcel, reply)
+        for number, content in packed.objects.items():
+            self._depot.put(parcel.run_id, number, content)
+        return reply
+
+    # -- objects -------------------------------------------------------------------------------------------
+
+    def store(self, run_id: int, number: str, content: bytes) -> bool:
+        """Store an object, and return whether a message needs it."""
+        with self._changed:
+            complete = self._depot.put(run_id, number, content)
+            for parcel in complete or ():
+                self._announce(replies=bool(parcel.envelope.metadata.reply_to_message_id))
+        return complete is not None
+
+    def find(self, run_id: int, number: str) -> bytes | None:
+        """Return an object; None if no message needs it, and empty if it has not arrived."""
+        with self._changed:
+            return self._depot.get(run_id, number)
+
+    def confirm(self, run_id: int, number: str) -> bool:
+        """Note that the receiver has all objects of a message or reply; return whether it is in transit."""
+        with self._changed:
+            if (parcel := self._parcels.get(number)) is not None and parcel.run_id == run_id:
+                self._confirm(parcel)
+            elif (asked := self._answered.get(number)) is not None and asked.run_id == run_id:
+                self._forget(asked)
+            else:
+                return False
+        return True
+
+    def drop(self, run_id: int) -> None:
+        """Forget the messages of a run that has ended."""
+        with self._changed:
+            for parcel in [parcel for parcel in self._parcels.values() if parcel.run_id == run_id]:
+                self._forget(parcel)
+
+    def sweep(self) -> None:
+        """Forget messages that expired long ago, that do not arrive, or whose run has ended."""
+        late = time.monotonic() - ARRIVAL_SECONDS
+        with self._changed:
+            for parcel in list(self._parcels.values()):
+                if parcel.expires < late or (parcel.missing and parcel.arrived < late):
+                    self._forget(parcel)
+                elif parcel.reply is not None and parcel.reply.missing and parcel.reply.arrived < late:
+                    self._drop_reply(parcel)
+            runs = {parcel.run_id for parcel in self._parcels.values()}
+        for run_id in runs:
+            if not self._is_active(run_id):
+                self.drop(run_id)
+
+    # -- helpers, under the lock ---------------------------------------------------------------------------
+
+    def _set_reply(self, asked: Parcel, reply: Parcel) -> None:
+        asked.reply = reply
+        self._answered[reply.number] = asked
+        self._depot.add(reply)
+
+    def _drop_reply(self, asked: Parcel) -> None:
+        if asked.reply is not None:
+            self._depot.remove(asked.reply)
+            self._answered.pop(asked.reply.number, None)
+            asked.reply = None
+
+    def _confirm(self, parcel: Parcel) -> None:
+        if not parcel.received:
+            parcel.received = True
+            self._waiting[parcel.node].pop(parcel.number, None)
+            self._depot.remove(parcel)
+
+    def _forget(self, parcel: Parcel) -> None:
+        self._confirm(parcel)
+        self._drop_reply(parcel)
+        self._parcels.pop(parcel.number, None)
+
+    def _announce(self, *, replies: bool) -> None:
+        self._arrivals[replies] += 1
+        self._changed.notify_all()
+
+    def _hold(self, replies: bool, node: int, look: Callable[[], Any]) -> Any:
+        """Return what ``look`` finds, at the latest after :data:`HOLD_SECONDS`; one request of each node waits."""
+        waits = self._enter(replies, node)
+        end = time.monotonic() + HOLD_SECONDS
+        try:
+            while True:
+                before = self._arrivals[replies]
+                if (found := look()) or not waits or time.monotonic() >= end:
+                    return found
+                with self._changed:
+                    self._changed.wait_for(lambda: self._arrivals[replies] > before, end - time.monotonic())  # noqa: B023
+        finally:
+            if waits:
+                with self._changed:
+                    self._held.discard(node)
+                    self._places[replies].release()
+
+    def _enter(self, replies: bool, node: int) -> bool:
+        """Return whether a request may wait: one of each node, and a limited number in all."""
+        with self._changed:
+            if node in self._held or not self._places[replies].acquire(blocking=False):
+                return False
+            self._held |= {node} if node else set()
+            return True
+
+
+def new_session() -> str:
+    """Return the id of a session in which the objects of messages arrive; the exchange needs none, Flower does."""
+    return secrets.token_hex(16)
+
+
+def _unknown(run_id: int, number: str) -> Parcel:
+    """Return a parcel in place of a message that the exchange does not know."""
+    about = {"run_id": run_id, "message_id": number, "src_node_id": SERVER, "dst_node_id": SERVER}
+    response = fleet_call("PullMessages").response(messages_list=[{"metadata": {**about, "message_type": "system"}}])
+    parcel = _parcel(response.messages_list[0], None)
+    parcel.expires = time.monotonic()
+    return parcel
+
+
+def _parcel(envelope: Any, tree: Any) -> Parcel:
+    about = envelope.metadata
+    expires = time.monotonic() + about.created_at + about.ttl - time.time()
+    return Parcel(envelope, tree, frozenset(numbers_in(tree)) if tree is not None else frozenset(), expires)

@@ -1,0 +1,365 @@
+"""A node's calls to its SuperLink over gRPC, which are repeated after temporary errors.
+
+Flower's own node retries a call only if the SuperLink has not answered. After any other error it silently drops the
+message or the reply, or it ends.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from logging import ERROR, INFO, WARNING
+from typing import Any
+
+import flwr
+import grpc
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from flwr.common.logger import log
+
+from posy.deploy.flower_internals import (
+    KEY_REFUSED,
+    PUBLIC_KEY_HEADER,
+    SIGNATURE_HEADER,
+    TIMESTAMP_HEADER,
+    Packed,
+    config_of,
+    fleet_call,
+    numbers_in,
+)
+from posy.deploy.tasks import Bundle, Run
+
+HEARTBEAT_SECONDS = 15
+"""Seconds that a node promises between two heartbeats. A node that is silent for twice as long is offline, and its key
+can reconnect. With Flower's default of 30 s, both take a minute."""
+HEARTBEAT_TIMEOUT = 5.0
+ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
+"""Seconds for which the node retries with a refused key, until its earlier connection is offline."""
+CALL_SECONDS = 300.0
+"""Timeout of a call in seconds, because neither side may notice a dead connection."""
+PATIENCE_SECONDS = 60.0
+"""Seconds for which the node retries a call after a temporary error."""
+PART_SECONDS = 30.0
+"""Seconds that the node waits for a part of a message that the SuperLink does not have yet."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0
+"""Approximate first and longest pause in seconds between retries; each pause doubles the last."""
+CONCURRENT = 6
+"""Parts of a message in transit at the same time."""
+LARGEST_MESSAGE = 2**31 - 1
+"""Bytes of the largest message of gRPC."""
+VERSION_HEADERS = (
+    ("flwr-package-name", "flwr"),
+    ("flwr-package-version", flwr.__version__),
+    ("flwr-component-name", "SuperNode"),
+)
+PASSING = (
+    grpc.StatusCode.INTERNAL,  # Flower's code for any unexpected error of its SuperLink
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+class RunEndedError(Exception):
+    """The run of a message has ended, so the SuperLink takes no reply."""
+
+
+class PartError(Exception):
+    """A part of a message is missing, or was not taken."""
+
+
+class Fleet:
+    """The SuperLink of a node.
+
+    Parameters
+    ----------
+    address : str
+        Its address, HOST:PORT.
+    key : ec.EllipticCurvePrivateKey or None
+        The registered private key of the node; None: the node registers a new key.
+    root_certificates : bytes or None
+        Certificates of the authorities that the node trusts (PEM); None: the authorities that gRPC trusts.
+    insecure : bool
+        Use no TLS.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: ec.EllipticCurvePrivateKey | None = None,
+        root_certificates: bytes | None = None,
+        *,
+        insecure: bool = False,
+    ) -> None:
+        self._registers = key is None
+        self._key = key or ec.generate_private_key(ec.SECP384R1())
+        self._public = public_pem_of(self._key)
+        options = [(f"grpc.max_{way}_message_length", LARGEST_MESSAGE) for way in ("send", "receive")]
+        if insecure:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(root_certificates), options)
+        self._alone = threading.Lock()
+        self._refused = 0.0
+        self._connected = False
+        self._ended = threading.Event()
+        self.node_id = 0
+
+    # -- the node itself -----------------------------------------------------------------------------------
+
+    def join(self) -> int:
+        """Report that the node is online, start its heartbeats, and return its id."""
+        if self._registers:
+            self.call("RegisterNode", public_key=self._public)
+        self.node_id = self.call("ActivateNode", public_key=self._public, heartbeat_interval=HEARTBEAT_SECONDS).node_id
+        threading.Thread(target=self._beat, name="posy-heartbeat", daemon=True).start()
+        return self.node_id
+
+    def leave(self) -> None:
+        """Report that the node is going offline, if the SuperLink answers at once."""
+        self._ended.set()
+        if self.node_id:
+            with contextlib.suppress(grpc.RpcError):
+                self._call_once("DeactivateNode", HEARTBEAT_TIMEOUT, node_id=self.node_id)
+                if self._registers:
+                    self._call_once("UnregisterNode", HEARTBEAT_TIMEOUT, node_id=self.node_id)
+        self._channel.close()
+
+    def _beat(self) -> None:
+        """Send heartbeats until the node leaves; a failed heartbeat is repeated after a growing pause."""
+        pauses = pauses_between_tries()
+        while not self._ended.wait((HEARTBEAT_SECONDS - HEARTBEAT_TIMEOUT) * random.uniform(0.7, 0.9)):
+            while not self._ended.is_set():
+                try:
+                    answer = self._call_once(
+                        "SendNodeHeartbeat", HEARTBEAT_TIMEOUT, node=self._node(), heartbeat_interval=HEARTBEAT_SECONDS
+                    )
+                    if answer.success:
+                        pauses = pauses_between_tries()
+                        break
+                    log(WARNING, "the SuperLink does not recognise this node")
+                except grpc.RpcError as error:
+                    log(WARNING, "a heartbeat did not reach the SuperLink: %s", describe(error))
+                self._ended.wait(next(pauses))
+
+    # -- messages ------------------------------------------------------------------------------------------
+
+    def pull(self) -> tuple[Any, Any] | None:
+        """Return the envelope and the object tree of the next message, or None if no message is waiting."""
+        answer = self.call("PullMessages", node=self._node())
+        if not answer.messages_list:
+            return None
+        return answer.messages_list[0], answer.message_object_trees[0]
+
+    def pull_objects(self, envelope: Any, tree: Any) -> dict[str, bytes]:
+        """Return the objects of a message, and confirm that the node has received it.
+
+        Raises
+        ------
+        PartError
+            If an object is missing.
+        RunEndedError
+            If the run has ended.
+        """
+        run_id = envelope.metadata.run_id
+        end = time.monotonic() + PART_SECONDS
+
+        def pull_object(number: str) -> bytes:
+            for pause in pauses_between_tries():
+                answer = self.call("PullObject", node=self._node(), run_id=run_id, object_id=number)
+                if answer.object_available:
+                    return bytes(answer.object_content)
+                if not answer.object_found or time.monotonic() >= end:
+                    break
+                time.sleep(pause)
+            raise PartError("its parts did not reach the node")
+
+        numbers = list(dict.fromkeys(numbers_in(tree)))
+        objects = dict(zip(numbers, _side_by_side(pull_object, numbers), strict=True))
+        self.call(
+            "ConfirmMessageReceived", node=self._node(), run_id=run_id, message_object_id=envelope.metadata.message_id
+        )
+        return objects
+
+    def push(self, reply: Packed, seconds: float) -> None:
+        """Push a reply once; the SuperLink answers with the objects that it lacks.
+
+        ``seconds`` is the time that the app has worked. Raises :class:`PartError`, :class:`RunEndedError` or an error
+        of gRPC.
+        """
+        answer = self.call(
+            "PushMessages",
+            node=self._node(),
+            messages_list=[reply.envelope],
+            message_object_trees=[reply.tree],
+            clientapp_runtime_list=[seconds],
+        )
+        wanted = set(answer.objects_to_push)
+
+        def push_object(number: str) -> None:
+            taken = self.call(
+                "PushObject",
+                node=self._node(),
+                run_id=reply.envelope.metadata.run_id,
+                session_id=answer.session_id,
+                object_id=number,
+                object_content=reply.objects[number],
+            )
+            if not taken.stored:
+                raise PartError("the SuperLink did not take a part of the reply")
+
+        _side_by_side(push_object, [number for number in reply.objects if number in wanted])
+
+    def run(self, run_id: int) -> tuple[Run, Bundle]:
+        """Return a run and its code; raise :class:`RunEndedError` if the run has ended."""
+        run = self.call("GetRun", node=self._node(), run_id=run_id).run
+        fab = self.call("GetFab", node=self._node(), run_id=run_id, hash_str=run.fab_hash).fab
+        submitter = run.account_name or run.flwr_aid
+        return (
+            Run(run_id, submitter, config_of(run.override_config), run.series_id),
+            Bundle(fab.hash_str, fab.content, dict(fab.verifications)),
+        )
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def call(self, name: str, /, timeout: float = CALL_SECONDS, **fields: Any) -> Any:
+        """Return the answer to a call, and repeat it after temporary errors; only one repetition runs at a time.
+
+        A network may cut a connection after a number of bytes. It would then repeatedly cut all parallel repetitions.
+
+        Raises
+        ------
+        RunEndedError
+            If the call is about a run that has ended.
+        grpc.RpcError
+            If the SuperLink refuses the call, or the call has failed for too long.
+        """
+        started = time.monotonic()
+        for tries, pause in enumerate(pauses_between_tries()):
+            try:
+                with self._alone if tries else contextlib.nullcontext():
+                    answer = self._call_once(name, timeout, **fields)
+            except grpc.RpcError as error:
+                if error.code() == grpc.StatusCode.PERMISSION_DENIED:
+                    raise RunEndedError(error.details()) from error
+                if not self._may_pass(error, time.monotonic() - started, timeout):
+                    raise
+                log(WARNING, "a call to the SuperLink failed, and is repeated: %s", describe(error))
+                time.sleep(pause)
+            else:
+                self._connected = True
+                return answer
+        raise AssertionError("the pauses have no end")
+
+    def _call_once(self, name: str, timeout: float, /, **fields: Any) -> Any:
+        path, request, response = fleet_call(name)
+        headers = (*signature_headers(self._key), *VERSION_HEADERS)
+        call = self._channel.unary_unary(path, request.SerializeToString, response.FromString)
+        return call(request(**fields), timeout=timeout, metadata=headers)
+
+    def _node(self) -> dict[str, int]:
+        return {"node_id": self.node_id}
+
+    def _may_pass(self, error: grpc.RpcError, waited: float, timeout: float) -> bool:
+        """Return whether a call may succeed if it is repeated."""
+        details = str(error.details() or "")
+        if code_in(details) == KEY_REFUSED:
+            if not self._refused:
+                self._refused = time.monotonic()
+                log(
+                    WARNING,
+                    "the SuperLink does not accept this node's key: it is not registered (`posy register`), or another "
+                    "node with it is online, or was moments ago. The node retries for %g s",
+                    ACTIVATION_SECONDS,
+                )
+            return time.monotonic() - self._refused < ACTIVATION_SECONDS
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            # A cut connection can cause the same error as a certificate that does not match.
+            return self._connected or "CERTIFICATE" not in details.upper()
+        return error.code() in PASSING and waited < min(PATIENCE_SECONDS, timeout)
+
+
+def signature_headers(
+    key: ec.EllipticCurvePrivateKey, ahead: timedelta = timedelta()
+) -> tuple[tuple[str, str | bytes], ...]:
+    """Return the headers with which a node proves that it has a key, by a clock that is ``ahead``."""
+    stamp = (now() + ahead).isoformat()
+    signature = key.sign(stamp.encode(), ec.ECDSA(hashes.SHA256()))
+    return (PUBLIC_KEY_HEADER, public_pem_of(key)), (TIMESTAMP_HEADER, stamp), (SIGNATURE_HEADER, signature)
+
+
+def now() -> datetime:
+    """Return the time by this machine's clock."""
+    return datetime.now(UTC)
+
+
+def public_pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return the public key of a private key, in the form in which nodes send it."""
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def code_in(details: str) -> int:
+    """Return the code in the details of Flower's error; 0 without one."""
+    try:
+        code = json.loads(details)["code"]
+    except (ValueError, LookupError, TypeError):
+        return 0
+    return code if type(code) is int else 0
+
+
+def pauses_between_tries() -> Iterator[float]:
+    """Yield pauses in seconds; each is about twice the last."""
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        yield pause * random.uniform(0.8, 1.2)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _side_by_side(call: Any, numbers: Iterable[str]) -> list[Any]:
+    """Return the results of a call for several objects; after an error, no further call starts."""
+    pool = concurrent.futures.ThreadPoolExecutor(CONCURRENT)
+    try:
+        return [each.result() for each in [pool.submit(call, number) for number in numbers]]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
+    """Push a reply, and repeat it until the SuperLink has all its parts or the reply has expired.
+
+    A repeated reply has the same id. The node drops a reply if its run has ended, and logs the end of each reply.
+    """
+    about = reply.envelope.metadata
+    log(INFO, "Sending: %s message (ID: %s) of run %s", about.message_type, about.message_id, about.run_id)
+    end = time.monotonic() + about.created_at + about.ttl - time.time()
+    for pause in pauses_between_tries():
+        try:
+            fleet.push(reply, seconds)
+        except RunEndedError:
+            log(INFO, "the reply %s is dropped: run %s is not running", about.message_id, about.run_id)
+            return
+        except (grpc.RpcError, PartError) as error:
+            if getattr(error, "code", lambda: None)() == grpc.StatusCode.UNAUTHENTICATED:
+                raise
+            if time.monotonic() + pause >= end:
+                log(ERROR, "the reply %s is lost: %s", about.message_id, describe(error))
+                return
+            log(WARNING, "the node sends the reply %s again: %s", about.message_id, describe(error))
+            time.sleep(pause)
+        else:
+            log(INFO, "Sent successfully")
+            return
+
+
+def describe(error: BaseException) -> str:
+    """Return a description of an error: for an error of gRPC its code and details."""
+    if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,205 @@
+"""Flower's network protocol, its objects and its app bundles: the private names of Flower that a federation needs.
+
+The calls of the protocol have the names of its services in Flower's ``.proto`` files. :func:`fleet_call` and
+:func:`control_call` read the types of their messages from these files. A message travels as objects: the message,
+its records, its arrays and their chunks, each with the SHA-256 of its bytes as its id (:class:`Packed`).
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flwr.app import Message, RecordDict
+from flwr.proto import control_pb2, fleet_pb2, runtime_pb2
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, no_object_id_recompute
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from google.protobuf.message_factory import GetMessageClass
+
+from posy.flower import with_id
+
+PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER = "flwr-public-key-bin", "flwr-signature-bin", "flwr-timestamp"
+"""Headers of a node's calls: its public key (PEM), the time, and the signature of the time."""
+TOKEN_HEADER = "flwr-task-token"
+"""Header of the calls of a ServerApp."""
+MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
+"""Types of the content of a call, and of a sequence of answers: each follows its length in four bytes."""
+KEY_REFUSED, INTERVAL_REFUSED = 2004, 2003
+"""Codes with which a SuperLink refuses a node: its key is unknown or online, or its heartbeat interval is invalid."""
+
+
+FLEET, CONTROL = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"], control_pb2.DESCRIPTOR.services_by_name["Control"]
+"""The services for nodes, and for those who submit runs and register nodes."""
+
+
+class Call(NamedTuple):
+    """A call of the protocol."""
+
+    path: str
+    """Path of the call over gRPC."""
+    request: type[Any]
+    response: type[Any]
+
+
+@cache
+def fleet_call(name: str) -> Call:
+    """Return a call of the API for nodes."""
+    return _call(FLEET, name)
+
+
+@cache
+def control_call(name: str) -> Call:
+    """Return a call of the API that submits runs and registers nodes."""
+    return _call(CONTROL, name)
+
+
+def _call(service: Any, name: str) -> Call:
+    method = service.methods_by_name[name]
+    path = f"/{service.full_name}/{name}"
+    return Call(path, GetMessageClass(method.input_type), GetMessageClass(method.output_type))
+
+
+@cache
+def app_call(name: str) -> Call:
+    """Return a call of a ServerApp about its messages, which it makes over HTTP.
+
+    Its requests have the fields of a node's call, with the same numbers, and so have all answers but two.
+    """
+    _, request, response = fleet_call(name)
+    others = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}
+    return Call(http_path("runtime", name), request, others.get(name, response))
+
+
+def token_of_task(answer: bytes) -> str:
+    """Return the token in the answer to a process that asks for a task; empty without a task."""
+    return str(runtime_pb2.AcquireTaskResponse.FromString(answer).token)
+
+
+def http_path(service: str, name: str) -> str:
+    """Return the path of a call over HTTP."""
+    return f"/v1/{service}/" + re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
+
+
+# -- messages as objects ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Packed:
+    """A message as it travels."""
+
+    envelope: Any
+    """The metadata, with the id of the message, and the error, as a message of the protocol."""
+    tree: Any
+    """The ids of the objects, as a tree."""
+    objects: dict[str, bytes]
+
+
+def pack(message: Message) -> Packed:
+    """Return the objects of a message; the message gets its id."""
+    with no_object_id_recompute():
+        tree = get_object_tree(message)
+        objects = {number: part.deflate() for number, part in get_all_nested_objects(message).items()}
+    return Packed(_envelope(tree.object_id, objects[tree.object_id]), tree, objects)
+
+
+def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
+    """Return the message with an id from its objects; raise an error of any type if they are malformed."""
+    message = inflate_object_from_contents(number, dict(objects))
+    if not isinstance(message, Message):
+        raise TypeError(f"the object {number} is no message")
+    return with_id(message, number)
+
+
+def message_of(envelope: Any) -> Message:
+    """Return the message with an envelope, with empty content or the error."""
+    about = type(envelope)()
+    about.CopyFrom(envelope)
+    about.metadata.message_id = ""
+    about.ClearField("content")
+    body = about.SerializeToString(deterministic=True)
+    objects = {}
+    if not about.HasField("error"):
+        empty = RecordDict().deflate()
+        objects[hashlib.sha256(empty).hexdigest()] = empty
+    objects["message"] = b"Message %s %d\0" % ("".join(objects).encode(), len(body)) + body
+    return with_id(unpack("message", objects), envelope.metadata.message_id)
+
+
+def packed_error(asked: Any, code: int, reason: str, created_at: float) -> Packed:
+    """Return an error reply to the message with the envelope ``asked``."""
+    about = asked.metadata
+    ids = {name: getattr(about, name) for name in ("src_task_id", "dst_task_id") if about.HasField(name)}
+    envelope = type(asked)(
+        metadata={
+            "run_id": about.run_id,
+            "src_node_id": about.dst_node_id,
+            "dst_node_id": about.src_node_id,
+            "reply_to_message_id": about.message_id,
+            "group_id": about.group_id,
+            "message_type": about.message_type,
+            "created_at": created_at,
+            "ttl": max(0.0, about.created_at + about.ttl - created_at),
+            **{"dst_task_id" if name == "src_task_id" else "src_task_id": number for name, number in ids.items()},
+        },
+        error={"code": code, "reason": reason},
+    )
+    body = envelope.SerializeToString(deterministic=True)
+    content = b"Message  %d\0" % len(body) + body
+    number = hashlib.sha256(content).hexdigest()
+    tree = _message_type("message_object_trees")(object_id=number)
+    return Packed(_envelope(number, content), tree, {number: content})
+
+
+def numbers_in(tree: Any) -> Iterator[str]:
+    """Yield the ids of the objects in a tree, parts first; an object may occur twice."""
+    for child in tree.children:
+        yield from numbers_in(child)
+    yield tree.object_id
+
+
+def envelope_from(data: bytes) -> Any:
+    """Return the envelope of a message from its bytes."""
+    return _message_type("messages_list").FromString(data)
+
+
+def tree_from(data: bytes) -> Any:
+    """Return a tree of object ids from its bytes."""
+    return _message_type("message_object_trees").FromString(data)
+
+
+@cache
+def _message_type(field: str) -> Any:
+    return GetMessageClass(fleet_call("PushMessages").request.DESCRIPTOR.fields_by_name[field].message_type)
+
+
+def _envelope(number: str, content: bytes) -> Any:
+    """Return the envelope of a message from the object of the message itself: a head, a zero byte and the body."""
+    envelope = envelope_from(content[content.index(b"\0") + 1 :])
+    envelope.metadata.message_id = number
+    if not envelope.HasField("error"):
+        envelope.content.SetInParent()  # a message has a content or an error
+    return envelope
+
+
+# -- settings and bundles ---------------------------------------------------------------------------------
+
+
+def config_of(proto: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a message of the protocol."""
+    return {key: getattr(value, value.WhichOneof("scalar")) for key, value in proto.items()}
+
+
+def to_config(settings: Mapping[str, bool | int | float | str]) -> dict[str, dict[str, Any]]:
+    """Return settings in the form for a message of the protocol."""
+    fields = {bool: "bool", int: "sint64", float: "double", str: "string"}
+    return {key: {fields[type(value)]: value} for key, value in settings.items()}
+
+
+def build_bundle(files: Mapping[str, bytes | Path]) -> bytes:
+    """Return an app's bundle from its files by their paths in it."""
+    from flwr.cli.build import build_fab_from_files  # noqa: PLC0415
+
+    return build_fab_from_files(files)[0]

@@ -1,0 +1,469 @@
+"""What stands before Flower's SuperLink: it serves the calls about messages, and lets Flower serve all others.
+
+:class:`NodeCalls` sees the calls of the nodes over gRPC, after Flower has checked their keys. :class:`AppCalls` sees
+the calls of ServerApps and users over HTTP. Both know the network protocol of Flower only.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from logging import ERROR, WARNING
+from typing import Any
+
+import grpc
+from flwr.common.logger import log
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from posy.deploy.database import Turns, can_be_retried
+from posy.deploy.exchange import SERVER, Exchange, Parcel, new_session
+from posy.deploy.flower_internals import (
+    FLEET,
+    MEDIA_TYPE,
+    TOKEN_HEADER,
+    app_call,
+    control_call,
+    fleet_call,
+    http_path,
+    token_of_task,
+)
+from posy.deploy.install import BundleError, install_whole
+from posy.forked import cores
+
+KEPT_SECONDS = 10.0
+"""Seconds for which a run counts as running without another look; a look follows each call that may end a run."""
+ASK_SECONDS = 1.0
+"""Longest time that a request for a task waits for a run to be submitted."""
+SWEEP_SECONDS = 10.0
+"""Seconds between two searches for messages that nothing waits for."""
+START_SECONDS = 300.0
+"""Seconds after which a ServerApp that was started and has not reported counts no more as starting."""
+MOST_TOKENS = 1000
+"""Number of ServerApps that are remembered; one that is forgotten is checked again."""
+MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
+AGAIN = "The database is busy, locked or full, try again."
+
+
+class Runs:
+    """Which runs are running, as Flower answers a node that asks for a run."""
+
+    def __init__(self) -> None:
+        self.ask: Callable[[Any, None], object] | None = None
+        """Flower's handler of this question; it raises an error with a code if the run is not running."""
+        self.node = 0
+        """The node that asks: the last one that has called."""
+        self._known: dict[int, float] = {}
+        self._changes = 0
+
+    def is_active(self, run_id: int) -> bool:
+        """Return whether a run is running."""
+        if time.monotonic() - self._known.get(run_id, -math.inf) < KEPT_SECONDS or self.ask is None:
+            return True
+        changes = self._changes
+        try:
+            self.ask(fleet_call("GetRun").request(node={"node_id": self.node}, run_id=run_id), None)
+        except Exception as error:
+            if not isinstance(getattr(error, "code", None), int):
+                raise
+            self._known.pop(run_id, None)
+            return False
+        if changes == self._changes:  # otherwise the answer may be older than the change
+            self._known[run_id] = time.monotonic()
+        return True
+
+    def forget(self) -> None:
+        """Look again at all runs, because one may have ended."""
+        self._changes += 1
+        self._known.clear()
+
+
+class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Serves the calls of nodes about messages, after Flower has checked the key of the node."""
+
+    def __init__(self, exchange: Exchange, runs: Runs) -> None:
+        self._exchange, self._runs = exchange, runs
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Return the handler of a call."""
+        handler = continuation(details)
+        service, _, name = details.method.rpartition("/")
+        serve = getattr(self, "_" + name.lower(), None) if service == f"/{FLEET.full_name}" else None
+        if handler is None or serve is None:
+            return handler
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            if name in MESSAGE_CALLS:
+                self._runs.node = request.node.node_id
+            answer = serve(request, lambda: handler.unary_unary(request, context))
+            return handler.unary_unary(request, context) if answer is None else answer
+
+        return grpc.unary_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
+
+    def _pullmessages(self, request: Any, _: Callable[[], Any]) -> Any:
+        parcel = self._exchange.pull(request.node.node_id)
+        answer = fleet_call("PullMessages").response()
+        return answer if parcel is None else _with_parcels(answer, [parcel])
+
+    # None: Flower has to answer, for example that the run has ended.
+
+    def _pushmessages(self, request: Any, _: Callable[[], Any]) -> Any:
+        [envelope], [tree] = request.messages_list, request.message_object_trees
+        node, about = request.node.node_id, envelope.metadata
+        if not self._runs.is_active(about.run_id):
+            return None
+        wanted = self._exchange.answer(node, envelope, tree)
+        return fleet_call("PushMessages").response(
+            results={about.message_id: 0}, objects_to_push=wanted, session_id=new_session()
+        )
+
+    def _pushobject(self, request: Any, _: Callable[[], Any]) -> Any:
+        return push_object(self._exchange, request.run_id, request) if self._runs.is_active(request.run_id) else None
+
+    def _pullobject(self, request: Any, _: Callable[[], Any]) -> Any:
+        return pull_object(self._exchange, request.run_id, request) if self._runs.is_active(request.run_id) else None
+
+    def _confirmmessagereceived(self, request: Any, _: Callable[[], Any]) -> Any:
+        return confirm(self._exchange, request.run_id, request) if self._runs.is_active(request.run_id) else None
+
+    def _activatenode(self, request: Any, flower: Callable[[], Any]) -> Any:
+        answer = flower()
+        self._exchange.nodes.alive(answer.node_id, request.heartbeat_interval)
+        return answer
+
+    def _sendnodeheartbeat(self, request: Any, flower: Callable[[], Any]) -> Any:
+        self._exchange.nodes.alive(request.node.node_id, request.heartbeat_interval)
+        return flower()
+
+    def _deactivatenode(self, request: Any, flower: Callable[[], Any]) -> Any:
+        answer = flower()
+        self._exchange.nodes.gone(request.node_id)
+        return answer
+
+
+class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Answers a node's call that may succeed later with UNAVAILABLE, so that Flower's node retries it.
+
+    A call may also fail because a clock was set and the SuperLink rejects its timestamp. Flower's answer would end the
+    node, so the interceptor answers UNAVAILABLE, except for the first call of a node.
+    """
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Wrap the handler of a call."""
+        handler = continuation(details)
+        first = details.method.endswith("/ActivateNode")
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return handler.unary_unary(request, context if first else _Context(context))
+            except Exception as error:
+                if not can_be_retried(error):
+                    raise
+                log(WARNING, "posy: the node must retry %s: %s", details.method.rpartition("/")[2], first_line(error))
+                return context.abort(grpc.StatusCode.UNAVAILABLE, AGAIN)
+
+        if handler is None or handler.unary_unary is None:
+            return handler
+        return grpc.unary_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
+
+
+class _Context:
+    """The context of a call in which an old timestamp does not end the node."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def abort(self, code: grpc.StatusCode, details: str) -> Any:
+        if code is grpc.StatusCode.UNAUTHENTICATED and details == "Invalid timestamp":
+            log(WARNING, "posy: a node must retry a call: its clock and the SuperLink's differ too much for Flower")
+            code = grpc.StatusCode.UNAVAILABLE
+        return self._context.abort(code, details)
+
+
+class AppCalls:
+    """Serves the calls of ServerApps about messages, and looks at some calls that Flower serves.
+
+    Flower checks a ServerApp when its first messages arrive: it gets a message for a node that does not exist, with the
+    headers of the ServerApp, and takes it only with a valid token of the run. Flower serves the other calls of a
+    ServerApp without messages in transit, for example after a restart of the SuperLink.
+
+    Parameters
+    ----------
+    app : ASGI application
+        Flower's application.
+    exchange, runs : Exchange, Runs
+        The messages and the runs of the SuperLink.
+    turns : Turns
+        The database.
+    """
+
+    def __init__(self, app: ASGIApp, exchange: Exchange, runs: Runs, turns: Turns) -> None:
+        self._app, self._exchange, self._runs, self._turns = app, exchange, runs, turns
+        self._tokens: dict[str, int] = {}
+        """The run of each ServerApp that Flower has accepted."""
+        self._starting: dict[str, float] = {}
+        """The tokens of the ServerApps that have not reported yet, with the times of their starts."""
+        self._pending = True
+        self._submitted = asyncio.Event()
+        self._messages = {app_call(name).path: name for name in MESSAGE_CALLS}
+        self._others: dict[str, Callable[[Scope, bytes, Send], Awaitable[None]]] = {
+            http_path("runtime", "AcquireTask"): self._acquire_task,
+            http_path("runtime", "PullTaskInput"): self._pull_task_input,
+            http_path("runtime", "PushTaskOutput"): self._end_run,
+            http_path("control", "StopRun"): self._end_run,
+            http_path("control", "StartRun"): self._start_run,
+            http_path("control", "UnregisterNode"): self._unregister_node,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
+        if path in self._messages:
+            await self._serve(self._messages[path], scope, await _body_of(receive), send)
+        elif path in self._others:
+            await self._others[path](scope, await _body_of(receive), send)
+        else:
+            await self._app(scope, receive, send)
+
+    # -- messages ------------------------------------------------------------------------------------------
+
+    async def _serve(self, name: str, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve a call about messages, or let Flower serve it."""
+        request, token = app_call(name).request.FromString(body), _token_in(scope)
+        if token not in self._tokens and name == "PushMessages" and request.messages_list:
+            await self._admit(scope, token, request.messages_list[0].metadata.run_id)
+        answer = None
+        if token in self._tokens:
+            try:
+                answer = await run_in_threadpool(self._answer, name, self._tokens[token], request)
+            except Exception as error:
+                if not can_be_retried(error):
+                    raise
+                log(WARNING, "posy: the caller must retry %s: %s", scope["path"], first_line(error))
+                await Response(AGAIN, 503)(scope, _nothing, send)
+                return
+        if answer is None:
+            await _pass_on(await self._flower(scope, body), send)
+        else:
+            await Response(answer.SerializeToString(), media_type=MEDIA_TYPE)(scope, _nothing, send)
+
+    async def _admit(self, scope: Scope, token: str, run_id: int) -> None:
+        """Let Flower check that a token belongs to the ServerApp of a run."""
+        answer = await self._flower(scope, _probe(run_id), app_call("PushMessages").path)
+        if answer[0]["status"] == 200:
+            if len(self._tokens) >= MOST_TOKENS:
+                del self._tokens[next(iter(self._tokens))]
+            self._tokens[token] = run_id
+
+    def _answer(self, name: str, run_id: int, request: Any) -> Any:
+        """Return the answer to a call about messages of a run; None if Flower has to answer."""
+        if not self._runs.is_active(run_id):
+            return None
+        if name == "PushMessages":
+            taken, wanted = self._exchange.send(run_id, request.messages_list, request.message_object_trees)
+            return app_call(name).response(message_ids=taken, objects_to_push=wanted, session_id=new_session())
+        if name == "PullMessages":
+            return _with_parcels(app_call(name).response(), self._exchange.replies(run_id, request.message_ids))
+        serve = {"PushObject": push_object, "PullObject": pull_object, "ConfirmMessageReceived": confirm}[name]
+        return serve(self._exchange, run_id, request)
+
+    # -- other calls ---------------------------------------------------------------------------------------
+
+    async def _acquire_task(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Give out a task, if not too many ServerApps are starting; wait for one that is submitted.
+
+        Flower would start all waiting ServerApps at once, and restart each one that has not reported after 30 seconds.
+        With a dozen runs on a busy machine, the processes soon become too many for any to report in time.
+        """
+        with suppress(TimeoutError):
+            if not self._pending or self._is_full():
+                await asyncio.wait_for(self._submitted.wait(), ASK_SECONDS)
+        self._submitted.clear()
+        if self._is_full():
+            await Response(b"", media_type=MEDIA_TYPE)(scope, _nothing, send)
+            return
+        messages = await self._flower(scope, body)
+        if token := token_of_task(_content_of(messages)):
+            self._starting[token] = time.monotonic()
+            with suppress(Exception):  # the app may still start in Flower's time
+                await run_in_threadpool(self._turns.give_time_to_start, token)
+        self._pending = bool(token)
+        await _pass_on(messages, send)
+
+    def _is_full(self) -> bool:
+        old = time.monotonic() - START_SECONDS
+        self._starting = {token: at for token, at in self._starting.items() if at > old}
+        return len(self._starting) >= cores()
+
+    async def _pull_task_input(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Note that a ServerApp has started."""
+        await _pass_on(await self._flower(scope, body), send)
+        self._starting.pop(_token_in(scope), None)
+        self._submitted.set()
+
+    async def _start_run(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Install the code of a run before its ServerApp starts, so that two ServerApps do not install it at once."""
+        messages = await self._flower(scope, body)
+        fab = control_call("StartRun").request.FromString(body).fab
+        if messages[0]["status"] == 200 and fab.content:
+            try:
+                await run_in_threadpool(install_whole, fab.content, fab.hash_str)
+            except (OSError, BundleError) as error:
+                log(ERROR, "posy: Flower must install the code %s itself: %s", fab.hash_str, error)
+        await _pass_on(messages, send)
+        self._pending = True
+        self._submitted.set()
+
+    async def _end_run(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Note that a run may have ended."""
+        messages = await self._flower(scope, body)
+        self._runs.forget()
+        await _pass_on(messages, send)
+
+    async def _unregister_node(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Note that a node is not admitted any more."""
+        messages = await self._flower(scope, body)
+        if messages[0]["status"] == 200:
+            self._exchange.nodes.gone(control_call("UnregisterNode").request.FromString(body).node_id)
+        await _pass_on(messages, send)
+
+    async def _flower(self, scope: Scope, body: bytes, path: str = "") -> list[Message]:
+        """Return Flower's answer to a request, with another path if one is given."""
+        messages: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        if path:
+            headers = [header for header in scope["headers"] if header[0] != b"content-length"]
+            headers.append((b"content-length", str(len(body)).encode()))
+            scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
+        await self._app(scope, receive, keep)
+        return messages
+
+
+class Quiet(logging.Filter):
+    """Do not log successful calls that each message makes several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paths = {app_call(name).path for name in MESSAGE_CALLS}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a request: uvicorn's record has its path, and its status at the end."""
+        about = record.args
+        return not (isinstance(about, tuple) and len(about) >= 5 and about[2] in self._paths and about[4] == 200)
+
+
+def sweep_for_ever(exchange: Exchange) -> threading.Thread:
+    """Start a thread that removes messages that nothing waits for."""
+
+    def sweep() -> None:
+        for _ in itertools.count():
+            time.sleep(SWEEP_SECONDS)
+            try:
+                exchange.sweep()
+            except Exception as error:
+                if not can_be_retried(error):
+                    log(ERROR, "posy: the SuperLink's upkeep has failed", exc_info=error)
+
+    thread = threading.Thread(target=sweep, name="posy-upkeep", daemon=True)
+    thread.start()
+    return thread
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return str(error).partition("\n")[0]
+
+
+def push_object(exchange: Exchange, run_id: int, request: Any) -> Any:
+    """Store an object of a message."""
+    return fleet_call("PushObject").response(stored=exchange.store(run_id, request.object_id, request.object_content))
+
+
+def pull_object(exchange: Exchange, run_id: int, request: Any) -> Any:
+    """Return the answer with an object of a message; None if no message in transit needs it."""
+    content = exchange.find(run_id, request.object_id)
+    if content is None:
+        return None
+    return fleet_call("PullObject").response(object_found=True, object_available=bool(content), object_content=content)
+
+
+def confirm(exchange: Exchange, run_id: int, request: Any) -> Any:
+    """Note that a message has been received; return None if it is not in transit."""
+    known = exchange.confirm(run_id, request.message_object_id)
+    return fleet_call("ConfirmMessageReceived").response() if known else None
+
+
+def _with_parcels(answer: Any, parcels: list[Parcel]) -> Any:
+    answer.messages_list.extend(parcel.envelope for parcel in parcels)
+    answer.message_object_trees.extend(parcel.tree for parcel in parcels)
+    return answer
+
+
+def _probe(run_id: int) -> bytes:
+    """Return a request that Flower accepts from the ServerApp of a run only, and that has no effect."""
+    number = "0" * 64
+    metadata = {
+        "run_id": run_id,
+        "message_id": number,
+        "src_node_id": SERVER,
+        "dst_node_id": SERVER + 1,  # nodes have large random ids
+        "message_type": "query",
+        "created_at": time.time(),
+        "ttl": 60.0,
+    }
+    request = app_call("PushMessages").request(
+        messages_list=[{"metadata": metadata, "content": {}}], message_object_trees=[{"object_id": number}]
+    )
+    content: bytes = request.SerializeToString(deterministic=True)
+    return content
+
+
+def _token_in(scope: Scope) -> str:
+    tokens = [value for name, value in scope["headers"] if name == TOKEN_HEADER.encode()]
+    return tokens[0].decode("latin-1") if len(tokens) == 1 else ""
+
+
+def _content_of(messages: list[Message]) -> bytes:
+    if messages[0]["status"] != 200:
+        return b""
+    return b"".join(message.get("body", b"") for message in messages[1:])
+
+
+async def _pass_on(messages: list[Message], send: Send) -> None:
+    for message in messages:
+        await send(message)
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def _body_of(receive: Receive) -> bytes:
+    """Return the whole body of a request; raise ``ClientDisconnect`` if the caller has closed the connection."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)

@@ -1,0 +1,472 @@
+"""The messages in the SuperLink's memory, and the calls that Posy serves before Flower's real SuperLink."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app.message import make_message
+from flwr.app.metadata import Metadata
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.proto.fleet_pb2_grpc import add_FleetServicer_to_server
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
+from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
+from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RpcErrorTranslationServerInterceptor
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink import main
+from flwr.superlink.federation import NoOpFederationManager
+from starlette.testclient import TestClient
+
+from posy.deploy import exchange as exchanging
+from posy.deploy import front
+from posy.deploy.database import Turns
+from posy.deploy.exchange import SERVER, Exchange
+from posy.deploy.fleet import Fleet, PartError, RunEndedError
+from posy.deploy.flower_internals import MEDIA_TYPE, Packed, app_call, pack, packed_error, unpack
+from posy.deploy.front import AppCalls, AskAgain, NodeCalls, Quiet, Runs
+from posy.flower import ErrorCode
+
+RUN, NODE = 7, 5
+
+
+def packed(node: int = NODE, run: int = RUN, ttl: float = 100.0, value: float = 1.0, kind: str = "train") -> Packed:
+    """Return a message of a run to a node, with two arrays."""
+    metadata = Metadata(run, "", SERVER, node, "", "1", time.time(), ttl, kind)
+    arrays = ArrayRecord({"a": Array(np.full(9, value)), "b": Array(np.ones(3))})
+    return pack(make_message(metadata, RecordDict({"arrays": arrays, "config": ConfigRecord({"v": value})})))
+
+
+def reply_to(message: Packed) -> Packed:
+    asked = unpack(message.tree.object_id, message.objects)
+    return pack(Message(RecordDict({"config": ConfigRecord({"answer": 1})}), reply_to=asked))
+
+
+def send(exchange: Exchange, message: Packed, *, whole: bool = True) -> list[str]:
+    """Let a ServerApp push a message; return its missing objects."""
+    [number], wanted = exchange.send(message.envelope.metadata.run_id, [message.envelope], [message.tree])
+    assert number == message.tree.object_id
+    if whole:
+        for part in wanted:
+            assert exchange.store(message.envelope.metadata.run_id, part, message.objects[part])
+    return wanted
+
+
+def answer(exchange: Exchange, message: Packed, node: int = NODE) -> Packed:
+    reply = reply_to(message)
+    for part in exchange.answer(node, reply.envelope, reply.tree):
+        assert exchange.store(RUN, part, reply.objects[part])
+    return reply
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    """Return an exchange whose requests do not wait."""
+    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(exchanging, "GATHER_SECONDS", 0.0)
+    return Exchange(lambda run: run == RUN)
+
+
+def codes(exchange: Exchange, *numbers: str) -> list[int]:
+    return [reply.envelope.error.code for reply in exchange.replies(RUN, numbers)]
+
+
+def test_a_message_and_its_reply_arrive_and_nothing_stays(exchange: Exchange) -> None:
+    message = packed()
+    number = message.tree.object_id
+    send(exchange, message)
+    found = exchange.pull(NODE)
+    assert found is not None and found.number == number
+    assert {part: exchange.find(RUN, part) for part in message.objects} == message.objects
+    assert exchange.confirm(RUN, number)
+    assert exchange.find(RUN, number) is None
+    assert exchange.replies(RUN, [number]) == []
+    reply = answer(exchange, message)
+    [found] = exchange.replies(RUN, [number])
+    received = unpack(found.number, {part: exchange.find(RUN, part) or b"" for part in reply.objects})
+    assert received.content.config_records["config"]["answer"] == 1
+    assert exchange.confirm(RUN, found.number)
+    assert (len(exchange._depot), exchange._parcels, exchange._answered) == (0, {}, {})
+    assert not exchange.confirm(RUN, found.number)
+
+
+def test_a_message_is_delivered_when_all_its_objects_have_arrived(exchange: Exchange) -> None:
+    first, second = packed(value=1.0), packed(value=2.0)
+    *rest, last = send(exchange, first, whole=False)
+    for part in rest:
+        exchange.store(RUN, part, first.objects[part])
+    send(exchange, second)
+    assert exchange.pull(NODE).number == second.tree.object_id  # type: ignore[union-attr]
+    exchange.confirm(RUN, second.tree.object_id)
+    assert exchange.pull(NODE) is None
+    exchange.store(RUN, last, first.objects[last])
+    assert exchange.pull(NODE).number == first.tree.object_id  # type: ignore[union-attr]
+
+
+def test_equal_objects_are_sent_once_and_stay_until_the_last_receiver_has_them(exchange: Exchange) -> None:
+    one, two = packed(node=NODE), packed(node=6)
+    shared = one.objects.keys() & two.objects.keys()
+    assert shared
+    send(exchange, one)
+    assert not shared & set(send(exchange, two))
+    exchange.confirm(RUN, one.tree.object_id)
+    assert all(exchange.find(RUN, part) for part in shared)
+    exchange.confirm(RUN, two.tree.object_id)
+    assert len(exchange._depot) == 0
+
+
+def test_what_a_receiver_has_not_confirmed_is_delivered_again_but_not_for_ever(exchange: Exchange) -> None:
+    message = packed()
+    send(exchange, message)
+    times = 0
+    while exchange.pull(NODE) is not None:
+        times += 1
+    assert times == exchanging.MOST_TIMES
+    assert codes(exchange, message.tree.object_id) == [ErrorCode.MESSAGE_UNAVAILABLE]
+    send(exchange, second := packed(value=2.0))
+    answer(exchange, second)
+    for _ in range(3):  # a ServerApp asks until it has the reply
+        assert len(exchange.replies(RUN, [second.tree.object_id])) == 1
+
+
+def test_a_call_may_be_repeated(exchange: Exchange) -> None:
+    message = packed()
+    wanted = send(exchange, message, whole=False)
+    assert send(exchange, message) == wanted
+    assert send(exchange, message) == []
+    assert exchange.store(RUN, wanted[0], message.objects[wanted[0]])
+    reply = answer(exchange, message)
+    assert exchange.answer(NODE, reply.envelope, reply.tree) == []
+    assert len(exchange.replies(RUN, [message.tree.object_id])) == 1
+
+
+def test_errors_say_why_no_reply_comes(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [packed(value=float(i), node=i) for i in range(5, 8)]
+    late = packed(value=9.0, ttl=0.05)
+    for message in (*messages, late):
+        send(exchange, message)
+    exchange.nodes.gone(5)
+    exchange.nodes.alive(6, 10.0)
+    assert codes(exchange, messages[0].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
+    assert codes(exchange, messages[1].tree.object_id, messages[2].tree.object_id) == []
+    assert codes(exchange, "unknown") == [ErrorCode.MESSAGE_UNAVAILABLE]
+    time.sleep(0.06)
+    [error] = exchange.replies(RUN, [late.tree.object_id])
+    content = {part: exchange.find(RUN, part) or b"" for part in error.numbers}
+    received = unpack(error.number, content)
+    assert (received.error.code, received.metadata.reply_to_message_id) == (3, late.tree.object_id)
+    clock = time.monotonic()
+    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 21)  # silent for two intervals
+    assert codes(exchange, messages[1].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
+    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 61)  # never seen since the start
+    assert codes(exchange, messages[2].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
+
+
+def test_a_reply_that_nothing_waits_for_is_dropped(exchange: Exchange) -> None:
+    message, unknown = packed(), packed(value=2.0)
+    send(exchange, message)
+    reply = reply_to(message)
+    assert exchange.answer(6, reply.envelope, reply.tree) == []  # of another node
+    other = reply_to(unknown)
+    assert exchange.answer(NODE, other.envelope, other.tree) == []
+    assert exchange.replies(RUN, [message.tree.object_id]) == []
+
+
+def test_invalid_messages_are_refused(exchange: Exchange) -> None:
+    good = packed()
+    for change in ({"run_id": 8}, {"src_node_id": 9}, {"dst_node_id": 0}, {"ttl": -1.0}, {"reply_to_message_id": "a"}):
+        envelope = type(good.envelope)()
+        envelope.CopyFrom(good.envelope)
+        for field, value in change.items():
+            setattr(envelope.metadata, field, value)
+        assert exchange.send(RUN, [envelope], [good.tree]) == ([""], [])
+    assert exchange._parcels == {}
+
+
+def test_messages_of_an_ended_run_and_incomplete_ones_are_forgotten(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, half, whole = packed(run=8), packed(value=2.0), packed(value=3.0, ttl=1e6)
+    send(exchange, ended)
+    assert exchange.pull(NODE) is None
+    assert len(exchange._depot) == 0
+    send(exchange, half, whole=False)
+    send(exchange, whole)
+    exchange.sweep()
+    assert len(exchange._parcels) == 2
+    clock = time.monotonic()
+    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + exchanging.ARRIVAL_SECONDS + 1)
+    exchange.sweep()
+    assert exchange._parcels.keys() == {whole.tree.object_id}
+
+
+def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(seconds, act)
+    timer.start()
+    return timer
+
+
+def test_requests_wait_for_messages_and_replies(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 5.0)
+    monkeypatch.setattr(exchanging, "GATHER_SECONDS", 2.0)
+    messages = [packed(value=1.0), packed(value=2.0)]
+    *rest, last = send(exchange, messages[0], whole=False)
+    for part in rest:
+        exchange.store(RUN, part, messages[0].objects[part])
+    begun = time.monotonic()
+    timer = after(0.3, lambda: exchange.store(RUN, last, messages[0].objects[last]))
+    assert exchange.pull(NODE) is not None
+    assert 0.25 < time.monotonic() - begun < 3
+    timer.join()
+    send(exchange, messages[1])
+    begun = time.monotonic()
+    timers = [
+        after(0.2 + 0.1 * i, lambda message=message: answer(exchange, message)) for i, message in enumerate(messages)
+    ]
+    assert len(exchange.replies(RUN, [message.tree.object_id for message in messages])) == 2
+    assert time.monotonic() - begun < 2
+    for timer in timers:
+        timer.join()
+
+
+def test_requests_wait_for_a_limited_time_and_in_limited_number(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.5)
+    begun = time.monotonic()
+    assert exchange.pull(NODE) is None
+    assert 0.45 < time.monotonic() - begun < 3
+    with futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(exchange.pull, NODE)
+        time.sleep(0.1)
+        begun = time.monotonic()
+        assert exchange.pull(NODE) is None  # one request of a node waits
+        assert time.monotonic() - begun < 0.2
+        waiting.result()
+
+
+# -- before Flower's SuperLink ----------------------------------------------------------------------------
+
+
+class SuperLink:
+    """Flower's SuperLink with its database, over real gRPC for nodes and in this process over HTTP."""
+
+    def __init__(self, path: Path) -> None:
+        store = ObjectStoreFactory()
+        factory = LinkStateFactory(str(path), NoOpFederationManager(), store)
+        self.state = factory.state()
+        self.runs = Runs()
+        self.exchange = Exchange(self.runs.is_active)
+        servicer = FleetServicer(factory, store, False)
+        self.runs.ask = servicer.GetRun
+        interceptors = [
+            AskAgain(),
+            RpcErrorTranslationServerInterceptor(),
+            NodeAuthServerInterceptor(factory),
+            NodeCalls(self.exchange, self.runs),
+        ]
+        self.server = grpc.server(futures.ThreadPoolExecutor(8), interceptors=interceptors)
+        add_FleetServicer_to_server(servicer, self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+        self.app = main.create_app()
+        self.app.state.runtime_state_factory = self.app.state.linkstate_factory = factory
+        self.calls = AppCalls(self.app, self.exchange, self.runs, Turns())
+        self.client = TestClient(self.calls, raise_server_exceptions=False)
+        self.fleet = Fleet(f"127.0.0.1:{port}", insecure=True)
+        self.node = self.fleet.join()
+        self.run, self.token = self.start_run()
+
+    def start_run(self) -> tuple[int, str]:
+        """Start a run; return its id and the token of its ServerApp."""
+        files = {"pyproject.toml": PROJECT, "m.py": b"x = 1\n", "LICENSE": b"free\n"}
+        content = build_fab_from_files(files)[0]
+        fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+        self.state.store_fab(fab)
+        run = self.state.create_run(
+            "p/a", "1.0", fab.hash_str, {"lr": 0.5}, NOOP_FEDERATION_ID, None, "account", TaskType.SERVER_APP
+        )
+        [info] = self.state.get_run_info(run_ids=[run])
+        token = self.state.claim_task(info.primary_task_id)
+        assert token and self.state.activate_task(info.primary_task_id)
+        self.task = info.primary_task_id
+        return run, token
+
+    def post(self, name: str, token: str | None = None, **fields: Any) -> tuple[int, Any]:
+        """Return the status of a ServerApp's call, and its answer."""
+        call = app_call(name)
+        headers = {"content-type": MEDIA_TYPE, "flwr-task-token": self.token if token is None else token}
+        content = call.request(**fields).SerializeToString()
+        response = self.client.post(call.path, content=content, headers=headers)
+        return response.status_code, call.response.FromString(response.content) if response.is_success else None
+
+    def send(self, message: Packed, token: str | None = None) -> int:
+        """Push a message as a ServerApp does, and return the status."""
+        fields = {"messages_list": [message.envelope], "message_object_trees": [message.tree]}
+        status, taken = self.post("PushMessages", token, **fields)
+        for part in taken.objects_to_push if taken else ():
+            about = {"run_id": self.run, "session_id": taken.session_id, "node": {"node_id": SERVER}}
+            answered = self.post("PushObject", token, object_id=part, object_content=message.objects[part], **about)
+            assert answered[1].stored
+        return status
+
+
+PROJECT = b"""
+[project]
+name = "a"
+version = "1.0"
+description = ""
+license = "MIT"
+[tool.flwr.app]
+publisher = "p"
+[tool.flwr.app.components]
+serverapp = "m:app"
+clientapp = "m:app"
+[tool.flwr.app.config]
+lr = 0.1
+deep = { er = 3 }
+"""
+
+
+@pytest.fixture
+def superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SuperLink]:
+    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.05)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
+    made = SuperLink(tmp_path / "state.db")
+    yield made
+    made.fleet.leave()
+    made.server.stop(None)
+
+
+def test_a_message_goes_to_a_node_and_back(superlink: SuperLink) -> None:
+    message = packed(superlink.node, superlink.run)
+    assert superlink.send(message) == 200
+    found = superlink.fleet.pull()
+    assert found is not None
+    run, bundle = superlink.fleet.run(superlink.run)
+    assert (run.config, run.submitter) == ({"lr": 0.5}, "account")
+    assert hashlib.sha256(bundle.content).hexdigest() == bundle.hash
+    objects = superlink.fleet.pull_objects(*found)
+    assert objects == message.objects
+    assert superlink.fleet.pull() is None
+    reply = reply_to(message)
+    superlink.fleet.push(reply, 1.0)
+    status, answered = superlink.post("PullMessages", message_ids=[message.tree.object_id])
+    assert status == 200
+    assert [tree.object_id for tree in answered.message_object_trees] == [reply.tree.object_id]
+    for number, content in reply.objects.items():
+        status, part = superlink.post("PullObject", object_id=number, run_id=superlink.run)
+        assert part.object_content == content
+    assert superlink.post("ConfirmMessageReceived", message_object_id=reply.tree.object_id)[0] == 200
+    assert superlink.exchange._parcels == {}
+    assert superlink.state.num_message_ins() == superlink.state.num_message_res() == 0, "Flower stores none"
+
+
+def test_flower_refuses_a_token_that_is_unknown_or_of_another_run(superlink: SuperLink) -> None:
+    message = packed(superlink.node, superlink.run)
+    assert superlink.send(message, token="stolen") == 401
+    _, other = superlink.start_run()
+    assert superlink.send(message, token=other) >= 400
+    assert superlink.post("PullMessages", token="stolen", message_ids=["a"])[0] == 401
+    assert superlink.exchange._parcels == {}
+    assert superlink.send(message) == 200
+
+
+def test_an_ended_run_takes_no_messages_and_no_replies(superlink: SuperLink) -> None:
+    answered, waiting = (packed(superlink.node, superlink.run, value=value) for value in (1.0, 2.0))
+    superlink.send(answered)
+    found = superlink.fleet.pull()
+    assert found is not None
+    superlink.fleet.pull_objects(*found)
+    superlink.send(waiting)
+    path = "/v1/runtime/push-task-output"
+    headers = {"content-type": MEDIA_TYPE, "flwr-task-token": superlink.token}
+    content = PushTaskOutputRequest(sub_status=SubStatus.COMPLETED).SerializeToString()
+    assert superlink.client.post(path, content=content, headers=headers).status_code == 200
+    assert superlink.fleet.pull() is None
+    with pytest.raises(RunEndedError):
+        superlink.fleet.push(reply_to(answered), 1.0)
+    with pytest.raises(RunEndedError):
+        superlink.fleet.run(superlink.run)
+    assert superlink.post("PullMessages", message_ids=[answered.tree.object_id])[0] == 401
+    assert superlink.exchange._parcels == {}
+
+
+def test_after_a_restart_flower_says_that_messages_are_lost(superlink: SuperLink) -> None:
+    superlink.calls._tokens.clear()
+    status, answered = superlink.post("PullMessages", message_ids=["0" * 64])
+    assert status == 200
+    [error], [tree] = answered.messages_list, answered.message_object_trees
+    assert error.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+    assert superlink.send(packed(superlink.node, superlink.run)) == 200
+    about = {"node": {"node_id": SERVER}, "run_id": superlink.run}
+    assert superlink.post("PullObject", object_id=tree.object_id, **about)[1].object_available  # Flower's own object
+
+
+def test_a_missing_object_is_no_part_of_a_message(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = packed(superlink.node, superlink.run)
+    superlink.send(message)
+    found = superlink.fleet.pull()
+    assert found is not None
+    superlink.exchange.drop(superlink.run)
+    with pytest.raises(PartError, match="its parts did not reach the node"):
+        superlink.fleet.pull_objects(*found)
+    lost = packed_error(message.envelope, ErrorCode.MESSAGE_UNAVAILABLE, "lost", time.time())
+    superlink.fleet.push(lost, 0.0)  # nothing waits for it
+    assert superlink.exchange._parcels == {}
+
+
+def test_heartbeats_keep_a_node_online(superlink: SuperLink) -> None:
+    superlink.exchange.nodes.gone(superlink.node)
+    assert superlink.exchange.nodes.is_offline(superlink.node)
+    superlink.fleet._call_once("SendNodeHeartbeat", 5.0, node={"node_id": superlink.node}, heartbeat_interval=15.0)
+    assert not superlink.exchange.nodes.is_offline(superlink.node)
+    superlink.fleet._call_once("DeactivateNode", 5.0, node_id=superlink.node)
+    assert superlink.exchange.nodes.is_offline(superlink.node)
+
+
+def test_no_more_server_apps_start_at_once_than_there_are_cores(
+    superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "cores", lambda: 1)
+    monkeypatch.setattr(front, "ASK_SECONDS", 0.1)
+    for _ in range(2):
+        superlink.state.create_run("p/a", "1.0", "h", {}, NOOP_FEDERATION_ID, None, "account", TaskType.SERVER_APP)
+
+    def acquire() -> str:
+        request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]).SerializeToString()
+        headers = {"content-type": MEDIA_TYPE}
+        response = superlink.client.post("/v1/runtime/acquire-task", content=request, headers=headers)
+        assert response.status_code == 200
+        return front.token_of_task(response.content)
+
+    token = acquire()
+    assert token
+    assert not acquire()
+    headers = {"content-type": MEDIA_TYPE, "flwr-task-token": token}
+    superlink.client.post(
+        "/v1/runtime/pull-task-input", content=PullTaskInputRequest().SerializeToString(), headers=headers
+    )
+    assert acquire()
+
+
+def test_successful_calls_about_messages_are_not_logged() -> None:
+    def record(path: str, status: int) -> Any:
+        return SimpleNamespace(args=("127.0.0.1:1", "POST", path, "1.1", status))
+
+    quiet = Quiet()
+    assert not quiet.filter(record("/v1/runtime/push-object", 200))
+    assert quiet.filter(record("/v1/runtime/push-object", 500))
+    assert quiet.filter(record("/v1/control/list-runs", 200))
