@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from posy.client_app.node_config import AUDIT, AUDIT_NAME, NODE_NAME, check_node_config
-from posy.commands.launch import ENVIRONMENT, Connection, resume_command, script, toml, without_proxy
+from posy.commands.launch import ENVIRONMENT, Connection, resume_command, toml, without_proxy
 from posy.deploy.addresses import is_loopback
-from posy.deploy.foreign import REFUSE
 from posy.server_app.progress import size
 from posy.settings import SettingsError
 from posy.yaml12 import parse
@@ -120,62 +119,9 @@ def superlink(
 
     Any program that reaches --control can run code on every node. By default, only this machine can reach it.
     """
-    from posy.commands.deploy.backup import DATABASE, locked_state  # noqa: PLC0415
-    from posy.deploy.secret import OPTION, write_secret  # noqa: PLC0415 - imports Flower
-    from posy.deploy.superlink import keep  # noqa: PLC0415
-    from posy.forked import cores  # noqa: PLC0415
+    from posy.commands.deploy.starting import SuperLinkOptions, start_superlink  # noqa: PLC0415 - imports Flower
 
-    cores()  # the limit on simultaneous runs: raise the error of a bad value now, not when a run starts
-    certificate = None
-    fleet = fleet or (LOCAL_FLEET if insecure else FLEET)
-    addresses = (("--control", control), ("--fleet", fleet))
-    (host, port), _ = (_host_and_port(option, listen) for option, listen in addresses)
-    if not is_loopback(control):
-        _check_control(control, allowed=control_open_to_network)
-    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    address = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
-    _exclude(insecure, "--certificates", folder)
-    if insecure:
-        for option, listen in addresses:
-            _check_loopback(option, listen)
-        reached = Connection(address)
-        trust = ["--insecure"]
-    else:
-        from posy.commands.deploy.certificates import Files, check_authority, check_server  # noqa: PLC0415
-
-        files = Files(folder or CERTIFICATES)
-        ca, server, key = (_file(path, "--certificates") for path in (files.ca, files.server, files.server_key))
-        check_authority(ca)
-        check_server(server, key)
-        reached = Connection(address, ca)
-        certificate = None if volatile else server  # a restart of a volatile SuperLink would end its runs
-        trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
-        trust += ["--enable-supernode-auth"]
-    _, _, *trusted = reached.words()
-    home = state.absolute() / HOME
-    served = ["--host", host, "--port", port, "--fleet-api-address", fleet, *trust, "--isolation", "process"]
-    served += ["--disable-runtime-dependency-installation"]
-    served += [] if volatile else ["--database", str(home.parent / DATABASE)]
-    secret = [OPTION, str(home / PRIVATE / "superexec-secret")]
-    served += secret
-    executor = ["--runtime-api-address", address, *trusted, *secret]
-    ours, taking = ([sys.executable, "-P", "-m", f"posy.deploy.{name}"] for name in ("link", "superexec"))
-    commands = {
-        "flower-superlink": [*([script("flower-superlink")] if stock else ours), *served],
-        "flower-superexec": [*taking, *executor, "--parent-pid", str(os.getpid())],
-    }
-    with locked_state(state) as lock:
-        for option, listen in addresses:
-            _check_free(option, listen)
-        home.mkdir(exist_ok=True)
-        _write_connection(home, reached)
-        write_secret(Path(secret[1]))
-        environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-        # The printed commands work in a shell: Flower's command, and an executor without a parent process to watch.
-        for command in ([script("flower-superlink"), *served], [script("flower-superexec"), *executor]):
-            _print_command(command, environment)
-        _print_command([script("flwr"), "list"], environment)
-        keep(commands, environment, lock, certificate)
+    start_superlink(SuperLinkOptions(folder, insecure, state, volatile, fleet, control, control_open_to_network, stock))
     return 0
 
 
@@ -214,44 +160,15 @@ def supernode(
     partitions 0 to n - 1 of n; partition-id sets the partition of the first node. Posy replaces
     {name} in a value with the name of the node's key, also with a single key.
     """
-    reached = connection(superlink, root_certificates, insecure)
-    words = reached.words()
-    keys = [_file(path, "--key") for path in key or []]
-    if keys:
-        from posy.commands.deploy.certificates import check_node_key  # noqa: PLC0415
+    from posy.commands.deploy.starting import NodeOptions, node_command  # noqa: PLC0415 - imports Flower
 
-        for path in keys:
-            check_node_key(path)
-    words += [] if wait is None else ["--max-wait-time", f"{wait:g}"]
-    several = len(keys) > 1
-    if len({path.stem for path in keys}) < len(keys):
-        raise SettingsError(
-            f"--key {' --key '.join(map(str, keys))}: nodes have the names of their keys, and two names are the same; "
-            "rename one of the files"
+    command, environment = node_command(
+        NodeOptions(
+            config or [], superlink, key or [], root_certificates, insecure, wait, stock, refuse_foreign_code,
+            trusted_entities,
         )
-    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
-    configs = [with_audit(pairs, home) for pairs in node_configs(config or [], [path.stem for path in keys])]
-    used_keys = keys if several or not insecure else []
-    words += [word for path in used_keys for word in ("--auth-supernode-private-key", str(path))]
-    words += [word for pairs in configs if pairs for word in ("--node-config", node_config(pairs))]
-    environment = _flower_environment(home)
-    if stock and several:
-        raise SettingsError("--stock starts one node, but --key is repeated; drop --stock, or start each node alone")
-    if stock and refuse_foreign_code:
-        raise SettingsError("--refuse-foreign-code does not go with --stock: Flower's node runs any code; drop --stock")
-    environment |= {REFUSE: "1"} if refuse_foreign_code else {}
-    if trusted_entities is not None:
-        from posy.deploy.trusted import read_entities  # noqa: PLC0415 - imports Flower
-
-        read_entities(trusted_entities)
-        words += ["--trusted-entities", str(trusted_entities.absolute())]
-    for pairs in configs:
-        _check_policy(dict(pair.split("=", 1) for pair in pairs), stock=stock, signed=trusted_entities is not None)
-    if stock:
-        command = [sys.executable, "-P", "-m", "posy.deploy.stock", *words]
-    else:
-        command = [sys.executable, "-P", "-m", "posy.deploy.node", *words]
-    _print_command(command, environment)
+    )  # fmt: skip
+    print_command(command, environment)
     os.execve(command[0], command, environment)
 
 
@@ -273,7 +190,7 @@ def register(
     from posy.commands.deploy.certificates import public_pem  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
 
-    pems = [(path.stem, public_pem(_file(path, "the command line"))) for path in keys]
+    pems = [(path.stem, public_pem(file_of(path, "the command line"))) for path in keys]
     status = 0
     with control(connection(superlink, root_certificates, insecure)) as api:
         nodes = api.nodes()
@@ -411,19 +328,19 @@ def doctor(
     """
     from posy.commands.deploy import doctor as checks  # noqa: PLC0415
 
-    _exclude(insecure, "--key", key)
-    _exclude(insecure, "--root-certificates", root_certificates)
+    exclude(insecure, "--key", key)
+    exclude(insecure, "--root-certificates", root_certificates)
     ca = root_certificates or folder / "ca.pem"
     if key is not None:
         [named] = node_configs(config or [], [key.stem])
         node_config(named)
         words = dict(word.partition("=")[::2] for word in named)
         reached = connection(superlink or LOCAL_FLEET, ca, insecure=False)
-        return checks.show(checks.of_site(reached, _file(key, "--key"), words))
+        return checks.show(checks.of_site(reached, file_of(key, "--key"), words))
     if config:
         raise SettingsError(f"{config[0]}: only a site has a node config; add the --key of its node")
-    _host_and_port("--fleet", fleet)
-    _host_and_port("--superlink", superlink or CONTROL)
+    host_and_port("--fleet", fleet)
+    host_and_port("--superlink", superlink or CONTROL)
     reached = Connection(superlink or CONTROL, None if insecure else ca)
     return checks.show(checks.of_server(reached, fleet, folder, state / HOME))
 
@@ -511,14 +428,14 @@ def connection(superlink: str, root_certificates: Path | None, insecure: bool) -
         If an address is not HOST:PORT, a SuperLink without TLS is not on this machine, or the certificate is missing
         or unusable.
     """
-    _host_and_port("--superlink", superlink)
-    _exclude(insecure, "--root-certificates", root_certificates)
+    host_and_port("--superlink", superlink)
+    exclude(insecure, "--root-certificates", root_certificates)
     if insecure:
-        _check_loopback("--superlink", superlink)
+        check_loopback("--superlink", superlink)
         return Connection(superlink)
     from posy.commands.deploy.certificates import check_authority  # noqa: PLC0415 - few commands need it
 
-    ca = _file(root_certificates or CERTIFICATES / "ca.pem", "--root-certificates")
+    ca = file_of(root_certificates or CERTIFICATES / "ca.pem", "--root-certificates")
     check_authority(ca)
     return Connection(superlink, ca)
 
@@ -576,7 +493,7 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def _check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
+def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
     """Check the policy of a node with data before the node starts, and refuse a stock node that it does not allow."""
     from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
 
@@ -595,19 +512,21 @@ def with_audit(words: Sequence[str], home: Path) -> list[str]:
     return [*words, *([] if placed else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
 
 
-def _exclude(insecure: bool, option: str, value: object) -> None:
+def exclude(insecure: bool, option: str, value: object) -> None:
+    """Refuse an option that has no meaning with --insecure."""
     if insecure and value is not None:
         raise SettingsError(f"{option} does not go with --insecure")
 
 
-def _check_loopback(option: str, address: str) -> None:
+def check_loopback(option: str, address: str) -> None:
+    """Refuse an address that other machines can reach without TLS."""
     if not is_loopback(address):
         raise SettingsError(
             f"{option} {address} with --insecure: without TLS it must be 127.0.0.1; otherwise use `posy certificates`"
         )
 
 
-def _check_control(address: str, *, allowed: bool) -> None:
+def check_control(address: str, *, allowed: bool) -> None:
     """Refuse or warn if other machines can reach --control: Flower has no passwords there, and ca.pem is public."""
     danger = f"--control {address}: any program that reaches it and has the public ca.pem can run code on every node"
     port = address.rpartition(":")[2]
@@ -620,9 +539,9 @@ def _check_control(address: str, *, allowed: bool) -> None:
     print(f"posy: WARNING: {danger}. Protect the port with a firewall", file=sys.stderr, flush=True)
 
 
-def _check_free(option: str, address: str) -> None:
+def check_free(option: str, address: str) -> None:
     """Raise :class:`SettingsError` if this process cannot listen at an address. Flower would print a traceback."""
-    host, port = _host_and_port(option, address)
+    host, port = host_and_port(option, address)
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -633,21 +552,22 @@ def _check_free(option: str, address: str) -> None:
         raise SettingsError(f"{option} {address}: cannot listen there: {error}; choose another") from error
 
 
-def _host_and_port(option: str, address: str) -> tuple[str, str]:
+def host_and_port(option: str, address: str) -> tuple[str, str]:
+    """Return the host and the port of an address; raise :class:`SettingsError` if it is not HOST:PORT."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SettingsError(f"{option} {address}: it must be HOST:PORT, such as {CONTROL}")
     return host.strip("[]"), port
 
 
-def _file(path: Path, where: str) -> Path:
+def file_of(path: Path, where: str) -> Path:
     """Return the absolute path of a file of keys or certificates; ``where`` names the option that set it."""
     if not path.is_file():
         raise SettingsError(f"{path} ({where}) is not a file; make certificates and keys with `posy certificates`")
     return path.absolute()
 
 
-def _write_connection(home: Path, superlink: Connection) -> None:
+def write_connection(home: Path, superlink: Connection) -> None:
     """Write the SuperLink's address and certificate into ``home``, the ``FLWR_HOME`` of Flower's commands."""
     ca = superlink.root_certificates
     trust = "insecure = true" if ca is None else f"root-certificates = {toml(str(ca))}"
@@ -657,7 +577,7 @@ def _write_connection(home: Path, superlink: Connection) -> None:
     )
 
 
-def _flower_environment(home: Path) -> dict[str, str]:
+def flower_environment(home: Path) -> dict[str, str]:
     """Return the environment for Flower's commands, which store their files in ``home``."""
     return {
         **os.environ,
@@ -668,7 +588,7 @@ def _flower_environment(home: Path) -> dict[str, str]:
     }
 
 
-def _print_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def print_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Print a command that the user can type into the same shell."""
     name = Path(command[0]).name
     program = name if shutil.which(name) == command[0] else command[0]

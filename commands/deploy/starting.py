@@ -1,0 +1,185 @@
+"""The start of a SuperLink and of nodes: what `posy superlink` and `posy supernode` do with their options."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from posy.commands.deploy import commands as shared
+from posy.commands.deploy.backup import DATABASE, held
+from posy.commands.deploy.certificates import Files, check_authority, check_node_key, check_server
+from posy.commands.launch import Connection, script
+from posy.deploy.addresses import is_loopback
+from posy.deploy.foreign import REFUSE
+from posy.deploy.secret import OPTION, write_secret
+from posy.deploy.superlink import keep
+from posy.flower import FLOWER
+from posy.forked import cores
+from posy.settings import SettingsError
+
+
+@dataclass(frozen=True)
+class SuperLinkOptions:
+    """The options of `posy superlink`."""
+
+    certificates: Path | None
+    insecure: bool
+    state: Path
+    volatile: bool
+    fleet: str | None
+    control: str
+    open_to_network: bool
+    stock: bool
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """The options of `posy supernode`."""
+
+    config: Sequence[str]
+    superlink: str
+    keys: Sequence[Path]
+    root_certificates: Path | None
+    insecure: bool
+    wait: float | None
+    stock: bool
+    refuse_foreign_code: bool
+    trusted_entities: Path | None
+
+
+def has_warm_nodes() -> bool:
+    """Return whether Posy's nodes and SuperLink speak the protocol of the installed Flower."""
+    return version("flwr").startswith(f"{FLOWER}.")
+
+
+# -- the SuperLink ---------------------------------------------------------------------------------------
+
+
+def start_superlink(options: SuperLinkOptions) -> None:
+    """Start a SuperLink and the process that runs ServerApps, and restart them until this process is interrupted."""
+    cores()  # the limit on simultaneous runs: raise the error of a bad value now, not when a run starts
+    warm = has_warm_nodes()
+    fleet = options.fleet or (shared.LOCAL_FLEET if options.insecure else shared.FLEET)
+    listening = [("--control", options.control), *([("--fleet", fleet)] if warm else [])]
+    for option, address in listening:
+        shared.host_and_port(option, address)
+    if not is_loopback(options.control):
+        shared.check_control(options.control, allowed=options.open_to_network)
+    shared.exclude(options.insecure, "--certificates", options.certificates)
+    if options.insecure:
+        for option, address in listening:
+            shared.check_loopback(option, address)
+    reached, trust, certificate = _trust(options)
+    home = options.state.absolute() / shared.HOME
+    secret = home / shared.PRIVATE / "superexec-secret"
+    served = [*_words(options, fleet if warm else "", trust), OPTION, str(secret)]
+    executor = ["--runtime-api-address", reached.address, *reached.words()[2:], OPTION, str(secret)]
+    ours, taking = ([sys.executable, "-P", "-m", f"posy.deploy.{name}"] for name in ("link", "superexec"))
+    stock = [script("flower-superlink")]
+    commands = {
+        "flower-superlink": [*(stock if options.stock or not warm else ours), *served],
+        "flower-superexec": [*taking, *executor, "--parent-pid", str(os.getpid())],
+    }
+    with held(options.state) as lock:
+        for option, address in listening:
+            shared.check_free(option, address)
+        home.mkdir(exist_ok=True)
+        shared.write_connection(home, reached)
+        write_secret(secret)
+        environment = shared.flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+        # The printed commands work in a shell: Flower's command, and an executor without a parent process to watch.
+        for command in ([*stock, *served], [script("flower-superexec"), *executor]):
+            shared.print_command(command, environment)
+        shared.print_command([script("flwr"), "list"], environment)
+        if not warm:
+            _warn_of_http(options)
+        keep(commands, environment, lock, certificate)
+
+
+def _trust(options: SuperLinkOptions) -> tuple[Connection, list[str], Path | None]:
+    """Return how this machine reaches the SuperLink, its options on TLS, and the certificate to watch."""
+    host, port = shared.host_and_port("--control", options.control)
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
+    if options.insecure:
+        return Connection(address), ["--insecure"], None
+    files = Files(options.certificates or shared.CERTIFICATES)
+    ca, server, key = (shared.file_of(path, "--certificates") for path in (files.ca, files.server, files.server_key))
+    check_authority(ca)
+    check_server(server, key)
+    trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
+    # A restart of a volatile SuperLink would end its runs.
+    return Connection(address, ca), [*trust, "--enable-supernode-auth"], None if options.volatile else server
+
+
+def _words(options: SuperLinkOptions, fleet: str, trust: list[str]) -> list[str]:
+    """Return the arguments of the SuperLink without its secret; ``fleet`` is empty if nodes do not use gRPC."""
+    host, port = shared.host_and_port("--control", options.control)
+    served = ["--host", host, "--port", port, *(["--fleet-api-address", fleet] if fleet else []), *trust]
+    served += ["--isolation", "process", "--disable-runtime-dependency-installation"]
+    return served + ([] if options.volatile else ["--database", str(options.state.absolute() / DATABASE)])
+
+
+def _warn_of_http(options: SuperLinkOptions) -> None:
+    print(
+        f"posy: WARNING: Flower {version('flwr')}: nodes connect over HTTP to --control {options.control}, --fleet has "
+        f"no effect, and the SuperLink is Flower's own; Flower {FLOWER} is faster",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+# -- nodes -----------------------------------------------------------------------------------------------
+
+
+def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
+    """Return the command of a node, or of several, and its environment."""
+    reached = shared.connection(options.superlink, options.root_certificates, options.insecure)
+    keys = [shared.file_of(path, "--key") for path in options.keys]
+    for path in keys:
+        check_node_key(path)
+    if len({path.stem for path in keys}) < len(keys):
+        raise SettingsError(
+            f"--key {' --key '.join(map(str, keys))}: nodes have the names of their keys, and two names are the same; "
+            "rename one of the files"
+        )
+    stock = options.stock or not has_warm_nodes()
+    _check_stock(options, len(keys), stock=stock)
+    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
+    names = [path.stem for path in keys]
+    configs = [shared.with_audit(pairs, home) for pairs in shared.node_configs(options.config, names)]
+    words = reached.words()
+    words += [] if options.wait is None else ["--max-wait-time", f"{options.wait:g}"]
+    used_keys = keys if len(keys) > 1 or not options.insecure else []
+    words += [word for path in used_keys for word in ("--auth-supernode-private-key", str(path))]
+    words += [word for pairs in configs if pairs for word in ("--node-config", shared.node_config(pairs))]
+    if options.trusted_entities is not None:
+        from posy.deploy.trusted import read_entities  # noqa: PLC0415 - imports Flower
+
+        read_entities(options.trusted_entities)
+        words += ["--trusted-entities", str(options.trusted_entities.absolute())]
+    signed = options.trusted_entities is not None
+    for pairs in configs:
+        shared.check_policy(dict(pair.split("=", 1) for pair in pairs), stock=stock, signed=signed)
+    environment = shared.flower_environment(home) | ({REFUSE: "1"} if options.refuse_foreign_code else {})
+    return [sys.executable, "-P", "-m", f"posy.deploy.{'stock' if stock else 'node'}", *words], environment
+
+
+def _check_stock(options: NodeOptions, keys: int, *, stock: bool) -> None:
+    """Refuse what Flower's own node cannot do, and warn once if the installed Flower has no warm nodes."""
+    why = "--stock" if options.stock else f"Flower {version('flwr')}, with which Posy has no warm nodes,"
+    if stock and keys > 1:
+        hint = "drop --stock, or start" if options.stock else "start"
+        raise SettingsError(f"{why} starts one node, but --key is repeated; {hint} each node alone")
+    if stock and options.refuse_foreign_code:
+        hint = "drop --stock" if options.stock else f"install 'flwr>={FLOWER},<1.40'"
+        raise SettingsError(f"--refuse-foreign-code does not go with {why}: Flower's node runs any code; {hint}")
+    if stock and not options.stock:
+        print(
+            f"posy: WARNING: Posy has no warm nodes with Flower {version('flwr')}: this is Flower's own node, and each "
+            f"message is slower; Flower {FLOWER} is faster",
+            file=sys.stderr,
+            flush=True,
+        )
