@@ -91,14 +91,14 @@ class Presence:
         """Note a sign of life of a node, and its heartbeat interval."""
         self._seen[node] = time.monotonic(), interval or self._seen.get(node, (0.0, DEFAULT_INTERVAL))[1]
 
-    def gone(self, node: int) -> None:
+    def leave(self, node: int) -> None:
         """Note that a node has left."""
         self._seen[node] = float("-inf"), DEFAULT_INTERVAL
 
     def is_offline(self, node: int) -> bool:
         """Return whether a node has left or is silent for too long."""
-        seen, interval = self._seen.get(node, (self._started, DEFAULT_INTERVAL))
-        return time.monotonic() - seen > PATIENCE * interval
+        last, interval = self._seen.get(node, (self._started, DEFAULT_INTERVAL))
+        return time.monotonic() - last > PATIENCE * interval
 
 
 class Depot:
@@ -185,27 +185,27 @@ class Exchange:
 
     def send(self, run_id: int, envelopes: Sequence[Any], trees: Sequence[Any]) -> tuple[list[str], list[str]]:
         """Take messages of a run; return their ids, empty for invalid messages, and the ids of the missing objects."""
-        taken, wanted = [], dict[str, None]()
+        numbers, wanted = [], dict[str, None]()
         with self._changed:
             for envelope, tree in zip(envelopes, trees, strict=True):
                 about, parcel = envelope.metadata, _parcel(envelope, tree)
                 valid = about.run_id == run_id and about.src_node_id == SERVER and not about.reply_to_message_id
                 if not valid or parcel.expires <= time.monotonic() or not about.dst_node_id:
-                    taken.append("")
+                    numbers.append("")
                     continue
                 if about.message_id not in self._parcels:
                     self._parcels[about.message_id] = self._waiting[parcel.node][about.message_id] = parcel
                     self._depot.add(parcel)
                 wanted |= dict.fromkeys(self._parcels[about.message_id].missing)
-                taken.append(about.message_id)
+                numbers.append(about.message_id)
             self._announce(replies=False)
-        return taken, list(wanted)
+        return numbers, list(wanted)
 
     def pull(self, node: int) -> Parcel | None:
         """Return the next message of a node, if necessary after a while; None if there is none."""
         self.nodes.alive(node)
-        found: Parcel | None = self._hold(False, node, lambda: self._next(node))
-        return found
+        parcel: Parcel | None = self._hold(False, node, lambda: self._next(node))
+        return parcel
 
     def _next(self, node: int) -> Parcel | None:
         for parcel in self._ready(node):
@@ -222,7 +222,7 @@ class Exchange:
         return None
 
     def _ready(self, node: int) -> list[Parcel]:
-        """Return the complete messages of a node; forget those that have expired or do not arrive there."""
+        """Return the complete messages of a node; forget messages that have expired or do not arrive there."""
         with self._changed:
             ready = []
             for parcel in list(self._waiting[node].values()):
@@ -239,35 +239,35 @@ class Exchange:
         self.nodes.alive(node)
         about = envelope.metadata
         with self._changed:
-            asked, parcel = self._parcels.get(about.reply_to_message_id), _parcel(envelope, tree)
-            if asked is None or (asked.run_id, asked.node) != (about.run_id, node) or about.src_node_id != node:
+            request, parcel = self._parcels.get(about.reply_to_message_id), _parcel(envelope, tree)
+            if request is None or (request.run_id, request.node) != (about.run_id, node) or about.src_node_id != node:
                 return []
-            if asked.reply is not None and asked.reply.number != parcel.number and asked.reply.missing:
-                self._drop_reply(asked)
-            if asked.reply is None:
-                self._confirm(asked)
-                self._set_reply(asked, parcel)
+            if request.reply is not None and request.reply.number != parcel.number and request.reply.missing:
+                self._drop_reply(request)
+            if request.reply is None:
+                self._confirm(request)
+                self._set_reply(request, parcel)
                 self._announce(replies=True)
-            return list(asked.reply.missing) if asked.reply and asked.reply.number == parcel.number else []
+            return list(request.reply.missing) if request.reply and request.reply.number == parcel.number else []
 
     def replies(self, run_id: int, numbers: Iterable[str]) -> list[Parcel]:
         """Return the replies to messages of a run that have arrived, if necessary after a while.
 
         A message without a reply that can still come has an error as its reply.
         """
-        asked = list(numbers)
+        request = list(numbers)
 
         def gather() -> list[Parcel]:
             with self._changed:
-                return [reply for number in asked if (reply := self._reply_to(run_id, number)) is not None]
+                return [reply for number in request if (reply := self._reply_to(run_id, number)) is not None]
 
-        found: list[Parcel] = self._hold(True, 0, gather)
-        if found and len(found) < len(asked):
+        parcels: list[Parcel] = self._hold(True, 0, gather)
+        if parcels and len(parcels) < len(request):
             with self._changed:
-                missing, before = len(asked) - len(found), self._arrivals[True]
+                missing, before = len(request) - len(parcels), self._arrivals[True]
                 self._changed.wait_for(lambda: self._arrivals[True] - before >= missing, GATHER_SECONDS)
-            found = gather()
-        return found
+            parcels = gather()
+        return parcels
 
     def _reply_to(self, run_id: int, number: str) -> Parcel | None:
         """Return the reply to a message, or an error if none can come; None if it may still come."""
@@ -315,8 +315,8 @@ class Exchange:
         with self._changed:
             if (parcel := self._parcels.get(number)) is not None and parcel.run_id == run_id:
                 self._confirm(parcel)
-            elif (asked := self._answered.get(number)) is not None and asked.run_id == run_id:
-                self._forget(asked)
+            elif (request := self._answered.get(number)) is not None and request.run_id == run_id:
+                self._forget(request)
             else:
                 return False
         return True
@@ -343,16 +343,16 @@ class Exchange:
 
     # -- helpers, under the lock ---------------------------------------------------------------------------
 
-    def _set_reply(self, asked: Parcel, reply: Parcel) -> None:
-        asked.reply = reply
-        self._answered[reply.number] = asked
+    def _set_reply(self, request: Parcel, reply: Parcel) -> None:
+        request.reply = reply
+        self._answered[reply.number] = request
         self._depot.add(reply)
 
-    def _drop_reply(self, asked: Parcel) -> None:
-        if asked.reply is not None:
-            self._depot.remove(asked.reply)
-            self._answered.pop(asked.reply.number, None)
-            asked.reply = None
+    def _drop_reply(self, request: Parcel) -> None:
+        if request.reply is not None:
+            self._depot.remove(request.reply)
+            self._answered.pop(request.reply.number, None)
+            request.reply = None
 
     def _confirm(self, parcel: Parcel) -> None:
         if not parcel.received:
@@ -376,8 +376,8 @@ class Exchange:
         try:
             while True:
                 before = self._arrivals[replies]
-                if (found := look()) or not waits or time.monotonic() >= end:
-                    return found
+                if (answer := look()) or not waits or time.monotonic() >= end:
+                    return answer
                 with self._changed:
                     self._changed.wait_for(lambda: self._arrivals[replies] > before, end - time.monotonic())  # noqa: B023
         finally:

@@ -204,7 +204,7 @@ class Fleet:
         wanted = set(answer.objects_to_push)
 
         def push_object(number: str) -> None:
-            taken = self.call(
+            answered = self.call(
                 "PushObject",
                 node=self._node(),
                 run_id=reply.envelope.metadata.run_id,
@@ -212,7 +212,7 @@ class Fleet:
                 object_id=number,
                 object_content=reply.objects[number],
             )
-            if not taken.stored:
+            if not answered.stored:
                 raise PartError("the SuperLink did not take a part of the reply")
 
         _side_by_side(push_object, [number for number in reply.objects if number in wanted])
@@ -287,15 +287,15 @@ class Fleet:
 
 
 def signature_headers(
-    key: ec.EllipticCurvePrivateKey, ahead: timedelta = timedelta()
+    key: ec.EllipticCurvePrivateKey, offset: timedelta = timedelta()
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the headers with which a node proves that it has a key, by a clock that is ``ahead``."""
-    stamp = (now() + ahead).isoformat()
+    """Return the headers with which a node proves that it has a key, by a clock with an ``offset``."""
+    stamp = (current_time() + offset).isoformat()
     signature = key.sign(stamp.encode(), ec.ECDSA(hashes.SHA256()))
     return (PUBLIC_KEY_HEADER, public_pem_of(key)), (TIMESTAMP_HEADER, stamp), (SIGNATURE_HEADER, signature)
 
 
-def now() -> datetime:
+def current_time() -> datetime:
     """Return the time by this machine's clock."""
     return datetime.now(UTC)
 

@@ -32,7 +32,7 @@ KEY_REFUSED, INTERVAL_REFUSED = 2004, 2003
 
 
 FLEET, CONTROL = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"], control_pb2.DESCRIPTOR.services_by_name["Control"]
-"""The services for nodes, and for those who submit runs and register nodes."""
+"""The service for nodes, and the service that registers nodes and submits runs."""
 
 
 class Call(NamedTuple):
@@ -69,8 +69,8 @@ def app_call(name: str) -> Call:
     Its requests have the fields of a node's call, with the same numbers, and so have all answers but two.
     """
     _, request, response = fleet_call(name)
-    others = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}
-    return Call(http_path("runtime", name), request, others.get(name, response))
+    answers = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}
+    return Call(http_path("runtime", name), request, answers.get(name, response))
 
 
 def token_of_task(answer: bytes) -> str:
@@ -109,7 +109,7 @@ def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
     """Return the message with an id from its objects; raise an error of any type if they are malformed."""
     message = inflate_object_from_contents(number, dict(objects))
     if not isinstance(message, Message):
-        raise TypeError(f"the object {number} is no message")
+        raise TypeError(f"the object {number} is not a message")
     return with_id(message, number)
 
 
@@ -128,11 +128,11 @@ def message_of(envelope: Any) -> Message:
     return with_id(unpack("message", objects), envelope.metadata.message_id)
 
 
-def packed_error(asked: Any, code: int, reason: str, created_at: float) -> Packed:
-    """Return an error reply to the message with the envelope ``asked``."""
-    about = asked.metadata
+def packed_error(request_envelope: Any, code: int, reason: str, created_at: float) -> Packed:
+    """Return an error reply to a message from the envelope of the message."""
+    about = request_envelope.metadata
     ids = {name: getattr(about, name) for name in ("src_task_id", "dst_task_id") if about.HasField(name)}
-    envelope = type(asked)(
+    envelope = type(request_envelope)(
         metadata={
             "run_id": about.run_id,
             "src_node_id": about.dst_node_id,

@@ -44,7 +44,7 @@ ASK_SECONDS = 1.0
 SWEEP_SECONDS = 10.0
 """Seconds between two searches for messages that nothing waits for."""
 START_SECONDS = 300.0
-"""Seconds after which a ServerApp that was started and has not reported counts no more as starting."""
+"""Seconds after which a ServerApp that has not reported no longer counts as starting."""
 MOST_TOKENS = 1000
 """Number of ServerApps that are remembered; one that is forgotten is checked again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
@@ -145,7 +145,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _deactivatenode(self, request: Any, flower: Callable[[], Any]) -> Any:
         answer = flower()
-        self._exchange.nodes.gone(request.node_id)
+        self._exchange.nodes.leave(request.node_id)
         return answer
 
 
@@ -273,8 +273,8 @@ class AppCalls:
         if not self._runs.is_active(run_id):
             return None
         if name == "PushMessages":
-            taken, wanted = self._exchange.send(run_id, request.messages_list, request.message_object_trees)
-            return app_call(name).response(message_ids=taken, objects_to_push=wanted, session_id=new_session())
+            numbers, wanted = self._exchange.send(run_id, request.messages_list, request.message_object_trees)
+            return app_call(name).response(message_ids=numbers, objects_to_push=wanted, session_id=new_session())
         if name == "PullMessages":
             return _with_parcels(app_call(name).response(), self._exchange.replies(run_id, request.message_ids))
         serve = {"PushObject": push_object, "PullObject": pull_object, "ConfirmMessageReceived": confirm}[name]
@@ -337,7 +337,7 @@ class AppCalls:
         """Note that a node is not admitted any more."""
         messages = await self._flower(scope, body)
         if messages[0]["status"] == 200:
-            self._exchange.nodes.gone(control_call("UnregisterNode").request.FromString(body).node_id)
+            self._exchange.nodes.leave(control_call("UnregisterNode").request.FromString(body).node_id)
         await _pass_on(messages, send)
 
     async def _flower(self, scope: Scope, body: bytes, path: str = "") -> list[Message]:
@@ -408,8 +408,8 @@ def pull_object(exchange: Exchange, run_id: int, request: Any) -> Any:
 
 def confirm(exchange: Exchange, run_id: int, request: Any) -> Any:
     """Note that a message has been received; return None if it is not in transit."""
-    known = exchange.confirm(run_id, request.message_object_id)
-    return fleet_call("ConfirmMessageReceived").response() if known else None
+    in_transit = exchange.confirm(run_id, request.message_object_id)
+    return fleet_call("ConfirmMessageReceived").response() if in_transit else None
 
 
 def _with_parcels(answer: Any, parcels: list[Parcel]) -> Any:

@@ -7,7 +7,7 @@ If the worker dies, the node answers the message with an error and starts a new 
 still busy when a reply would be too late. The worker ends when the node ends.
 
 Flower's node would start an interpreter for every message, and sleep for up to three seconds between two requests. It
-also gives out tasks on a port of this machine; this node has no such port.
+also gives out tasks on a port of this machine; this node listens on no port.
 """
 
 import argparse
@@ -216,11 +216,11 @@ class WarmNode:
             worker = self._warm()
             if worker is None:
                 continue
-            if (found := self._pull()) is None:
+            if (received := self._pull()) is None:
                 self._waits.pause()
                 continue
             self._waits.begin()
-            if reply := self._answer(worker, *found):
+            if reply := self._answer(worker, *received):
                 push_until_expired(self._fleet, *reply)
             self._waits.end()
 

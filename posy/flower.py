@@ -36,6 +36,8 @@ R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRec
 
 FLOWER = "1.39"
 """Version of Flower with which Posy starts warm nodes and its own SuperLink; other versions get Flower's."""
+LOWEST, HIGHEST = (1, 39), (1, 42)
+"""Lowest and highest release of Flower that Posy supports."""
 CLOCK_SECONDS = 60.0
 """Tolerated clock skew between two machines. Messages live this much longer than round-timeout."""
 MAX_REASON = 300

@@ -242,8 +242,8 @@ def test_the_clock_of_a_site(
     seconds: float, level: str, text: str, fleet: tuple[Fleet, Files], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, files = fleet
-    right = calling.now
-    monkeypatch.setattr(calling, "now", lambda: right() + datetime.timedelta(seconds=seconds))
+    right = calling.current_time
+    monkeypatch.setattr(calling, "current_time", lambda: right() + datetime.timedelta(seconds=seconds))
     found = next(iter(doctor.check_admission(started.address, files.ca, files.node_key("site-a"))))
     assert (found.level, text in found.text) == (level, True), found
 

@@ -157,7 +157,7 @@ def test_errors_say_why_no_reply_comes(exchange: Exchange, monkeypatch: pytest.M
     late = packed(value=9.0, ttl=0.05)
     for message in (*messages, late):
         send(exchange, message)
-    exchange.nodes.gone(5)
+    exchange.nodes.leave(5)
     exchange.nodes.alive(6, 10.0)
     assert codes(exchange, messages[0].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
     assert codes(exchange, messages[1].tree.object_id, messages[2].tree.object_id) == []
@@ -429,7 +429,7 @@ def test_a_missing_object_is_no_part_of_a_message(superlink: SuperLink, monkeypa
 
 
 def test_heartbeats_keep_a_node_online(superlink: SuperLink) -> None:
-    superlink.exchange.nodes.gone(superlink.node)
+    superlink.exchange.nodes.leave(superlink.node)
     assert superlink.exchange.nodes.is_offline(superlink.node)
     superlink.fleet._call_once("SendNodeHeartbeat", 5.0, node={"node_id": superlink.node}, heartbeat_interval=15.0)
     assert not superlink.exchange.nodes.is_offline(superlink.node)

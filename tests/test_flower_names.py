@@ -62,12 +62,12 @@ def names_in(tree: ast.AST) -> Iterator[str]:
                         yield alias.name
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (path := dotted(node)):
-            head, _, rest = path.partition(".")
-            full = f"{modules[head]}.{rest}" if head in modules else ""
+            head, _, attributes = path.partition(".")
+            full = f"{modules[head]}.{attributes}" if head in modules else ""
             owner = full.rpartition(".")[0]
             if full and is_private(owner) and is_module(owner) and node.attr != "DESCRIPTOR":  # protobuf's
                 yield full
-        if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and not own(node):
+        if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and not is_attribute_of_posy(node):
             yield node.attr
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if node.value in ATTRIBUTES or (
@@ -77,7 +77,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
             yield from columns_in(node.value)
 
 
-def own(node: ast.Attribute) -> bool:
+def is_attribute_of_posy(node: ast.Attribute) -> bool:
     """Return whether an attribute belongs to an object of Posy."""
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
@@ -99,19 +99,19 @@ def dotted(node: ast.expr) -> str:
 
 
 def is_module(path: str) -> bool:
-    place = Path(flwr.__file__).parent.joinpath(*path.split(".")[1:])
-    return path == "flwr" or place.is_dir() or place.with_suffix(".py").is_file()
+    target = Path(flwr.__file__).parent.joinpath(*path.split(".")[1:])
+    return path == "flwr" or target.is_dir() or target.with_suffix(".py").is_file()
 
 
 def private_names() -> dict[str, set[str]]:
-    found = {path.relative_to(ROOT).as_posix(): set(names_in(ast.parse(path.read_text()))) for path in sources()}
-    return {name: names for name, names in found.items() if names}
+    by_module = {path.relative_to(ROOT).as_posix(): set(names_in(ast.parse(path.read_text()))) for path in sources()}
+    return {name: names for name, names in by_module.items() if names}
 
 
 def test_private_names_of_flower_are_few_and_in_few_modules() -> None:
-    found = private_names()
-    assert found.keys() <= ALLOWED, {name: found[name] for name in found.keys() - ALLOWED}
-    names = set().union(*found.values())
+    by_module = private_names()
+    assert by_module.keys() <= ALLOWED, {name: by_module[name] for name in by_module.keys() - ALLOWED}
+    names = set().union(*by_module.values())
     assert len(names) <= MOST_NAMES, sorted(names)
 
 

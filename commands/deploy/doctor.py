@@ -33,7 +33,7 @@ from posy.commands.deploy.status import TOLERATED, VERSIONS, facts_of_nodes, fre
 from posy.commands.launch import Connection
 from posy.deploy.fleet import code_in, public_pem_of, signature_headers
 from posy.deploy.flower_internals import INTERVAL_REFUSED, KEY_REFUSED, fleet_call
-from posy.flower import CLOCK_SECONDS, FLOWER, versions
+from posy.flower import CLOCK_SECONDS, FLOWER, HIGHEST, LOWEST, versions
 from posy.paths import absolute
 from posy.server_app.run_status import read_statuses
 from posy.settings import LaunchError, SettingsError
@@ -119,11 +119,14 @@ def of_site(reached: Connection, key: Path, config: Mapping[str, str]) -> Iterat
 def check_flower() -> Iterator[Finding]:
     """Check that Posy supports the installed version of Flower."""
     installed = version("flwr")
+    release = tuple(int(number) for number in installed.split(".")[:2])
     if installed.startswith(f"{FLOWER}."):
         yield Finding("ok", f"flwr {installed}")
+    elif LOWEST <= release <= HIGHEST:
+        yield Finding("warning", f"flwr {installed}: nodes are Flower's own, and slower; flwr {FLOWER} has warm nodes")
     else:
         remedy = f"pip install 'flwr>={FLOWER},<1.40'"
-        yield Finding("error", f"flwr {installed} is installed, Posy needs {FLOWER}: {remedy}")
+        yield Finding("error", f"flwr {installed} is installed, Posy needs {FLOWER} to 1.{HIGHEST[1]}: {remedy}")
 
 
 def check_gpu() -> Iterator[Finding]:
