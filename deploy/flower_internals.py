@@ -27,8 +27,9 @@ TOKEN_HEADER = "flwr-task-token"
 """Header of the calls of a ServerApp."""
 MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
 """Types of the content of a call, and of a sequence of answers: each follows its length in four bytes."""
-KEY_REFUSED, INTERVAL_REFUSED = 2004, 2003
-"""Codes with which a SuperLink refuses a node: its key is unknown or online, or its heartbeat interval is invalid."""
+KEY_REFUSED, INTERVAL_REFUSED, RUN_ENDED = 2004, 2003, 2007
+"""Codes with which a SuperLink refuses a node: its key is unknown or online, its heartbeat interval is invalid, or the
+run of its call has ended."""
 
 
 FLEET, CONTROL = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"], control_pb2.DESCRIPTOR.services_by_name["Control"]

@@ -27,6 +27,7 @@ from posy.deploy.exchange import SERVER, Exchange, Parcel, new_session
 from posy.deploy.flower_internals import (
     FLEET,
     MEDIA_TYPE,
+    RUN_ENDED,
     TOKEN_HEADER,
     app_call,
     control_call,
@@ -64,16 +65,17 @@ class Runs:
 
     def is_active(self, run_id: int) -> bool:
         """Return whether a run is running."""
-        if time.monotonic() - self._known.get(run_id, -math.inf) < KEPT_SECONDS or self.ask is None:
+        known = time.monotonic() - self._known.get(run_id, -math.inf) < KEPT_SECONDS
+        if known or self.ask is None or not self.node:
             return True
         changes = self._changes
         try:
             self.ask(fleet_call("GetRun").request(node={"node_id": self.node}, run_id=run_id), None)
         except Exception as error:
-            if not isinstance(getattr(error, "code", None), int):
+            if not isinstance(code := getattr(error, "code", None), int):
                 raise
             self._known.pop(run_id, None)
-            return False
+            return code != RUN_ENDED  # or the node was unregistered meanwhile
         if changes == self._changes:  # otherwise the answer may be older than the change
             self._known[run_id] = time.monotonic()
         return True

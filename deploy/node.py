@@ -438,7 +438,8 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     try:
         WarmNode(fleet, parent, config_in(options.node_config), trusted_by(arguments)).serve()
     except grpc.RpcError as error:
-        sys.exit(f"posy: the SuperLink at {options.superlink} refuses this node: {describe(error)}")
+        log(ERROR, "the SuperLink at %s refuses this node, which ends: %s", options.superlink, describe(error))
+        sys.exit(1)
     finally:
         fleet.leave()
 

@@ -428,6 +428,17 @@ def test_a_missing_object_is_no_part_of_a_message(superlink: SuperLink, monkeypa
     assert superlink.exchange._parcels == {}
 
 
+def test_a_run_goes_on_when_the_last_node_that_called_is_unregistered(superlink: SuperLink) -> None:
+    other = superlink.state.create_node("account", "name", b"other key", 30.0)
+    superlink.fleet.pull()
+    message = packed(other, superlink.run)
+    assert superlink.send(message) == 200
+    superlink.runs.node = 12345  # Flower does not know it
+    superlink.runs.forget()
+    superlink.exchange.sweep()
+    assert superlink.exchange._parcels.keys() == {message.tree.object_id}
+
+
 def test_heartbeats_keep_a_node_online(superlink: SuperLink) -> None:
     superlink.exchange.nodes.leave(superlink.node)
     assert superlink.exchange.nodes.is_offline(superlink.node)
