@@ -11,7 +11,7 @@ from posy.deploy.foreign import check_code
 from posy.deploy.install import client_app_of, install_whole
 from posy.deploy.tasks import Bundle
 from posy.deploy.trusted import check_signatures
-from posy.extensions import BUNDLED, OWN_MODULE
+from posy.extensions import BUNDLED, CUSTOM_MODULE
 from posy.flower import ClientAppCallable
 
 
@@ -68,6 +68,6 @@ def _forget(old: Path | None, new: Path) -> None:
             sys.path.remove(str(folder))
     paths = [path for folder in (new, new / BUNDLED) if folder.is_dir() for path in folder.iterdir()]
     names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
-    names |= {name for name in sys.modules if name.startswith(OWN_MODULE)}
+    names |= {name for name in sys.modules if name.startswith(CUSTOM_MODULE)}
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         del sys.modules[name]

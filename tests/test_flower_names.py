@@ -47,34 +47,44 @@ def names_in(tree: ast.AST) -> Iterator[str]:
     """Yield the private names of Flower in a module: imported, accessed on a module, by a string, or in SQL."""
     modules: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "flwr":
-            for alias in node.names:
-                path = f"{node.module}.{alias.name}"
-                if is_private(node.module) or is_module(path):
-                    modules[alias.asname or alias.name] = path
-                if is_private(node.module):
-                    yield path
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "flwr":
-                    modules[alias.asname or "flwr"] = alias.name if alias.asname else "flwr"
-                    if is_private(alias.name):
-                        yield alias.name
+        yield from imported_by(node, modules)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (path := dotted(node)):
-            head, _, attributes = path.partition(".")
-            full = f"{modules[head]}.{attributes}" if head in modules else ""
-            owner = full.rpartition(".")[0]
-            if full and is_private(owner) and is_module(owner) and node.attr != "DESCRIPTOR":  # protobuf's
-                yield full
-        if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and not is_attribute_of_posy(node):
-            yield node.attr
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value in ATTRIBUTES or (
-                re.fullmatch(r"flwr(\.\w+)+(:[\w.]+)?", node.value) and is_private(node.value)
-            ):
+        if isinstance(node, ast.Attribute):
+            yield from accessed_by(node, modules)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            path = re.fullmatch(r"flwr(\.\w+)+(:[\w.]+)?", node.value)
+            if node.value in ATTRIBUTES or (path and is_private(node.value)):
                 yield node.value
             yield from columns_in(node.value)
+
+
+def imported_by(node: ast.AST, modules: dict[str, str]) -> Iterator[str]:
+    """Yield the private names that a statement imports, and add the modules that it imports to ``modules``."""
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "flwr":
+        for alias in node.names:
+            path = f"{node.module}.{alias.name}"
+            if is_private(node.module) or is_module(path):
+                modules[alias.asname or alias.name] = path
+            if is_private(node.module):
+                yield path
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.split(".")[0] == "flwr":
+                modules[alias.asname or "flwr"] = alias.name if alias.asname else "flwr"
+                if is_private(alias.name):
+                    yield alias.name
+
+
+def accessed_by(node: ast.Attribute, modules: dict[str, str]) -> Iterator[str]:
+    """Yield the private name that an expression accesses on an imported module, or on an object of Flower."""
+    if path := dotted(node):
+        head, _, attributes = path.partition(".")
+        full = f"{modules[head]}.{attributes}" if head in modules else ""
+        owner = full.rpartition(".")[0]
+        if full and is_private(owner) and is_module(owner) and node.attr != "DESCRIPTOR":  # protobuf's
+            yield full
+    if node.attr in ATTRIBUTES and not is_attribute_of_posy(node):
+        yield node.attr
 
 
 def is_attribute_of_posy(node: ast.Attribute) -> bool:

@@ -9,7 +9,7 @@ import tomli_w
 
 from posy.commands.launch import APP
 from posy.deploy.flower_internals import build_bundle
-from posy.extensions import is_custom, module_of, bundle_files
+from posy.extensions import bundle_files, is_custom, module_of
 from posy.paths import sha256_of
 from posy.settings import LaunchError, Scalar
 from posy.strategies.registry import declared

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from posy.commands.deploy import commands as shared
-from posy.commands.deploy.backup import DATABASE, held
+from posy.commands.deploy.backup import DATABASE, locked_state
 from posy.commands.deploy.certificates import Files, check_authority, check_node_key, check_server
 from posy.commands.launch import Connection, script
 from posy.deploy.addresses import is_loopback
@@ -82,7 +82,7 @@ def start_superlink(options: SuperLinkOptions) -> None:
         "flower-superlink": [*(stock if options.stock or not warm else ours), *served],
         "flower-superexec": [*taking, *executor, "--parent-pid", str(os.getpid())],
     }
-    with held(options.state) as lock:
+    with locked_state(options.state) as lock:
         for option, address in listening:
             shared.check_free(option, address)
         home.mkdir(exist_ok=True)
