@@ -15,7 +15,8 @@ import typer.core
 
 from posy.commands.deploy import commands as deployment
 from posy.commands.deploy import policy
-from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose, connection
+from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose
+from posy.commands.deploy.options import connection
 from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
 from posy.data.errors import DataError
 from posy.data.settings import SITES

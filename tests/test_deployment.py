@@ -10,7 +10,7 @@ import pytest
 from posy.client_app.node_config import NODE_WORDS
 from posy.commands.cli import main
 from posy.commands.deploy.certificates import Files, make_certificates
-from posy.commands.deploy.commands import node_config, node_configs
+from posy.commands.deploy.options import node_config, node_configs
 from posy.deploy import addresses, node
 from posy.deploy.addresses import free_port
 from posy.deploy.node import MAX_POLL_SECONDS, Waits, pause

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posy.commands.deploy.commands import node_config
+from posy.commands.deploy.options import node_config
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
 from posy.strategies.registry import parse_words

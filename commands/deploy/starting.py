@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from posy.commands.deploy import commands as shared
+from posy.commands.deploy import options as shared
 from posy.commands.deploy.backup import DATABASE, locked_state
 from posy.commands.deploy.certificates import Files, check_authority, check_node_key, check_server
 from posy.commands.launch import Connection, script
