@@ -122,11 +122,11 @@ def test_rounds_of_fine_tuning_fix_the_number_of_rounds(make_strategy):
 
 
 def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
-    with pytest.raises(SettingsError, match="fedavg-ft-rounds = 3: it must be less than num-server-rounds = 3"):
+    with pytest.raises(SettingsError, match=r"fedavg-ft-rounds = 3.*num-server-rounds = 3"):
         make_strategy("fedavg-ft", fedavg_ft_rounds=3)
-    with pytest.raises(SettingsError, match="fedbabu-rounds = 1 does not go with secure-aggregation = true"):
+    with pytest.raises(SettingsError, match=r"fedbabu-rounds = 1.*secure-aggregation = true"):
         make_strategy("fedbabu", fedbabu_rounds=1, secure_aggregation=True)
-    with pytest.raises(SettingsError, match="average-rounds = 2: it must be at most fedbabu-rounds = 1"):
+    with pytest.raises(SettingsError, match=r"average-rounds = 2.*fedbabu-rounds = 1"):
         make_strategy("fedbabu", fedbabu_rounds=1, average_rounds=2)
     assert make_strategy("fedbabu", fedbabu_rounds=2, average_rounds=2).method.rounds == 2
 
@@ -330,11 +330,11 @@ def test_the_remedy_for_too_many_personal_layers_names_their_setting(tmp_path, m
 
 
 def test_unknown_method_is_an_error():
-    with pytest.raises(SettingsError, match="method = 'fedsgd': did you mean"):
+    with pytest.raises(SettingsError, match="method = 'fedsgd'"):
         strategy_class("fedsgd")
 
 
 @pytest.mark.parametrize(("method", "extra"), [("fedrep", {}), ("fedfew", {"fedfew_personal_head": True})])
 def test_a_network_with_nothing_to_share_is_an_error(method, extra, make_strategy):
-    with pytest.raises(SettingsError, match=r"model = 'linear'.*nothing is left to share"):
+    with pytest.raises(SettingsError, match="model = 'linear'"):
         make_strategy(method, model="linear", **extra)

@@ -628,7 +628,7 @@ def test_pfllib_is_taken_with_its_partition(tmp_path, protocol):
         assert np.array_equal(tensors.x_test.numpy(), client["test"]["x"])
         assert np.array_equal(tensors.y_train.numpy(), client["train"]["y"])
         assert tensors.x_train.is_contiguous(memory_format=torch.channels_last)
-    with pytest.raises(SettingsError, match=r"num-clients = 3.*comes with 2 clients"):
+    with pytest.raises(SettingsError, match="num-clients = 3"):
         partition(dataset, DataSettings(num_clients=3), seed=0)
     with pytest.raises(SettingsError, match="max-samples"):
         load(tmp_path / "p", max_samples=3)

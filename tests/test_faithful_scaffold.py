@@ -145,9 +145,7 @@ def test_training_converges_with_momentum(momentum, lr, make_config, federate):
 
 
 def test_a_stored_momentum_is_refused():
-    with pytest.raises(
-        SettingsError, match=r"optimizer-state = 'kept' .*with method = 'scaffold'.*: a stored momentum"
-    ):
+    with pytest.raises(SettingsError, match=r"optimizer-state = 'kept'.*method = 'scaffold'"):
         read_settings({"method": "scaffold", "momentum": 0.9, "optimizer-state": "kept"})
 
 

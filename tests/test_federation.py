@@ -185,7 +185,7 @@ def test_nodes_that_connect_late_are_waited_for(settings: Settings) -> None:
 
 def test_clients_that_never_appear_are_an_error(settings: Settings) -> None:
     grid = Nodes(3, *[[1, 2]] * 100)
-    with pytest.raises(SettingsError, match=r"num-clients = 4, but the 2 connected nodes host 3 of them after 0\.05 s"):
+    with pytest.raises(SettingsError, match="num-clients = 4"):
         Federation(WaveGrid(grid), replace(settings, run=replace(settings.run, join_timeout=0.05))).join()
 
 

@@ -66,5 +66,5 @@ def test_every_method_runs_with_a_kept_state(tmp_path: Path, method: str) -> Non
 
 
 def test_nothing_to_keep_is_said(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"optimizer-state = 'kept' in .* does not go with"):
+    with pytest.raises(SettingsError, match="optimizer-state = 'kept'"):
         trained(tmp_path, "run", 1, 1, optimizer_state="kept")

@@ -116,9 +116,7 @@ def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losse
         "method": method,
     }
     if method == "scaffold":
-        with pytest.raises(
-            SettingsError, match=r"optimizer = 'adamw' in .* with method = 'scaffold': its control variates"
-        ):
+        with pytest.raises(SettingsError, match=r"optimizer = 'adamw'.*method = 'scaffold'"):
             posy.run(**options)
         return
     summary = posy.run(run_name="a", **options).summary
@@ -153,5 +151,5 @@ def test_what_is_wrong_about_a_loss_is_told_before_anything_is_run(losses: None,
 
 
 def test_adam_has_no_momentum_besides() -> None:
-    with pytest.raises(SettingsError, match="it needs optimizer = sgd, but optimizer = 'adam'"):
+    with pytest.raises(SettingsError, match=r"optimizer = sgd.*optimizer = 'adam'"):
         read_settings({"optimizer": "adam", "momentum": 0.9})

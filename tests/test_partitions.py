@@ -246,7 +246,7 @@ def test_equal_classes_need_exactly_what_there_is():
     part = partition(dataset(55, 10), s, 0)
     assert {len(train) for train in part.train} == {40}
     assert {len(test) for test in part.test} == {13}
-    with pytest.raises(SettingsError, match=r"samples-per-client = 40 .* of class \d.* made has 45"):
+    with pytest.raises(SettingsError, match="samples-per-client = 40"):
         partition(dataset(45, 10), s, 0)
     with pytest.raises(SettingsError, match="samples-per-client = 4 cannot hold classes-per-client = 5"):
         partition(dataset(45, 10), dataclasses.replace(s, samples_per_client=4), 0)
@@ -286,7 +286,7 @@ def test_natural_groups_the_largest_first():
     client_groups = [set(groups[np.concatenate(pair)]) for pair in zip(part.train, part.test, strict=True)]
     assert client_groups == [{2}, {4}, {9}]
     assert [len(t) + len(v) for t, v in zip(part.train, part.test, strict=True)] == [40, 30, 20]
-    with pytest.raises(SettingsError, match="num-clients = 5: made has 4 groups"):
+    with pytest.raises(SettingsError, match="num-clients = 5"):
         partition(data, settings(num_clients=5, partition="natural"), 0)
     with pytest.raises(SettingsError, match="needs data with groups"):
         partition(dataset(25, 4), settings(num_clients=3, partition="natural"), 0)
@@ -378,9 +378,9 @@ def test_given_partitions_are_used_and_no_other():
         assert [t.tolist() for t in part.test] == [[1], [3]]
     capped = partition(data, settings(num_clients=2, train_samples=1), 0)
     assert [len(t) for t in capped.train] == [1, 1]
-    with pytest.raises(SettingsError, match="partition = 'iid': made comes partitioned; leave partition out"):
+    with pytest.raises(SettingsError, match="partition = 'iid'"):
         partition(data, settings(num_clients=2, partition="iid"), 0)
-    with pytest.raises(SettingsError, match="num-clients = 10: made comes with 2 clients"):
+    with pytest.raises(SettingsError, match="num-clients = 10"):
         partition(data, settings(), 0)
     with pytest.raises(SettingsError, match="needs data that comes partitioned"):
         partition(dataset(5, 2), settings(partition="given"), 0)
@@ -411,5 +411,5 @@ def test_settings_that_do_not_suit_the_data(changes, message):
 
 def test_more_clients_than_shifts_is_found_before_the_partition():
     data = make_dataset("rgb", "image", np.zeros((40, 2, 2, 3), np.uint8), np.arange(40) % 2, ("a", "b"))
-    with pytest.raises(SettingsError, match=r"'mid' has 8 shifts.*num-clients = 9"):
+    with pytest.raises(SettingsError, match="num-clients = 9"):
         partition(data, settings(num_clients=9, partition="iid", shift="mid"), 0)

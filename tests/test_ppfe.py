@@ -133,7 +133,7 @@ def test_fixed_heads(make_strategy, head, personal):
 
 
 def test_fixed_head_deeper_than_the_network_is_an_error(make_strategy):
-    with pytest.raises(SettingsError, match="ppfe-fixed-head = 4: mlp has the layers fc1, fc2, head"):
+    with pytest.raises(SettingsError, match="ppfe-fixed-head = 4"):
         make_strategy("ppfe", ppfe_fixed_head=4)
 
 

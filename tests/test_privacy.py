@@ -206,7 +206,7 @@ def test_batchnorm_supports_no_noise() -> None:
 
 def test_a_missing_accountant_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
-    with pytest.raises(SettingsError, match=r"dp = 'sample' needs the package dp-accounting .*posy\[privacy\]"):
+    with pytest.raises(SettingsError, match="dp = 'sample'"):
         check_privacy(settings_with(dp="sample", dp_clip=1.0))
 
 
@@ -418,7 +418,7 @@ def test_a_repeated_round_is_spent_twice(small: dict[str, Any], tmp_path: Path) 
 
 def test_the_number_of_rounds_is_fixed_by_the_noise(small: dict[str, Any]) -> None:
     posy.run(run_name="a", **small)
-    with pytest.raises(SettingsError, match=r"num-server-rounds = 5, the run has 3.*or the noise depends on it"):
+    with pytest.raises(SettingsError, match="num-server-rounds = 5"):
         posy.run(resume="a", num_server_rounds=5)
 
 

@@ -307,7 +307,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
     written = yaml.safe_load((path / "config.yaml").read_text())
     assert written["settings"]["num-server-rounds"] == 8
     assert written["resumed"][0]["changed"] == {"num-server-rounds": 8, "round-timeout": 99.5}
-    with pytest.raises(SettingsError, match=r"num-server-rounds = 7 in the run config: 'mine' has finished 8"):
+    with pytest.raises(SettingsError, match="num-server-rounds = 7"):
         run(grid_of(config), again(config, "mine", num_server_rounds=7))
 
 

@@ -81,7 +81,7 @@ def test_levels_have_as_many_clients_as_shifts():
     check_shift("none", 1000, 1)
     check_shift("high", 8)
     check_shift("grid", 54)
-    with pytest.raises(SettingsError, match=r"'high' has 8 shifts.*num-clients = 9"):
+    with pytest.raises(SettingsError, match="num-clients = 9"):
         check_shift("high", 9)
     with pytest.raises(SettingsError, match="'grid' has 54 shifts"):
         check_shift("grid", 55)

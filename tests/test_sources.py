@@ -129,7 +129,7 @@ def test_a_run_logs_one_notice_about_dropped_settings(tmp_path: Path, warnings: 
 
 def test_a_typed_setting_without_an_effect_stays_an_error(tmp_path: Path) -> None:
     chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits", "text-length": 100}
-    with pytest.raises(SettingsError, match=r"^text-length = 100 on the command line has no effect: it needs texts"):
+    with pytest.raises(SettingsError, match=r"^text-length = 100"):
         read_settings(chosen, COMMAND_LINE)
 
 

@@ -131,7 +131,7 @@ def test_columns_are_for_tables_alone(tmp_path: Path) -> None:
     npz(tmp_path / "a.npz", FEATURES)
     (tmp_path / "mine.py").write_text("def data():\n    return [[1.0], [2.0]] * 4, [0, 1] * 4\n")
     for name in (str(tmp_path / "a.npz"), "digits", f"{tmp_path}/mine.py:data"):
-        with pytest.raises(SettingsError, match=r"group-column = 'a' does not go with dataset = .* no columns"):
+        with pytest.raises(SettingsError, match="group-column = 'a'"):
             loaded(name, group_column="a")
 
 

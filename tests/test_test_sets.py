@@ -268,7 +268,7 @@ def test_equal_clients_take_training_samples_alone(tmp_path: Path) -> None:
     assert [len(part) for part in space.partition.train] == [10] * 4
     assert max(values(space, training_rows(space.partition))) < TRAIN
     assert min(values(space, np.concatenate(space.partition.test))) >= TRAIN
-    with pytest.raises(SettingsError, match=r"num-clients = 4 needs 40 samples \(train\) of class 0, .* has 15"):
+    with pytest.raises(SettingsError, match="num-clients = 4"):
         _ = workspace(**settings, samples_per_client=40).partition
 
 
@@ -285,7 +285,7 @@ def test_a_site_keeps_its_supplied_test_set(tmp_path: Path) -> None:
     complete = replace(settings, feature_mean="0", feature_std="1")
     for changed in (complete, replace(complete, test_set="pooled", test_fraction=0.9)):
         assert load_site(content, changed, POLICY)[1].test[0].tolist() == list(range(TRAIN, TRAIN + TEST))
-    with pytest.raises(SettingsError, match="test-set = 'pooled' in a has no effect: it needs dataset != sites"):
+    with pytest.raises(SettingsError, match="test-set = 'pooled'"):
         read_settings({"dataset": "sites", "test-set": "pooled"}, "a")
 
 
@@ -293,7 +293,7 @@ def test_a_pfllib_folder_keeps_the_test_set_of_each_client(tmp_path: Path) -> No
     path = pfllib(tmp_path / "folder", np.arange(6.0)[:, None], np.arange(6) % 2, 2)
     part = workspace(dataset=str(path), num_clients=1, method="fedavg").partition
     assert (part.train[0].tolist(), part.test[0].tolist()) == ([0, 1, 2, 3], [4, 5])
-    with pytest.raises(SettingsError, match=r"test-set = 'pooled' does not go with .* a test set for each client"):
+    with pytest.raises(SettingsError, match="test-set = 'pooled'"):
         _ = workspace(dataset=str(path), num_clients=1, method="fedavg", test_set="pooled").partition
 
 

@@ -1,0 +1,323 @@
+"""Measure the share of faults that the tests notice, in a seeded sample of faults in strategies/ and client_app/.
+
+``python -m benchmarks.mutants OUTPUT.jsonl --count 150`` draws mutants: places in a function at which a comparison, an
+operator, a constant, a return value, a condition or an argument is changed. For each mutant, it runs the tests of the
+module in a copy of the working tree until one fails, and appends the outcome. An interrupted measurement resumes.
+
+To compare two versions of the tests, measure the older version, then run the command with ``--again OLD.jsonl`` and
+another output in the newer version: it takes the mutants that were caught, and first runs the test that failed.
+"""
+
+import ast
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("strategies", "client_app")
+SHARED_BY_METHODS = ("test_methods", "test_recompute")
+"""Tests that run every method."""
+EXAMPLES = ("fedfew", "ppfe", "scaffold", "fedrep", "fedamp")
+"""Methods whose shared tests cover the modules that all methods use."""
+LOADED = ("torch", "scipy.optimize", "sklearn.datasets", "hypothesis", "pandas", "flwr.app", "flwr.serverapp.strategy")
+"""Modules that are imported once, before the tests of each mutant run in a forked process."""
+SECONDS = 1800.0
+"""Longest time for the tests of a mutant, on a busy machine."""
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Pow: ast.Mult,
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """A fault: the replacement of a part of a file."""
+
+    file: str
+    function: str
+    kind: str
+    original: str
+    number: int
+    """Number of equal faults before it in the function."""
+    start: int
+    """Offset of the part in the file, in bytes."""
+    replacement: str
+
+    @property
+    def key(self) -> str:
+        """Its name, which stays the same while other parts of the file change."""
+        return "|".join([self.file, self.function, self.kind, self.original, str(self.number)])
+
+    def applied(self, source: bytes) -> bytes:
+        """Return the content of the file with the fault."""
+        return source[: self.start] + self.replacement.encode() + source[self.start + len(self.original.encode()) :]
+
+
+# -- the faults ------------------------------------------------------------------------------------------
+
+
+def faults(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
+    """Yield the faults of a node: their kind, the node that they replace, and its replacement."""
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=right) if type(operator) in COMPARISONS:
+            yield "comparison", node, ast.Compare(left, [COMPARISONS[type(operator)]()], right)
+        case ast.BinOp(left=left, op=op, right=other) if type(op) in OPERATORS and not is_text(left, other):
+            yield "operator", node, ast.BinOp(left, OPERATORS[type(op)](), other)
+        case ast.BoolOp(op=joint, values=values):
+            yield "operator", node, ast.BoolOp(ast.Or() if isinstance(joint, ast.And) else ast.And(), values)
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield "sign", node, operand
+        case ast.Constant(value=bool(value)):
+            yield "constant", node, ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield "constant", node, ast.Constant(value + 1)
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+            yield "return", node, ast.Return(ast.Constant(None))
+        case ast.If(test=test) | ast.IfExp(test=test):
+            yield "condition", test, ast.UnaryOp(ast.Not(), test)
+        case ast.Expr(value=ast.Call()):
+            yield "call", node, ast.Pass()
+        case ast.Call(func=called, args=[first, second, *others], keywords=named) if not is_starred(first, second):
+            yield "argument", node, ast.Call(called, [second, first, *others], named)
+        case ast.Call(func=called, args=arguments, keywords=[*named, _]):
+            yield "argument", node, ast.Call(called, arguments, named)
+
+
+def is_text(*nodes: ast.expr) -> bool:
+    """Return whether one of the expressions is a text in quotes."""
+    return any(
+        isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str)) for n in nodes
+    )
+
+
+def is_starred(*nodes: ast.expr) -> bool:
+    """Return whether one of the arguments is unpacked."""
+    return any(isinstance(node, ast.Starred) for node in nodes)
+
+
+def nodes_in(node: ast.AST, name: str = "", inside: bool = False) -> Iterator[tuple[str, ast.AST]]:
+    """Yield the nodes of all function bodies, each with the name of its function, without errors and annotations."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        name = f"{name}.{node.name}".lstrip(".")
+        inside = inside or isinstance(node, ast.FunctionDef)
+        children: list[ast.AST] = list(node.body)
+    else:
+        children = [child for field, child in fields_of(node) if field != "annotation"]
+    for child in children:
+        if isinstance(child, ast.Raise | ast.JoinedStr):
+            continue
+        if inside and not isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield name, child
+        yield from nodes_in(child, name, inside)
+
+
+def fields_of(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield the child nodes of a node, each with the name of its field."""
+    for field, value in ast.iter_fields(node):
+        children = value if isinstance(value, list) else [value]
+        yield from ((field, child) for child in children if isinstance(child, ast.AST))
+
+
+def mutants_of(file: str, source: bytes) -> list[Mutant]:
+    """Return all faults of a file."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    mutants: list[Mutant] = []
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for function, node in nodes_in(ast.parse(source)):
+        for kind, old, new in faults(node):
+            assert isinstance(old, ast.expr | ast.stmt) and old.end_lineno and old.end_col_offset
+            start, end = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
+            text = ast.unparse(ast.fix_missing_locations(new))
+            fault = (function, kind, source[start:end].decode())
+            replacement = f"({text})" if isinstance(old, ast.expr) else text
+            mutants.append(Mutant(file, *fault, counts[fault], start, replacement))
+            counts[fault] += 1
+    return mutants
+
+
+def all_mutants(root: Path) -> list[Mutant]:
+    """Return all faults of strategies/ and client_app/."""
+    files = sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py"))
+    return [mutant for file in files for mutant in mutants_of(file.relative_to(root).as_posix(), file.read_bytes())]
+
+
+# -- the tests -------------------------------------------------------------------------------------------
+
+
+def collected(root: Path) -> list[str]:
+    """Return the ids of all tests that need no real federation."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:warnings"]
+    lines = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if "::" in line]
+
+
+def plain(name: str) -> str:
+    """Return a name without case and separators: ``pFedMe``, ``lg_fedavg`` and ``lg-fedavg`` have several forms."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def covering_tests(file: str, root: Path, tests: list[str]) -> list[str]:
+    """Return the tests of a module, the most specific first.
+
+    These are the tests with its name. For a module that all methods use, they include the files that import it, and
+    the tests that run every method, for a few methods.
+    """
+    module, name = file.removesuffix(".py").replace("/", "."), plain(Path(file).stem)
+    named = [test for test in tests if f"test_{name}." in plain(test) or f"[{name}" in plain(test)]
+    named += [test for test in tests if f"program{name}." in plain(test) or name in plain(test.partition("::")[2])]
+    if (root / "tests/programs" / f"test_program_{Path(file).stem}.py").exists():
+        return list(dict.fromkeys(named))
+    importing = {
+        path.relative_to(root).as_posix()
+        for path in (root / "tests").glob("test_*.py")
+        if f"posy.{module} " in path.read_text(encoding="utf-8")
+    }
+    named += [test for test in tests if test.partition("::")[0] in importing]
+    examples = tuple(f"[{method}]" for method in EXAMPLES)
+    shared = tuple(f"tests/{name}.py" for name in SHARED_BY_METHODS)
+    named += [test for test in tests if test.startswith(shared) and test.endswith(examples)]
+    return list(dict.fromkeys(named))
+
+
+class Failures:
+    """A plugin of pytest that notes the first failure in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note a test that fails."""
+        if report.failed:
+            self.file.write_text(report.nodeid, encoding="utf-8")
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def outcome_of(mutant: Mutant, root: Path, tests: list[str], seconds: int) -> dict[str, Any]:
+    """Run tests with a fault in a forked process, for at most ``seconds`` of CPU time, and return the outcome."""
+    file, note = root / mutant.file, root / "failed.txt"
+    source = file.read_bytes()
+    note.write_text("", encoding="utf-8")
+    file.write_bytes(mutant.applied(source))
+    process = os.fork()
+    if not process:
+        run_tests(root, tests, seconds, note)
+    try:
+        status = status_of(process)
+    finally:
+        file.write_bytes(source)
+        shutil.rmtree(root / "temporary", ignore_errors=True)
+    failed = note.read_text(encoding="utf-8")
+    outcomes = {0: "survived", -signal.SIGKILL: "stopped", -signal.SIGXCPU: "stopped"}
+    return {"key": mutant.key, "outcome": outcomes.get(status, "caught"), "test": failed, "tests": len(tests)}
+
+
+def run_tests(root: Path, tests: list[str], seconds: int, note: Path) -> None:
+    """Run tests until one fails, and end this forked process with pytest's status."""
+    status = 1
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        log = os.open(root / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--basetemp", str(root / "temporary")]
+        status = int(import_module("pytest").main([*options, *tests], plugins=[Failures(note)]))
+    finally:
+        os._exit(status)
+
+
+def status_of(process: int) -> int:
+    """Return the exit status of a process, which ends after :data:`SECONDS` at the latest."""
+    end = time.monotonic() + SECONDS
+    while True:
+        finished, status = os.waitpid(process, os.WNOHANG)
+        if finished:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.killpg(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+# -- the measurement -------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the outcomes in a file, or an empty list if it does not exist."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def sample(root: Path, count: int, seed: int, again: Path | None) -> list[tuple[Mutant, str]]:
+    """Return mutants, each with the test that caught it before, if there is one."""
+    mutants = all_mutants(root)
+    if again is None:
+        random.Random(seed).shuffle(mutants)
+        return [(mutant, "") for mutant in mutants[:count]]
+    by_key = {mutant.key: mutant for mutant in mutants}
+    caught = [row for row in read(again) if row["outcome"] == "caught"]
+    return [(by_key[row["key"]], row["test"]) for row in caught if row["key"] in by_key]
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """Copy the tracked files of the working tree, and return the copy."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
+    for name in filter(None, map(os.fsdecode, names)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def main(
+    output: Path,
+    count: Annotated[int, typer.Option(help="number of mutants")] = 150,
+    seed: Annotated[int, typer.Option(help="seed of the sample")] = 0,
+    seconds: Annotated[int, typer.Option(help="CPU time for the tests of a mutant")] = 90,
+    again: Annotated[Path | None, typer.Option(help="outcomes of earlier tests; repeat the caught mutants")] = None,
+) -> None:
+    """Append the outcome of each mutant to OUTPUT and print the share of caught mutants."""
+    output = output.absolute()
+    done = {row["key"] for row in read(output)}
+    with tempfile.TemporaryDirectory(prefix="posy-mutants-") as folder:
+        root = copy_of_tree(Path(folder))
+        os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        sys.path[:0] = [str(root), str(root / "tests"), str(root / "tests/programs")]
+        sys.dont_write_bytecode = True
+        tests = collected(root)
+        chosen = sample(root, count, seed, again.absolute() if again else None)
+        os.chdir(root)
+        for module in LOADED:
+            import_module(module)
+        for mutant, test in chosen:
+            if mutant.key not in done:
+                relevant = dict.fromkeys([*({test} & {*tests}), *covering_tests(mutant.file, root, tests)])
+                row = outcome_of(mutant, root, list(relevant), seconds)
+                with output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{row['outcome']:8} {mutant.key} {row['test']}".replace("\n", " "), flush=True)
+        os.chdir(ROOT)
+    outcomes = Counter(row["outcome"] for row in read(output))
+    print(f"{outcomes['caught']} of {outcomes.total()} mutants are caught: {dict(outcomes)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
