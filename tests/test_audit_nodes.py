@@ -1,15 +1,27 @@
-"""The audit logs of two sites, a warm and a stock node, with real processes."""
+"""The audit logs of two sites, a warm and a stock node, and other users of their machine, with real processes."""
 
+import contextlib
 import os
+import re
 import signal
+import stat
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
 
-from benchmarks.local_federation import Deployment
+from benchmarks.local_federation import Deployment, child
 from posy.client_app.audit import AuditLog, Checked
+from posy.deploy.secret import new_secret
 
 pytestmark = [pytest.mark.federation, pytest.mark.core, pytest.mark.xdist_group("audit")]
 
@@ -57,8 +69,61 @@ def log_at(sites: Deployment, name: str) -> AuditLog:
     return AuditLog(sites.folder / "state" / name / "audit.jsonl")
 
 
+def runtime_api(deployment: Deployment, name: str) -> str:
+    """Return the address of a node's Runtime API, which any process of the machine can connect to."""
+    addresses = re.findall(r"Uvicorn running on http://(127\.0\.0\.1:[0-9]+)", deployment.log(name))
+    return str(addresses[-1])
+
+
+def take(address: str, secret: bytes = b"", kind: str = TaskType.CLIENT_APP, certificate: bytes | None = None) -> str:
+    """Ask for a task as ``flower-superexec`` does, and return the token of the task."""
+    method = "/flwr.proto.Runtime/AcquireTask"
+    signing = [SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={method})] if secret else []
+    interceptors = [RuntimeVersionHttpInterceptor(component_name="SuperExec"), *signing]
+    client = RuntimeHttpClient.from_server_address(address, certificate is None, certificate, interceptors)
+    with contextlib.closing(client):
+        return str(client.AcquireTask(AcquireTaskRequest(supported_task_types=[kind])).token)
+
+
+def apps_of(sites: Deployment, run: "subprocess.Popen[bytes]") -> set[str]:
+    """Wait for the end of a run, and return the names of its apps, which get their tokens through files."""
+    apps: set[str] = set()
+    while run.poll() is None:
+        time.sleep(0.02)
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                command = path.read_bytes().decode().split("\0")
+                name = next((Path(word).name for word in command if Path(word).name.startswith("flwr-")), "")
+                environment = path.with_name("environ").read_bytes().decode(errors="replace")
+                if name in ("flwr-serverapp", "flwr-clientapp") and str(sites.folder) in environment:
+                    apps.add(name)
+                    assert "--token" not in command
+                    assert command[command.index("--token-file") + 1].startswith("/dev/fd/")
+    assert run.returncode == 0, sites.log("run-first")[-3000:]
+    return apps
+
+
+def test_without_the_secret_no_process_takes_a_task(sites: Deployment) -> None:
+    address = runtime_api(sites, "stock")
+    for secret in (b"", new_secret()):
+        with pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"):
+            take(address, secret)
+
+
+def test_a_warm_node_listens_on_no_port(sites: Deployment) -> None:
+    for process in (sites.forked("node")["warm"], sites.worker("warm"), sites.processes["warm"].pid):
+        sockets = {str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()}
+        numbers = {name[len("socket:[") : -1] for name in sockets if name.startswith("socket:[")}
+        tables = [Path(f"/proc/{process}/net/{table}").read_text() for table in ("tcp", "tcp6")]
+        lines = [line.split() for table in tables for line in table.splitlines()]
+        listening = {columns[9] for columns in lines if columns[3] == "0A"}
+        assert not numbers & listening
+
+
 def test_each_answer_of_a_run_is_in_the_logs(sites: Deployment) -> None:
-    summary = sites.run("first", *words())
+    """Meanwhile no token of an app is on a command line."""
+    assert apps_of(sites, sites.submit("first", *words())) == {"flwr-serverapp", "flwr-clientapp"}
+    summary = sites.summary("first")
     assert (summary["status"], summary["dropped"]) == ("completed", {})
     for name in NAMES:
         checked = log_at(sites, name).check()
@@ -115,6 +180,27 @@ def test_the_death_of_a_worker_is_in_the_log(sites: Deployment) -> None:
     sites.ended("run-third")
     [lost] = [event for event in since(sites, before).events if event.get("error") == "WorkerLostError"]
     assert (lost["event"], lost["type"], lost["decision"]) == ("error", "train", "failed")
+
+
+def test_a_waiting_app_is_for_the_holder_of_the_secret(sites: Deployment) -> None:
+    """The process that takes the SuperLink's tasks is suspended, so that a run waits for another process."""
+    file = sites.folder / "superlink/flower/private/superexec-secret"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    certificate = sites.ca.read_bytes()
+    executor = child(sites.processes["superlink"].pid, "posy.deploy.superexec")
+    os.kill(executor, signal.SIGSTOP)
+    try:
+        process = sites.submit("waiting", "method=fedavg", "num-clients=2", "num-server-rounds=1")
+        sites.until(lambda: " waiting " in sites.posy("status", *sites.where).stdout, "run-waiting")
+        for wrong in (b"", new_secret()):
+            with pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"):
+                take(sites.control, wrong, TaskType.SERVER_APP, certificate)
+        assert take(sites.control, file.read_bytes(), TaskType.SERVER_APP, certificate)
+        assert not take(sites.control, file.read_bytes(), TaskType.SERVER_APP, certificate)  # it was taken
+    finally:
+        os.kill(executor, signal.SIGCONT)
+        process.kill()
+        process.wait()
 
 
 def since(sites: Deployment, count: int) -> Checked:

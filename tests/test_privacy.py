@@ -153,21 +153,21 @@ def test_a_divergence_is_not_revealed(make_config: MakeConfig, federate: Federat
 # -- methods, networks and settings ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mode", MODES)
-def test_each_method_supports_or_refuses_each_mode(method: str, mode: str) -> None:
+def test_each_method_supports_or_refuses_each_mode(mode: str) -> None:
     if mode == "sample":
         pytest.importorskip("dp_accounting")
-    refused = settings_class(method).refused_privacy(mode)
-    weights = {"client-weights": "uniform"} if mode == "central" and refused is ALLOWED else {}
-    settings = read_settings({"method": method, "dp": mode, "dp-clip": 1.0, **weights})
-    if refused is ALLOWED:
-        check_privacy(settings)
-    else:
-        with pytest.raises(SettingsError, match=f"dp = '{mode}' with method = '{method}': .*; choose another"):
+    for method in METHODS:
+        refused = settings_class(method).refused_privacy(mode)
+        weights = {"client-weights": "uniform"} if mode == "central" and refused is ALLOWED else {}
+        settings = read_settings({"method": method, "dp": mode, "dp-clip": 1.0, **weights})
+        if refused is ALLOWED:
             check_privacy(settings)
-    if mode == "central":
-        assert (refused is ALLOWED) == (settings_class(method).noise is settings_class(method).sums is ALLOWED)
+        else:
+            with pytest.raises(SettingsError, match=f"dp = '{mode}' with method = '{method}'"):
+                check_privacy(settings)
+        if mode == "central":
+            assert (refused is ALLOWED) == (settings_class(method).noise is settings_class(method).sums is ALLOWED)
 
 
 def test_dp_sgd_is_for_methods_whose_clients_train_once_on_single_samples() -> None:

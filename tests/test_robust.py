@@ -180,21 +180,21 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("seed", range(3))
-def test_up_to_f_arbitrary_models_move_the_result_by_a_bounded_distance(name: str, attack: str, seed: int) -> None:
+def test_up_to_f_arbitrary_models_move_the_result_by_a_bounded_distance(name: str, attack: str) -> None:
     """The bound is a few standard deviations of the honest models, whatever two of ten clients send."""
-    generator = np.random.default_rng(seed)
-    honest = (1 + generator.normal(0, 0.5, (8, 30))).astype(np.float32)
-    poisoned = np.tile(ATTACKS[attack](honest, generator), (2, 1)).astype(np.float32)
-    rows = np.concatenate([poisoned[:1], honest, poisoned[1:]])
-    weights = np.full(10, 100.0)
-    rule = Rule(name, trim=0.2, attackers=2)
-    model, shares = rule.combine(rows, np.zeros(30, np.float32), weights)
-    spread = float(np.linalg.norm(honest - honest.mean(axis=0), axis=1).max())
-    assert np.isfinite(model).all()
-    assert np.linalg.norm(model - honest.mean(axis=0)) <= 2 * spread
-    if attack in ("scaled", "largest number", "noise") and name in ("krum", "multi-krum", "geometric-median"):
-        assert shares is not None and shares[[0, 9]].sum() < 1e-2
+    for seed in range(3):
+        generator = np.random.default_rng(seed)
+        honest = (1 + generator.normal(0, 0.5, (8, 30))).astype(np.float32)
+        poisoned = np.tile(ATTACKS[attack](honest, generator), (2, 1)).astype(np.float32)
+        rows = np.concatenate([poisoned[:1], honest, poisoned[1:]])
+        weights = np.full(10, 100.0)
+        rule = Rule(name, trim=0.2, attackers=2)
+        model, shares = rule.combine(rows, np.zeros(30, np.float32), weights)
+        spread = float(np.linalg.norm(honest - honest.mean(axis=0), axis=1).max())
+        assert np.isfinite(model).all()
+        assert np.linalg.norm(model - honest.mean(axis=0)) <= 2 * spread
+        if attack in ("scaled", "largest number", "noise") and name in ("krum", "multi-krum", "geometric-median"):
+            assert shares is not None and shares[[0, 9]].sum() < 1e-2
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed-mean"])

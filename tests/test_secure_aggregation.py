@@ -993,14 +993,14 @@ def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
         assert message in warnings.text
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_who_may_sum(method: str) -> None:
-    settings = read_settings({"method": method, "secure-aggregation": True})
-    if method in SUMMED:
-        check_privacy(settings)
-    else:
-        with pytest.raises(SettingsError, match=f"secure-aggregation = true with method = '{method}': .*; it must be"):
+def test_who_may_sum() -> None:
+    for method in METHODS:
+        settings = read_settings({"method": method, "secure-aggregation": True})
+        if method in SUMMED:
             check_privacy(settings)
+        else:
+            with pytest.raises(SettingsError, match=f"secure-aggregation = true with method = '{method}'"):
+                check_privacy(settings)
 
 
 @pytest.mark.parametrize(
