@@ -21,7 +21,7 @@ from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import stored_parameters
-from posy.commands.papers.page import changed, page, pictures_in
+from posy.commands.papers.page import changed, count_words, page, pictures_in, verdicts
 from posy.commands.papers.record import in_percent, measured, partial_coverage, recorded_numbers
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
@@ -662,6 +662,10 @@ def test_pages_are_what_the_runs_give(paper: str, monkeypatch: pytest.MonkeyPatc
     assert page(paper, comparisons, pictures_in(file.parent)) == file.read_text(encoding="utf-8"), (
         f"docs/papers/{paper}.md is stale: run posy paper {paper}"
     )
+    loaded = {comparison.item.name: comparison for comparison in comparisons}
+    monkeypatch.setattr(page_module, "Comparison", lambda paper_item, folder: loaded[paper_item.name])
+    counts = count_words(verdicts(paper, ROOT / "papers" / paper / "results"))
+    assert f"[{counts}](docs/papers/{paper}.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 # -- forms without numbers of runs -----------------------------------------------------------------------

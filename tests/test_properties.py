@@ -304,7 +304,7 @@ def test_momentum_starts_afresh_in_each_round(make_config, federate, method):
 @every_method
 def test_momentum_leaves_training_stable_or_is_refused(make_config, federate, method):
     """Forty steps a round at momentum 0.9 and a small rate end with a lower loss than the first round."""
-    settings = BASE | {"local_steps": 40, "lr": 0.01, "momentum": 0.9, "num_server_rounds": 12}
+    settings = BASE | {"local_steps": 40, "lr": 0.01, "momentum": 0.9, "num_server_rounds": 5}
     try:
         finished = federate(make_config(method, data=data_of(4), **settings))
     except SettingsError as error:

@@ -175,10 +175,10 @@ def signing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployme
         deployment.stop()
 
 
-def settings(deployment: Deployment, seed: int) -> list[str]:
+def settings(deployment: Deployment, seed: int, join_timeout: int) -> list[str]:
     words = {
         "dataset": deployment.folder / "data.npz", "model": "mlp", "device": "cpu", "num-clients": 2,
-        "method": "fedavg", "num-server-rounds": 1, "local-epochs": 1, "join-timeout": 10, "seed": seed,
+        "method": "fedavg", "num-server-rounds": 1, "local-epochs": 1, "join-timeout": join_timeout, "seed": seed,
     }  # fmt: skip
     return [f"{name}={value}" for name, value in words.items()]
 
@@ -188,7 +188,7 @@ def settings(deployment: Deployment, seed: int) -> list[str]:
 @pytest.mark.xdist_group("signed")
 def test_nodes_refuse_an_unsigned_app(signing: tuple[Deployment, Ed25519PrivateKey]) -> None:
     deployment, _ = signing
-    deployment.submit("unsigned", *settings(deployment, 0))
+    deployment.submit("unsigned", *settings(deployment, 0, 10))
     assert deployment.ended("run-unsigned") == 1
     assert "its copy of the app is not valid: The FAB could not be verified." in deployment.log("run-unsigned")
     for name in ("warm", "stock"):
@@ -210,7 +210,7 @@ def test_nodes_run_a_signed_app(signing: tuple[Deployment, Ed25519PrivateKey]) -
         "from torch.nn.functional import cross_entropy\n\n\ndef mine(logits, labels):\n"
         "    return cross_entropy(logits, labels, reduction='none')\n"
     )  # another app than the unsigned one
-    deployment.submit("signed", *settings(deployment, 1), "loss=losses:mine")
+    deployment.submit("signed", *settings(deployment, 1, 300), "loss=losses:mine")
     deployment.until(lambda: fabs(deployment) - before, "run-signed")
     [hash_str] = fabs(deployment) - before
     with sqlite3.connect(deployment.folder / "superlink/state.db", timeout=60.0) as database:
