@@ -95,7 +95,7 @@ DATASETS = {
         (32, 32, 3),
         torchvision=("CIFAR100", "cifar-100-python"),
         reader="read_cifar20",
-        where="cifar20.npz, or what cifar100 needs",
+        where="cifar20.npz, or the files of cifar100",
     ),
     "emnist-letters": Published(
         "145,600 grey 28x28 letters, 26 classes",

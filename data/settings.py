@@ -72,7 +72,7 @@ class DataSettings:
     )
     dirichlet_balanced: bool = setting(
         False,
-        "`dirichlet`: a client that has the M-th part of all samples gets no samples of later classes",
+        "`dirichlet`: a client that already has 1/M of all samples gets no samples of later classes",
         needs="partition = dirichlet and dataset != sites",
     )
     classes_per_client: int = setting(
@@ -106,7 +106,10 @@ class DataSettings:
         needs="dataset != sites",
     )
     train_samples: int = setting(
-        0, "most training samples of each client (FedACS: 50); 0: no limit", minimum=0, needs="dataset != sites"
+        0,
+        "largest number of training samples of a client (FedACS: 50); 0: no limit",
+        minimum=0,
+        needs="dataset != sites",
     )
     test_set: str = setting(
         "supplied",
@@ -119,14 +122,15 @@ class DataSettings:
     )
     test_fraction: float = setting(
         0.25,
-        "fraction of each client's samples for its tests, unless a test set is supplied; a site's policy has its own",
+        "fraction of each client's samples that is kept for tests, unless a test set is supplied; sites use "
+        "their policy's",
         needs="partition != given and dataset != sites",
         above=0,
         maximum=0.9,
     )
     validation_fraction: float = setting(
         0.0,
-        "fraction of each client's training samples on which it does not train: the best round is chosen on them",
+        "fraction of each client's training samples that is held out for validation; they choose the best round",
         minimum=0,
         maximum=0.9,
         synonyms=("val-fraction", "val-split", "validation-split"),
@@ -162,7 +166,7 @@ class DataSettings:
     )
     text_length: int = setting(
         0,
-        "number of words of a text that are used; 0: the length in the data set",
+        "number of words used from each text; 0: the length in the data set",
         minimum=0,
         maximum=10_000,
         needs="dataset != sites",
@@ -170,7 +174,7 @@ class DataSettings:
     )
     sample_kind: str = setting(
         "auto",
-        "sites: kind of the samples; image: whole-number pixels, tokens: numbers of words; `auto`: most sites' kind",
+        "sites: kind of the samples; image: whole-number pixels, tokens: numbers of words; `auto`: that of most sites",
         choices=("auto", "image", "image-float", "features", "text", "tokens"),
         needs="dataset = sites",
     )

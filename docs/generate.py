@@ -87,7 +87,7 @@ def overview() -> str:
     """Return the five methods that Posy is about, with the verdicts on their papers' claims."""
     columns, *rows = described(list(METHODS)[:FIVE])
     return table(
-        [*columns, "its paper's claims here; (small): at a laptop's scale"],
+        [*columns, "its paper's claims in Posy; (small): in a reduced run"],
         ([*row, claims(row[0].strip("`"))] for row in rows),
     )
 
@@ -321,13 +321,13 @@ def bullets(lines: Iterable[str]) -> str:
 def networks() -> str:
     """Return the networks."""
     rows = ([f"`{name}`", network.about, ", ".join(network.kinds)] for name, network in MODELS.items())
-    return table(["`model`", "what it is", "samples"], rows)
+    return table(["`model`", "network", "samples"], rows)
 
 
 def datasets() -> str:
     """Return the data sets that have a name."""
     rows = ([f"`{name}`", *cells] for name, *cells in describe())
-    return table(["`dataset`", "what it holds", "what to put into `data-dir`", "downloads"], rows)
+    return table(["`dataset`", "content", "files in `data-dir`", "downloads"], rows)
 
 
 def compared(name: str) -> str:

@@ -43,7 +43,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
     )
     initialisation: str = setting(
         "same",
-        "initial models of the clients: one for all, or each its own (Algorithm 1, line 1)",
+        "initial models of the clients: one for all, or one for each (Algorithm 1, line 1)",
         choices=("same", "own"),
         source="choice: Algorithm 1, line 1, permits both",
     )

@@ -75,7 +75,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
     )
     sample: float = setting(
         0.8,
-        "share of the training samples, in full batches, that every pass over the weights sees",
+        "share of the training samples, in full batches, that each pass over the weights uses",
         above=0,
         maximum=1,
         source="authors' program, run_me.sh: s = 80",

@@ -68,7 +68,7 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
     )
     rounds: int = setting(
         0,
-        "last rounds of the run in which clients fine-tune their personal models and the server averages nothing; "
+        "number of final rounds in which clients fine-tune their personal models and the server averages nothing; "
         "0: none, each evaluation fine-tunes the served model",
         source="choice: fine-tuning at evaluation; FedDRM's Section 3.1 uses the last 100 of 800 rounds",
         minimum=0,

@@ -83,7 +83,7 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
     )
     tuned: str = setting(
         "network",
-        "layers that are fine-tuned: all of the network, or the head (FedDRM)",
+        "layers that are fine-tuned: the whole network, or the head (FedDRM)",
         choices=("network", "head"),
         source="authors' program, analysis.ipynb: body and head",
     )

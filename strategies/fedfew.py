@@ -80,7 +80,7 @@ class FedFewSettings(
     )
     initialisation: str = setting(
         "distinct",
-        "K independent seeds, or one; `same` with shared batches stays one model",
+        "K independent seeds, or one; with `same` and shared batches the K models stay equal",
         choices=("distinct", "same"),
         source="choice: Algorithm 1 takes K initial models Θ(0); the authors' program copies one",
     )

@@ -56,8 +56,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     reduction: str = setting(
         "svd",
-        "what makes fully connected layers smaller; svd: newly personal ones are factorised; svd-fedavg: from stage 3 "
-        "on all are factors of stage 1's (Appendix A.4); sparse: weights of personal ones are masked",
+        "method that reduces fully connected layers; svd: factorise layers when they become personal; svd-fedavg: from "
+        "stage 3 on, factorise stage 1's layers (Appendix A.4); sparse: mask the weights of personal layers",
         choices=("svd", "svd-fedavg", "sparse", "none"),
         source="Algorithm 1, lines 11 and 12, and Section 4.1; svd-fedavg: Appendix A.4; sparse: Appendix A.3",
     )
@@ -92,8 +92,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     loss: str = setting(
         "zero-one",
-        "loss of a sample in the reweighting and the coefficients: 0/1, 1 - p(label), or cross-entropy over the "
-        "client's largest",
+        "loss of a sample in the reweighting and the coefficients: 0/1, 1 - p(label), or cross-entropy divided "
+        "by the client's largest",
         choices=("zero-one", "probability", "cross-entropy"),
         source="choice: AdaBoost's loss; Algorithm 1, line 2, divides a loss by its maximum, which is `cross-entropy`",
         needs="ppfe-reweighting = true or ppfe-ensemble = true",
@@ -124,8 +124,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     final_epochs: int = setting(
         0,
-        "epochs of the personal layers alone in the last round of a stage, as FedRep's program ends; 0: a round like "
-        "the others",
+        "epochs of the personal layers alone in the last round of a stage, as at the end of FedRep's program; 0: a "
+        "round like the others",
         minimum=0,
         source="Algorithm 1, which lacks these epochs; FedRep's models/Update.py has 10",
     )

@@ -264,7 +264,9 @@ class RunSettings:
         synonyms=("client-weighting", "weighted-average"),
     )
     min_train_replies: int = setting(
-        1, "accepted replies below which a round fails and the server's state does not change", minimum=1
+        1,
+        "smallest number of valid replies; with fewer the round fails, and the server's state does not change",
+        minimum=1,
     )
     max_update_norm: float = setting(
         0.0, "largest L2 norm of a client's update; a larger update is dropped; 0: no limit", minimum=0
@@ -289,14 +291,14 @@ class RunSettings:
     )
     robust: str = setting(
         "mean",
-        "rule by which the server combines the clients' models; `mean`: weighted by client-weights, as are the "
-        "geometric median and Multi-Krum; for the other rules all clients are equal",
+        "rule by which the server combines the clients' models; `mean`, `geometric-median` and `multi-krum` use "
+        "client-weights, and the other rules treat all clients equally",
         choices=("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median"),
         synonyms=("aggregation", "aggregator", "defence", "defense"),
     )
     trim_fraction: float = setting(
         0.2,
-        "trimmed mean: fraction of the clients whose values are cut at each end, for each parameter",
+        "trimmed mean: fraction of the clients' values that is removed at each end, for each parameter",
         needs="robust = trimmed-mean",
         minimum=0,
         maximum=0.49,
@@ -340,13 +342,13 @@ class RunSettings:
     )
     secure_range: float = setting(
         16.0,
-        "secure aggregation: largest change of a parameter in a round; it sets the rounding",
+        "secure aggregation: largest change of a parameter in a round; it determines the rounding",
         needs="secure-aggregation = true",
         minimum=1e-9,
     )
     grace: float | str = setting(
         OFF,
-        "seconds for the other clients in a training round after min-train-replies have answered",
+        "seconds that training waits for the other clients once min-train-replies clients have answered",
         number_or=OFF,
         minimum=0,
         maximum=1e8,
@@ -370,8 +372,8 @@ class RunSettings:
     )
     average_rounds: int = setting(
         0,
-        "number of last rounds whose mean is also in the summary; system accuracy, if it is on, is computed in each of "
-        "them; 0: none",
+        "number of final rounds whose mean is also in the summary; system accuracy, if it is on, is computed in each "
+        "of them; 0: none",
         minimum=0,
         limit="num-server-rounds",
         resumable=True,
@@ -381,7 +383,7 @@ class RunSettings:
         "accuracy on the pooled test sets, by FedDRM's routing or a majority vote; `auto`: FedDRM only",
         choices=("auto", "on", "off"),
     )
-    seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
+    seed: int = setting(42, "seed of all random numbers", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
     output_dir: str = setting(
         "runs", "directory that holds the runs", place=True, resumable=True, affects_results=False, synonyms=("output",)
     )
@@ -418,7 +420,7 @@ class RunSettings:
     resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
     state_memory: int = setting(
         4096,
-        "MiB of memory for the clients' states in an in-process run; other states go to disk; 0: all states",
+        "MiB of memory for the clients' states in an in-process run; other states go to disk; 0: all states go to disk",
         minimum=0,
         resumable=True,
         affects_results=False,
