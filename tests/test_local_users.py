@@ -13,7 +13,6 @@ import pytest
 from posy.deploy.secret import new_secret, pipe_of, write_secret
 from posy.deploy.superexec import MOST_REFUSALS, HidingPopen, signed_again
 
-
 # -- the secret and the tokens ----------------------------------------------------------------------------
 
 
