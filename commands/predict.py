@@ -79,7 +79,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
             (name, _shares(row), a.prediction.label, _shares(a.prediction.probabilities))
             for (name, a), row in zip(pairs, shares, strict=True)
         ]
-        print_table("each is answered by the client that it is most probably of", columns, rows)
+        print_table("each input goes to the client that it most probably comes from", columns, rows)
     else:
         votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
         print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
