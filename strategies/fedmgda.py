@@ -85,7 +85,7 @@ class FedMGDASettings(MethodSettings, robust="its server mixes updates by their 
     )
     decay: float = setting(
         1.0,
-        "factor by which eta has decreased by the last round, in steps every 100 rounds; 1: constant",
+        "factor applied to eta by the last round, in steps every 100 rounds; 1: constant",
         source="choice: constant is one of the values that the paper tunes (Table 5)",
         needs="num-server-rounds > 99",
         above=0,
