@@ -22,7 +22,7 @@ class APFLSettings(MethodSettings, robust=True):
 
     alpha: float = setting(
         0.5,
-        "share of the personal model in the mixture; with `apfl-adaptive`, its start",
+        "share of the personal model in the mixture; with `apfl-adaptive`, the initial share",
         source="README of the authors' program: -pa 0.5",
         minimum=0,
         maximum=1,
@@ -30,7 +30,7 @@ class APFLSettings(MethodSettings, robust=True):
     )
     adaptive: bool = setting(
         False,
-        "each client adapts its share, by one gradient step a round",
+        "each client adapts its share by one gradient step per round",
         source="README of the authors' program: a fixed share, unless fed_adaptive_alpha is set",
     )
 
@@ -39,7 +39,7 @@ class APFLSettings(MethodSettings, robust=True):
         if self.adaptive or 0 < self.alpha < 1:
             return ()
         other = "local training" if self.alpha else "FedAvg's model after local training"
-        return (f"apfl-alpha = {self.alpha:g}: the mixture is one of its two models, so `local` is that of {other}",)
+        return (f"apfl-alpha = {self.alpha:g}: the mixture is one of its two models, so `local` equals {other}",)
 
     card = MethodCard(
         paper=Paper(
@@ -66,13 +66,14 @@ class APFLSettings(MethodSettings, robust=True):
         scored="The local model: the paper reports the mixture on each client's data after its training.",
         deviations=(
             "The mean of the clients is weighted by samples; it is uniform in the paper (`client-weights=uniform`).",
-            "All v_i start at the common initial model, because the paper gives no start.",
-            "The step of α uses one mini-batch of the round's start. The authors' program also adds 0.02 α to its "
-            "gradient, which the paper does not have.",
+            "All v_i start at the common initial model, because the paper does not say where they start.",
+            "The step on α uses one mini-batch at the start of the round. The authors' program also adds 0.02 α to "
+            "the gradient; the paper does not.",
             "BatchNorm's running statistics are not interpolated: the mixture's statistics follow its forward passes.",
         ),
         no_program=(
-            "Published programs compute another v_i. The authors' program (MLOPTPSU/FedTorch), which FL-bench follows, "
+            "Published programs compute v_i differently. The authors' program (MLOPTPSU/FedTorch), which FL-bench "
+            "follows, "
             "steps w_i first, then differentiates a mixture of both models' outputs, not of their parameters. PFLlib "
             "trains v_i alone. A test computes Algorithm 1 in NumPy."
         ),

@@ -44,7 +44,7 @@ class Returned:
     change_of: str = ""
     """Name of the sent array from which the client starts; empty if the array is absolute."""
     is_change: bool = False
-    """Whether the client sends the difference to its start, and not the changed array."""
+    """Whether the client sends the difference from its start instead of the changed array."""
     shape: Dimensions | Callable[[Arrays], Shape] | None = None
     """The shape as numbers, names of :func:`dimensions` and names of the method's settings, or a function of the sent
     arrays. None: the shape of the sent array ``change_of``."""
@@ -55,7 +55,7 @@ class Returned:
     entries to 0."""
 
     def start(self, sent: Mapping[str, npt.NDArray[Any]], array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the value from which the client has changed the array; zeros if it is absolute or a difference."""
+        """Return the client's starting value of the array; zeros if the array is absolute or a difference."""
         return sent[self.change_of] if self.change_of and not self.is_change else np.zeros_like(array)
 
 
@@ -81,7 +81,7 @@ def model(
 
 
 def gradient(*, noise: Answer, sums: Answer, change_of: str) -> Returned:
-    """Declare a change of one number for each parameter, such as a control variate. It has no running statistics."""
+    """Declare a change with one number per parameter, such as a control variate. It has no running statistics."""
     return Returned(noise=verdict(noise), sums=verdict(sums), change_of=change_of, is_change=True, has_statistics=False)
 
 
@@ -124,11 +124,11 @@ def reply(**arrays: Returned) -> Mapping[str, Returned]:
 
 
 UNIFORM_WEIGHTS = "uniform-weights"
-"""Entry of ``train_config`` with which all clients have the weight 1 in the mean of the round."""
+"""Entry of ``train_config`` that gives all clients the weight 1 in the round's mean."""
 RETURNS = "returns"
-"""Entry of a message's config with the names of the arrays that the server expects, if these are not all arrays."""
+"""Entry of a message's config that names the arrays that the server expects, if it does not expect all of them."""
 RETURNED = reply(model=model(noise=True, sums=True))
-"""The arrays that a client returns by default: the trained model, of which the server needs the weighted mean."""
+"""The arrays that a client returns by default: the trained model, whose weighted mean the server needs."""
 
 
 def dimensions(network: Any, shared: int) -> dict[str, Callable[[], int]]:
@@ -164,7 +164,7 @@ def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], 
 
 
 def check_names(kind: str, given: Mapping[str, Any], declared: tuple[str, ...], where: str) -> None:
-    """Raise :class:`TypeError` if arrays have other names than the method declares.
+    """Raise :class:`TypeError` if the names of the arrays differ from the method's declaration.
 
     Parameters
     ----------

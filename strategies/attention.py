@@ -33,7 +33,7 @@ class AttentionStrategy(LatestModels):
         super().initialise()
         self.mixed: FloatArray = self.models
         self._unseen: tuple[FloatArray, FloatArray] | None = None
-        # BatchNorm's running statistics are no parameters: they would dominate any comparison.
+        # BatchNorm's running statistics are excluded, because they would dominate any comparison.
         self.parameters = self.architecture.layout.trainable
         self.pictures = np.empty((0, self.num_clients, self.num_clients))
         self.pictured: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -57,8 +57,8 @@ class AttentionStrategy(LatestModels):
         }
 
     def _start_of_unseen(self) -> FloatArray:
-        """Return the mean of all models, or the initial model: the model for a client that has none."""
-        if self._unseen is None or self._unseen[0] is not self.mixed:  # the mixtures are new after each round
+        """Return the model for a client that has none: the mean of all models, or the initial model."""
+        if self._unseen is None or self._unseen[0] is not self.mixed:  # the mixtures change after each round
             self._unseen = self.mixed, self.models.mean(axis=0) if len(self.seen) else self.initial()
         return self._unseen[1]
 

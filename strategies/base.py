@@ -37,7 +37,7 @@ from posy.strategies.settings import Settings
 
 
 class PersonalisedStrategy(ServerHooks, Strategy):
-    """Base of all strategies.
+    """Base class of all strategies.
 
     A method overrides the hooks between :meth:`initialise` and :meth:`lost`, and may call :meth:`mean`,
     :meth:`initial` and :meth:`restart_clients`.
@@ -176,7 +176,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Return a message to every member with the arrays that it is served now, if the round is evaluated."""
+        """Return a message with the currently served arrays to every member, if the round is evaluated."""
         return self.rounds.configure_evaluate(server_round, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -185,7 +185,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
 
 
 def _nothing_shared(settings: Settings, plain: Architecture) -> SettingsError:
-    """Return the error of a run whose method keeps all layers on the clients."""
+    """Return the error for a run whose method keeps all layers on the clients."""
     method, layers = key_prefix(settings.run.method), getattr(settings.method, "layers", None)
     lower = "" if layers is None else f", or lower {method}-layers = {layers}"
     return SettingsError(

@@ -14,7 +14,7 @@ LARGEST_SHARE, FAIR_SHARES = 0.5, 3.0
 def clipping_factors(norms: npt.ArrayLike, ratio: float) -> Float64:
     """Return min(1, ratio · median / norm) for each norm ``(M,)``; 1 for a norm of 0.
 
-    The median of an even number of norms is the smaller of the two in the middle. A minority of clients therefore
+    For an even number of norms, the median is the smaller of the two middle norms. A minority of clients therefore
     cannot raise the bound beyond the norms of the others.
 
     Parameters
@@ -30,7 +30,7 @@ def clipping_factors(norms: npt.ArrayLike, ratio: float) -> Float64:
 
 
 def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
-    """Return factors ``(M,)`` of the weights after which no weight exceeds a fraction of their sum.
+    """Return factors ``(M,)`` that scale the weights so that no weight exceeds a fraction of their sum.
 
     Only the weights above the fraction change, and each becomes exactly this fraction. If the fraction is smaller than
     1/M, all weights become equal.
@@ -56,5 +56,5 @@ def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
 
 
 def site_share(clients: int) -> float:
-    """Return the largest share of a site among some clients: three equal shares, and at most one half."""
+    """Return the largest share that a site may have among some clients: three equal shares, and at most one half."""
     return min(LARGEST_SHARE, FAIR_SHARES / clients)

@@ -1,4 +1,4 @@
-"""Method cards: the facts that a method's documentation page states and that cannot be read off its code."""
+"""Method cards: the facts on a method's documentation page that do not follow from its code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,15 +67,15 @@ class MethodCard:
     sent, returned : mapping of str to str
         Arrays of the server's message and of a client's reply, in their order: name with shape, and meaning.
     server_state, client_state : mapping of str to str
-        Arrays that each side stores between rounds, by the name that the code stores them under, and their meaning.
+        Arrays that each side stores between rounds: their names in the code, and their meaning.
     scored : str
         The model that the authors score, and the reason for ``point``.
     deviations : tuple of str
         Differences from the paper, each with its reason and, where it was measured, its effect.
     program : Program or None
-        The published program that a test compares with.
+        The published program with which a test compares Posy.
     no_program : str
-        Why a test cannot compare with a program, where ``program`` is None.
+        Why no test compares with a program, if ``program`` is None.
     """
 
     paper: Paper | None

@@ -1,7 +1,7 @@
 """CFL (Sattler et al., 2020): clusters of clients, split in two where the clients' updates diverge.
 
-A cluster splits only in a round in which all its members reply, because the criterion compares updates of one model.
-In a round without some members, Posy warns if the other members alone meet the criterion.
+A cluster splits only in a round in which all its members reply, because the criterion compares updates of one model. If
+some members do not reply and the others meet the criterion, Posy warns.
 
 The splits form a binary tree. The server stores the tree if the run has hold-out clients: for each split the model
 before the split and the updates on both sides. At the end a newcomer descends from the root. At each split it trains
@@ -42,7 +42,7 @@ class CFLSettings(
 
     returned = reply(
         model=model(
-            noise="it splits clusters by the cosine similarity of single updates, which noise brings to zero",
+            noise="it splits clusters by the cosine similarity of single updates, which noise drives to zero",
             sums="it splits clusters by the cosine similarity of single updates",
         )
     )
@@ -118,7 +118,7 @@ class CFLSettings(
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn that no cluster can split, because of the bounds or because a round samples some clients."""
+        """Warn that no cluster can split, because of the bounds or because a round samples only some clients."""
         if not self.eps1 or self.gamma_max == 1:
             bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-gamma-max = 1 leaves cfl-eps1 without an effect"
             return (f"{bound}: no cluster can split, so the run will equal FedAvg",)
@@ -158,7 +158,7 @@ class Descent(NewcomerPhase):
         super().run(server_round, train_config, evaluate_config, grid, timeout)
 
     def _next_splits(self, reached: dict[int, int]) -> dict[int, int]:
-        """Return the next split of each newcomer's cluster; ``reached`` has the first split to look at."""
+        """Return the next split of each newcomer's cluster; ``reached`` contains the first split to consider."""
         following = {}
         for client, start in reached.items():
             splits = np.flatnonzero(self.strategy.parents[start:] == self.strategy.cluster[client])
@@ -278,7 +278,7 @@ def split(
 
 
 def bipartition(similarity: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Return the second part ``(m,)`` of the bipartition with the smallest largest similarity between its parts.
+    """Return the second part ``(m,)`` of the bipartition that minimises the largest similarity between its parts.
 
     The function joins the most similar pairs until two parts remain. The first client is in the first part.
 

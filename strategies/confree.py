@@ -21,7 +21,7 @@ from posy.strategies.replies import Update, gram, stacked
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-6
-"""Added to a length of about 1 before a division by it."""
+"""Added to a length of about 1 before dividing by it."""
 
 
 class ConFREESettings(FedRepSettings, robust="its server mixes updates by their angles", point="served"):
@@ -29,7 +29,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
 
     returned = reply(
         model=model(
-            noise="it projects updates that conflict by their angles, which noise makes right angles",
+            noise="it detects conflicts by the angles between updates, and noise makes updates orthogonal",
             sums="it compares the clients' updates with each other",
         )
     )
@@ -60,7 +60,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
             "projects in a random order without division by the squared length, and divides the step by 1 + c² (both "
             "`confree-rule=program`).",
             "The authors give no value of c.",
-            "BatchNorm's running statistics have no part in the projections; they are averaged as in FedAvg.",
+            "BatchNorm's running statistics are not projected, but averaged as in FedAvg.",
         ),
         program=Program(
             "StuZheng/ConFREE",
@@ -71,7 +71,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     )
     head_epochs: int = setting(
         1,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
+        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both train for that many steps",
         source="PFLlib's `--plocal_epochs 1`, on which the authors' program is built",
         needs="local-steps = 0",
         minimum=1,
@@ -99,7 +99,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of a mean: the poster's mixture gives all clients the same weight."""
+        """Refuse client weights, because the poster's mixture gives all clients the same weight."""
         same = "its mixture of the updates gives all clients the same weight"
         return {"client-weights": same, "max-client-weight": same}
 
@@ -124,7 +124,7 @@ class ConFREE(PersonalisedStrategy):
         return {"conflicts": float(np.mean(conflicts))}
 
     def _parts(self) -> list[list[slice]]:
-        """Return the trainable tensors of the shared body, as slices, in one list or one list for each."""
+        """Return the slices of the shared body's trainable tensors, in a single list or in one list per tensor."""
         indices = self.shared.take(np.arange(self.size))
         tensors = []
         for entry in self.architecture.layout.entries:
@@ -144,8 +144,8 @@ class ConFREE(PersonalisedStrategy):
 def guidance(products: Float64) -> Float64:
     """Return the guidance vector g as a mixture of the updates (Eq. 3).
 
-    From each update the function subtracts its projections on all updates with which it has a negative inner product.
-    g is the mean of the differences.
+    From each update, the function subtracts its projections onto all updates with which it has a negative inner
+    product. g is the mean of the differences.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ def sequential_guidance(products: Float64, generator: np.random.Generator) -> Fl
         Weight of each update in the guidance vector.
     """
     count = len(products)
-    remainders, rows = np.eye(count), np.arange(count)  # row i: the mixture that remains of update i
+    remainders, rows = np.eye(count), np.arange(count)  # row i: the mixture that replaces update i
     orders = np.empty((count, count - 1), np.int64)
     for i in rows:
         orders[i] = np.where(rows == i, rows[-1], rows)[:-1]
@@ -195,8 +195,8 @@ def sequential_guidance(products: Float64, generator: np.random.Generator) -> Fl
 def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
     """Return the mixture d within c ||g|| of the guidance vector g that is best for the client with the least gain.
 
-    The solution of max_d min_i <Δ_i, d> over ||d − g|| ≤ c ||g|| is d = g + c ||g|| Δ_w / ||Δ_w|| (Eq. 4). There w, on
-    the simplex, minimises <Δ_w, g> + c ||g|| ||Δ_w||, and Δ_w = Σ_i w_i Δ_i (Eq. 5).
+    The solution of max_d min_i <Δ_i, d> over ||d − g|| ≤ c ||g|| is d = g + c ||g|| Δ_w / ||Δ_w|| (Eq. 4). The weights
+    w minimise <Δ_w, g> + c ||g|| ||Δ_w|| over the simplex, with Δ_w = Σ_i w_i Δ_i (Eq. 5).
 
     Parameters
     ----------

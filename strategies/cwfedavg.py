@@ -22,13 +22,13 @@ from posy.strategies.settings import MethodSettings
 
 A = TypeVar("A")  # a NumPy array or a tensor
 Float64 = npt.NDArray[np.float64]
-SINGLE_REPLIES = "it reads each client's class distribution off its own output weights"
-NOISY = "class distributions are read off the norms of the output weights, which noise makes all alike"
+SINGLE_REPLIES = "it derives each client's class distribution from the client's output weights"
+NOISY = "it derives class distributions from the norms of the output weights, and noise makes these norms alike"
 
 
 class CwFedAvgSettings(
     MethodSettings,
-    robust="its server averages class by class, with weights that it reads off the clients' models",
+    robust="its server averages class by class, with weights that it derives from the clients' models",
     point="served",
 ):
     """Settings of cwFedAvg."""
@@ -47,7 +47,7 @@ class CwFedAvgSettings(
     )
     distribution: str = setting(
         "approx",
-        "class distribution: read off the output layer, or the empirical one, which the clients then send",
+        "class distribution: estimated from the output layer, or the empirical one, which the clients then send",
         choices=("approx", "empirical"),
         source="Eq. 4 and Algorithm 1, line 8",
     )
@@ -96,8 +96,8 @@ class CwFedAvgSettings(
         scored="The served model w_i of Eq. 7: the authors' program evaluates after it has mixed the class models and "
         "before the clients train.",
         deviations=(
-            "The authors' program multiplies the regulariser by λ / 2, the paper by λ. Set half of the program's `-wd` "
-            "to repeat its runs.",
+            "The authors' program multiplies the regulariser by λ / 2, the paper by λ. To repeat the program's runs, "
+            "set half of its `-wd`.",
             "The means cover the clients of the round (Algorithm 1, line 4). Other clients are served with their last "
             "p̃_i.",
             "A client that `holdout-clients` sets aside has no p̃_i and is served the plain mean of the class models.",
@@ -114,7 +114,7 @@ class CwFedAvgSettings(
     )
 
     def parts(self, network: Architecture) -> tuple[Part, Part]:
-        """Return the parts of the flat vector that are averaged over all clients, and class-wise (Table 3)."""
+        """Return two parts of the flat vector: one is averaged over all clients, the other class-wise (Table 3)."""
         names = {
             "output": ("head",),
             "fc-output": network.fully_connected,
@@ -124,13 +124,13 @@ class CwFedAvgSettings(
         return network.layout.without(names), network.layout.part(names)
 
     def assembled(self, network: Architecture, sent: Mapping[str, Any], model: A) -> A:
-        """Write the averaged and the class-wise layers to a model ``(d,)``."""
+        """Write the averaged and the class-wise layers into a model ``(d,)``."""
         for part, values in zip(self.parts(network), (sent["model"], sent["classwise"]), strict=True):
             part.put(model, values)
         return model
 
     def reference(self, network: Architecture, sent: Arrays, reply: Arrays) -> Arrays:
-        """Return the whole model that the client was sent, in two parts."""
+        """Return the whole model, which the server has sent to the client in two parts."""
         model = self.assembled(network, sent, np.empty(network.layout.size, np.float32))
         return {**super().reference(network, sent, reply), "model": model}
 
@@ -147,7 +147,9 @@ class CwFedAvg(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Start every class model from the common initialisation, with p̃_i = 1/C for every client."""
-        self.architecture.require(("head.weight",), "cwfedavg reads the clients' classes off the trained head")
+        self.architecture.require(
+            ("head.weight",), "cwfedavg estimates the clients' class distributions from the trained head"
+        )
         self.averaged, self.classwise = self.method.parts(self.architecture)
         self.output = self.architecture.weight("head")
         start = self.initial()
@@ -162,7 +164,7 @@ class CwFedAvg(PersonalisedStrategy):
         return {"model": self.model, "classwise": self.distributions[client].astype(np.float32) @ self.class_models}
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Expect the local model, and the empirical distribution where the method uses it."""
+        """Expect the local model, and the empirical distribution if the method uses it."""
         return ("model", "distribution") if self.method.distribution == "empirical" else ("model",)
 
     def check(self, client: int, arrays: Arrays) -> None:
@@ -190,7 +192,7 @@ class CwFedAvg(PersonalisedStrategy):
         return {"largest_class_share": float(distributions.max(axis=1).mean()), **self._distance(clients)}
 
     def _distance(self, clients: list[int]) -> dict[str, float]:
-        """Return the clients' mean ||p_i − p̃_i||₂ (Eq. 8), where p is known."""
+        """Return the clients' mean ||p_i − p̃_i||₂ (Eq. 8), if the server knows p."""
         if self.class_counts is None:
             return {}
         empirical = self.class_counts[clients] / self.class_counts[clients].sum(axis=1, keepdims=True)
@@ -250,7 +252,7 @@ def class_models(rows: FloatArray, distributions: Float64, n: Float64, before: F
     distributions, n
         As for :func:`class_weights`.
     before : numpy.ndarray, float32, (C, d)
-        Class models of the round before.
+        Class models of the previous round.
     """
     weights = class_weights(distributions, n)
     models: FloatArray = weights.astype(np.float32) @ rows

@@ -29,7 +29,7 @@ class DittoSettings(MethodSettings, robust=True):
     )
     epochs: int = setting(
         0,
-        "epochs on the personal model; 0: the length of the training of the global one",
+        "epochs on the personal model; 0: train it for as long as the global model",
         source="trainers_MTL/ditto.py of the authors' program: both models take local_iters steps",
         minimum=0,
     )

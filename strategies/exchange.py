@@ -1,4 +1,4 @@
-"""The messages of a round: they are sent, their replies are decoded, and lost or unusable replies are dropped."""
+"""Send the messages of a round, decode the replies, and drop lost or unusable replies."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import describe_clients, one_line
 
 SAVE_SECONDS = 120.0
-"""Seconds between two rounds that store the models, so that a stopped run has recent ones."""
+"""Seconds between rounds in which clients store their models, so that a stopped run has recent models."""
 MAX_LIFE_SECONDS = 7 * 86_400.0
 """Longest lifetime of a message."""
 MAX_REASONS = 10
@@ -50,7 +50,8 @@ class Exchange:
         self.refresh: Callable[[], list[int]] | None = None
         """Updates the clients of the strategy before a round."""
         self.client_names: Mapping[int, str] = {}
-        """Names of clients in the data, such as the groups of a natural partition; others have their node's name."""
+        """Names of clients from the data, such as the groups of a natural partition; other clients have their node's
+        name."""
         self.models_folder: Path | None = None
         self.states = ClientStates()
         self.saving = False
@@ -84,13 +85,13 @@ class Exchange:
     def messages(
         self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, Any]]
     ) -> list[Message]:
-        """Return a message for each client in ``flags``, with the client's config entries of the phase."""
+        """Return a message for each client in ``flags``, which contains each client's config entries for the phase."""
         strategy = self.strategy
         common = ConfigRecord({**config, "settings": self._settings_json, "server-round": server_round})
         common["lr"] = schedule.learning_rate(self.settings, server_round)
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
-        pack = IdentityCache(Array)  # serialises an array for several clients once
+        pack = IdentityCache(Array)  # serialises an array once for all clients
         self.sent = []
         for client, flagged in flags.items():
             served, row = self.served(client), strategy.record.row(client)
@@ -117,7 +118,7 @@ class Exchange:
         return Message(content, node, kind, ttl=lifetime, group_id=group)
 
     def served(self, client: int) -> Arrays:
-        """Return the arrays of a message: the served ones, and the finished ones that the client does not store yet."""
+        """Return the served arrays, and the finished arrays that the client does not store yet."""
         return self._named(client) | arrays_once(self.strategy, self._stored_by(client))
 
     def _named(self, client: int) -> Arrays:
@@ -127,18 +128,18 @@ class Exchange:
         return {name: served[name] for name in sent}
 
     def common(self) -> Arrays:
-        """Return the arrays that all clients of a round have in common; with secure aggregation they bind the masks."""
+        """Return the arrays that all clients of a round receive; secure aggregation binds the masks to them."""
         return self._named(self.strategy.members[0]) | arrays_once(self.strategy)
 
     def note_finished(self, server_round: int) -> None:
-        """Record the round that has completed an array of ``sent_once``."""
+        """Record the round in which an array of ``sent_once`` was completed."""
         if name := self.strategy.method.sent_once:
             self.strategy.finished_in += [server_round] * (
                 len(getattr(self.strategy, name)) - len(self.strategy.finished_in)
             )
 
     def _stored_by(self, client: int) -> int:
-        """Return the number of arrays of ``sent_once`` that the state of a client contains, by its version."""
+        """Return how many arrays of ``sent_once`` a client's state contains, according to its version."""
         if not (version := self.states.versions.get(client, "")):
             return 0
         number, evaluation = (int(word) for word in version.split("-")[1:])
@@ -221,7 +222,7 @@ class Exchange:
         return accepted
 
     def report_lost(self) -> None:
-        """Pass the clients of this phase that have lost their state to the strategy."""
+        """Report the clients that have lost their state in this phase to the strategy."""
         clients, self._lost = sorted(set(self._lost)), []
         if clients:
             self.strategy.lost(clients)

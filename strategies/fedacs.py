@@ -28,7 +28,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
 
     returned = reply(
         model=model(
-            noise="it decides who collaborates by the cosine similarity of single models, which noise brings to zero",
+            noise="it decides who collaborates by the cosine similarity of single models, which noise drives to zero",
             sums="it decides who collaborates by the cosine similarity of single models",
         )
     )
@@ -39,7 +39,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
         minimum=0,
         maximum=1,
         search=Search(0.0, 1.0),
-        source="choice: the paper gives no value; 0.5 to 0.75 served most on digits (docs/results.md)",
+        source="choice: the paper gives no value; 0.5 to 0.75 scored best on digits (docs/results.md)",
     )
     initialisation: str = setting(
         "same",
@@ -96,7 +96,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
         return {"client-weights": attention, "max-client-weight": attention}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if every client is served its own model only."""
+        """Warn if every client is served only its own model."""
         clients = training_clients(settings)
         if mixes_alone(self.p, clients):
             return (
@@ -162,8 +162,8 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
 def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
     """Return the weights of Eq. 4, rows summing to 1.
 
-    δ is the p-quantile of all elements of S. Client i always takes part in its own mean, also where rounding or
-    identical models make δ ≥ 1. Similarities ≤ 0 get no weight.
+    δ is the p-quantile of all elements of S. Client i always takes part in its own mean, even if rounding or identical
+    models make δ ≥ 1. Similarities ≤ 0 get no weight.
 
     Parameters
     ----------

@@ -43,13 +43,14 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         scored="The served model: the authors' program tests after local aggregation, before training (serverALA.py).",
         deviations=(
             "Only the clients of a round run ALA, as in Algorithm 1. In the authors' program all clients run it in "
-            "every round, also the clients that do not train.",
-            "The loss that has to settle is the mean over a pass. The authors' program takes the last mini-batch.",
+            "every round, including clients that do not train.",
+            "The loss that has to settle is the mean over a pass. The authors' program takes the loss of the last "
+            "mini-batch.",
             "A client stops after 50 passes. The authors' README warns that a small threshold may never be reached.",
             "A pass takes full mini-batches of the sampled share, in a random order that all passes of a round repeat.",
             "The evaluation learns the weights again and does not store them.",
-            "`max-update-norm` and `dp` measure from the global model. Training starts from the mixture, and only "
-            "the client knows its weights.",
+            "`max-update-norm` and `dp` measure an update from the global model. Training starts from the mixture, "
+            "but only the client knows the weights of the mixture.",
         ),
         program=Program(
             "TsingZ0/FedALA",
@@ -96,7 +97,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         return network.layer_names[-self.layers :]
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn that the weights stay 1, or that fewer layers exist than are to be mixed."""
+        """Warn if the weights stay 1, or if the setting mixes more layers than the network has."""
         notices = []
         depth = len(network.layer_names)
         if self.layers > depth:

@@ -30,7 +30,8 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
 
     returned = reply(
         model=model(
-            noise="it decides who collaborates by the distance of single models, which noise makes all alike",
+            noise="it decides who collaborates by the distances between single models, and noise makes these "
+            "distances alike",
             sums="it decides who collaborates by the distance of single models",
         )
     )
@@ -49,7 +50,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
             "u_i = Σ_j ξ_ij w_j (Eq. 6)",
             "w_i minimises F_i(w) + λ / (2α) ||w − u_i||² (Eq. 4)",
         ),
-        sent={"model (d,)": "u_i; to a client without a model the mean of all models, or the initial model"},
+        sent={"model (d,)": "u_i; for a client without a model, the mean of all models or the initial model"},
         returned={"model (d,)": "the trained model w_i"},
         server_state={
             "seen": "the clients that have trained (m,)",
@@ -64,11 +65,11 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
         deviations=(
             "A row of ξ whose other entries exceed 1 is scaled to sum to 1, so u_i stays a convex combination; the "
             "paper chooses α small enough.",
-            "Training starts from the client's own model. The message is the start of a first training only, and of "
-            "a training after the client lost its state.",
+            "Training starts from the client's own model. It starts from the message only in the client's first "
+            "training, and after the client has lost its state.",
             "Distances exclude BatchNorm's running statistics; u_i mixes them with the same weights.",
-            "PFLlib computes the pull from detached tensors. It has no gradient, so PFLlib's clients train alone; "
-            "`fedamp-strength = 0` repeats it.",
+            "PFLlib computes the pull from detached tensors. That pull has no gradient, so PFLlib's clients train "
+            "alone; `fedamp-strength = 0` has the same effect.",
         ),
         program=Program(
             "TsingZ0/PFLlib",
@@ -110,7 +111,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
         return {"client-weights": attention, "max-client-weight": attention}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Say from which distance on models do not attend to each other."""
+        """Report the distance beyond which models do not attend to each other."""
         limit = farthest(self.alpha, self.sigma)
         return (
             f"models at an L2 distance above {limit:.3g} do not attend to each other (fedamp-sigma sets it); if all "
@@ -133,7 +134,7 @@ class FedAMP(AttentionStrategy):
 
 
 def farthest(alpha: float, sigma: float) -> float:
-    """Return the distance of two models at which α A'(distance²) is 1/1000, or 0 if there is none."""
+    """Return the distance between two models at which α A'(distance²) is 1/1000, or 0 if there is none."""
     sigma = max(sigma, SMALLEST)
     return math.sqrt(max(sigma * math.log(alpha / sigma / NEGLIGIBLE), 0.0)) if alpha / sigma < math.inf else math.inf
 

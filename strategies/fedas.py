@@ -44,7 +44,7 @@ class FedASSettings(
     )
     align_lr: float = setting(
         0.01,
-        "learning rate of the alignment, which makes plain SGD steps",
+        "learning rate of the alignment, which takes plain SGD steps",
         source="clientas.py of the authors' program: SGD with lr=0.01",
         needs="fedas-align-epochs > 0",
         above=0,
@@ -78,7 +78,7 @@ class FedASSettings(
         scored="The local model: the authors' program tests each client's trained model.",
         deviations=(
             "The program adds the squared norms of all mini-batches. Posy sends their mean and multiplies it by n_i. "
-            "The weights are equal if all clients have full batches.",
+            "Both give the same weights if all clients have full batches.",
             "The alignment uses mini-batches of `batch-size` samples. The program uses 16.",
             "The program aligns one shared model for all clients in turn, so a client's alignment starts from its "
             "predecessors' result. In Posy every client aligns its own copy.",
@@ -114,7 +114,7 @@ class FedAS(PersonalisedStrategy):
         return weights if weights.any() else sample_counts(updates)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the bodies; if every trace is 0, weigh them by their samples."""
+        """Average the bodies; if every trace is 0, weigh them by the clients' numbers of samples."""
         weights = self.mean_weights(updates) * [update.weight_factor for update in updates]
         self.model = weighted_mean(stacked(updates), weights)
         return {"largest_weight": float(np.max(weights) / np.sum(weights))}

@@ -61,7 +61,7 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
     )
     lr: float = setting(
         0.0,
-        "learning rate of fine-tuning; 0: the round's",
+        "learning rate of fine-tuning; 0: the rate of the round",
         source="algorithms/fedavgft.py of FedDRM's program: fine-tuning follows the schedule of the rounds",
         minimum=0,
         search=Search(0.0005, 0.2, log=True),
@@ -82,12 +82,12 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
         return self.rounds > 0
 
     def tunes(self, server_round: int, num_rounds: int) -> bool:
-        """Return whether a round is one of the last ones, in which clients fine-tune."""
+        """Return whether a round is one of the last rounds, in which clients fine-tune."""
         return server_round > num_rounds - self.rounds
 
 
 class FedAvgFT(PersonalisedStrategy):
-    """Average as FedAvg does; the model stays as it is while the clients fine-tune their own (FedDRM, Section 3.1)."""
+    """Average as FedAvg does; keep the model while the clients fine-tune their own models (FedDRM, Section 3.1)."""
 
     method: FedAvgFTSettings
 

@@ -1,6 +1,6 @@
 """FedBABU (Oh et al., 2022): only the body is trained and averaged, and each client fine-tunes the network.
 
-The head stays as it was initialised until then. A newcomer is served and fine-tunes like the others.
+Until then the head keeps its initial values. A newcomer is served and fine-tunes like any other client.
 """
 
 from typing import TYPE_CHECKING
@@ -38,8 +38,8 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
             "initial accuracy is the accuracy of the served model."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples: uniform in the paper's program; "
-            "`client-weights=uniform`.",
+            "The mean over clients is weighted by training samples. It is uniform in the paper's program "
+            "(`client-weights=uniform`).",
             "Fine-tuning runs in every evaluation. The authors fine-tune once, from the round with the best test "
             "accuracy; Posy does not select on test data.",
             "With `fedbabu-rounds`, clients store their model and fine-tune it in the last rounds (FedDRM's paper).",
@@ -89,7 +89,7 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Leave the head out of the messages: it is the same everywhere."""
+        """Keep the head out of the messages, because it is the same on all clients."""
         return ("head",)
 
 

@@ -28,7 +28,7 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
             "w_k ← SGD on client k's loss, all layers together (FedBN, client)",
             "w^(l) ← mean over k of w_k^(l) for each layer l that is not BatchNorm (FedBN, server)",
         ),
-        sent={"model (s,)": "all tensors outside of normalisation layers"},
+        sent={"model (s,)": "all tensors outside normalisation layers"},
         returned={"model (s,)": "the same tensors after training"},
         server_state={"model": "the shared tensors (s,)"},
         client_state={"personal": "the client's normalisation tensors, flat"},
@@ -37,7 +37,8 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
             "normalisation (federated/fed_digits.py)."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples: uniform in the paper; `client-weights=uniform`.",
+            "The mean over clients is weighted by training samples. It is uniform in the paper "
+            "(`client-weights=uniform`).",
             "GroupNorm and LayerNorm stay with the clients as well; the paper has BatchNorm only.",
         ),
         program=Program(

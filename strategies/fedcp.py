@@ -1,7 +1,7 @@
 """FedCP (Zhang et al., 2023): a policy divides each sample's features between a personal and a global head.
 
-Body, policy and global head are shared, the personal head stays. A client holds the global head fixed while it trains,
-and sends the mean of both heads in its place. The loss draws the features to the served body's features.
+Body, policy and global head are shared. The personal head stays on the client. A client trains with the global head
+fixed, and sends the mean of both heads in its place. The loss pulls the features towards the served body's features.
 """
 
 from typing import TYPE_CHECKING
@@ -41,13 +41,14 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
         client_state={"personal": "the client's personal head, flat"},
         scored="The served model: the authors' program evaluates before local training (servercp.py, FedCP.train).",
         deviations=(
-            "The shares r and s are a softmax. The authors' program draws them with Gumbel noise, also when it tests.",
+            "The shares r and s are a softmax. The authors' program draws them with Gumbel noise, even when it tests.",
             "v_i follows the head; the authors' program sets it once a round, in round 1 to random numbers. SGD on the "
-            "cross-entropy does not move v_i, because the gradient's rows sum to 0: only Adam or a custom loss differ.",
+            "cross-entropy does not move v_i, because the gradient's rows sum to 0. Only Adam and custom losses move "
+            "it.",
             "The served body's features are computed once a round, from samples without augmentation, with BatchNorm's "
             "running statistics. The authors' program computes them for every mini-batch in training mode.",
-            "All clients of a round receive policy and global head. The authors' program sends them to the clients "
-            "of the round before only.",
+            "All clients of a round receive policy and global head. The authors' program sends them only to the "
+            "clients of the previous round.",
         ),
         program=Program(
             "TsingZ0/FedCP",
@@ -59,7 +60,7 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
 
     strength: float = setting(
         5.0,
-        "lambda: weight of the discrepancy to the served body's features",
+        "lambda: weight of the discrepancy from the served body's features",
         minimum=0,
         search=Search(0.1, 20.0, log=True),
         source="authors' program, run_me.sh: lam 5",

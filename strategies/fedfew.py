@@ -30,7 +30,7 @@ IDLE_ROUNDS = 10
 SMALLEST = 1e-30
 """The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
 
-SINGLE_REPLIES = "it weighs each client's updates by its losses of this round, so the server needs single replies"
+SINGLE_REPLIES = "it weighs a client's updates by the client's losses in this round, so the server needs single replies"
 
 
 class FedFewSettings(
@@ -88,7 +88,8 @@ class FedFewSettings(
         "shared",
         "order of a client's samples: one for all K models, or a separate one for each",
         choices=("shared", "own"),
-        source="choice: cheaper, and distinct initial models part anyway; the authors' program shuffles for each model",
+        source="choice: cheaper, and distinct initial models diverge anyway; the authors' program shuffles for each "
+        "model",
     )
     personal_head: bool = setting(
         False,
@@ -159,12 +160,12 @@ class FedFewSettings(
         return {"client-weights": "the clients' losses weigh them, see fedfew-weigh-losses"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if all K models start alike and see the same batches, and if no statistics could be personal."""
+        """Warn if all K models stay equal, or if the network has no statistics to keep personal."""
         warnings = []
         if self.models > 1 and self.initialisation == "same" and self.batches == "shared":
             warnings.append(
-                "fedfew-initialisation = 'same' with fedfew-batches = 'shared': all models stay equal, so that "
-                f"fedfew-models = {self.models} serves what 1 serves; set fedfew-batches = 'own'"
+                "fedfew-initialisation = 'same' with fedfew-batches = 'shared': all models stay equal, so "
+                f"fedfew-models = {self.models} serves the same model as 1; set fedfew-batches = 'own'"
             )
         if self.personal_statistics and all(entry.trainable for entry in network.layout.entries):
             warnings.append(
@@ -246,13 +247,13 @@ class FedFew(PersonalisedStrategy):
         }
 
     def _note_idle(self, in_use: npt.NDArray[np.bool_]) -> None:
-        """Warn about models without a client for ten rounds: fewer models would serve the same."""
+        """Warn about models without a client for ten rounds, because fewer models would serve as well."""
         self.idle = np.where(in_use, 0, self.idle + 1)
         if (self.idle == IDLE_ROUNDS).any():
             log(
                 WARNING,
-                "round %s: %s of %s models have had no client with its lowest loss for %s rounds; fewer fedfew-models "
-                "would serve the same (docs/results.md)",
+                "round %s: %s of %s models have not had the lowest loss on any client for %s rounds; fewer "
+                "fedfew-models would serve the same (docs/results.md)",
                 self.record.number,
                 int((self.idle >= IDLE_ROUNDS).sum()),
                 len(in_use),

@@ -38,7 +38,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
         model=model(shape=("parameters",), noise=True, sums=SINGLE_REPLIES),
         weights=numbers(
             shape_from=lambda sent: (1 + len(sent["models"]),),
-            noise="its clients weigh each other's single models, and the weights they send cannot be noised",
+            noise="its clients weigh each other's single models, and the weights that they send do not tolerate noise",
             sums=SINGLE_REPLIES,
         ),
     )
@@ -78,7 +78,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
             "A client that receives no model better than its model before training keeps that model, as in the "
             "authors' program.",
             "The authors' program adds the weights to P after a division by |Σ_n w_n|; Posy adds Eq. 3's weights.",
-            "`distance` is the L2 norm; the authors' program has the L1 norm by default (`fedfomo-distance=l1`).",
+            "`distance` is the L2 norm; the authors' program uses the L1 norm by default (`fedfomo-distance=l1`).",
             "With `validation-fraction` the best round is chosen on the samples that also weigh the models.",
             "A client with a single training sample and no validation sample compares models on that sample.",
         ),
@@ -137,7 +137,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
         return {"client-weights": losses, "max-client-weight": losses}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Say which samples weigh the models, and warn if the run is close to local training."""
+        """Report which samples weigh the models, and warn if the run is close to local training."""
         notices = []
         num_others = training_clients(settings) - 1
         if self.models > num_others and self.models != FedFomoSettings.models:

@@ -1,4 +1,4 @@
-"""FedMGDA+ (Hu et al., 2022): the clients' losses are objectives, and the server descends along a direction for all.
+"""FedMGDA+ (Hu et al., 2022): the clients' losses are objectives, and the server descends along a common direction.
 
 Among the mixtures of the clients' updates near FedAvg's mean, it takes the shortest.
 """
@@ -31,7 +31,7 @@ class FedMGDASettings(MethodSettings, robust="its server mixes updates by their 
 
     returned = reply(
         model=model(
-            noise="it weighs the clients by the angles between their updates, which noise makes right angles",
+            noise="it weighs the clients by the angles between their updates, and noise makes updates orthogonal",
             sums="it weighs the clients by the angles between their updates",
         )
     )
@@ -125,7 +125,7 @@ class FedMGDA(PersonalisedStrategy):
 
 
 def step_size(eta: float, decay: float, server_round: int, rounds: int) -> float:
-    """Return η_t = η · decay^(100 ⌊t / 100⌋ / T) for round t, from 1 on, of T."""
+    """Return η_t = η · decay^(100 ⌊t / 100⌋ / T) for round t of T, counted from 1."""
     return eta * float(decay ** (STAIR * (server_round // STAIR) / rounds))
 
 

@@ -31,8 +31,8 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
 
     returned = reply(
         model=model(
-            noise="it relates the clients by their single models, which noise makes all alike",
-            sums="its server keeps every client's model, and sends each what belongs to its own",
+            noise="it derives the relations from the clients' single models, and noise makes these models alike",
+            sums="its server keeps every client's model, and sends each client the anchor for its own model",
         )
     )
 
@@ -49,7 +49,7 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
             "`relations=mean`: Ω = I − 11ᵀ / M, which ties each model to the mean of all",
             "`relations=learnt`: Ω = (M Σ + I)⁻¹, Σ = (WᵀW)^{1/2} / tr (WᵀW)^{1/2} (the trace-norm relation of MOCHA)",
         ),
-        sent={"model (d,)": "−Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii travels in the message's config"},
+        sent={"model (d,)": "−Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii is in the message's config"},
         returned={"model (d,)": "the trained model w_i"},
         server_state={
             "seen": "the clients that have trained (m,)",
@@ -64,7 +64,7 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
         scored="The local model: each task has one model, which its client trains.",
         deviations=(
             "The clients take SGD steps on w_i. MOCHA's dual solver needs convex losses.",
-            "F_i is a mean loss, and all clients count alike; the paper sums the losses of all samples.",
+            "F_i is a mean loss, and all clients have the same weight; the paper sums the losses of all samples.",
             "The server updates Ω in each round; the paper alternates between W and Ω.",
             "Σ has 1/M added to its diagonal before the inversion, because equal models make it singular.",
             "λ2 of Eq. 1 is the setting `weight-decay`.",
@@ -84,7 +84,7 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
     )
     relations: str = setting(
         "mean",
-        "Omega: `mean` ties every model to the mean of all, `learnt` reads the relations off the models",
+        "Omega: `mean` ties every model to the mean of all, `learnt` derives the relations from the models",
         source="choice: PFLlib's relations are fixed too",
         needs="fedmtl-strength > 0",
         choices=("mean", "learnt"),

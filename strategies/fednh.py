@@ -1,4 +1,4 @@
-"""FedNH (Dai et al., 2023): a head of class prototypes, spread evenly at first, then drawn to the clients' features.
+"""FedNH (Dai et al., 2023): a head of class prototypes, first spread evenly, then pulled to the clients' features.
 
 The prototypes are directions: the logits are the scaled cosines between them and the features. Clients train the body
 under fixed prototypes. In place of the head they send the mean directions of their classes.
@@ -33,7 +33,7 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
 
     rho: float = setting(
         0.9,
-        "rho: weight of the prototypes of the round before",
+        "rho: weight of the prototypes of the previous round",
         source="experiments/*.yaml of the authors' program: FedNH_smoothing 0.9",
         minimum=0,
         maximum=1,
@@ -73,7 +73,7 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
         scored="The local model: the trained body under the prototypes of its training. The paper reports it as the "
         "personalised model, and the served model as the global one.",
         deviations=(
-            "Bodies are weighted by n_i. They have equal weights in the program; `client-weights=uniform`.",
+            "Bodies are weighted by n_i. They have equal weights in the program (`client-weights=uniform`).",
             "For up to D + 1 classes the first prototypes are the vertices of a simplex, which minimises the paper's "
             "largest cosine. The program draws an orthonormal set.",
             "The scale s is fixed, as with the program's option FedNH_fix_scaling. By default the program trains it.",
@@ -92,7 +92,7 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
         if not plain.layer_names[:-1]:
             raise SettingsError(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and this network has only a head; "
-                "it must be a network with more layers"
+                f"choose a network with more layers"
             )
         from posy.models.chain import with_cosine_head  # noqa: PLC0415 - the settings need no PyTorch
 
@@ -100,11 +100,11 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if the prototypes never change."""
-        return ("fednh-rho = 1: the prototypes stay as they were drawn",) if self.rho == 1 else ()
+        return ("fednh-rho = 1: the prototypes never change",) if self.rho == 1 else ()
 
 
 class FedNH(PersonalisedStrategy):
-    """Average the bodies; draw the prototypes to the clients' mean directions (Algorithm 1)."""
+    """Average the bodies; pull the prototypes towards the clients' mean directions (Algorithm 1)."""
 
     sums_samples = True
     method: FedNHSettings
@@ -129,7 +129,7 @@ class FedNH(PersonalisedStrategy):
             raise BadReplyError(f"shares of the classes that sum to {total:.6g} instead of 1")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the bodies, and draw each prototype to the mean direction over the samples of its class."""
+        """Average the bodies, and pull each prototype towards the mean direction over the samples of its class."""
         model, head = mean_of(updates), self.architecture.layout.part(("head",))
         directions = stacked(updates, "directions")
         means = weighted_mean(directions.reshape(len(directions), -1), sample_counts(updates))

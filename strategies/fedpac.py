@@ -1,8 +1,8 @@
-"""FedPAC (Xu et al., 2023): a shared body, features drawn to global class means, and heads combined for each client.
+"""FedPAC (Xu et al., 2023): a shared body, features pulled to global class means, and heads combined for each client.
 
 Each round a client trains the head that it received, then the body towards the class means. For each client of the
-round the server combines these clients' heads. The weights minimise an estimate of the client's test error, which the
-server computes from statistics of the served body's features.
+round, the server combines the heads that it receives in the round. The weights minimise an estimate of the client's
+test error, which the server computes from statistics of the served body's features.
 
 A client that has not taken part yet receives the mean of the last round's heads. A client that is absent from a round
 keeps its last head.
@@ -27,8 +27,8 @@ from posy.strategies.simplex import minimise_on_simplex
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = "it decides whose heads are combined by the class means of single clients"
-NOISY = "it decides whose heads are combined by class means, which noise makes all alike"
+SINGLE_REPLIES = "it chooses the heads to combine by the class means of single clients"
+NOISY = "it chooses the heads to combine by class means, and noise makes these means alike"
 
 
 class FedPACSettings(
@@ -56,7 +56,7 @@ class FedPACSettings(
     )
     head_epochs: int = setting(
         1,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
+        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both train for that many steps",
         source="methods/fedpac.py of the authors' program: epoch_classifier = 1",
         needs="local-steps = 0",
         minimum=1,
@@ -110,8 +110,8 @@ class FedPACSettings(
         scored="The local model. The authors' program prints accuracies before and after local training in each round.",
         deviations=(
             "The program sets weights α below 0.001 to zero. Posy keeps them.",
-            "Samples of a class without a global mean have no term in R_i. The program draws them, from round 2 on, to "
-            "the client's class mean before training.",
+            "Samples of a class without a global mean have no term in R_i. From round 2 on, the program pulls them "
+            "towards the client's class mean before training.",
             "The program fixes SGD's momentum at 0.5 and weight decay at 0.0005. Posy has settings for both.",
         ),
         program=Program(

@@ -1,7 +1,8 @@
-"""FedProto (Tan et al., 2022): clients share class prototypes, and no model.
+"""FedProto (Tan et al., 2022): clients share class prototypes, but no model.
 
-A prototype is the mean feature of a class, the head's input (Eq. 3). The server averages the clients' prototypes of a
-class. A client pulls its features towards them (Eq. 7), and predicts the class of the nearest prototype (Eq. 4).
+A prototype is the mean of a class's features, the inputs of the head (Eq. 3). The server averages the clients'
+prototypes of a class. A client pulls its features towards them (Eq. 7), and predicts the class of the nearest prototype
+(Eq. 4).
 
 ``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes that it
 received before training; classes without one use the client's own prototype.
@@ -29,7 +30,7 @@ SINGLE_REPLIES = "it weighs each client's prototypes by the client's samples of 
 
 
 class FedProtoSettings(
-    MethodSettings, robust="its server averages class prototypes, and receives no model", point="served"
+    MethodSettings, robust="its server averages class prototypes and receives no model", point="served"
 ):
     """Settings of FedProto."""
 

@@ -41,8 +41,10 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
             "training (main_fedrep.py, test_img_local_all)."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples: uniform in the paper; `client-weights=uniform`.",
-            "Head and body are two trainings: each begins without momentum. The authors' program has one optimiser for "
+            "The mean over clients is weighted by training samples. It is uniform in the paper "
+            "(`client-weights=uniform`).",
+            "Head and body are trained separately, and each training begins without momentum. The authors' program "
+            "has one optimiser for "
             "both phases, in which a frozen layer takes no step.",
             "While the head trains, BatchNorm layers of the body use their running statistics and keep them. The "
             "authors' networks have no BatchNorm.",
@@ -59,7 +61,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
 
     head_epochs: int = setting(
         10,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
+        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both train for that many steps",
         minimum=1,
         search=Search(1, 10),
         source="authors' program, scripts/FedRep_cifar10_2shards.sh: local_ep 11 less local_rep_ep 1",

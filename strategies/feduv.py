@@ -1,7 +1,7 @@
 """FedUV (Son et al., 2024): two regularisers let clients train as if their data were IID.
 
-The first wants the classifier's probabilities to vary over a mini-batch as with evenly mixed classes. The second wants
-evenly spread features. The server is FedAvg's.
+The first makes the classifier's probabilities vary over a mini-batch as if the classes were evenly mixed. The second
+spreads the features evenly. The server is FedAvg's.
 """
 
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ class FedUVSettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "Class weights enter the cross-entropy alone: both regularisers treat the samples of a batch alike.",
             "A batch of one sample, or of equal features, has no uniformity term. The program returns NaN for it.",
-            "The program fixes SGD's momentum at 0.9. Posy has a setting.",
+            "The program fixes SGD's momentum at 0.9. In Posy it is a setting.",
         ),
         program=Program(
             "sonhamin/FedUV",

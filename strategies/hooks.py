@@ -54,7 +54,7 @@ class ServerHooks:
     state: ClassVar[tuple[str, ...]] = ("model",)
     """Names of the attributes, all arrays, that later rounds and the pictures need.
 
-    :meth:`initialise` fixes their shapes. Only an array without rows may grow rows.
+    :meth:`initialise` fixes their shapes. Only an array without rows may gain rows.
     """
     resized: ClassVar[frozenset[str]] = frozenset()
     """Names in ``state`` of the arrays whose shape changes during a run."""

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = "its server averages each cluster by itself, so it must see which model is whose"
+SINGLE_REPLIES = "its server averages each cluster separately, so it must know which client sent each model"
 
 
 class IFCASettings(
     MethodSettings,
-    robust="it averages each cluster by itself, and an attacker can choose a cluster with few clients",
+    robust="it averages each cluster separately, and an attacker can choose a cluster with few clients",
     point="served",
 ):
     """Settings of IFCA."""
@@ -30,7 +30,7 @@ class IFCASettings(
     sent = ("models",)
     returned = reply(
         model=model(change_of="models", shape=("parameters",), noise=True, sums=SINGLE_REPLIES),
-        cluster=numbers(noise="each client names its cluster, and a name cannot be noised", sums=SINGLE_REPLIES),
+        cluster=numbers(noise="each client names its cluster, and a name does not tolerate noise", sums=SINGLE_REPLIES),
     )
 
     card = MethodCard(
@@ -55,7 +55,7 @@ class IFCASettings(
             "The mean weighs clients by training samples; the paper's mean is uniform (`client-weights=uniform`).",
             "The K models start from independent random weights. The authors' program for CIFAR-10 draws them again "
             "until each has a share of the clients.",
-            "Algorithm 1 also has gradient averaging, which divides by all clients; Posy has model averaging alone.",
+            "Algorithm 1 also has gradient averaging, which divides by all clients; Posy has model averaging only.",
         ),
         program=Program(
             "pgg3/FedFew",

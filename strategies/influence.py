@@ -32,7 +32,7 @@ class Influence:
         self.strategy = strategy
         self.run, self.method = strategy.settings.run, strategy.method
         self.rule = Rule.of(self.run)
-        """The rule instead of the weighted mean; None: the weighted mean."""
+        """The rule that replaces the weighted mean; None: the weighted mean."""
         self.exchanged: Callable[[], tuple[Layout, Part]] = lambda: (strategy.architecture.layout, strategy.shared)
         """Returns the layout of the network that clients train in this round, and the part that they send."""
 
@@ -47,7 +47,7 @@ class Influence:
         return float(run.max_norm_ratio)
 
     def largest_share(self, clients: int) -> float:
-        """Return the largest share in a mean of one of some clients; 1: no limit."""
+        """Return the largest share that a single client may have in a mean over some clients; 1: no limit."""
         run = self.run
         unweighted = self.rule is not None and not self.rule.weighs
         if run.secure_aggregation or unweighted or "max-client-weight" in self.method.refusals():
@@ -153,7 +153,7 @@ class Influence:
         return dict(zip(names, changes([arrays[n] for n in names], [references[n] for n in names]), strict=True))
 
     def is_parameter(self, array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return which entries of an array's last axis are no running statistics of BatchNorm.
+        """Return which entries of an array's last axis are not running statistics of BatchNorm.
 
         All entries of an array other than a model or its shared part are parameters.
         """
@@ -175,7 +175,7 @@ class Influence:
         models : numpy.ndarray, float32, (M, d)
             The clients' models.
         start : numpy.ndarray, float32, (d,)
-            The model that they have started from.
+            The model from which they started.
         weights : numpy.ndarray, (M,)
             The clients' weights.
         clients : list of int

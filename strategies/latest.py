@@ -1,4 +1,4 @@
-"""The part that methods share whose server stores each client's model."""
+"""Shared code of the methods whose server stores each client's model."""
 
 from typing import ClassVar
 

@@ -38,8 +38,8 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
             "(main_lg.py). It keeps each client's best model by test accuracy; Posy does not select on test data."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples: uniform in the paper's program; "
-            "`client-weights=uniform`.",
+            "The mean over clients is weighted by training samples. It is uniform in the paper's program "
+            "(`client-weights=uniform`).",
             "The authors start from a model that FedAvg trained for hundreds of rounds. Here all clients start from "
             "the run's initial model; `weights` can name a trained one.",
             "The shared layers are the last ones, as in the paper. The authors' network for CIFAR lists its layers in "

@@ -1,9 +1,10 @@
 """The arithmetic of secure aggregation: fixed-point numbers modulo 2^32, masks over them, keys, shares of secrets.
 
-Every primitive is one of `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's shares over
-GF(2^128)). This module uses nothing of Flower's `flwr.common.secure_aggregation`. Flower's masks come from NumPy's
-Mersenne Twister, which is not cryptographic, each under a seed that is folded to 32 bits. They never take the largest
-value of the modulus. Its rounding draws from NumPy's global generator, and its shares pass through text forms of keys.
+Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's shares over
+GF(2^128)). This module uses nothing from Flower's `flwr.common.secure_aggregation`. Flower's masks come from NumPy's
+Mersenne Twister, which is not cryptographic, with seeds that are folded to 32 bits. The masks never take the largest
+value of the modulus. Flower's rounding draws from NumPy's global generator, and its shares pass through text forms of
+keys.
 """
 
 import hashlib
@@ -44,10 +45,11 @@ class OutOfRangeError(ArithmeticError):
 
 
 def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: float) -> Words:
-    """Return the words in which a client's change enters the sum, and after them one for its share of the weights.
+    """Return the words with which a client's change enters the sum, followed by a word for its share of the weights.
 
-    A change Δ becomes round(Δ · share · 2^30 / limit): the shares of all clients sum to at most 1, so the sum keeps
-    within the modulus. Rounding is to the nearest, so a run repeats, and moves the sum of M clients by at most M/2.
+    A change Δ becomes round(Δ · share · 2^30 / limit): the shares of all clients sum to at most 1, so the sum stays
+    within the modulus. Rounding is to the nearest integer, so that runs are repeatable, and changes the sum of M
+    clients by at most M/2.
 
     Raises
     ------
@@ -63,13 +65,13 @@ def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: flo
 
 
 def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[np.float64]:
-    """Return the weighted mean of the changes of those whose shares of the weights are given, from their sum.
+    """Return the clients' weighted mean change from the sum of their words, given their shares of the weights.
 
     Raises
     ------
     MaskingError
-        If the last word is not the sum of the shares: the masks have not cancelled, and the sum means nothing. Also if
-        a mean exceeds the limit, which no client may exceed: a client has sent a larger change.
+        If the last word is not the sum of the shares: the masks have not cancelled, and the sum is meaningless. Also if
+        a mean exceeds the limit: a client has then sent a change above the limit.
     """
     if int(total[-1]) != sum(map(_share_word, shares)) % 2**32:
         raise MaskingError("the masks do not cancel")
@@ -101,7 +103,7 @@ def decoded_numbers(total: Words) -> list[int]:
 
 
 def error_bound(shares: Sequence[float], limit: float) -> float:
-    """Return the most that rounding moves a parameter of the weighted mean of some clients."""
+    """Return the largest rounding error of a parameter in the weighted mean of some clients."""
     return len(shares) / 2 * limit / ONE / sum(shares)
 
 
@@ -139,8 +141,8 @@ def own_mask(secret: bytes, context: bytes, count: int) -> Words:
 def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int, context: bytes, count: int) -> Words:
     """Return the mask that a client adds for another client, which adds the negative mask.
 
-    The mask is bound to both clients and their public keys: several texts are the same key for X25519, and a client
-    could otherwise send another client's key as its own, so that a third client's masks with both cancel.
+    The mask is bound to both clients and their public keys: X25519 treats several texts as the same key. A client could
+    otherwise send another client's key as its own, so that a third client's masks with both cancel.
     """
     ends = sorted([(client, public_key(private)), (other, public)])
     parties = b"".join(index.to_bytes(4, "little") + key for index, key in ends)
@@ -152,7 +154,7 @@ def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int,
 
 
 def new_secret(size: int = SECRET_BYTES) -> bytes:
-    """Return a secret of some bytes from the operating system's randomness."""
+    """Return a secret of ``size`` bytes from the operating system's randomness."""
     return secrets.token_bytes(size)
 
 
@@ -167,24 +169,24 @@ def public_key(private: X25519PrivateKey) -> bytes:
 
 
 def check_public(public: bytes) -> None:
-    """Raise :class:`MaskingError` for a public key with which no secret can be agreed on."""
+    """Raise :class:`MaskingError` for a public key that cannot be used for a key agreement."""
     _agreed(X25519PrivateKey.generate(), public, b"nothing", b"")
 
 
 def sealed(plain: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
-    """Encrypt a text from one client to another, so that the server can neither read nor change nor redirect it."""
+    """Encrypt a text from one client to another, so that the server can neither read, change nor redirect it."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     key = _agreed(private, public, b"share", _direction(source, target) + context)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, None)
 
 
 def opened(content: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
-    """Decrypt what :func:`sealed` has made; :class:`MaskingError` if it is anything else."""
+    """Decrypt a text from :func:`sealed`; raise :class:`MaskingError` for any other text."""
     key = _agreed(private, public, b"share", _direction(source, target) + context)
     try:
         return ChaCha20Poly1305(key).decrypt(content[:NONCE_BYTES], content[NONCE_BYTES:], None)
     except (InvalidTag, ValueError) as error:
-        raise MaskingError(f"what client {source} has sent client {target} cannot be read") from error
+        raise MaskingError(f"the message from client {source} to client {target} cannot be decrypted") from error
 
 
 def _direction(source: int, target: int) -> bytes:
@@ -213,7 +215,7 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def combined(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Return the secret of some shares by their places in what :func:`split` has returned."""
+    """Return the secret from some of its shares, by their positions in the result of :func:`split`."""
     if len(shares) < threshold or any(len(share) != SECRET_BYTES for share in shares.values()):
         raise MaskingError(f"{len(shares)} shares of a secret, {threshold} are needed")
     return Shamir.combine([(index + 1, share) for index, share in sorted(shares.items())[:threshold]], ssss=False)

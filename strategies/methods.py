@@ -1,4 +1,4 @@
-"""The registry of methods: it maps a name to settings and strategy."""
+"""The registry of methods: it maps a method's name to its settings and its strategy."""
 
 import sys
 from collections.abc import Callable
@@ -124,9 +124,11 @@ def _own_settings(method: str) -> Any:
     declared = own_class(method, "Settings", MethodSettings)
     if declared is MethodSettings:
         classes = ", ".join(key for key, value in vars(module_of(method, "method")).items() if isinstance(value, type))
-        raise SettingsError(f"{prefix}: its file must declare {name}, a subclass of MethodSettings; it holds {classes}")
+        raise SettingsError(
+            f"{prefix}: its file must declare {name}, a subclass of MethodSettings; it declares {classes}"
+        )
     if word in METHODS:
-        raise SettingsError(f"{prefix}: {word} is a method of Posy's; give yours another name")
+        raise SettingsError(f"{prefix}: Posy already has a method named {word}; choose another name")
     return declared
 
 

@@ -1,8 +1,8 @@
-"""MOON (Li et al., 2021): features are drawn to the global model's, away from the client's previous ones.
+"""MOON (Li et al., 2021): features are pulled towards the global model's, away from the previous model's.
 
-The contrast compares features, the head's inputs, where the paper compares the outputs of a projection head. All
-methods therefore train the same network. In a client's first round the previous model is the global one, so the term
-is constant.
+The contrast compares features, the head's inputs, while the paper compares the outputs of a projection head. All
+methods therefore train the same network. In a client's first round the previous model is the global one, so the term is
+constant.
 """
 
 from typing import TYPE_CHECKING
@@ -62,7 +62,7 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
             "augmentation. The program computes them for each augmented batch.",
             "Until a client's first training its previous model is the global one. In the program, from round 2 on, it "
             "is a random network.",
-            "The program fixes SGD's momentum at 0.9. Posy has a setting.",
+            "The program fixes SGD's momentum at 0.9. In Posy it is a setting.",
         ),
         program=Program(
             "QinbinLi/MOON",

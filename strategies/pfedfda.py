@@ -1,8 +1,8 @@
-"""pFedFDA (McLaughlin and Su, 2024): Gaussians of the classes' features make up the head, between global and local.
+"""pFedFDA (McLaughlin and Su, 2024): the head consists of Gaussians of features, between global and local.
 
 All classes share one covariance Σ, so that the Gaussians' classifier is a linear head. Clients train the body under the
-global Gaussians' head. Each predicts with its own head, from Gaussians between its estimates and the global ones.
-``served`` scores the served body with the head that the client fits to it without training.
+global Gaussians' head. Each client predicts with its own head, from Gaussians between its estimates and the global
+ones. ``served`` scores the served body with the head that the client fits to it without training.
 """
 
 from typing import ClassVar
@@ -20,7 +20,7 @@ from posy.strategies.replies import BadReplyError, Update, mean_of
 from posy.strategies.settings import MethodSettings
 
 AUTO = "auto"
-"""The word in place of a number for β: cross-validation chooses it."""
+"""Value of the setting for β with which cross-validation chooses β."""
 
 NOISY = "noise makes the covariance unusable"
 
@@ -77,7 +77,8 @@ class PFedFDASettings(
         deviations=(
             "Local Gaussians come from the features of the trained body. The authors' program takes the features of "
             "every mini-batch in all epochs, before each step; `pfedfda-features=training`.",
-            "One β serves means and covariance. The authors' program has one for each by default; `pfedfda-betas=two`.",
+            "The means and the covariance share one β. The authors' program has a separate β for each by default "
+            "(`pfedfda-betas=two`).",
             "β is the best of 11 values from 0 to 1 (of 121 pairs with two). The authors' program uses L-BFGS.",
             "A class of at most `pfedfda-folds` samples takes its global mean. While it trains, the authors' program "
             "compares the number of all samples instead, so that nearly every class takes its local mean.",

@@ -56,8 +56,8 @@ class PFedMeSettings(MethodSettings, robust=True):
     )
     clients: str = setting(
         "all",
-        "clients that train in a round of which `fraction-train` are aggregated: all, which updates every personal "
-        "model at the cost of 1 / fraction-train as much training, or the cohort alone",
+        "clients that train in a round: all, which updates every personal model but takes 1 / fraction-train times as "
+        "much training, or only the cohort of `fraction-train` that the server aggregates",
         source="Algorithm 1: all clients train, and a uniform sample sends its model",
         needs="fraction-train < 1",
         choices=("all", "cohort"),
@@ -76,8 +76,8 @@ class PFedMeSettings(MethodSettings, robust=True):
         if self.strength * self.personal_lr < 2:
             return ()
         return (
-            f"pfedme-strength * pfedme-personal-lr = {self.strength * self.personal_lr:g}: from 2 on the steps to the "
-            "personal model diverge; lower one of them",
+            f"pfedme-strength * pfedme-personal-lr = {self.strength * self.personal_lr:g}: from 2 on, the steps "
+            f"towards the personal model diverge; lower one of them",
         )
 
     card = MethodCard(

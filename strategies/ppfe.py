@@ -37,7 +37,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     """Settings of PPFE."""
 
     returned = reply(
-        model=model(noise="all clients train at the end of a stage, for which the noise does not account", sums=True)
+        model=model(noise="all clients train at the end of a stage, which the noise does not account for", sums=True)
     )
 
     sent_once = "finished"
@@ -64,7 +64,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     ranks: str = setting(
         "100,50,24;80,40,16",
         "ranks of the last fully connected layers, a list for each stage: from stage 2 on with svd, from stage 3 on "
-        "with svd-fedavg (the last list stays)",
+        "with svd-fedavg (the last list also applies to later stages)",
         source="Appendix A.3, CIFAR-10",
         needs="ppfe-reduction = svd | svd-fedavg",
     )
@@ -212,7 +212,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             if self.stages > 1:
                 shallow = len(network.layer_names) == 1
                 why = f"model = {network.model!r} has one layer" if shallow else "num-server-rounds = 1"
-            return (f"{why}, so that the only stage is method = 'fedavg'; choose more stages and a deeper network",)
+            return (f"{why}, so the only stage equals method = 'fedavg'; choose more stages and a deeper network",)
         if self.body_lr_factor != 1 and self.body_lr_stage > planned:
             notices.append(
                 f"ppfe-body-lr-stage = {self.body_lr_stage}: there are {planned} stages, so ppfe-body-lr-factor never "
@@ -278,7 +278,7 @@ class PPFE(PersonalisedStrategy):
         return self._is_end(server_round) or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the stage, whether it has been trained or ends, and that the mean is uniform from stage 2 on."""
+        """Return the stage, whether it has been trained or ends, and from stage 2 on the uniform weights."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),
@@ -309,7 +309,7 @@ class PPFE(PersonalisedStrategy):
         return self.stages[min(len(self.finished), len(self.stages) - 1)]
 
     def _is_end(self, server_round: int) -> bool:
-        """Return whether a round ends the stage; after a failed round the next one with enough replies does."""
+        """Return whether a round ends the stage; if that round fails, the next successful round ends it."""
         return server_round >= self.ends[self.stage.number - 1]
 
 
@@ -384,7 +384,7 @@ def open_stage(before: Stage, after: Stage, model: "Tensor", fedavg: "Tensor | N
 
 
 def stage_rounds(text: str, stages: int, total: int) -> list[int]:
-    """Return the rounds of each stage: those in ``ppfe-stage-rounds``, or ``total`` in the paper's proportions."""
+    """Return the rounds of each stage, from ``ppfe-stage-rounds`` or in the paper's proportions."""
     if text:
         rounds = _numbers("ppfe-stage-rounds", text)
         if len(rounds) != stages or sum(rounds) != total:
@@ -421,5 +421,5 @@ def _numbers(key: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise SettingsError(f"{key} holds {text!r}: it must be whole numbers >= 1 with commas between them")
+        raise SettingsError(f"{key} holds {text!r}: it must be whole numbers >= 1, separated by commas")
     return numbers

@@ -7,8 +7,8 @@ The setting ``dp`` names the party that adds the noise, and ``dp-epsilon`` is th
   C. With secure aggregation the clients add shares of this noise, and the server never sees a sum without it.
 - ``sample``: DP-SGD (Abadi et al., 2016). Each client clips the gradient of each sample, and adds noise to their sum.
 
-Cohorts follow from the seed, which all clients know. No mode therefore claims amplification by the choice of the
-cohort. A client spends its budget in the rounds in which it trains.
+Cohorts follow from the seed, which all clients know. No mode therefore claims privacy amplification from the choice of
+the cohort. A client spends its budget in the rounds in which it trains.
 """
 
 import math
@@ -74,9 +74,9 @@ def planned_events(settings: Settings, num_train: int) -> list[Event]:
 
 @lru_cache(maxsize=64)
 def noise_multiplier(settings: Settings) -> float:
-    """Return the noise multiplier of one update, with which the rounds of the run together have (ε, δ).
+    """Return the noise multiplier of one update at which all rounds of the run together have (ε, δ).
 
-    T Gaussian mechanisms with the noise multiplier z are one with z/√T.
+    T Gaussian mechanisms with the noise multiplier z equal one mechanism with z/√T.
     """
     train = settings.train
     return math.sqrt(most_trainings(settings)) * noise_multiplier_for(train.dp_epsilon, train.dp_delta)

@@ -17,7 +17,7 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
     counts : array_like, (M, C)
         n_ij, the clients' samples by class.
     before : numpy.ndarray, float32, (C, D)
-        The prototypes of the round before.
+        The prototypes of the previous round.
     """
     n = np.asarray(counts, np.float64)
     total = n.sum(axis=0)[:, None]

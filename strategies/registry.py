@@ -106,11 +106,11 @@ def named_sources(
     except SettingsError as error:
         try:
             merged = merge_experiment(user_settings, where)
-        except SettingsError:  # this error says where the wrong setting is
+        except SettingsError:  # this error already names the place of the wrong setting
             raise error from None
         values = {**(stored or {}), **merged.values}
         for key, setting in declared([]).items():
-            if setting.place and key in values:  # messages quote some paths as they were typed, and others absolute
+            if setting.place and key in values:  # messages quote some paths as typed, and others as absolute paths
                 path = str(absolute(str(values[key])))
                 values[key] = path if f"{key} = {shown(path)}" in str(error) else values[key]
         origins = dict.fromkeys(stored or (), STORED) | merged.sources | dict(sources or {})
@@ -289,7 +289,7 @@ def defaults() -> dict[str, Scalar]:
 
 @lru_cache(maxsize=4096)
 def owner(key: str) -> str | None:
-    """Return the method of Posy whose setting a key is, or None."""
+    """Return Posy's method to which a setting belongs, or None."""
     candidates = (method for method in METHODS if key.startswith(f"{method}-"))
     return next((method for method in candidates if key in settings_of(settings_class(method), method)), None)
 
@@ -328,7 +328,7 @@ def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
     values["partition"] = located(build(DataSettings, values)).partition
     unmet: dict[str, str] = {}
     conditional = {key: setting for key, setting in declarations.items() if setting.needs}
-    for _ in declarations:  # in other conditions a setting without an effect has its default
+    for _ in declarations:  # in the conditions of other settings, a setting without an effect has its default
         current = values | {key: defaults[key] for key in unmet}
         before, unmet = unmet, {key: text for key, setting in conditional.items() if (text := setting.unmet(current))}
         if unmet.keys() == before.keys():
@@ -362,7 +362,7 @@ def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored run with their current keys.
 
     A value without an effect is replaced by the default, and a value above its limit by the limit. A missing setting
-    counts as its value in runs from before it existed, so it is replaced by the default where neither has an effect.
+    has the value of runs from before it existed. It is replaced by the default if neither value has an effect.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])
@@ -433,7 +433,7 @@ def experiment_path(name: str) -> Path:
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: this file does not exist; did you mean {setting}={name}?")
     word = Path(name).stem
-    if "/" in name and word not in experiments:  # a path, and no word that resembles one
+    if "/" in name and word not in experiments:  # a path, not a misspelt word
         raise SettingsError(f"experiment = {shown(name)}: this file does not exist; Posy looked for {typed}")
     near = nearest(word, experiments) or nearest(word, (*METHODS, *DATASETS), 0.75)
     near = nearest(word, (near, *METHODS, *DATASETS))  # a method or data set instead of a file

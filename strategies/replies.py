@@ -30,7 +30,7 @@ UNREADABLE = (
 """Errors of reading malformed bytes and records (SyntaxError: an array's header; AttributeError and
 BadZipFile: an .npz instead of an array; MemoryError: a header with too large a shape)."""
 ITEM_BYTES, HEADER_BYTES = 8, 4096
-"""Most bytes of an element, and of the header, of an array in a reply."""
+"""Largest number of bytes of an element, and of the header, of an array in a reply."""
 SCORES = tuple(
     f"{point}{split}-{measure}"
     for split in ("", "-validation", "-training")
@@ -60,7 +60,7 @@ class Update:
     """Weight of the client in the server's means, set by the server; None: ``num_examples``."""
     weight_factor: float = 1.0
     samples_factor: float = 1.0
-    """Parts of the weight, and of the samples in sums over samples, that ``max-client-weight`` leaves."""
+    """Fractions of the weight, and of the samples in sums over samples, that remain under ``max-client-weight``."""
 
 
 @dataclass
@@ -323,7 +323,7 @@ def read_evaluation(content: RecordDict) -> Evaluation:
 
 
 def check_size(record: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise :class:`BadReplyError` for other arrays or too many bytes, before the arrays are built from their bytes."""
+    """Raise :class:`BadReplyError` for unexpected arrays or too many bytes, before decoding the arrays."""
     for name in shapes:
         if name not in record:
             raise BadReplyError(f"the reply lacks the array {name}")

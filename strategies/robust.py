@@ -1,11 +1,11 @@
 """Rules that combine the clients' models and resist a minority of arbitrary models (setting ``robust``).
 
-- ``median``, ``trimmed-mean``: Yin et al. (2018), for each parameter on its own; all clients have the same weight.
+- ``median``, ``trimmed-mean``: Yin et al. (2018), separately for each parameter; all clients have the same weight.
 - ``krum``, ``multi-krum``: Blanchard et al. (2017), the models that have the closest neighbours.
 - ``geometric-median``: Pillutla et al. (2022), the smoothed Weiszfeld algorithm; clients keep their weights.
 
 Flower's rules are the reference of the tests, and are not called here for these reasons. ``select_multikrum`` computes
-distances in float32 from squared norms, which has no digits left for similar models. It also accepts too few clients.
+distances in float32 from squared norms, which loses all digits for similar models. It also accepts too few clients.
 ``trim_mean`` cuts one value too few if the fraction times the number of clients is rounded down.
 """
 
@@ -25,7 +25,7 @@ Float64 = npt.NDArray[np.float64]
 SMOOTHING = 1e-6
 """Smallest distance ν in the weights of the geometric median (Pillutla et al., Algorithm 2)."""
 ITERATIONS, TOLERANCE = 1000, 1e-8
-"""Most iterations for the geometric median, and the largest relative change of a share in the last one."""
+"""Largest number of iterations for the geometric median, and largest relative change of a share in the last one."""
 
 
 class Combined(NamedTuple):
@@ -111,7 +111,7 @@ class Rule:
 
 
 def median(rows: FloatArray, block: int = BLOCK) -> FloatArray:
-    """Return the median of each column ``(d,)``; of an even number of values, the mean of the two in the middle.
+    """Return the median of each column ``(d,)``; for an even number of values, the mean of the two middle ones.
 
     Parameters
     ----------
@@ -189,8 +189,8 @@ def krum_scores(squares: Float64, attackers: int) -> Float64:
 def geometric_median_shares(products: Float64, weights: Float64) -> Float64:
     """Return the shares λ ``(M,)`` for which Σ_i λ_i x_i minimises Σ_i α_i ||v − x_i|| over v.
 
-    The smoothed Weiszfeld algorithm: λ_i ∝ α_i / max(ν, ||v − x_i||), from the weighted mean on. It needs the inner
-    products only, because v is a mixture of the vectors.
+    The smoothed Weiszfeld algorithm, λ_i ∝ α_i / max(ν, ||v − x_i||), starts from the weighted mean. It needs only the
+    inner products, because v is a mixture of the vectors.
 
     Parameters
     ----------

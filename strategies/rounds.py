@@ -162,7 +162,7 @@ class Rounds:
         strategy.model = model.copy()
         if influence.rule:
             strategy.model[statistics] = influence.combine_statistics(models[:, statistics])
-        else:  # as FedAvg, to the last bit: the rounding of a sum depends on the number of columns
+        else:  # as in FedAvg, bit for bit: the rounding of a sum depends on the number of columns
             mean = weighted_mean(models, strategy.mean_weights(sent) * factors)
             strategy.model[statistics] = mean[statistics]
 
@@ -224,7 +224,7 @@ class Rounds:
     # -- evaluation ------------------------------------------------------------------------------------
 
     def configure_evaluate(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Return a message to every member with the arrays that it is served now, if the round is evaluated."""
+        """Return a message with the currently served arrays to every member, if the round is evaluated."""
         self.exchange.sent = []
         run = self.settings.run
         if not schedule.evaluates(run, server_round):

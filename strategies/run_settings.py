@@ -41,7 +41,7 @@ class TrainSettings:
     )
     weights_sha256: str = setting(
         "",
-        "SHA-256 of the file of weights, which a run computes at its start; Posy refuses nodes with another file",
+        "SHA-256 of the weights file, which a run computes at its start; Posy refuses nodes with a different file",
         needs='weights != "" | torchvision',
     )
     frozen: str = setting("", "layers that are neither trained nor sent, separated by commas", synonyms=("freeze",))
@@ -180,7 +180,7 @@ class TrainSettings:
     )
     dp_clip_quantile: float = setting(
         0.0,
-        "fraction of the updates that adaptive clipping leaves as they are; dp-clip is then the first norm; 0: the "
+        "fraction of the updates that adaptive clipping leaves unchanged; dp-clip is then the first norm; 0: the "
         "norm is fixed",
         source="Andrew et al., 2021: 0.5",
         needs="dp = central and secure-aggregation = false",
@@ -210,7 +210,7 @@ class TrainSettings:
 
 
 def identified(train: TrainSettings, folder: str) -> TrainSettings:
-    """Return the settings with the SHA-256 of the file of weights, if the file exists at its path or in ``folder``."""
+    """Return the settings with the SHA-256 of the weights file, if the file exists at its path or in ``folder``."""
     named = train.weights not in ("", PRETRAINED)
     digest = train.weights_sha256 if named else ""
     if named and not digest and (path := found_at(train.weights, folder)):
@@ -403,7 +403,7 @@ class RunSettings:
     )
     checkpoint_every: int = setting(
         10,
-        "rounds between checkpoints, with one after the last round; 0: no checkpoints",
+        "rounds between checkpoints, with another after the last round; 0: no checkpoints",
         minimum=0,
         resumable=True,
         affects_results=False,

@@ -97,7 +97,8 @@ class SCAFFOLDSettings(
         return {
             "max-norm-ratio": f"{exact}; max-update-norm drops large updates",
             "max-client-weight": f"{exact}; client-weights = uniform gives all clients the same weight",
-            "optimizer": "its control variates are distances divided by the rate and the steps, as SGD makes them",
+            "optimizer": "its control variates divide a distance by the rate and the number of steps, which is valid "
+            "for SGD only",
             "optimizer-state": "a stored momentum holds gradients of earlier rounds, which would enter the variates",
         }
 

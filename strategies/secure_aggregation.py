@@ -56,7 +56,7 @@ KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
 TRAINING, EVALUATION, STATISTICS = "", "evaluation", "statistics"
 """End of the name of a round for updates, for scores, and for the statistics of the sites' data."""
 NEXT = "next-round"
-"""Entry of a request in the stages of survivors and shares: the round for which keys or shares are wanted too."""
+"""Entry of a request in the stages of survivors and shares: the round for which keys or shares are also requested."""
 AGAIN = "again"
 """Entry of a request for keys: earlier keys and shares for this round are void."""
 MASKED = "masked"
@@ -86,7 +86,7 @@ class TooFewError(MaskingError):
 
 
 def threshold_of(size: int, fraction: float) -> int:
-    """Return the number of clients among ``size`` clients that must finish the round: above half."""
+    """Return the number of clients among ``size`` clients that must finish the round: more than half."""
     return max(2, size // 2 + 1, math.ceil(fraction * size - 1e-9))
 
 
@@ -356,7 +356,7 @@ class SecureRound:
         masked : Mapping
             Masked words of the clients.
         common : bytes
-            Digest of all that the clients have received in common: :func:`common_digest`.
+            Digest of everything that all clients have received: :func:`common_digest`.
         numbers : int
             Number of whole numbers after the parameters.
         """
@@ -497,8 +497,8 @@ def masked_shape(shapes: Iterable[tuple[int, ...]], numbers: int) -> tuple[int]:
 def read_masked(content: RecordDict, size: int, num_train: int | None = None) -> Masked:
     """Return the masked words in a reply, and its metrics.
 
-    Raises :class:`BadReplyError` for another number or type of words, or, after a training, another number of samples
-    than ``num_train``. A malformed reply raises any of :data:`~posy.strategies.replies.UNREADABLE`.
+    Raises :class:`BadReplyError` for a wrong number or type of words, or, after a training, for a number of samples
+    other than ``num_train``. A malformed reply raises any of :data:`~posy.strategies.replies.UNREADABLE`.
     """
     record, metrics = record_in(content, "arrays", ArrayRecord), read_metrics(content)
     check_size(record, {MASKED: (size,)})

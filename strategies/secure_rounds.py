@@ -190,7 +190,7 @@ class SecureRounds:
         return MetricRecord({"served-accuracy": served["mean"]}) if served else None
 
     def _common_digest(self) -> bytes:
-        """Return the digest of all that the clients of this phase have received in common."""
+        """Return the digest of everything that all clients of this phase have received."""
         config: Mapping[str, Any] = record_in(self.exchange.phase[0].content, "config", ConfigRecord)
         return common_digest(config, list(self.exchange.common().values()))
 

@@ -42,7 +42,7 @@ def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generi
     """
     for name in _names(strategy):
         array, fresh = arrays[name], getattr(strategy, name)
-        rows = int(fresh.shape[:1] == (0,))  # an array without rows may grow rows
+        rows = int(fresh.shape[:1] == (0,))  # an array without rows may gain rows
         same = array.ndim == fresh.ndim and (array.shape[rows:] == fresh.shape[rows:] or name in strategy.resized)
         if array.dtype != fresh.dtype or not same:
             raise ValueError(f"{name}: {array.dtype} {array.shape} instead of {fresh.dtype} {fresh.shape}")

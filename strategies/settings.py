@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # settings are read without PyTorch
     from posy.strategies.card import MethodCard
 
 
-UNSAMPLED = Refused("it does not say that the gradients of single samples are all that its clients' arrays depend on")
+UNSAMPLED = Refused("it does not declare that its clients' arrays depend only on the gradients of single samples")
 NOTHING_SENT = Refused("its clients send no model")
 NO_MEAN = Refused("it does not declare that its server step is a weighted mean of models")
 
@@ -45,7 +45,7 @@ class MethodSettings:
     """
 
     sent: ClassVar[tuple[str, ...]]
-    """Names of the arrays that a client receives; by default those from which the returned arrays are changes."""
+    """Names of the arrays that a client receives; by default the arrays from which the returned arrays differ."""
     sent_once: ClassVar[str] = ""
     """Name of a growing list of arrays, an attribute of the strategy. Each client receives an array of the list once,
     and stores it in its state as ``<name>-<number>``, with numbers from 1."""
@@ -79,7 +79,7 @@ class MethodSettings:
         robust: Answer = NO_MEAN,
         point: Literal["served", "local"] = "local",
     ) -> None:
-        """Make the subclass a frozen dataclass, and derive what noise and masks allow from its arrays."""
+        """Make the subclass a frozen dataclass, and derive from its arrays whether it supports noise and masks."""
         arrays = cls.returned.values()
         if "sent" not in vars(cls) and ("returned" in vars(cls) or not hasattr(cls, "sent")):
             cls.sent = tuple(dict.fromkeys(array.change_of for array in arrays if array.change_of))
@@ -92,8 +92,8 @@ class MethodSettings:
     def refused_privacy(cls, mode: str) -> Refused | None:
         """Return why the method does not support a mode of the setting ``dp``; :data:`ALLOWED` if it does.
 
-        ``central`` needs what local noise and secure aggregation need: an update that noise does not spoil, and a
-        server that works with the mean of all updates.
+        ``central`` needs what local noise and secure aggregation need: an update that tolerates noise, and a server
+        that needs only the mean of all updates.
         """
         verdicts = {"off": ALLOWED, "local": cls.noise, "central": cls.noise or cls.sums, "sample": cls.dp_sgd}
         return verdicts[mode]

@@ -18,7 +18,7 @@ FLATTEST = 1e-12
 def minimise_on_simplex(
     matrix: npt.ArrayLike, centre: npt.ArrayLike | None = None, radius: float | None = None
 ) -> Float64:
-    """Return the α that minimises αᵀ A α over α ≥ 0, Σ α_j = 1 and, where a radius is given, |α_j − centre_j| ≤ radius.
+    """Return the α that minimises αᵀ A α over α ≥ 0, Σ α_j = 1 and, if a radius is given, |α_j − centre_j| ≤ radius.
 
     The method is accelerated projected gradient (Beck and Teboulle, 2009), which restarts when its momentum points
     uphill (O'Donoghue and Candès, 2015). The coordinates are scaled so that A has ones on its diagonal. After some
@@ -28,7 +28,7 @@ def minimise_on_simplex(
     Parameters
     ----------
     matrix : array_like, (M, M)
-        A, positive semidefinite; of one that is not symmetric, the symmetric part.
+        A, positive semidefinite. Only its symmetric part is used.
     centre : array_like, (M,), optional
         Centre of the box, by default 1/M.
     radius : float, optional
@@ -56,7 +56,7 @@ def minimise_on_simplex(
     if (largest := float(np.diag(a).max())) <= 0:
         return best
     diagonal = np.diag(a) / largest
-    # Of x = α / w, with Σ w_j x_j = 1, the quadratic has ones on its diagonal.
+    # As a function of x = α / w, with Σ w_j x_j = 1, the quadratic has ones on its diagonal.
     w = 1 / np.sqrt(np.maximum(diagonal, FLATTEST))
     scaled = a / largest * np.outer(w, w)
     length = 1 / float(np.linalg.eigvalsh(scaled)[-1])
@@ -73,10 +73,10 @@ def minimise_on_simplex(
 
 
 def projected(vector: Float64, w: Float64, lower: Float64, upper: Float64) -> Float64:
-    """Return the nearest point x with lower ≤ x ≤ upper and Σ w_j x_j = 1, of which there must be one; w is positive.
+    """Return the nearest point x with lower ≤ x ≤ upper and Σ w_j x_j = 1, which must exist; w is positive.
 
-    It is the vector less τ w, clipped. The sum falls with τ, linearly between the numbers at which a coordinate meets a
-    bound: bisection finds the two around it, and τ lies between them in proportion.
+    The point is the vector minus τ w, clipped. The sum decreases with τ, linearly between the values at which a
+    coordinate meets a bound. Bisection finds the two values around τ, and linear interpolation gives τ.
     """
     knots = np.sort(np.concatenate([(vector - upper) / w, (vector - lower) / w]))
     first, last = 0, len(knots) - 1
@@ -92,7 +92,7 @@ def projected(vector: Float64, w: Float64, lower: Float64, upper: Float64) -> Fl
 
 
 def _within(vector: Float64, lower: Float64, upper: Float64) -> Float64:
-    return np.minimum(np.maximum(vector, lower), upper)  # in less than half the time that np.clip takes
+    return np.minimum(np.maximum(vector, lower), upper)  # takes less than half the time of np.clip
 
 
 def _accelerated(a: Float64, length: float, point: Float64, box: Box) -> Float64:
@@ -145,5 +145,5 @@ def _gap(a: Float64, point: Float64, box: Box) -> float:
     gradient = (a @ point) / w
     order = np.argsort(gradient)
     room = (w * (upper - lower))[order]
-    amounts = np.clip(1 - w @ lower - (np.cumsum(room) - room), 0.0, room)  # the cheapest first
+    amounts = np.clip(1 - w @ lower - (np.cumsum(room) - room), 0.0, room)  # the cheapest check comes first
     return float(gradient @ (w * (point - lower)) - gradient[order] @ amounts)

@@ -51,7 +51,7 @@ def version_after(message: Message, reply: Message) -> str:
     LostStateError
         If the node does not have the version that the message named.
     BadReplyError
-        If the reply names a version that the message has not named.
+        If the reply names a version that the message did not name.
     """
     sent, answer = (record_in(each.content, "config", ConfigRecord) for each in (message, reply))
     start = str(sent["state-from"])
