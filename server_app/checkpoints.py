@@ -46,7 +46,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run, after every n-th round (0: none) and the last; the disk has the newest two."""
+    """The checkpoints of a run, after every n-th round (0: none) and the last one; the disk holds the newest two."""
 
     directory: RunDirectory
     every: int

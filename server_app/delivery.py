@@ -1,4 +1,4 @@
-"""Messages to real nodes: delivery, the difference between a lost message and a slow node, and the end of waiting."""
+"""Messages to real nodes: deliver them, distinguish lost messages from slow nodes, and limit the waits."""
 
 import math
 import time
@@ -20,7 +20,7 @@ LEAST_PAUSE = 0.005
 PUSHES = 5
 """Attempts to push messages whose content does not get through."""
 HELD_SECONDS = 2.0
-"""A request for replies that takes longer than this many seconds counts against no node: it delays all replies."""
+"""Seconds after which a slow request for replies delays all of them, so that no node is blamed for the delay."""
 TIMEOUT_SHARE = 1 / 3
 """Largest share of a timeout before silence is unusual: a copy of a lost message must fit into the timeout."""
 COPIES = 3
@@ -47,9 +47,9 @@ class Delivery:
     questions: set[str] = field(default_factory=set)
     """Ids of the questions sent after the last copy."""
     proven: bool = False
-    """Its node has answered a question that was sent after it."""
+    """Whether its node has answered a question that was sent after it."""
     lost: bool = False
-    """The message or its reply is lost: a copy is due as soon as its node is connected."""
+    """Whether the message or its reply is lost: a copy is due as soon as its node is connected."""
     patience_ends: float = math.inf
     """Time at which the server gives up a missing node, which may reappear after an outage of the SuperLink."""
     copies: int = 0
@@ -92,7 +92,7 @@ class PollingGrid(WaveGrid):
     A node handles one message at a time, in the order of their creation. If a node is silent for long, the grid sends
     it a question that changes no state. If the node answers the question and not the earlier message, the message or
     its reply is lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
-    answered, the node receives no further message until it has. Its late reply is dropped and counted.
+    answered, the node receives no further message until it does. Its late reply is dropped and counted.
 
     In a simulation (``real`` is False) nothing is lost, and no node is asked.
     """
@@ -106,7 +106,7 @@ class PollingGrid(WaveGrid):
         self.grace: float | None = None
         """Seconds that the other nodes still have after these replies; None: no limit."""
         self.on_wait: Callable[[Wait], object] = lambda wait: None
-        """Called before each look for replies."""
+        """Called before each request for replies."""
         self.late: dict[int, Delivery] = {}
         """Messages of earlier phases that nodes still work on, by node."""
 
@@ -240,7 +240,7 @@ class PollingGrid(WaveGrid):
         for delivery in silent:
             content, old = RecordDict({"config": ConfigRecord({PING: True})}), delivery.message.metadata
             question = Message(content, delivery.node, MessageType.QUERY, ttl=old.ttl)
-            # After the message, even if a clock was set back meanwhile.
+            # The question is newer than the message, even if the clock was set back meanwhile.
             question.metadata.created_at = max(question.metadata.created_at, old.created_at + 1e-3)
             questions.append(question)
         for delivery, number in zip(silent, self.push_messages(questions), strict=False):
@@ -281,7 +281,7 @@ class _Phase:
         self._ends, self._grace_ends = self._ends + delay, self._grace_ends + delay
         for node, delivery in list(under_way.items()):
             if not delivery.open:
-                why = "its message was lost every time" if delivery.copies else "the SuperLink did not take its message"
+                why = "its message was lost every time" if delivery.copies else "the SuperLink refused its message"
                 self.replies.append(delivery.reply or unanswered(delivery.message, why))
                 del under_way[node]
         succeeded = sum(not reply.has_error() for reply in self.replies)
@@ -301,7 +301,7 @@ class _Phase:
         if clock >= self._ends:
             all_end = f"no reply within round-timeout = {self._timeout:g} s"
         elif clock >= self._grace_ends:
-            all_end = f"no reply within grace = {self._grace:g} s after {self._needed} of the others"
+            all_end = f"no reply within grace = {self._grace:g} s after {self._needed} other clients"
         for node, delivery in list(self._under_way.items()):
             limit = self._grid.pace.limit(delivery.phase, node)
             reason = all_end or (
@@ -316,7 +316,7 @@ class _Phase:
             self._leave_out(all_end)
 
     def _leave_out(self, reason: str) -> None:
-        """Answer the messages that were not sent."""
+        """Return an error for each message that was not sent."""
         for queue in self._queues.values():
             self.replies += [unanswered(message, reason) for message in queue]
             queue.clear()

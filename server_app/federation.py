@@ -26,9 +26,9 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients, one_line
 
 MAX_NAMED = 20
-"""Most clients that the log names when a run begins without some clients."""
+"""Largest number of present clients that the log names when a run begins without some clients."""
 FEW_CLASSES, MAX_CLASSES = 4, 60
-"""Most classes of a site whose names the task table shows, and most characters of all of them."""
+"""Largest number of class names of a site in the task table, and of their characters in all."""
 
 
 class Federation:
@@ -88,7 +88,7 @@ class Federation:
         if not self._query.is_open:
             return self.settings
         self._presence.wait_for_claims(describe=True)
-        for client, claims in sorted(self._members.claims().items()):  # not in the order of the answers
+        for client, claims in sorted(self._members.claims().items()):  # independent of the order of the answers
             description = self.nodes[claims[0].node_id].description
             if client < self._num_clients and description is not None:
                 self._descriptions[_site_of(client, claims[0].name)] = description
@@ -99,7 +99,7 @@ class Federation:
         task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
         log(INFO, "%s sites: %s", len(self._descriptions), task)
         self.settings = self._query.settings = replace(self.settings, data=data)
-        self.nodes.ask_again()  # about the agreed task: an answer under way still describes data
+        self.nodes.ask_again()  # about the agreed task: an answer in transit still describes data
         return self.settings
 
     def join(self, fixed_tensors: Sequence[float] = ()) -> dict[int, ClientInfo]:
@@ -123,7 +123,7 @@ class Federation:
         clients = self._num_clients
         if missing := clients - len(self.clients):
             present = describe_clients(self.clients, self.owners, clients, most=MAX_NAMED)
-            log(WARNING, "The run begins without %s of its %s clients: %s there", missing, clients, present)
+            log(WARNING, "The run begins without %s of its %s clients: %s present", missing, clients, present)
         if not self._of_sites and len(self.nodes) < clients:
             each = f'--federation-config "num-supernodes={clients} client-resources-num-cpus=1" gives each a node'
             several = "each node serves several clients, one after the other"
@@ -174,7 +174,7 @@ class Federation:
         return {key: entries for key, entries in (("sites", sites), ("left-out", excluded)) if entries}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts on the sites that a resumed run needs, as JSON."""
+        """Return the facts about the sites that a resumed run needs, as JSON."""
         return self._members.as_json()
 
     def restore(self, stored: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ class PosyGrid(Grid):
 
 
 class WaveGrid(PosyGrid):
-    """A grid with at most one message to each node under way.
+    """A grid with at most one message to each node in transit.
 
     A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and
     writes the node's state, so messages to one node may not overlap.

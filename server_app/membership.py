@@ -21,9 +21,9 @@ from posy.words import title
 class Membership:
     """The clients of a run, the names that they belong to, and their nodes.
 
-    The partition-id of the node config identifies a client, or the name of its site: the registered name of the node's
-    key, else ``name`` of the node config. The id of the node never does. Once a node with a name has hosted a client,
-    the client belongs to this name for the rest of the run.
+    The partition-id in the node config identifies a client, or else the name of its site: the registered name of the
+    node's key, or ``name`` in the node config. The id of a node never identifies a client. Once a node with a name has
+    hosted a client, the client belongs to this name for the rest of the run.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Membership:
         return claims
 
     def assign(self) -> None:
-        """Assign each client to one node that claims it; its present node keeps it while it claims it."""
+        """Assign each client to one node that claims it; its current node keeps it as long as the node claims it."""
         self.hosted.clear()
         for client, claims in sorted(self.claims().items()):
             if client >= self._num_clients:
@@ -96,7 +96,7 @@ class Membership:
             self.hosted[client] = self.records[client] = host
             for other in claims:
                 if other.node_id != host.node_id:
-                    present = f"{title(client, host.name)} is already there on another node"
+                    present = f"{title(client, host.name)} is already present on another node"
                     self._nodes.exclude(self._nodes[other.node_id], self._objection(other, -1) or present)
 
     def reserve(self, clients: Iterable[ClientInfo]) -> None:
@@ -109,7 +109,7 @@ class Membership:
         return np.array(rows, np.int64) if len(rows) == self._num_clients and all(rows) else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts on the sites that a resumed run needs, as JSON."""
+        """Return the facts about the sites that a resumed run needs, as JSON."""
         fingerprints = {client: info.fingerprint for client, info in sorted(self.records.items()) if info.fingerprint}
         return plain({"owners": self.owners, "fingerprints": fingerprints})
 

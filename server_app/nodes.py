@@ -23,9 +23,9 @@ from posy.words import one_line
 ASK_SECONDS = 60.0
 """Seconds until the server repeats an unanswered question to a node; they double each time."""
 MAX_REASON = 500
-"""Most characters of the reason for the exclusion of a node."""
+"""Largest number of characters of the reason for a node's exclusion."""
 MAX_EXCLUDED = 200
-"""Most exclusions of nodes that the record lists by reason; further ones are counted together."""
+"""Largest number of exclusions of nodes that the record lists by reason; further ones are counted together."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Node:
     ask_at: float = 0.0
     """Time, by the monotonic clock, of the next question."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
-    """Seconds until the next question is repeated without an answer."""
+    """Seconds until the server repeats the next question if the node does not answer it."""
     clients: tuple[ClientInfo, ...] = ()
     """Clients that it claims to host; a site's client may have no index yet (-1)."""
     description: Description | None = None
@@ -154,7 +154,7 @@ class NodeRegistry:
         """Read the answer of a node; exclude the node if it cannot take part."""
         node.question, node.ask_at = "", math.inf
         if reply.has_error() and reply.error.code in LOST:
-            log(INFO, "%s was gone before it could answer; it is asked again if it comes back", node.title)
+            log(INFO, "%s disconnected before it could answer; the server asks it again if it returns", node.title)
             del self._nodes[node.number]
         elif reply.has_error():
             # A warm node sends the text "DataError: message".

@@ -108,13 +108,13 @@ class Presence:
                     return
                 self._publish_wait(len(hosted), needed, started)
                 if not warned:
-                    log(WARNING, "%s; the round waits until %s are", self.describe(), needed)
+                    log(WARNING, "%s; the round waits until %s are present", self.describe(), needed)
                     warned = True
             time.sleep(pause(waited))
 
     def describe(self) -> str:
         """Return in words how many clients are present."""
-        return f"{len(self._members.hosted)} of {self._num_clients} clients are there"
+        return f"{len(self._members.hosted)} of {self._num_clients} clients are present"
 
     def _exclude_silent(self, silent: Sequence[Node]) -> None:
         for node in silent:

@@ -21,7 +21,7 @@ PROTECTED = {
     "central": "the participation of each client, from all but the server",
     "sample": "each sample, from the server and all others",
 }
-"""Information that the noise of each mode hides, and the parties from whom."""
+"""Information that the noise of each mode hides, and the parties from which it is hidden."""
 
 
 class PrivacyLedger:

@@ -21,11 +21,11 @@ from posy.listing import WIDTH, as_lines, laid_out, shortened
 MAX_LINES = 200
 """Approximate number of lines that a run of any length writes to a log."""
 MAX_NAMED = 10
-"""Most missing clients that the table at the end names."""
+"""Largest number of missing clients that the table at the end names."""
 ABSENT = "n/a"
-"""Cell for a number over single clients, which secure aggregation hides from the server."""
+"""Cell for a number about single clients, which secure aggregation hides from the server."""
 MAX_ROWS = 50
-"""Most sites that the table of the task lists."""
+"""Largest number of sites in the table of the task."""
 PACE_ROUNDS = 20
 """Rounds over which the time of a round is averaged; the first round also loads data and starts processes."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
@@ -34,9 +34,9 @@ TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "ski
 class Progress:
     """Show the rounds of a run on a stream: a live bar in a terminal, plain lines in a log.
 
-    Flower copies the output of the server process to ``flwr log``. There, and on any stream that is not a terminal,
-    every round prints a line, or every n-th round, for about 200 lines. ``done`` of the ``rounds`` were finished before
-    this process. ``clock`` returns seconds.
+    Flower copies the output of the server process to ``flwr log``. There, and on any other stream that is not a
+    terminal, every round or every n-th round prints a line, about 200 in all. ``done`` of the ``rounds`` were finished
+    before this process. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Progress:
         live = self._stream.isatty() and "write" not in vars(self._stream)
         self._bar = _bar(self._stream) if live else None
         self._stack = ExitStack()
-        self._latest: dict[str, tuple[int, str]] = {}  # figures by name, with the round that each is of
+        self._latest: dict[str, tuple[int, str]] = {}  # figures by name, with the round of each
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and when they ended
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ class Progress:
         Parameters
         ----------
         row : mapping
-            The round as ``rounds.jsonl`` holds it.
+            The row of the round in ``rounds.jsonl``.
         clients : int
             Number of clients that a round can evaluate. A figure over fewer clients names their number.
         """
@@ -145,7 +145,7 @@ class Progress:
             for handler in logger.handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stdout__, sys.__stderr__):
                     self._stack.callback(handler.setStream, handler.stream)
-                    handler.setStream(sys.stdout)  # by now the bar's own
+                    handler.setStream(sys.stdout)  # the bar has replaced it
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:

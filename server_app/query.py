@@ -17,9 +17,9 @@ from posy.strategies.settings import Settings
 from posy.words import one_line
 
 MAX_NAME = 100
-"""Most characters of a node's name."""
+"""Largest number of characters of a node's name."""
 MAX_WARNINGS, MAX_WARNING, MAX_WARNED = 20, 300, 2000
-"""Most warnings shown of one answer, most characters of each, and most warnings in a run."""
+"""Largest numbers of shown warnings of one answer, of characters of each, and of warnings in a run."""
 TOLERANCE = 1e-3
 """Largest difference, absolute and relative, between the fingerprints of the same tensors on two machines."""
 
@@ -101,8 +101,8 @@ class NodeQuery:
         same = len(fixed) == len(self.fixed_tensors) and np.allclose(fixed, self.fixed_tensors, TOLERANCE, TOLERANCE)
         if self.fixed_tensors and not same:
             raise BadReplyError(
-                "its network has other fixed tensors than the server's; install the file that model loads them from on "
-                "every node"
+                "its network's fixed tensors differ from the server's; install the file from which the model loads "
+                "them on every node"
             )
 
     def _log_warnings(self, source: str, answer: Mapping[str, Any]) -> int:
@@ -128,7 +128,7 @@ def name_in(answer: Mapping[str, Any], registered: str) -> str:
     """Return the name of a node: the name that its key was ``registered`` under, or else the name in its answer."""
     claimed = str(answer.get("name", ""))
     if registered and claimed not in ("", registered):
-        raise BadReplyError(f"its node config names it {claimed!r:.99}, its key is registered as {registered!r}")
+        raise BadReplyError(f"its node config names it {claimed!r:.99}, but its key is registered as {registered!r}")
     name = registered or claimed
     if len(name) > MAX_NAME or not name.isprintable():
         raise BadReplyError(f"its name is not a line of at most {MAX_NAME} characters")

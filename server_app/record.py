@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 SHOWN = 10
-"""Clients that a message names."""
+"""Largest number of clients that a message names."""
 
 
 class Answer(NamedTuple):
     """The federation's answer to a query that names no client.
 
-    ``clients`` maps clients to their probabilities, the most probable first, whose model makes the prediction. It is
+    ``clients`` maps the clients whose models make the prediction to their probabilities, the most probable first. It is
     empty if the clients vote, and ``prediction`` then has the shares of the votes.
     """
 
@@ -43,16 +43,17 @@ class Answer(NamedTuple):
 
 
 def _newest_on_node(folder: Path) -> Path | None:
-    """Return the newest run's folder of models in a node's ``state-dir`` or ``models``, or a run of it; else None.
+    """Return the newest folder of models in a node's ``state-dir`` or ``models``; None without one.
 
-    A node stores the models of a run in ``<state-dir>/<run>/models`` or in ``<models>/<run>``.
+    A node stores the models of a run in ``<state-dir>/<run>/models`` or in ``<models>/<run>``. The folder may also be
+    one run's folder in ``state-dir``.
     """
     patterns = ("models/client-*.safetensors", "*/client-*.safetensors", "*/models/client-*.safetensors")
     files = [
         path
         for pattern in patterns
         for path in folder.glob(pattern)
-        if path.is_file() and not (path.parents[1] / CONFIG).is_file()  # a directory of runs is not a node's
+        if path.is_file() and not (path.parents[1] / CONFIG).is_file()  # the directory belongs to a server's run
     ]
     return max(files, key=lambda path: path.stat().st_mtime).parent if files else None
 
@@ -127,8 +128,8 @@ class Record:
         client : int or str
             The client's number, from 0, or the name of its site.
         point : str
-            ``served``: the model before the client's training; ``local``: the model after it; empty: the model that
-            the method is scored by.
+            ``served``: the model before the client's training; ``local``: the model after it; empty: the model by which
+            the method is scored.
 
         Raises
         ------

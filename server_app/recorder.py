@@ -58,7 +58,7 @@ _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
 NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
 """The entry ``client-scores`` of a summary."""
 HELD_BYTES = 1 << 30
-"""Largest server state in bytes that is copied after a round, for a checkpoint if the next round is interrupted."""
+"""Largest server state, in bytes, that is copied after a round, for a checkpoint if the next round is interrupted."""
 
 
 class Recorder:
@@ -150,7 +150,7 @@ class Recorder:
             print(results_table(self.summary, self.directory.path), flush=True)
 
     def _write_end(self, status: Status) -> None:
-        self._write_summary(status)  # in case what follows fails or is interrupted
+        self._write_summary(status)  # in case a later step fails or is interrupted
         if self.settings.run.save_models:
             write_arrays(self.directory.models / ARRAYS, self._server_state or state_of(self.strategy))
         if status == "completed" and not self.settings.train.withholds_scores:
@@ -168,7 +168,7 @@ class Recorder:
         Raises
         ------
         NothingTrainedError
-            If no client's training was accepted: the figures are of the initial model.
+            If no client's training was accepted: the figures are those of the initial model.
         RunError, DivergedError
             If evaluations were requested and none was accepted; if the last training has diverged.
         """
@@ -302,7 +302,7 @@ class Recorder:
             self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
     def _so_far(self) -> dict[str, Any]:
-        """Return the facts on the finished rounds that a resumed run needs, as JSON."""
+        """Return the facts about the finished rounds that a resumed run needs, as JSON."""
         return plain(
             {
                 **self.totals.as_json(),

@@ -40,7 +40,7 @@ VALIDATION, TRAINING = (
     tuple(f"{point}_{split}_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
     for split in ("validation", "training")
 )
-"""Further client columns: those for validation splits, and the ones that ``evaluate-training`` adds."""
+"""Further client columns: the columns for validation splits, and the columns that ``evaluate-training`` adds."""
 CLIENT_COLUMNS = (
     *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, *TRAINING, "train_loss"),
     *("chosen", "bytes_up", "bytes_down", "site"),
@@ -114,7 +114,7 @@ class Totals:
         A measure that no client reports is None. A measure of :data:`VALIDATION` or :data:`TRAINING` that no client
         reports has no entry. ``evaluated`` says whether an evaluation was due in the round.
         """
-        rows = dict(sorted(record.clients.items()))  # the order of the replies may not change the sums
+        rows = dict(sorted(record.clients.items()))  # the order of the replies must not change the sums
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
         over_clients |= {m: values for m in (*VALIDATION, *TRAINING) if (values := spread_of(rows.values(), m))}
         over_clients |= spreads(record.sums)
@@ -210,7 +210,7 @@ class RunDirectory:
             for number in count(1):
                 path = output_dir.absolute() / (run_name if number == 1 else f"{run_name}-{number}")
                 with suppress(FileExistsError):
-                    path.mkdir()  # of two runs that start at once, only one creates the directory
+                    path.mkdir()  # if two runs start at once, only one of them creates the directory
                     break
             return cls(path, secrets.token_hex(4))
         except OSError as error:
@@ -296,7 +296,7 @@ class RunDirectory:
                 intact.append((end, expected))
             path.touch()
             os.truncate(path, intact[-1][0])
-            # A round without rows has the same end as the round before it.
+            # A round without rows ends where the previous round ends.
             self.grown[name] = (intact + [intact[-1]] * len(rounds))[1 : len(rounds) + 1]
 
 

@@ -26,7 +26,7 @@ from posy.words import one_line
 WRITE_SECONDS = 1.0
 """Shortest time in seconds between two writes of the file."""
 MAX_VERSION, MAX_VERSIONS = 60, 8
-"""Most characters of a version in a node's answer, and most versions of one node."""
+"""Largest number of characters of a version in a node's answer, and of versions of one node."""
 FOLDER = "posy-runs"
 """Folder of the status files in Flower's home."""
 _WORK = {MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}
@@ -127,7 +127,7 @@ class RunStatus:
             number = reply.metadata.reply_to_message_id
             node, asked_at = self._asked.pop(number, (None, 0.0))
             if node is not None and not reply.has_error():
-                # By a correct clock, the answer was created after the question was sent and before it is read.
+                # With a correct clock, the answer was created after the question was sent and before it was read here.
                 created = reply.metadata.created_at
                 error = max(created - time.time(), 0.0) + min(created - asked_at, 0.0)
                 self._nodes.setdefault(node, {})["clock"] = error

@@ -119,7 +119,7 @@ class SiteQueries:
 def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:
     """Raise :class:`BadReplyError` unless an answer has the masked words of some whole numbers."""
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
-        raise BadReplyError("statistics in another form than one text")
+        raise BadReplyError("statistics that are not a single text")
     if len(answer[0]) != 4 * (1 + LIMBS * numbers):
         raise BadReplyError(f"{len(answer[0])} bytes of statistics instead of {4 * (1 + LIMBS * numbers)}")
 

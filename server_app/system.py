@@ -60,7 +60,7 @@ def system_accuracy(
     if reason:
         log(WARNING, "system accuracy is not available: %s", reason)
         return None
-    # A client that the last round has lost may have left the model of an earlier one.
+    # A client that was lost in the last round may have left the model of an earlier round.
     stored = [c for c, path in paths.items() if "n_train" in strategy.record.clients.get(c, {}) and path.exists()]
     if missing := sorted(paths.keys() - set(stored)):
         log(WARNING, "system accuracy: the last models of clients %s are missing", missing)
@@ -104,7 +104,7 @@ def routed_accuracy(
 
 def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
     """Return the client ``(n,)`` that answers each query, from the outputs ``(n, M)`` for the clients."""
-    weights = np.ones(strategy.num_clients)  # also of a newcomer without a node, which answers no query
+    weights = np.ones(strategy.num_clients)  # includes newcomers without a node, which answer no query
     for client in strategy.clients:
         weights[client] = strategy.exchange.weight(client)  # the prior of the client in the averaged loss
     return routing_scores(strategy.method, outputs, weights, strategy.newcomers).argmax(dim=-1)

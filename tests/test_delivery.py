@@ -160,7 +160,7 @@ def test_a_message_that_the_superlink_refuses_is_an_error_at_once() -> None:
 
     sent = works(1, 2)
     replies = PollingGrid(Refusing(2)).send_and_receive(sent)
-    assert outcome(sent, replies) == ["", "the SuperLink did not take its message"]
+    assert outcome(sent, replies) == ["", "the SuperLink refused its message"]
 
 
 # -- lost or slow ----------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_grace_ends_a_training_once_enough_have_answered() -> None:
         "",
         "",
         "",
-        "no reply within grace = 1.2 s after 2 of the others",
+        "no reply within grace = 1.2 s after 2 other clients",
     ]
     assert 1.2 <= time.monotonic() - started < 2.5
 

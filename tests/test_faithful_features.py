@@ -129,7 +129,7 @@ def test_fednhs_noise_is_for_the_mean_directions_themselves(make_client):
 
 def test_fednh_without_smoothing_warns(make_config, federate, warnings):
     federate(make_config("fednh", fednh_rho=1.0, num_server_rounds=1))
-    assert "fednh-rho = 1: the prototypes stay as they were drawn" in warnings.text
+    assert "fednh-rho = 1: the prototypes never change" in warnings.text
 
 
 # -- FedUV and MOON ----------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
         assert members.refresh() == []
     lines = {id(r): r.getMessage() for r in warnings.records}.values()
     assert [line for line in lines if "already" in line] == [
-        "node 50 is excluded: client 2 is already there on another node"
+        "node 50 is excluded: client 2 is already present on another node"
     ]
     assert hosts(members)[2] == 3
     assert sum(members.excluded.values()) == 1
@@ -342,7 +342,7 @@ def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[
     members = grid.joined(settings)
     assert members.owners == {0: "hospital", 1: "site-a"}
     reasons = " ".join(reason for _, reason in members.excluded)
-    assert "names it 'site-c', its key is registered as 'thief'" in reasons
+    assert "names it 'site-c', but its key is registered as 'thief'" in reasons
     assert "neither name nor partition-id" in reasons
 
 
@@ -410,10 +410,10 @@ def test_of_two_nodes_without_a_name_one_counts(settings: Settings, warnings: py
     grid = Script(*parts(1), *parts(2))
     members = grid.joined(needing(settings, 1))
     assert hosts(members) == {0: 1, 1: 3}
-    assert dict(members.excluded) == {("", "client 0 is already there on another node"): 1}
-    assert "node 2 is excluded: client 0 is already there on another node" in warnings.text
-    assert "The run begins without 2 of its 4 clients: client 0 and client 1 are there" in warnings.text
-    with pytest.raises(SettingsError, match=r"client 0 is already there on another node"):
+    assert dict(members.excluded) == {("", "client 0 is already present on another node"): 1}
+    assert "node 2 is excluded: client 0 is already present on another node" in warnings.text
+    assert "The run begins without 2 of its 4 clients: client 0 and client 1 are present" in warnings.text
+    with pytest.raises(SettingsError, match=r"client 0 is already present on another node"):
         grid.joined(needing(settings, 3))
 
 
@@ -438,7 +438,7 @@ def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
         return
     members = grid.joined(settings)
     assert (hosts(members), members.owners) == ({0: 1}, {0: "site-a"})
-    duplicate = "site-a (client 0) is already there on another node"
+    duplicate = "site-a (client 0) is already present on another node"
     assert sorted(members.excluded) == [("site-a", refusal), ("site-a", duplicate)]
 
 
@@ -653,26 +653,26 @@ def test_lost_and_new_nodes_are_logged_at_once_by_name(
     grid = Registered(a=parts(1)[0], b=parts(2)[1], c=parts(3)[2])
     members = grid.joined(needing(settings, 1))
     assert warned(warnings) == [
-        "The run begins without 1 of its 4 clients: a (client 0), b (client 1) and c (client 2) are there"
+        "The run begins without 1 of its 4 clients: a (client 0), b (client 1) and c (client 2) are present"
     ]
     grid.leave(2)
     members.refresh()
-    assert warned(warnings) == ["b (client 1) is gone; 2 of 4 clients are there"]
+    assert warned(warnings) == ["b (client 1) is gone; 2 of 4 clients are present"]
     members.refresh()
     grid.connect(17, parts(2)[1], registered="b")
     grid.connect(18, parts(4)[3], registered="d")
     assert capsys.readouterr().out == ""
     members.refresh()
     assert capsys.readouterr().out.splitlines() == [
-        "d (client 3) is new; 4 of 4 clients are there",
-        "b (client 1) is back; 4 of 4 clients are there",
+        "d (client 3) is new; 4 of 4 clients are present",
+        "b (client 1) is back; 4 of 4 clients are present",
     ]
     for node in (1, 3, 17, 18):
         grid.leave(node)
     members.refresh()
     assert warned(warnings) == [
-        "4 of 4 clients (a, b, c, …) are gone; 0 of 4 clients are there",
-        "0 of 4 clients are there; the round waits until 1 are",
+        "4 of 4 clients (a, b, c, …) are gone; 0 of 4 clients are present",
+        "0 of 4 clients are present; the round waits until 1 are present",
     ]
     assert not re.search(r"\d{3}|node 1", capsys.readouterr().out)
 

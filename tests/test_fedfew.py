@@ -189,7 +189,7 @@ def test_models_that_stay_idle_are_told_of_once(make_strategy, update, warnings)
     found = [strategy.aggregate(1, [first, second])]
     found += [strategy.aggregate(server_round, [first]) for server_round in range(2, 31)]
     assert [quantities["models_in_use"] for quantities in found] == [2] * 30
-    told = {r.getMessage() for r in warnings.records if "no client with its lowest loss" in r.getMessage()}
+    told = {r.getMessage() for r in warnings.records if "not had the lowest loss on any client" in r.getMessage()}
     assert len(told) == 1 and "1 of 3 models" in told.pop()
 
 

@@ -410,7 +410,7 @@ def test_a_node_with_other_fixed_tensors_is_refused() -> None:
     alike = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # as on another processor
     assert len(joined.join(alike)) == 2
     refusing = Federation(WaveGrid(NodeGrid({"partition-id": 0, "num-partitions": 1})), settings)
-    with pytest.raises(SettingsError, match=r"other fixed tensors .* on every node"):
+    with pytest.raises(SettingsError, match=r"fixed tensors differ .* on every node"):
         refusing.join([-number for number in network("fixed").fingerprint])
 
 

@@ -197,7 +197,7 @@ def test_parts_of_a_page(generate: dict[str, Any]) -> None:
     assert "a client returns no array" in messages and "support `secure-aggregation`." in messages
     assert "A client stores nothing between rounds." in generate["state"](card)
     no_mean = "it does not declare that its server step is a weighted mean of models"
-    undecided = "it does not say that the gradients of single samples are all that its clients' arrays depend on"
+    undecided = "it does not declare that its clients' arrays depend only on the gradients of single samples"
     privacy = ["| `dp=local` | noise hides it |", "| `dp=central` | noise hides it |", f"| `dp=sample` | {undecided} |"]
     refusals = generate["refused"](ExampleSettings).splitlines()
     assert refusals[2:] == ["| `momentum` | its steps are plain |", *privacy, f"| `robust` | {no_mean} |"]

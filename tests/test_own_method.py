@@ -78,7 +78,7 @@ IFCA = '''
 
         returned = {
             "model": model(change_of="models", shape=("parameters",), noise=True, sums=SINGLE),
-            "cluster": numbers(noise="the number of a cluster cannot be noised", sums=SINGLE),
+            "cluster": numbers(noise="the number of a cluster does not tolerate noise", sums=SINGLE),
         }
         clusters: int = setting(2, "number K of cluster models", minimum=1)
 

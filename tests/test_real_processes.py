@@ -346,7 +346,7 @@ def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(long: Federation)
     seen = len(long.rounds("long"))
     long.bring_up(NODES - 1)
     long.wait(lambda: long.whole_since("long", seen), "run-long")
-    long.wait_for_words("long", "node-3 (client 3) is new; 4 of 4 clients are there")
+    long.wait_for_words("long", "node-3 (client 3) is new; 4 of 4 clients are present")
 
 
 def test_a_worker_that_dies_loses_one_reply(long: Federation) -> None:
@@ -382,7 +382,7 @@ def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federatio
     seen = len(long.rounds("long"))
     long.start_again("node-3", lambda: long.bring_up(3))
     long.wait(lambda: long.whole_since("long", seen), "run-long")
-    long.wait_for_words("long", "node-3 (client 3) is back; 4 of 4 clients are there")
+    long.wait_for_words("long", "node-3 (client 3) is back; 4 of 4 clients are present")
     with (long.results("long") / "clients.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["partition"] == "3" and row["served_accuracy"]]
     first = next(row for row in rows if int(row["round"]) > seen)

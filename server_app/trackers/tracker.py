@@ -9,7 +9,7 @@ from posy.settings import Scalar, key_of
 from posy.strategies.replies import LIMITED
 
 COUNTED = ("missing", "dropped", "left-out", *LIMITED, *map(key_of, LIMITED))
-"""Entries of a round or a summary whose number of clients or replies is tracked."""
+"""Entries of a round or a summary of which only the number of clients or replies is tracked."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Tracker(Protocol):
 def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the numbers in a round or a summary by their paths, such as ``served_accuracy/mean``.
 
-    Missing clients and dropped replies become their number.
+    Lists of missing clients and dropped replies are replaced by their lengths.
     """
     values: dict[str, float] = {}
     for key, value in record.items():
