@@ -74,8 +74,8 @@ def work(message: Message, context: Context) -> Message:
 def query(message: Message, context: Context) -> Message:
     """Return the clients of this node, their numbers of samples, and the versions of the installed packages.
 
-    Other queries are for the description of a site's data and for a stage of secure aggregation. A ping has an empty
-    reply, which shows that the node has finished its earlier messages.
+    Other queries request the description of a site's data, or belong to a stage of secure aggregation. A ping has an
+    empty reply, which shows that the node has finished its earlier messages.
     """
     config = record_in(message.content, "config", ConfigRecord)
     if config.get(PING):
@@ -108,7 +108,7 @@ def query(message: Message, context: Context) -> Message:
 
 
 def masked_statistics(message: Message, context: Context, policy: Policy | None) -> Words:
-    """Return the statistics of this node's data under masks."""
+    """Return the masked statistics of this node's data."""
     config = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
     settings = str(config["settings"])
     if policy:
@@ -137,14 +137,14 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
         first, step = -1, 0
     if first < 0 or step < 1:
         raise DataError(
-            "its node config must have partition-id from 0 on and num-partitions from 1 on, as in partition-id=0 "
+            "its node config must have partition-id >= 0 and num-partitions >= 1, as in partition-id=0 "
             "num-partitions=5; a node with local data joins runs with dataset=sites only"
         )
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
 def own_places(config: dict[str, Any], context: Context) -> None:
-    """Replace the server's folders in a message's config by the folders that the node's config names.
+    """Replace the server's folders in a message's config with the folders that the node's config names.
 
     The client's state goes to a folder of the run in ``state-dir``. Its model goes to a folder of the run in
     ``models``, or by default to a subfolder of the state's folder.
@@ -157,7 +157,7 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     run = str(config["run"])
     if not is_run_folder(run):
         raise SettingsError(
-            f"run = {run!r} in the server's message cannot name a folder of a run; change run-name on the server"
+            f"run = {run!r} in the server's message is not a valid name of a folder; change run-name on the server"
         )
     if state:
         config["state-directory"] = str(absolute(state) / run)
@@ -227,7 +227,7 @@ class Call:
 
     @property
     def num_train(self) -> int:
-        """Training samples of the client."""
+        """Number of training samples of the client."""
         return len(self.workspace.partition.train[self.workspace.part_of(self.number)])
 
     @property

@@ -37,7 +37,7 @@ TAIL_BYTES = 1 << 14
 MAX_NAMES, MAX_TEXT = 40, 100
 """Largest number of names that an event lists, and of characters of a text that comes from the server."""
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,59}")
-"""A name that the log shows. Custom code may use other names, which could contain data."""
+"""Pattern of the names that the log shows. Custom code may use other names, which could contain data."""
 RECOVERED, GAP, RUN_BEGIN = "recovered", "gap", "run-begin"
 NOTES = "_posy_audit"
 """The attribute of Flower's context that holds the notes on a message."""
@@ -251,7 +251,7 @@ class AuditLog:
             os.close(file)
 
     def _record(self, head: Head) -> None:
-        """Write the head in place: all heads have the same length, so that no part of an older one stays."""
+        """Write the head in place: all heads have the same length, so that no part of an older head remains."""
         file = os.open(self._head_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.pwrite(file, f"{head.count:019d}:{head.hash}\n".encode(), 0)

@@ -11,7 +11,7 @@ from posy.data.client import ClientData
 from posy.forked import cores
 
 MEMORY_SHARE = 0.25
-"""Part of the device's memory that the clients' tensors of all processes may use."""
+"""Fraction of the device's memory that the clients' tensors of all processes may use."""
 
 
 class ClientCache:

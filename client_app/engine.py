@@ -37,7 +37,7 @@ class Engine:
     """Runs clients' rounds with the resources of one process.
 
     Where stacking pays (see :meth:`Trainer.stacks`), groups of clients advance together, and their simultaneous
-    requests of one kind are one computation. Elsewhere each client trains alone. Several groups or clients run in
+    requests of one kind are one computation. Otherwise each client trains alone. Several groups or clients run in
     parallel, in processes forked from this one. If processes cannot be forked, groups run one after the other. Clients
     that train alone then run on threads, which wait for each other in Python.
     """
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Group:
-    """Clients that advance together, and the number of clients that has fitted into memory."""
+    """Clients that advance together, and the number of clients that have fitted into memory."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -172,7 +172,7 @@ class Group:
             answers = self._answer_requests(running)
 
     def _answer_requests(self, running: Mapping[int, Running]) -> dict[int, Any]:
-        """Answer one request of each client, and requests of one kind together."""
+        """Answer one request of each client; requests of the same kind are answered together."""
         groups: dict[Hashable, list[int]] = {}
         answers: dict[int, Any] = {}
         for number, member in running.items():
@@ -233,7 +233,7 @@ class Group:
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Return numbers in the fewest groups of about equal size with at most ``most`` numbers each.
+    """Return numbers in as few groups as possible, of about equal size and at most ``most`` numbers each.
 
     Several groups are rounded up to an even count, because machines have an even number of cores.
     """

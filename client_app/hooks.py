@@ -119,7 +119,7 @@ class ClientHooks:
     # -- helpers for methods -------------------------------------------------------------------------
 
     def share(self, trained: Trained) -> Result:
-        """Store the personal layers of a trained model, and return its shared layers and itself as the local model."""
+        """Store the personal layers of a trained model; return its shared layers, and the model as the local model."""
         self.keep_personal(trained.parameters)
         update = Update({"model": self.shared.take(trained.parameters)}, trained.loss)
         return update, self.plain(trained.parameters)

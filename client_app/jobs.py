@@ -33,9 +33,9 @@ class Jobs:
         self.workspace = client.workspace
         self.settings = client.settings
         self.processed = 0
-        """Samples that models were trained on in this call. K models count each sample K times."""
+        """Number of samples on which models were trained in this call. K models count each sample K times."""
         self.samples_private = False
-        """Whether trainings are DP-SGD: the replies depend on them."""
+        """Whether trainings use DP-SGD: only trainings on which the reply depends do."""
         self.moments: dict[str, Moments] | None = None
         """The optimisers of the round's trainings by name, with ``optimizer-state = kept``."""
 
@@ -90,7 +90,7 @@ class Jobs:
         return weight / weight.mean()
 
     def network(self, request: Train | Forward) -> Network:
-        """Return the resident network of a request."""
+        """Return the resident network for a request."""
         return self._default_network if request.network is None else self.workspace.network(request.network)
 
     @cached_property

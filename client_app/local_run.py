@@ -96,7 +96,7 @@ class LocalRun:
         return arrays, client.num_train, metrics
 
     def _update(self) -> Steps[tuple[Update, Predictor | None]]:
-        """Return the update of the method, or an update without a change if an error would reveal a divergence."""
+        """Return the method's update, or a zero update if an error would reveal a divergence."""
         try:
             update, local = yield from self.client.local_round(self._tensors(), self.config)
             return update, self.client.plain(local) if isinstance(local, Tensor) else local
@@ -187,7 +187,7 @@ class LocalRun:
     def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
         """Return the client's scores as whole numbers for the masked sum.
 
-        A loss that is not a number of the sum counts as missing, because an error would reveal it.
+        A loss that the sum cannot represent counts as missing, because an error would reveal it.
         """
         wrong = {key for key, value in metrics.items() if key.endswith("-loss") and not 0 <= value <= LARGEST_LOSS}
         valid = {key: value for key, value in metrics.items() if key not in wrong}
@@ -220,7 +220,7 @@ class LocalRun:
                 self._save(best, point)
         metrics |= {"samples": self.jobs.processed}
         if self.masking:
-            if not client.personal_in_every_evaluation:  # the sum would cover the clients that have a local model
+            if not client.personal_in_every_evaluation:  # the sum would cover only the clients that have a local model
                 metrics = {key: value for key, value in metrics.items() if not key.startswith("local")}
             return {MASKED: self._masked({}, self._numbers(metrics, training=False))}, 0, {}
         return metrics.get("served-loss", 0.0), len(client.data.y_test), metrics

@@ -32,7 +32,7 @@ from posy.strategies.run_settings import RunSettings, TrainSettings
 from posy.strategies.settings import Settings
 
 POLICY = "policy"
-"""The word of the node config that names the file of the policy."""
+"""The word of the node config that names the policy file."""
 DIGITS = 2
 """Decimals of rounded scores."""
 LARGEST_LOSS = 1000.0
@@ -151,7 +151,7 @@ def _is_allowed_file(weights: str, folder: str) -> bool:
 
 
 def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield violations of the rules on rows: no setting selects rows, and each gradient is over enough rows."""
+    """Yield violations of the rules on rows: no setting may select rows, and each gradient must cover enough rows."""
     if values["test-set"] != DataSettings.test_set:
         yield Violation("test-fraction", f"test-set = {shown(values['test-set'])}; the site chooses its test rows")
     fraction = values["test-fraction"]
@@ -189,9 +189,11 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     repeated = of_method.get("pfedme-steps", 1)
     if values["local-epochs"] <= policy.max_local_epochs < repeated * values["local-epochs"]:
         reason = f"pfedme-steps = {repeated} in each step of local-epochs = {values['local-epochs']}"
-        yield Violation("max-local-epochs", f"{reason}; the site allows at most {policy.max_local_epochs} in all")
+        yield Violation("max-local-epochs", f"{reason}; the site allows at most {policy.max_local_epochs} in total")
     if values["num-clients"] < (least := policy.min_clients or MIN_CLIENTS):
-        yield Violation("min-clients", f"num-clients = {values['num-clients']}; at least {least} clients")
+        yield Violation(
+            "min-clients", f"num-clients = {values['num-clients']}; the site needs at least {least} clients"
+        )
     if policy.epsilon and (reason := unprotected(values)):
         yield Violation("epsilon", reason)
     masked = values["secure-aggregation"]
@@ -284,7 +286,7 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
         raise PolicyError(Violation("settings", f"the settings have more than {LONGEST_SETTINGS:,} characters"))
     check_settings(policy, settings_json)
     counted = context.state.config_records.get(_COUNTED)
-    if counted is None or counted["run"] != str(run_id):  # once a run: a run may continue on the next day
+    if counted is None or counted["run"] != str(run_id):  # count a run once: it may continue on the next day
         _count_run(policy, context.node_config, run_id)
         context.state[_COUNTED] = ConfigRecord({"run": str(run_id)})
     if not pin:
@@ -318,7 +320,7 @@ def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> N
 
 
 def _with_run(policy: Policy, begun: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
-    """Return today's runs, by day, with a further run. Raise :class:`PolicyError` beyond the limit."""
+    """Return today's runs, by day, with one more run. Raise :class:`PolicyError` beyond the limit."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     runs = begun.get(today, [])
     if run_id not in runs and len(runs) >= policy.max_runs_per_day:
@@ -395,8 +397,8 @@ def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
 def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics with rounded accuracies and losses, unless the policy allows exact scores.
 
-    They have two decimals, and at most three digits. A loss above :data:`LARGEST_LOSS` becomes this number. The server
-    chooses the model: a large model has large losses, whose further digits would be exact scores.
+    They have two decimals, and at most three digits. A loss above :data:`LARGEST_LOSS` is lowered to this number. The
+    server chooses the model: a large model has large losses, whose further digits would be exact scores.
     """
     if policy.scores == "exact":
         return dict(metrics)

@@ -20,7 +20,7 @@ from posy.strategies.secure_aggregation import fraction_of, threshold_of
 from posy.strategies.settings import Settings
 
 DEVIATIONS = 8
-"""Standard deviations that the noise exceeds once in 10¹⁵ numbers."""
+"""Number of standard deviations that the noise exceeds once in 10¹⁵ numbers."""
 SMOOTH = 8
 """Least standard deviation of a client's noise in words of the masked sum. The rounding of each client's noise then
 changes the distribution of the sum by less than 10⁻²⁰⁰ (Kairouz et al., 2021, Theorem 1)."""
@@ -75,8 +75,8 @@ def _check_central(settings: Settings) -> None:
         )
     if run.max_update_norm:
         raise SettingsError(
-            f"dp = 'central' with max-update-norm = {run.max_update_norm:g}: to drop an update by its norm reveals the "
-            "norm, and dp-clip bounds each update; set it to 0"
+            f"dp = 'central' with max-update-norm = {run.max_update_norm:g}: dropping an update because of its norm "
+            f"reveals the norm, and dp-clip already bounds each update; set it to 0"
         )
     if run.secure_aggregation and settings.train.dp_clip_quantile:
         raise SettingsError(
@@ -140,7 +140,7 @@ def noised(
 
 
 def _check_sums(settings: Settings) -> None:
-    """Raise :class:`SettingsError` if a run does not work with the weighted sum of its clients' updates."""
+    """Raise :class:`SettingsError` if a run needs more than the weighted sum of its clients' updates."""
     run, train = settings.run, settings.train
     on = "secure-aggregation = true"
     if settings.method.sums:
@@ -148,11 +148,11 @@ def _check_sums(settings: Settings) -> None:
     if run.max_update_norm:
         raise SettingsError(
             f"{on} with max-update-norm = {run.max_update_norm:g}: the server sees no single update whose norm it "
-            "could measure; it must be 0 (a client itself refuses what changes a parameter by more than secure-range)"
+            "could measure; it must be 0 (a client itself refuses to change a parameter by more than secure-range)"
         )
     cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
     if cohort < 2:
-        raise SettingsError(f"{on}: two clients or more must train in a round, the sum of one is its own update")
+        raise SettingsError(f"{on}: at least two clients must train in a round, because a sum of one is its update")
     if train.dp not in (LOCAL, CENTRAL) or not train.dp_clip:
         return
     deviation = reply_deviation(settings, threshold_of(cohort, fraction_of(run.secure_threshold)))

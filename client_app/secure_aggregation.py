@@ -258,7 +258,7 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
         raise ProtocolError(f"the stage {stage!r} does not exist")
     if NEXT not in config:
         return texts
-    try:  # the server asks again in the next round, and an error is its answer then
+    try:  # the server asks again in the next round, and then receives an error
         following = secrets_of(config[NEXT])
         if following.purpose == client_secrets.purpose:
             raise ProtocolError("the secrets for the next round would replace secrets of this round")
@@ -363,7 +363,7 @@ def _check_view(view: View, client: int, roster: Collection[int], min_clients: i
     for threshold, most, everyone in ((view.threshold, len(roster), near), (view.cohort_threshold, size, size)):
         if not (2 <= threshold <= most and everyone < 2 * threshold):
             raise ProtocolError(
-                f"{threshold} of {most} clients is not a safe threshold; it must be above half of {everyone}"
+                f"{threshold} of {most} clients is not a safe threshold; it must be more than half of {everyone}"
             )
         many = colluding(everyone)
         if colluders and threshold < (safe := safe_threshold(everyone, many)):

@@ -1,4 +1,4 @@
-"""Signatures of the clients on their keys of a round, and on the list of survivors.
+"""The clients' signatures of their keys for a round, and of the list of survivors.
 
 A site sets two keys in its node config. ``signing-key`` is its private key, for example its node's key.
 ``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them. The
@@ -76,7 +76,7 @@ class SiteSignatures:
         if not isinstance(private, EllipticCurvePrivateKey) or wrong or not public:
             raise NodeConfigError(
                 f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} a directory with "
-                "public ones (*.pub), as `posy certificates` makes them"
+                f"public keys (*.pub), as `posy certificates` makes them"
             )
         self._private = private
         keys = [loaded for loaded in public.values() if isinstance(loaded, EllipticCurvePublicKey)]

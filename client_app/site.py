@@ -24,7 +24,7 @@ from posy.paths import absolute
 from posy.strategies.registry import from_json
 
 SECRET_FILE = "site-secret"
-"""File in a node's ``state-dir`` with the key of the fingerprint that it sends."""
+"""File in a node's ``state-dir`` with the secret key for the fingerprint that the node sends."""
 _RECORD = "site-data"
 
 

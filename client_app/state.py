@@ -123,7 +123,7 @@ class StateStore(ABC):
         MissingStateError
             If the version does not exist.
         StateError
-            If the version cannot be read. Another version would be a wrong state.
+            If the version cannot be read. No other version would be the right state.
         """
 
         def numbers(version: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Predictions with a client's stored model: a module with preprocessing and names of classes."""
+"""Predictions with a client's stored model: a module with preprocessing and class names."""
 
 import json
 from collections.abc import Iterable, Mapping

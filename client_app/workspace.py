@@ -58,7 +58,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()) -> Architecture:
-    """Return the network of the settings, before a method changes it. ``words`` are the words of a text data set."""
+    """Return the settings' network, before a method changes it. ``words`` are the words of a text data set."""
     train, folder = settings.train, settings.data.data_dir
     start, digest = (train.linear_init, train.weights, train.frozen), train.weights_sha256
     return architecture_for(train.model, task, *start, digest=digest, words=words, folder=folder)
@@ -114,7 +114,7 @@ class Workspace:
 
     @cached_property
     def order_key(self) -> tuple[int, ...]:
-        """Further key of the random streams of a site: the server does not know which samples are in a batch."""
+        """Additional key of a site's random streams, so that the server does not know which samples are in a batch."""
         return (self.dataset.order_seed,) if self.dataset.order_seed else ()
 
     @cached_property

@@ -328,7 +328,7 @@ def test_a_run_has_no_folder_in_place_of_a_file_of_the_node(run: str, tmp_path: 
     """A run of this name made a folder that the node took for its file, and no later run could join."""
     node = site(tmp_path, cells) | {"state-dir": str(tmp_path / "state")}
     reply = send(NodeGrid(node), values(), model(), run=run)
-    assert f"run = {run!r} in the server's message cannot name a folder of a run" in reply.error.reason
+    assert f"run = {run!r} in the server's message is not a valid name of a folder" in reply.error.reason
     assert not (tmp_path / "state" / run).is_dir()
     assert not ask(NodeGrid(node), values()).has_error()
 

@@ -489,7 +489,7 @@ def test_every_client_has_one_node(nodes: int) -> None:
 def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any]) -> None:
     workspace = SimpleNamespace(settings=read_settings({"num-clients": 10}))
     node = Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
-    with pytest.raises(DataError, match="its node config must have partition-id from 0 on and num-partitions"):
+    with pytest.raises(DataError, match="its node config must have partition-id >= 0 and num-partitions"):
         client_app.hosted_clients(node, workspace)  # type: ignore[arg-type]
 
 

@@ -857,7 +857,7 @@ def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]])
         (sites[4], "lacks the public half of signing-key"),
         (sites[0] | {"signing-key": ""}, "set both or neither"),
         (sites[0] | {"signing-key": sites[0]["trusted-keys"] + "/site-0.pub"}, "cannot be used"),
-        (sites[0] | {"trusted-keys": "nowhere"}, "a directory with public ones"),
+        (sites[0] | {"trusted-keys": "nowhere"}, "a directory with public keys"),
     ]
     for config, why in wrong:
         with pytest.raises(SettingsError, match=why):
@@ -1007,8 +1007,8 @@ def test_who_may_sum() -> None:
     ("changes", "why"),
     [
         ({"max-update-norm": 1.0}, "the server sees no single update"),
-        ({"num-clients": 1}, "two clients or more"),
-        ({"fraction-train": 0.1}, "two clients or more"),
+        ({"num-clients": 1}, "at least two clients"),
+        ({"fraction-train": 0.1}, "at least two clients"),
         ({"dp": "local", "dp-clip": 1.0}, r"secure-range = 16 with dp-clip = 1: .* >= 232.2"),
         ({"secure-threshold": 0.5}, "secure-threshold"),
     ],

@@ -90,7 +90,7 @@ class Share:
     passes: Sequence[int | None]  # steps of each pass; None: all samples
     generator: torch.Generator
     size: int  # samples in a batch
-    smallest: int = 1  # fewest samples in a batch: a smaller last batch is skipped
+    smallest: int = 1  # smallest number of samples in a batch: a smaller last batch is skipped
     weight: Tensor | None = None  # (n,), of each sample
     odds: Tensor | None = None  # (n,); a pass draws n samples with replacement, in proportion to the odds
     augment: Augment | None = None

@@ -14,7 +14,7 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Steps before the first capture for a kind and number of clients. They load the kernels and choose algorithms."""
+"""Steps before the first capture for a kind and number of clients. They load the kernels and select algorithms."""
 FEWEST = 4
 """Fewest replays that justify a capture, which takes about as long as two steps."""
 

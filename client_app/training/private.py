@@ -24,7 +24,7 @@ from posy.strategies.privacy import Sampling
 SLACK = 2.0**-8
 """Fraction by which the noise exceeds zC."""
 CHUNK_NUMBERS = 1 << 26
-"""Most numbers of per-sample gradients in memory at a time."""
+"""Largest number of elements of per-sample gradients in memory at a time."""
 
 
 def check_job(job: Job) -> None:

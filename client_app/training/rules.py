@@ -218,7 +218,7 @@ def _where(empty: Tensor, first: Tensor, part: Tensor) -> Tensor:
 
 
 def _rescaled(piece: Batch, fraction: Tensor) -> Batch:
-    """Return a part whose weights are for its own row. ``fraction`` ``(A, 1)`` of the undivided row are samples."""
+    """Return a part with weights for its own row. ``fraction`` ``(A, 1)`` is the share of samples in the full row."""
     assert piece.weight is not None
     present = (piece.weight > 0).to(piece.weight).mean(dim=1, keepdim=True)
     return piece._replace(weight=piece.weight * (fraction / present.clamp_min(torch.finfo(present.dtype).tiny)))

@@ -40,11 +40,12 @@ STACK_BYTES = 2 << 30
 STACK, STACK_PARAMETERS = 16, 1 << 20
 """Size of a group of stacked clients on a CPU: 16 clients, or more if their models have at most 2²⁰ parameters in all.
 
-Above 16 clients the cost of a step for each client hardly falls. But each new group starts with cold caches, and this
-is most of the cost of small models. They form larger groups for this reason, whose parameters still fit into the cache.
+Beyond 16 clients, the cost of a step per client hardly decreases. Each new group starts with cold caches, which is most
+of the cost of small models. Small models therefore form larger groups whose parameters still fit into the cache.
 """
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
-"""Most parameters of a stacked network on a CPU: one without convolutions, and one with gradients in closed form."""
+"""Largest number of parameters of a stacked network on a CPU: without convolutions, and with gradients in closed
+form."""
 
 
 class Trainer:
@@ -207,7 +208,7 @@ class Trainer:
     def _train_privately(self, job: Job, sampling: Sampling, network: Network) -> Trained:
         """Run one client's DP-SGD. See :mod:`posy.client_app.training.private`.
 
-        Numbers that are not finite are no error here, because the error would reveal them.
+        Numbers that are not finite are not an error here, because the error would reveal them.
         """
         private.check_job(job)
         models = LoopedModels(network, job.work)
