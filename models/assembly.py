@@ -48,7 +48,7 @@ def build(
     module: nn.Module = extend(chain, seed=seed, **dict(arguments))
     initialise: Callable[[], object] | None = getattr(module, "initialise_linear", None)
     if linear_init == "kaiming" and initialise is not None:
-        with seeded(seed_of(seed, "linear-init", 1)):  # another stream than for the chain
+        with seeded(seed_of(seed, "linear-init", 1)):  # a different stream from the chain's
             initialise()
     return module
 

@@ -43,7 +43,7 @@ def count_parameters(name: str, task: Task) -> int:
 
 
 def resolve(name: str, task: Task) -> str:
-    """Return a network's name, for ``auto`` one that suits; :class:`SettingsError` if none has it, or it does not."""
+    """Return a network's name, for ``auto`` a suitable one; raise :class:`SettingsError` if none suits the task."""
     if name == "auto":
         if task.kind == "text":
             return "fasttext"

@@ -16,7 +16,7 @@ SHARING = ("none", "shallow", "mid", "deep")
 
 @dataclass(frozen=True)
 class Network:
-    """A network; its builder, ``module:function`` in this package, takes the task and fully connected layers' ranks."""
+    """A network. Its builder, ``module:function``, takes the task and the ranks of fully connected layers."""
 
     about: str
     kinds: tuple[str, ...]  # of samples that it takes: image, features, text

@@ -26,13 +26,13 @@ class ChainModel(nn.Module):
         return run_blocks(self.blocks.values(), x).flatten(1)
 
     def forward(self, x: Tensor, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``; with ``features`` the head's input, first."""
+        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``; with ``features``, after the head's inputs."""
         embedded = self.body(x)
         logits = self.head(embedded)
         return (embedded, logits) if features else logits
 
     def given_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names of tensors in the user's module, by their names in this network."""
+        """Return the names in the user's module of tensors, by their names in this network."""
         return {name: name for name in names}
 
     @property

@@ -22,7 +22,7 @@ class Conditional(nn.Module):
     def __init__(self, model: ChainModel, *, seed: int = 0) -> None:
         super().__init__()
         self.model = model
-        with seeded(seed_of(seed, "policy")):  # another stream than for the network
+        with seeded(seed_of(seed, "policy")):  # a different stream from the network's
             self.policy = FullyConnected(model.embedding_dim, 2 * model.embedding_dim, norm=True)
         self.global_head = copy.deepcopy(model.head)
 

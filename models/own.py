@@ -18,7 +18,7 @@ from posy.settings import SettingsError, nearest
 TORCHVISION = "torchvision:"
 """Prefix of the names of torchvision's networks."""
 _PROBES = 2
-"""Samples that a new network is tried on."""
+"""Number of samples on which a new network is tried."""
 
 
 class Described(NamedTuple):
@@ -30,7 +30,7 @@ class Described(NamedTuple):
 
 
 class CustomModel(ChainModel):
-    """A module whose last linear layer is taken out as the head: one block to run, with layers to choose from."""
+    """A module without its head, the last linear layer. It runs as one block, and methods choose from its layers."""
 
     def __init__(
         self, body: nn.Module, head: nn.Linear | LowRankLinear, layers: Mapping[str, str], head_path: str
@@ -64,7 +64,7 @@ class CustomModel(ChainModel):
         return outside
 
     def given_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names of tensors in the user's module, by their names here."""
+        """Return the names in the user's module of tensors, by their names here."""
         body, head = "blocks.body.", "head."
         return {
             name: name.removeprefix(body) if name.startswith(body) else f"{self._head_path}.{name.removeprefix(head)}"
@@ -97,7 +97,7 @@ def build_custom(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel
     Raises
     ------
     SettingsError
-        If it cannot be had or does not suit the task, with the reason.
+        If the network is not available or does not suit the task, with the reason.
     """
     source = f"model = {name!r}"
     generator = torch.get_rng_state()
@@ -143,12 +143,12 @@ def _reduced(layer: nn.Linear, rank: int) -> nn.Linear | LowRankLinear:
 
 
 def _given(name: str, task: Task, source: str) -> Described:
-    """Return the described network of a name."""
+    """Return the :class:`Described` network that a name refers to."""
     if name.startswith(TORCHVISION):
         from torchvision import models  # noqa: PLC0415 - takes a second
 
         title = name.removeprefix(TORCHVISION)
-        if title not in (names := models.list_models(module=models)):  # those for images of one class each
+        if title not in (names := models.list_models(module=models)):  # only networks that classify whole images
             near = nearest(title, names)
             hint = f"did you mean {TORCHVISION}{near}?" if near else f"it has {', '.join(names)}"
             raise SettingsError(f"{source}: torchvision does not have this network for classification; {hint}")
@@ -206,7 +206,7 @@ def _check_constant(
 
 
 def _probe(task: Task) -> Tensor:
-    """Return samples to try a network on; they take no numbers of the global generator."""
+    """Return samples on which to try a network, without numbers from the global generator."""
     generator = torch.Generator().manual_seed(0)
     if task.kind == "text":
         return torch.randint(1, max(2, task.vocabulary), (_PROBES, *task.input_shape), generator=generator)
@@ -214,7 +214,7 @@ def _probe(task: Task) -> Tensor:
 
 
 def _logits(module: nn.Module, probe: Tensor, task: Task, source: str) -> Tensor:
-    """Return the outputs for the probe in evaluation mode, or say why there are none of the right shape."""
+    """Return the outputs for the probe in evaluation mode, or raise an error if their shape is wrong."""
     module.eval()
     try:
         with torch.no_grad():
@@ -232,7 +232,7 @@ def _logits(module: nn.Module, probe: Tensor, task: Task, source: str) -> Tensor
 
 
 def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
-    """Let dropout take its random numbers from the trainer, so that they depend on the client and its round alone."""
+    """Let dropout take its random numbers from the trainer, so that they depend only on the client and its round."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     dropouts = {name: part for name, part in module.named_modules() if isinstance(part, kinds) and part.p > 0}
     shapes: dict[str, list[tuple[int, ...]]] = {name: [] for name in dropouts}
@@ -275,7 +275,7 @@ def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
 
 
 _SOUND: set[tuple[str, Task]] = set()
-"""Networks that have been tried on a task, and need not be when they are built again."""
+"""Networks that have been tried on a task. Posy does not try them again when it rebuilds them."""
 
 
 def _trained_on(model: nn.Module, probe: Tensor, seed: int) -> Tensor:
@@ -321,6 +321,6 @@ def _tensors(part: nn.Module, *, alone: bool) -> list[Tensor]:
 
 
 def _put(module: nn.Module, path: str, part: nn.Module) -> None:
-    """Put a module in the place of another one."""
+    """Replace a module by another one."""
     owner, _, name = path.rpartition(".")
     setattr(module.get_submodule(owner), name, part)

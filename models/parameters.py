@@ -1,7 +1,7 @@
 """A model's parameters as one flat vector, and named parts of it.
 
-Messages, personal state and server mathematics work on flat float32 vectors of length d; a
-:class:`Layout` says which entries belong to which tensor and to which layer of the model.
+Messages, personal state and server mathematics work on flat float32 vectors of length d; a :class:`Layout` records
+which entries belong to which tensor and layer of the model.
 """
 
 import math
@@ -143,10 +143,10 @@ def layout_of(module: "nn.Module", layers: "Mapping[str, nn.Module]") -> Layout:
 
 
 def fixed_tensors(module: "nn.Module") -> set[str]:
-    """Return the names of the parameters and buffers that training leaves alone.
+    """Return the names of the parameters and buffers that training does not change.
 
     These are the parameters without gradient (``requires_grad_(False)``), and buffers such as the statistics of a
-    frozen BatchNorm: a buffer follows the parameters of the module that holds it, or of the next module around it that
+    frozen BatchNorm: a buffer follows the parameters of the module that holds it, or of the next enclosing module that
     has any, and is fixed if none of them has a gradient.
     """
     modules = dict(module.named_modules())

@@ -1,7 +1,7 @@
 """Small networks: ``linear`` and ``mlp``; with convolutions ``cnn``, ``cnn-3fc``, ``cnn-3fc-wide`` and ``lenet-gn``.
 
-The latter take two 5×5 convolutions without padding, each with 2×2 max-pooling: 28×28 pixels become 4×4,
-32×32 become 5×5, and 16×16 a single pixel, which is the least.
+The latter have two 5×5 convolutions without padding, each with 2×2 max-pooling: 28×28 pixels become 4×4, 32×32 become
+5×5, and 16×16, the smallest possible size, a single pixel.
 """
 
 import math
@@ -41,9 +41,9 @@ def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-10: 64 and 64 channels, 120 and 64 units.
 
-    PPFE has two convolutions and three fully connected layers (Appendix A.1), and prints no widths. Its ranks
-    (100, 50, 24) and (80, 40, 16), each at most the rank of the layer, take 5.97 % and 17.74 % of 307,842 parameters:
-    its "6 %" and "18 %". Ranks that are capped so that they save parameters take 6.56 % and 17.79 %.
+    PPFE has two convolutions and three fully connected layers (Appendix A.1), and gives no widths. Its ranks (100, 50,
+    24) and (80, 40, 16), each at most the rank of the layer, take 5.97 % and 17.74 % of 307,842 parameters: its "6 %"
+    and "18 %". Ranks that are capped so that they save parameters take 6.56 % and 17.79 %.
     """
     return _cnn_3fc(task, ranks, (64, 64), (120, 64))
 
@@ -51,7 +51,7 @@ def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-100: 64 and 128 channels, 256 and 128 units, dropout before the head.
 
-    It is PPFE's for CIFAR-100: of its 1,075,044 parameters Section 6.3.3's parts are transmitted.
+    PPFE uses it for CIFAR-100: the transmitted fractions in Section 6.3.3 refer to its 1,075,044 parameters.
     """
     return _cnn_3fc(task, ranks, (64, 128), (256, 128), dropout=0.6)
 
@@ -59,8 +59,8 @@ def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def lenet_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a LeNet with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
 
-    The paper prints no widths: these are the authors' program's. It shares nothing, ``conv1``, both convolutions, or
-    all but ``fc3``, the part of a branch that even `deep` sharing leaves to each branch.
+    The paper gives no widths, so they come from the authors' program. The two branches share nothing, ``conv1``, both
+    convolutions, or all layers but ``fc3``, which even `deep` sharing leaves to each branch.
     """
     blocks = {
         "conv1": Convolution(task.input_shape[0], 32, KERNEL, norm_groups=8),

@@ -1,4 +1,4 @@
-"""Networks for token sequences: ``fasttext``, ``textcnn`` and ``lstm``. Token 0 is padding and counts for nothing."""
+"""Networks for token sequences: ``fasttext``, ``textcnn`` and ``lstm``. Token 0 is padding and has no effect."""
 
 import math
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def textcnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def lstm(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return word vectors of 300 numbers, an LSTM, and three fully connected layers (PPFE, Appendix A.1).
 
-    The paper prints no widths: the LSTM has the 128 units that FedRep's program has for Sent140.
+    The paper gives no widths: the LSTM has the 128 units that FedRep's program has for Sent140.
     """
     blocks = {
         "embedding": WordVectors(task.vocabulary, VECTOR),
@@ -79,8 +79,8 @@ class WordVectors(nn.Module):
 class LSTM(nn.Module):
     """Long short-term memory (Hochreiter and Schmidhuber, 1997; Gers et al., 2000): its output after the last token.
 
-    Tokens whose vector is zero are passed over. Weights are laid out as PyTorch's, whose own module cannot be stacked
-    (vmap): rows of the gates i, f, g, o, one after the other.
+    Tokens whose vector is zero are skipped. The weights have PyTorch's layout: rows of the gates i, f, g, o, one after
+    the other. PyTorch's own module cannot be stacked (vmap).
 
         i, f, o = sigmoid(W x + U h + b),  g = tanh(W x + U h + b);  c = f c + i g;  h = o tanh(c)
     """
@@ -127,6 +127,6 @@ class ParallelConvolutions(nn.Module):
 def masked(vectors: Tensor, mask: Tensor) -> Tensor:
     """Return vectors ``(B, L, D)`` with zeros where the mask ``(B, L, 1)`` is false.
 
-    Averaging or noise may move the row of padding off zero.
+    Averaging or noise may make the row of padding nonzero.
     """
     return vectors * mask.to(vectors.dtype)

@@ -13,8 +13,8 @@ from posy.randomness import seed_of, seeded
 class TwoBranch(nn.Module):
     """Class branch and client branch on a shared body (FedDRM, Section 3.1 and Fig. 2).
 
-    The class branch is the model itself. The client branch has the same blocks, with weights of its
-    own, from where sharing ends (see :func:`shared_blocks`), and a classifier with an output for each of M clients.
+    The class branch is the model itself. After the shared blocks (see :func:`shared_blocks`), the client branch has the
+    same blocks with separate weights, and a classifier with an output for each of M clients.
     """
 
     def __init__(self, model: ChainModel, num_clients: int, sharing: str = "deep", *, seed: int = 0) -> None:
@@ -24,7 +24,7 @@ class TwoBranch(nn.Module):
         self.client_blocks = nn.ModuleDict(
             {name: copy.deepcopy(block) for name, block in list(model.blocks.items())[self.shared_blocks :]}
         )
-        with seeded(seed_of(seed, "client-branch")):  # another stream than for the class branch
+        with seeded(seed_of(seed, "client-branch")):  # a different stream from the class branch's
             reset_parameters(self.client_blocks)
             self.client_head = nn.Linear(model.embedding_dim, num_clients)
 

@@ -55,7 +55,7 @@ def weights_for(
     words : sequence of str
         The words of the data in the order of their tokens.
     folder : str
-        Directory of the data, where a file is searched that is not at its path.
+        Directory of the data, in which Posy searches for a file that is not at its path.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
 An :class:`Event` is one use of a mechanism, for example the noise of one reply. Uses without subsampling compose
 exactly: the mechanisms with noise multipliers z_1, …, z_T together are one Gaussian mechanism with the noise multiplier
-(Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Its (ε, δ) is that of Balle & Wang (2018, Theorem 8). Events with
+(Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives its (ε, δ). Events with
 Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra `privacy` installs.
 
 A ledger is a text file in JSON lines with one event in each line, see :func:`ledger_line`. All functions are pure.
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from posy.settings import SettingsError
 
 Unit = Literal["client", "sample"]
-"""What two neighbouring data sets differ by: all data of a client, or one sample."""
+"""The difference between two neighbouring data sets: all data of a client, or one sample."""
 MODES = ("local", "central", "sample")
 """Modes of differential privacy, as in the setting ``dp``."""
 CANCELLATION = 1e-6
@@ -86,7 +86,7 @@ def log_delta(noise_multiplier: float, epsilon: float) -> float:
 
 
 def _log_delta_exact(noise_multiplier: float, epsilon: float) -> float:
-    """Return :func:`log_delta` from numbers of 50 digits or more."""
+    """Compute :func:`log_delta` with 50 digits or more."""
     import mpmath  # noqa: PLC0415 - rarely needed; a dependency of PyTorch
 
     digits = 50 + 2 * int(abs(math.log10(noise_multiplier)) + abs(math.log10(epsilon or 1)))
@@ -142,9 +142,9 @@ def composed(events: Iterable[Event]) -> float:
 def as_unit(event: Event, unit: Unit) -> Event | None:
     """Return an event as a mechanism for another unit of privacy; None if it gives no guarantee for the unit.
 
-    A client's reply with local noise hides any change of its data, so also the change of one sample. A central event
-    hides whether a client takes part, at distance C. The change of one sample may turn the client's update round, at
-    distance 2C, so the noise multiplier is half as large. Noise for single samples does not hide a client.
+    A client's reply with local noise hides any change of its data, and therefore also the change of one sample. A
+    central event hides whether a client takes part, at distance C. The change of one sample may reverse the client's
+    update, at distance 2C, so the noise multiplier is half as large. Noise for single samples does not hide a client.
     """
     if unit == "client":
         return None if event.mode == "sample" else event
@@ -161,7 +161,7 @@ def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float
     delta : float
         δ of the whole sequence.
     unit : {"client", "sample"}
-        What two neighbouring data sets differ by.
+        The difference between two neighbouring data sets.
     """
     counts: Counter[Event] = Counter()
     for event in events:
@@ -184,7 +184,7 @@ def _spent(events: tuple[Event, ...], delta: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _renyi_divergences(noise_multiplier: float, sampling: float) -> npt.NDArray[np.float64]:
-    """Return the Rényi divergences of one use at :data:`ORDERS`; infinity where the library finds no number."""
+    """Return the Rényi divergences of one use at :data:`ORDERS`; infinity if the library finds no number."""
     library = accountant_library()
     gaussian = library.GaussianDpEvent(noise_multiplier)
     mechanism = gaussian if sampling == 1 else library.PoissonSampledDpEvent(sampling, gaussian)
@@ -289,6 +289,6 @@ def fits(past: Sequence[Event], planned: Sequence[Event], epsilon: float, delta:
     epsilon, delta : float
         The budget of all runs together.
     unit : {"client", "sample"}
-        What two neighbouring data sets differ by.
+        The difference between two neighbouring data sets.
     """
     return spent([*past, *planned], delta, unit) <= epsilon * (1 + TOLERANCE)

@@ -81,7 +81,7 @@ class ErrorsOnOneLine(logging.Filter):
     """Log an error with one line, without a traceback and without an exit code.
 
     Flower logs the traceback of each exception of a ServerApp. It then logs an exit code and calls the exception
-    unhandled. If the message is for the user, for example about a wrong setting, this text hides it.
+    unhandled. If the message is for the user, for example about a wrong setting, this output hides the message.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def raised(reason: str) -> str:
 
 
 def failure(error: Error) -> str:
-    """Return the reason why a message has no proper reply. The text holds no ids, so that equal reasons are equal."""
+    """Return the reason why a message has no proper reply, without ids, so that equal failures have equal texts."""
     words = FAILURES.get(error.code, f"error {error.code}: {{}}")
     return words.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
 
@@ -248,7 +248,7 @@ ClientAppCallable = Callable[[Message, Context], Message]
 
 
 class Array(flwr.app.Array):
-    """A Flower array that is serialised only when a transport asks for its bytes, and then once.
+    """A Flower array that is serialised only when a transport asks for its bytes, and only once.
 
     A strategy and the clients of one process share the array without a copy, so that readers may not write to it. On
     the wire it is an ordinary ``Array``, which requires this name of the class. A scalar keeps its shape ``()``.

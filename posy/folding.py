@@ -17,7 +17,8 @@ from posy.flower import Array as SharedArray
 APART_BYTES = 1 << 16
 """Size in bytes from which an array has separate pieces. Clients that receive the same array share its pieces."""
 PIECE_BYTES = 1_800_000
-"""Bytes of a piece. A failed call restarts, so larger pieces never arrive on a connection that breaks every 2 MB."""
+"""Bytes of a piece. A failed call restarts, so larger pieces would never arrive on a connection that breaks every 2
+MB."""
 REST = "folded"
 """Name of the record with all content except the large arrays, and of its only key."""
 

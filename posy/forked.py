@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 """Alignment of arrays in bytes."""
 BUNDLES_PER_WORKER = 2
-"""Bundles of parcels that a process has at the same time: it works on the first, and the next ones wait."""
+"""Number of bundles that a process has at the same time: it works on the first, and the others wait."""
 MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
 """Limits of a bundle: parcels, and bytes after which it is full. Bundles exist because waking a process takes time."""
 

@@ -1,4 +1,4 @@
-"""The names with which an author writes a method; see docs/own.md.
+"""The public names for writing a custom method; see docs/own.md.
 
 ``from posy.method import MethodSettings, PersonalClient, Train`` also loads PyTorch.
 """

@@ -62,6 +62,6 @@ def raise_mistake(client: int, error: Error) -> None:
 
 
 def with_traceback(error: BaseException) -> BaseException:
-    """Return an exception with a note that contains its traceback, for another process, which cannot have it."""
+    """Return an exception with a note that contains its traceback, which another process does not receive."""
     error.add_note("".join(traceback.format_exception(error)))
     return error

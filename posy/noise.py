@@ -1,8 +1,7 @@
 """Gaussian noise from a cryptographic generator, on a grid, for differential privacy.
 
 The sampler avoids two weaknesses of floating-point noise. A seeded generator such as PCG64 can be predicted from its
-outputs. And sums of floating-point numbers reveal by their last bits which noise was added to which value (Mironov,
-2012).
+outputs. The last bits of floating-point sums reveal which noise was added to which value (Mironov, 2012).
 
 The keystream of AES-256, under a key from the operating system, supplies all random bits. :func:`perturb` rounds the
 values to multiples of σ/2²⁴, towards zero, so that no norm grows. It adds ⌊N⌋, where N is Gaussian and ⌊·⌋ rounds down

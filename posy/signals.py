@@ -39,7 +39,7 @@ def interruptible() -> Iterator[None]:
 def deferred_signals() -> Iterator[None]:
     """Defer Ctrl-C, `kill` and a closed terminal to the end of a block. A second signal ends the block at once.
 
-    At the end of the block, raise an interrupt again that Python has dropped before.
+    At the end of the block, raise again any interrupt that Python has dropped.
     """
     if current_thread() is not main_thread():  # only the main thread receives signals
         yield

@@ -123,7 +123,7 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
         If the file is truncated or its content has changed, or if the file does not exist.
     """
     with _reading(path):
-        # Of safetensors' frameworks only "pt" maps the file into memory. "np" copies every array.
+        # Among safetensors' frameworks, only "pt" maps the file into memory. "np" copies every array.
         with safetensors.safe_open(path, "pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - no mapping
             metadata: dict[str, str] = file.metadata()

@@ -1,4 +1,4 @@
-"""Read and write YAML with the scalars of YAML 1.2. No file can do harm or block the reader.
+"""Read and write YAML with the scalars of YAML 1.2. A hostile file can neither cause harm nor block the reader.
 
 By default, PyYAML reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a text.
 """
