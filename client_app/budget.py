@@ -68,7 +68,7 @@ class Budget:
         Raises
         ------
         BudgetExceededError
-            If the training does not fit. The ledger then stays as it is.
+            If the training does not fit. The ledger then does not change.
         BudgetError
             If the ledger is damaged.
         """

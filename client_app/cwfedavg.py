@@ -10,7 +10,7 @@ from posy.client_app.training.work import Context, Net, Train
 from posy.strategies.cwfedavg import CwFedAvgSettings
 
 SMALLEST = 1e-12
-"""The smallest sum of norms that makes a distribution."""
+"""The smallest sum of norms that is normalised to a distribution."""
 
 
 class CwFedAvgClient(PersonalClient):

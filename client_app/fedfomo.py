@@ -84,6 +84,6 @@ def first_order_weights(losses: Tensor, distances: Tensor) -> Tensor:
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """Return the positive weights over their sum, or zeros if no weight is positive."""
+    """Return the positive weights divided by their sum, or zeros if no weight is positive."""
     positive = weights.clamp_min(0)
     return positive / positive.sum().clamp_min(torch.finfo(weights.dtype).tiny)

@@ -109,7 +109,7 @@ class LocalRun:
     def _named(self, update: Update) -> Arrays:
         """Return the arrays of an update in the order of their declaration; raise :class:`TypeError` for others.
 
-        Posy sets the entries of BatchNorm's running statistics to 0 where the array has none by its declaration.
+        Posy sets the entries of BatchNorm's running statistics to 0 if the array's declaration excludes them.
         """
         expected, kind = self._expected(), type(self.method).__name__
         check_names("the update has", update.arrays, expected, f"{kind}.returned")

@@ -13,7 +13,7 @@ from posy.strategies.settings import MethodSettings
 BASES = (MethodSettings, PersonalisedStrategy, PersonalClient)
 """The classes whose hooks a method overrides."""
 SIMILAR = 0.8
-"""Similarity from which a name counts as a misspelt hook."""
+"""Smallest similarity at which a name is considered a misspelt hook."""
 
 
 def check_code(method: str, settings: type[MethodSettings], strategy: type[Any], client: type[Any]) -> None:

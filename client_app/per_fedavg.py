@@ -12,7 +12,7 @@ class PerFedAvgClient(FedAvgFTClient):
     """Minimise F_i(w - alpha grad F_i(w)) (Per-FedAvg, Algorithm 1)."""
 
     tuning_rounds = 0
-    method: PerFedAvgSettings  # type: ignore[assignment]  # a schedule of its own, without the settings of FedAvgFT
+    method: PerFedAvgSettings  # type: ignore[assignment]  # a separate schedule, without the settings of FedAvgFT
 
     def work(self, start: Tensor) -> Train:
         """Return local training along the meta-gradient."""

@@ -359,7 +359,7 @@ def _check_view(view: View, client: int, roster: Collection[int], min_clients: i
         raise ProtocolError("the cohort lacks this client, or has a client twice, or is too large")
     _check_size("the cohort", size, min_clients)
     if view.reach < 0 or near > size or not set(roster) <= set(view.rosters()[client]):
-        raise ProtocolError("the neighbours do not follow from the cohort")
+        raise ProtocolError("the neighbours do not match the cohort")
     for threshold, most, everyone in ((view.threshold, len(roster), near), (view.cohort_threshold, size, size)):
         if not (2 <= threshold <= most and everyone < 2 * threshold):
             raise ProtocolError(

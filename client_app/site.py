@@ -104,7 +104,7 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
 
 
 def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
-    """Return the fingerprint of a site's data for the server: 16 hexadecimal digits under a secret of the node.
+    """Return the fingerprint of a site's data for the server: 16 hexadecimal digits, keyed with a secret of the node.
 
     The secret is a file in ``state-dir``. The server cannot compare the fingerprint with a data set that it has.
     Without ``state-dir`` the node has no secret that survives a restart, so the fingerprint is not changed.

@@ -2,7 +2,7 @@
 
 The server names the versions of a state. Each message names the version to start from, the version to write if the
 state changes, and the versions to keep for checkpoints. A repeated message therefore starts from the same state again,
-and a lost reply leaves no half step. A resumed run names earlier versions.
+and a lost reply leaves no half-finished step. A resumed run names earlier versions.
 """
 
 import re

@@ -32,7 +32,7 @@ class ChainModel(nn.Module):
         return (embedded, logits) if features else logits
 
     def given_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names in the user's module of tensors, by their names in this network."""
+        """Map the names of tensors in this network to their names in the user's module."""
         return {name: name for name in names}
 
     @property

@@ -64,7 +64,7 @@ class CustomModel(ChainModel):
         return outside
 
     def given_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names in the user's module of tensors, by their names here."""
+        """Map the names of tensors in this network to their names in the user's module."""
         body, head = "blocks.body.", "head."
         return {
             name: name.removeprefix(body) if name.startswith(body) else f"{self._head_path}.{name.removeprefix(head)}"

@@ -31,7 +31,7 @@ GRID = INTERVALS * CELLS
 LAST = 13 * INTERVALS
 """Number of intervals in the table."""
 BLOCK = 2**20
-"""Numbers that are drawn at a time."""
+"""Number of values that are drawn at a time."""
 
 
 class SecureGenerator:
@@ -128,7 +128,7 @@ def perturb(
 
 
 def to_steps(values: npt.NDArray[np.float64], deviation: float) -> Steps:
-    """Return the multiples of ``deviation`` / 2²⁴ next to the values, towards zero.
+    """Return the values, rounded towards zero, as multiples of ``deviation`` / 2²⁴.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Paths from users: an impossible path counts as a missing one, and never causes a traceback."""
+"""Paths from users: an impossible path is treated as missing, and never causes a traceback."""
 
 import hashlib
 import os

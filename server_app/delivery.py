@@ -41,7 +41,7 @@ class Delivery:
     ask_at: float
     """Time of the next question to its node."""
     silence: float
-    """Seconds of silence that are unusual."""
+    """Seconds after which the node's silence is unusual."""
     patience: float
     """Seconds until the next question; they double each time."""
     questions: set[str] = field(default_factory=set)

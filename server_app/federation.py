@@ -114,7 +114,7 @@ class Federation:
         ------
         SettingsError
             If fewer than ``min-clients`` are present in time, or two nodes of different names claim one client. The
-            message has the reasons of excluded nodes.
+            message contains the reasons why nodes are excluded.
         """
         self._query.fixed_tensors = fixed_tensors
         self._presence.wait_for_claims()

@@ -53,7 +53,7 @@ class Membership:
         """Return the claims to each client, in the order of names; exclude nodes that claim a client of another name.
 
         Sites without a partition-id are numbered in the order of their names, after the sites with one. Surplus sites
-        get an index from M on. A site has one client, even if several nodes of its name claim others.
+        get indices of M and above. A site has one client, even if several nodes of its name claim others.
 
         Raises
         ------

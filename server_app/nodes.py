@@ -41,9 +41,9 @@ class Node:
     question: str = ""
     """Id of the open question."""
     asked_at: float = 0.0
-    """Time, by the monotonic clock, at which the open question was first sent."""
+    """Time at which the open question was first sent, by the monotonic clock."""
     ask_at: float = 0.0
-    """Time, by the monotonic clock, of the next question."""
+    """Time of the next question, by the monotonic clock."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
     """Seconds until the server repeats the next question if the node does not answer it."""
     clients: tuple[ClientInfo, ...] = ()
@@ -122,7 +122,7 @@ class NodeRegistry:
         return due
 
     def ask_again(self) -> None:
-        """Ask all nodes that were not excluded, even those whose answer is under way."""
+        """Ask all nodes that were not excluded, even nodes whose answer is in transit."""
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
 
     def exclude(self, node: Node, reason: str) -> None:

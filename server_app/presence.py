@@ -121,7 +121,7 @@ class Presence:
             self._nodes.exclude(node, "no answer in time")
 
     def _is_hopeless(self, claimed: int) -> bool:
-        """Return whether excluded nodes make a further wait useless."""
+        """Return whether excluded nodes make further waiting pointless."""
         excluded = sum(bool(node.reasons) for node in self._nodes)
         # The run needs all benchmark clients, and their data is the same on all nodes: one failure is enough.
         needs_all = not self._of_sites and not self._run.min_clients

@@ -290,7 +290,7 @@ def _clients(summary: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any], members: int) -> list[str]:
-    """Return the cells of an accuracy over the clients, of whom a round can evaluate ``members``."""
+    """Return the table cells of an accuracy over the clients; a round can evaluate ``members`` of them."""
     covered = coverage(row["clients"], members)
     if "samples" in row:
         return [str(row["round"]), _percent(row["mean"]), *[ABSENT] * 4, covered]

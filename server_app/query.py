@@ -34,7 +34,7 @@ class NodeClients:
 
 
 class NodeQuery:
-    """The question to a node: which clients it hosts, and, without a complete task, what their data is.
+    """The question to a node: which clients it hosts, and a description of their data if the task is incomplete.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class NodeQuery:
         )
 
     def _site(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
-        """Return the client in the answer of a site's node, with the index -1 without a partition-id."""
+        """Return the client in the answer of a site's node, with index -1 if the node has no partition-id."""
         if "client" not in answer and not name:
             raise BadReplyError("its node config gives neither name nor partition-id")
         client = check_index(answer["client"], self._num_clients) if "client" in answer else -1

@@ -66,7 +66,7 @@ class Record:
     path : Path
         Its folder.
     strategy : PersonalisedStrategy or None
-        The server's strategy, if the run was made in this process.
+        The server's strategy, if the run was executed in this process.
     """
 
     def __init__(self, path: Path, strategy: PersonalisedStrategy | None = None) -> None:

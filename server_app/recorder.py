@@ -54,7 +54,7 @@ from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
-"""Reasons of dropped replies for numbers out of range."""
+"""Pattern of the reasons for dropped replies that report numbers out of range."""
 NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
 """The entry ``client-scores`` of a summary."""
 HELD_BYTES = 1 << 30
@@ -256,7 +256,7 @@ class Recorder:
             self._pictures.draw(self.totals)
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
-        """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
+        """Return the system accuracy of a round whose evaluation enters the average of the last rounds."""
         due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
             self.settings.run, server_round
         )
@@ -353,7 +353,7 @@ class Recorder:
         )
 
     def _client_names(self) -> dict[str, list[str | None]]:
-        """Return the names that the data gives to the clients, in their order, if it does."""
+        """Return the names of the clients in their order, if the data contains names."""
         names = self.strategy.exchange.client_names
         return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
 

@@ -120,7 +120,7 @@ class CFLSettings(
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn that no cluster can split, because of the bounds or because a round samples only some clients."""
         if not self.eps1 or self.gamma_max == 1:
-            bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-gamma-max = 1 leaves cfl-eps1 without an effect"
+            bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-eps1 has no effect with cfl-gamma-max = 1"
             return (f"{bound}: no cluster can split, so the run will equal FedAvg",)
         run, members = settings.run, training_clients(settings)
         if math.ceil(run.fraction_train * members - 1e-9) >= members:

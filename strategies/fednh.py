@@ -148,7 +148,7 @@ def drawn(prototypes: FloatArray, means: FloatArray, rho: float) -> FloatArray:
     prototypes : numpy.ndarray, float32, (C, D)
         W, of length 1.
     means : numpy.ndarray, float32, (C, D)
-        μ. A row of zeros is a class without samples, whose prototype stays.
+        μ. A row of zeros is a class without samples, whose prototype does not change.
     rho : float
         The weight of W.
     """

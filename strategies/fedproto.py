@@ -88,7 +88,7 @@ class FedProtoSettings(
         deviations=(
             "Eq. 6 has a further factor 1 / |N_j|, which would shorten the prototypes of classes with many clients. "
             "The program has a uniform mean over clients.",
-            "The distance is taken for each sample, as in the program. Eq. 7 takes it for each class mean.",
+            "The distance is taken for each sample, as in the program. Eq. 7 takes the distance for each class mean.",
             "Prototypes are features of the trained network. The program collects them during the last epoch.",
             "Clients predict among all classes with a prototype. The program predicts among the client's classes.",
         ),

@@ -26,7 +26,7 @@ Words = npt.NDArray[np.uint32]
 SECRET_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
 """Bytes of a secret, of a key, and of the nonce and tag of an encrypted text."""
 LIMBS, LIMB_BITS = 4, 16
-"""A whole number below 2^64 travels as four words of 16 bits, so that the sums of 65,536 clients do not overflow."""
+"""A whole number below 2^64 is sent as four words of 16 bits, so that the sums of 65,536 clients do not overflow."""
 MAX_CLIENTS = 2 ** (32 - LIMB_BITS)
 """Largest number of clients of a round."""
 ONE = 2**30

@@ -72,7 +72,7 @@ def check_method(method: str, where: str = "") -> None:
 
 
 def settings_class(method: str) -> Any:
-    """Return the frozen dataclass of a method's settings, which also declares what its server and clients share."""
+    """Return the frozen dataclass of a method's settings, which also declares the method's messages."""
     check_method(method)
     return _own_settings(method) if is_custom(method) else getattr(_module(method), f"{METHODS[method]}Settings")
 

@@ -60,8 +60,8 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
             "head of two layers.",
             "The features of the global and the previous model are computed once a round, from samples without "
             "augmentation. The program computes them for each augmented batch.",
-            "Until a client's first training its previous model is the global one. In the program, from round 2 on, it "
-            "is a random network.",
+            "Until a client's first training, its previous model is the global one. In the program, from round 2 on, "
+            "it is a random network.",
             "The program fixes SGD's momentum at 0.9. In Posy it is a setting.",
         ),
         program=Program(

@@ -106,7 +106,8 @@ class PFedMeSettings(MethodSettings, robust=True):
             "(`client-weights=uniform`).",
             "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program; the paper leaves "
             "its start open.",
-            "`weight-decay` is a part of f_i. The authors' program decays θ with 0.001, the paper with 0, as here.",
+            "`weight-decay` is a part of f_i. The authors' program uses a decay of 0.001 for θ. The paper uses 0, "
+            "and so does Posy.",
             "`local-epochs` count passes over the data; in the paper and its program R counts mini-batches "
             "(`local-steps`).",
             "With BatchNorm, w_i takes θ's running statistics, because no forward pass is at w_i.",
@@ -164,7 +165,7 @@ class PFedMe(PersonalisedStrategy):
         """Move the model towards the mean of the sampled clients."""
         sent = [update for update in updates if update.arrays]
         if len(sent) < self.influence.least_replies:
-            log(WARNING, "round %s: %s; the model stays as it is", server_round, self.influence.too_few(len(sent)))
+            log(WARNING, "round %s: %s; the model does not change", server_round, self.influence.too_few(len(sent)))
             return {}
         self.model = relaxed(self.model, self.mean(sent), self.method.beta)
         return {}
@@ -176,7 +177,7 @@ def relaxed(before: FloatArray, mean: FloatArray, beta: float) -> FloatArray:
     Parameters
     ----------
     before, mean : numpy.ndarray, float32, (d,)
-        The server's model w, and the mean of the clients'.
+        The server's model w, and the mean of the clients' models.
     beta : float
         β.
     """

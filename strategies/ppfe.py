@@ -278,7 +278,7 @@ class PPFE(PersonalisedStrategy):
         return self._is_end(server_round) or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the stage, whether it has been trained or ends, and from stage 2 on the uniform weights."""
+        """Return the stage, whether it has been trained or ends, and uniform weights from stage 2 on."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),

@@ -33,7 +33,7 @@ def class_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
 def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
     """Raise :class:`BadReplyError` for impossible numbers of samples by class ``(C,)``.
 
-    Their sum must be the enrolled number. The counts travel in float32, which rounds numbers above 2^24.
+    Their sum must be the enrolled number. The counts are sent as float32, which rounds numbers above 2^24.
     """
     n = np.asarray(counts, np.float64)
     if (n < 0).any() or (n != np.round(n)).any() or not n.any():

@@ -301,7 +301,7 @@ def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 
 def check_own(user_keys: Iterable[str], method: str, where: str) -> None:
-    """Raise :class:`SettingsError` if one of the user's keys is a setting of another method, without an effect."""
+    """Raise :class:`SettingsError` if one of the user's keys is a setting of another method, which has no effect."""
     for key in user_keys:
         if owner(key) not in (None, method):
             raise SettingsError(
@@ -385,7 +385,7 @@ def no_effect(key: str, value: Any, where: str, why: str) -> str:
 
 
 def above_limit(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the settings of a run above the limit that another setting imposes, by key, with the limit.
+    """Return a run's settings that exceed a limit imposed by another setting, by key, with the limit.
 
     A setting at its default is accepted, because files and tables repeat defaults.
     """

@@ -4,7 +4,7 @@
 - ``krum``, ``multi-krum``: Blanchard et al. (2017), the models that have the closest neighbours.
 - ``geometric-median``: Pillutla et al. (2022), the smoothed Weiszfeld algorithm; clients keep their weights.
 
-Flower's rules are the reference of the tests, and are not called here for these reasons. ``select_multikrum`` computes
+The tests compare with Flower's rules. Posy does not call them, for these reasons. ``select_multikrum`` computes
 distances in float32 from squared norms, which loses all digits for similar models. It also accepts too few clients.
 ``trim_mean`` cuts one value too few if the fraction times the number of clients is rounded down.
 """

@@ -66,14 +66,14 @@ PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-
 REFUSAL = b"refused"
 """First text of the answer of a client that refuses some neighbours' keys; one text for each neighbour follows."""
 MAX_REFUSAL = 300
-"""Most bytes of the text for a refused neighbour: its index, a space and the reason."""
+"""Largest number of bytes of the text for a refused neighbour: its index, a space and the reason."""
 KEY_TEXTS, SIGNED_TEXTS, MAX_SIGNATURE = 4, 2, 1000
 """Number of texts of a client's keys (two keys, a signature, the signer) and of its signature of a list (the signature,
-the signer); most bytes of a signature and of a signer."""
+the signer); largest number of bytes of a signature and of a signer."""
 ROUND_KEY_BYTES = 32
 """Bytes of a signer that is a key of one round; the public key of a site is longer."""
 DEFAULT_FRACTION = 0.6
-"""The setting ``secure-threshold`` where it is ``auto``."""
+"""The value of ``secure-threshold`` for ``auto``."""
 Answer = list[bytes]
 Masked = tuple[Words, Mapping[str, Any]]
 """The masked words in a reply, and its metrics."""
@@ -513,7 +513,7 @@ def read_masked(content: RecordDict, size: int, num_train: int | None = None) ->
 
 
 def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
-    """Return a digest of all that the clients of a round receive in common; masks of different digests do not cancel.
+    """Return a digest of everything that all clients of a round receive; masks of different digests do not cancel.
 
     If the server sent one client another model, learning rate or sum of weights, it could otherwise recognise this
     client's update in the sum. An entry that Posy does not know is part of the digest.
@@ -523,7 +523,7 @@ def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
     config : mapping
         The config of a message to a client. The entries in :data:`PER_CLIENT` are not common.
     arrays : list of numpy.ndarray
-        The arrays that all clients have in common.
+        The arrays that all clients receive.
     """
     entries = [
         f"{key} = {type(config[key]).__name__} {config[key]!r}" for key in sorted(config) if key not in PER_CLIENT

@@ -8,7 +8,7 @@ Box = tuple[Float64, Float64, Float64]
 """w, lower and upper bounds of the points x with Σ w_j x_j = 1."""
 
 STEPS, ROUNDS = 20, 200
-"""Accelerated steps before each step to the minimum of a face, and how often both are tried."""
+"""Number of accelerated steps before each step to the minimum of a face, and number of repetitions of both."""
 TOLERANCE, ROUNDING = 1e-12, 1e-15
 """Remaining descent relative to the minimum, and smallest descent of a round relative to its terms."""
 FLATTEST = 1e-12

@@ -58,7 +58,7 @@ def version_after(message: Message, reply: Message) -> str:
     if "state-missing" in answer:
         since = f"of round {start.split('-')[1]} " if start else ""
         raise LostStateError(
-            f"its state {since}is not on its node (a node keeps it over a restart only with state-dir); "
+            f"its state {since}is not on its node (a node keeps it across a restart only with state-dir); "
             "it starts from scratch"
         )
     version = answer["state"]

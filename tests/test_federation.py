@@ -968,8 +968,8 @@ def test_a_run_continues_while_clients_leave_and_return(
     assert [row["cohort"] for row in rows] == [3, 3, 3, 4, 4, 4]
     dropped = [(row["round"], drop["client"], drop["reason"]) for row in rows for drop in row["dropped"]]
     reason = (
-        "its state of round 2 is not on its node (a node keeps it over a restart only with state-dir); it starts from "
-        "scratch"
+        "its state of round 2 is not on its node (a node keeps it across a restart only with state-dir); it starts "
+        "from scratch"
     )
     assert dropped == [(4, 0, reason)]
     assert lost == [0]

@@ -249,7 +249,7 @@ def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(
             with pytest.raises(KilledError):
                 run(Nodes(4, None), config)
         summary = summary_of(run(Nodes(4, None), again(config, method)).directory.path)
-        reason = "its state of round {} is not on its node (a node keeps it over a restart only with state-dir)"
+        reason = "its state of round {} is not on its node (a node keeps it across a restart only with state-dir)"
         expected = {
             f"{reason.format(4)}; it starts from scratch": 3,
             f"{reason.format(3)}; it starts from scratch": 1,

@@ -670,7 +670,7 @@ def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
         with pytest.raises(ProtocolError, match="the cohort lacks this client, or has a client twice"):
             group.shares(0, **fields)
     for fields in ({"cohort": [0, 1, 2]}, {"reach": 2}, {"reach": -1}, {"cohort": [0, 1, 2, 3, 4], "reach": 1}):
-        with pytest.raises(ProtocolError, match="the neighbours do not follow from the cohort"):
+        with pytest.raises(ProtocolError, match="the neighbours do not match the cohort"):
             group.shares(0, **fields)
     with pytest.raises(ProtocolError, match="not this client's keys"):
         group.shares(0, public_keys=[keys[4], *keys[1:]])

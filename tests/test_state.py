@@ -198,7 +198,7 @@ def test_a_client_without_its_state_says_so_once_and_begins_anew(
     config = make_config(method, num_server_rounds=5, model="mlp", **({"ppfe_stages": 3} if method == "ppfe" else {}))
     finished = federate(config, grid=failing(forget=[("train", 4, 1)]))
     since = {"fedrep": 3, "ppfe": 3}[method]
-    reason = f"its state of round {since} is not on its node (a node keeps it over a restart only with state-dir)"
+    reason = f"its state of round {since} is not on its node (a node keeps it across a restart only with state-dir)"
     dropped = [(record.number, *drop) for record in finished.records for drop in record.dropped]
     assert dropped == [(4, 1, f"{reason}; it starts from scratch")]
     told = {id(r): r.getMessage() for r in warnings.records if "it starts from scratch" in r.getMessage()}

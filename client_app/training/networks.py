@@ -82,7 +82,7 @@ class Network:
 
     @cached_property
     def dropouts(self) -> dict[str, slice]:
-        """Name of each dropout layer's tensor of random numbers, and its columns of a batch's numbers."""
+        """For each dropout layer, the name of its tensor of random numbers, and its columns in a batch's numbers."""
         layers = {name: module for name, module in self.template.named_modules() if isinstance(module, Dropout)}
         ends = list(accumulate((layer.features for layer in layers.values()), initial=0))
         return {f"{name}.numbers": slice(*columns) for name, columns in zip(layers, pairwise(ends), strict=True)}
@@ -230,7 +230,7 @@ class StackedModels:
         fields = (first.notes is None, not self._dropouts)
         batches = Batch(0, 0, 0, *(None if absent else 0 for absent in fields))  # type: ignore[arg-type]
         self.count = starts.shape[1]
-        # A single model has no axis of models, which would slow down every operation.
+        # A single model has no model axis, because this axis would slow down every operation.
         models = vmap(self._loss, in_dims=(0, None, None), randomness="error") if self.count > 1 else self._loss
         self._losses = vmap(models, in_dims=(0, batches, 0), randomness="error")
         self._closed = network.closed_form(first)

@@ -103,7 +103,7 @@ class Optimiser:
         return list(zip(means, squares, strict=True))
 
     def _adapted(self, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), for AdamW with the separate decay."""
+        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), for AdamW including its separate decay."""
         if not self._buffers:
             self._buffers, self._squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
         self._steps += 1

@@ -168,7 +168,7 @@ class Train:
     notes: Tensor | None = None  # (n, ...), constants of the samples: the objective's ``batch.notes``
     bounds: tuple[float, float] | None = None  # lower and upper bound of the parameters
     plain: bool = False  # without the settings momentum, weight-decay and max-grad-norm
-    measures: bool = False  # evaluation mode without augmentation, dropout, class weights and count of samples
+    measures: bool = False  # evaluation mode: no augmentation, no dropout, no class weights, no count of samples
     rates: Mapping[str, float] = field(default_factory=dict)  # factors on the learning rate by layer; 0 freezes
     mask: Tensor | None = None  # (d,) 0/1; parameters whose entry is 0 do not move
     epochs: int | None = None  # instead of the setting local-epochs
@@ -185,7 +185,7 @@ class Train:
 
     @property
     def kind(self) -> Hashable:
-        """Key of trainings that can be one stacked computation, if they also share network and learning rate."""
+        """Key that trainings share if they can be stacked, provided that they also share network and learning rate."""
         return (
             self.objective,
             self.start.shape,
