@@ -141,6 +141,12 @@ class LocalRun:
         zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         return self.method.reference(client.architecture, self.received, zeros)
 
+    def _references(self, arrays: Arrays) -> list[npt.NDArray[Any]]:
+        """Return the values from which the client has changed its arrays; :class:`TypeError` if one is missing."""
+        start = self.method.reference(self.client.architecture, self.received, arrays)
+        check_names("reference returns", start, tuple(arrays), f"{type(self.method).__name__}.returned")
+        return [start[name] for name in arrays]
+
     def _check_protected(self, further: Mapping[str, float]) -> None:
         """Raise :class:`UnprotectedError` if the method sends ``further`` numbers, which have no noise."""
         if further:
@@ -156,8 +162,7 @@ class LocalRun:
         # With local noise a norm of the server's choice would break the guarantee.
         clip = float(self.config["dp-clip"]) if adaptive else train.dp_clip
         threshold = self.masking.threshold if self.masking else 0
-        start = self.method.reference(self.client.architecture, self.received, arrays)
-        references = [start[name] for name in arrays]
+        references = self._references(arrays)
         noisy, norm = noised(list(arrays.values()), references, self.settings, clip=clip, threshold=threshold)
         if adaptive:
             metrics[BELOW] = float(norm <= clip)
@@ -177,8 +182,7 @@ class LocalRun:
     def _masked(self, arrays: Arrays, numbers: Sequence[int]) -> Words:
         """Return an update, empty for an evaluation, and scores under masks."""
         assert self.masking is not None
-        start = self.method.reference(self.client.architecture, self.received, arrays)
-        references, limit = [start[name] for name in arrays], self.settings.run.secure_range
+        references, limit = self._references(arrays), self.settings.run.secure_range
         uniform = self.config.get(UNIFORM_WEIGHTS) or self.settings.run.client_weights == UNIFORM or not arrays
         weight = 1 if uniform else self.client.num_train
         common = [*self.received.values(), *self._stored_once()]
