@@ -94,7 +94,7 @@ class Budget:
 
 
 def remove_incomplete_line(file: Path) -> None:
-    """Remove a last line that an interrupted write has left without its end. The caller holds the lock of the file."""
+    """Remove the incomplete last line of an interrupted write. The caller holds the lock of the file."""
     content = file.read_bytes() if file.exists() else b""
     complete = content[: content.rfind(b"\n") + 1]
     if complete != content:

@@ -117,7 +117,7 @@ class Session:
     public: list[bytes] = field(default_factory=list)
     """The neighbours, and two public keys of each: for masks and for encryption."""
     sealed: list[bytes] = field(default_factory=list)
-    """The encrypted shares for the other neighbours, as they were sent."""
+    """The encrypted shares for the other neighbours, as the client has sent them."""
     own_share: bytes = b""
     """The client's share of its secrets."""
     peers: list[int] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Session:
     revealed: bool = False
     """Whether the client has revealed ``shares``. Later requests receive the same answer."""
     early: bool = False
-    """Whether the round before asked for the keys, so that other clients may know them already."""
+    """Whether the server requested the keys in the previous round, so that other clients may know them already."""
 
     @classmethod
     def new(cls, name: str) -> Self:
@@ -192,7 +192,7 @@ class Secrets:
         """Return the session of the round, or raise :class:`ProtocolError` if it is not the client's latest."""
         session = self.latest()
         if session is None or session.name != self.name:
-            raise ProtocolError(f"round {self.name} was not begun here, or its secrets are deleted")
+            raise ProtocolError(f"round {self.name} did not begin here, or its secrets have been deleted")
         return session
 
     def latest(self) -> Session | None:
@@ -416,16 +416,16 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
     present, view = set(survivors), session.view
     if survivors != sorted(present) or client not in present or not present <= set(view.cohort):
         raise ProtocolError(
-            "the list of survivors lacks this client, or names others than the cohort, in another order"
+            "the list of survivors lacks this client, names clients outside the cohort, or is not sorted"
         )
     _check_size("the list of survivors", len(survivors), min_clients)
     if len(survivors) < view.cohort_threshold:
         raise ProtocolError(
-            f"{len(survivors)} clients have sent their updates, {view.cohort_threshold} of the cohort are needed"
+            f"{len(survivors)} clients have sent their updates, but {view.cohort_threshold} of the cohort are needed"
         )
     rosters = view.rosters()
     if (few := min(len(present.intersection(rosters[other])) for other in survivors)) < view.threshold:
-        raise ProtocolError(f"{few} clients have sent their updates, {view.threshold} of the neighbours are needed")
+        raise ProtocolError(f"{few} clients have sent their updates, but {view.threshold} of the neighbours are needed")
     if not present.intersection(rosters[client]) <= set(session.peers):
         raise ProtocolError("a neighbour on the list of survivors has sent this client no shares")
     if not connected(present, rosters):
@@ -456,7 +456,7 @@ def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, byte
     if (count := len(signers)) < (needed := max(session.cohort_threshold, min_clients)):
         raise ProtocolError(
             f"{count} of the {len(session.cohort)} clients of the cohort have signed this client's list of survivors, "
-            f"{needed} are needed"
+            f"but {needed} are needed"
         )
     revealed = [
         shares[:SECRET_BYTES] if peer in session.survivors else shares[SECRET_BYTES:]

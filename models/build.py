@@ -14,7 +14,7 @@ from posy.settings import SettingsError
 
 
 def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
-    """Build a network with initial weights that depend on the seed alone; the global generators stay as they are.
+    """Build a network with initial weights that depend on the seed alone; the global generators do not change.
 
     ``ranks`` are the ranks of fully connected layers by name (PPFE). Each is capped at the largest rank that saves
     parameters. Unnamed layers are dense, and so are layers that no rank makes smaller.

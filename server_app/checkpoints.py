@@ -145,7 +145,7 @@ class Resumption(NamedTuple):
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
     """Each resumption, this one last: ``round``, ``time``, the ``changed`` settings, and the ``machine`` and
-    ``versions`` of the rounds before it."""
+    ``versions`` of the earlier rounds."""
 
 
 def resumption(

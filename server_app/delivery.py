@@ -296,7 +296,7 @@ class _Phase:
         return False
 
     def _give_up(self) -> None:
-        """Stop waiting for clients whose time limit is over; their nodes stay busy."""
+        """Stop waiting for clients whose time limit has expired; their nodes stay busy."""
         clock, all_end = time.monotonic(), ""
         if clock >= self._ends:
             all_end = f"no reply within round-timeout = {self._timeout:g} s"

@@ -59,7 +59,7 @@ class WaveGrid(PosyGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send the messages in waves, each with at most one message to a node, and return all replies.
 
-        All waves share the timeout; when the time is over, further waves are not sent.
+        All waves share the timeout; after the timeout, no further wave is sent.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         waves: dict[int, list[Message]] = defaultdict(list)

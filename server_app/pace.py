@@ -11,7 +11,7 @@ FIRST_SECONDS = 3600.0
 MARGIN, FIRST_MARGIN = 3.0, 10.0
 """Time limit as a multiple of the slowest answer so far: for a node that has answered, and for the other nodes."""
 SILENT_SECONDS = 15.0
-"""Shortest silence in seconds that is unusual."""
+"""Smallest number of seconds after which silence is unusual."""
 
 
 class Pace:

@@ -237,7 +237,7 @@ def _limited(summary: Mapping[str, Any], key: str) -> str:
 
 
 def members_of(summary: Mapping[str, Any]) -> int:
-    """Return the number of clients that a round can evaluate: all clients of a run but its newcomers."""
+    """Return the number of clients that a round can evaluate: all clients of a run except its newcomers."""
     return int(summary["num-clients"]) - len((summary.get("newcomers") or {}).get("clients", ()))
 
 

@@ -44,7 +44,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "Only the clients of a round run ALA, as in Algorithm 1. In the authors' program all clients run it in "
             "every round, including clients that do not train.",
-            "The loss that has to settle is the mean over a pass. The authors' program takes the loss of the last "
+            "The mean loss of a pass decides whether the weights have settled. The authors' program uses the last "
             "mini-batch.",
             "A client stops after 50 passes. The authors' README warns that a small threshold may never be reached.",
             "A pass takes full mini-batches of the sampled share, in a random order that all passes of a round repeat.",

@@ -217,5 +217,5 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 def combined(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Return the secret from some of its shares, by their positions in the result of :func:`split`."""
     if len(shares) < threshold or any(len(share) != SECRET_BYTES for share in shares.values()):
-        raise MaskingError(f"{len(shares)} shares of a secret, {threshold} are needed")
+        raise MaskingError(f"{len(shares)} shares of a secret, but {threshold} are needed")
     return Shamir.combine([(index + 1, share) for index, share in sorted(shares.items())[:threshold]], ssss=False)

@@ -240,7 +240,7 @@ class SecureRound:
     following : str
         Name of the next round if the same clients take part in it; else empty.
     prepared : Prepared, optional
-        The keys and shares that the clients have sent in the round before.
+        The keys and shares that the clients have sent in the previous round.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class SecureRound:
             self._public = self._ask(KEYS, {client: {AGAIN: True} for client in self._weights}, _check_keys)
             if len(self._public) < 2:
                 count = f"{len(self._public)} of {len(self._weights)}"
-                raise TooFewError(f"{count} clients have sent their keys, 2 are needed")
+                raise TooFewError(f"{count} clients have sent their keys, but 2 are needed")
             self._view = self._view_of(self._public)
             self._rosters = self._view.rosters()
             sealed = self._sealed()

@@ -27,7 +27,7 @@ NO_MEAN = Refused("it does not declare that its server step is a weighted mean o
 
 
 def training_clients(settings: "Settings") -> int:
-    """Return the number of clients that train in a run: all clients but the newcomers of ``holdout-clients``."""
+    """Return the number of clients that train in a run: all clients except the newcomers of ``holdout-clients``."""
     clients = settings.data.num_clients
     newcomers = max(1, round(settings.run.holdout_clients * clients)) if settings.run.holdout_clients else 0
     return clients - min(newcomers, clients - 1)

@@ -297,7 +297,7 @@ def test_h2_a_server_cannot_isolate_a_client_in_a_ring(
     else:
         needed = threshold_of(size, 0.6)
         refusal = (
-            f"of the {size} clients of the cohort have signed this client's list of survivors, {needed} are needed"
+            f"of the {size} clients of the cohort have signed this client's list of survivors, but {needed} are needed"
         )
         assert any(refusal in reason for reason in reasons)
     assert not keys and not masks
@@ -333,7 +333,7 @@ def test_h2_a_server_cannot_have_a_sum_over_two_of_five_clients(make_config: Any
     assert not ({0, 1} <= masks and {2, 3, 4} <= keys), "the sum over clients 0 and 1 can be computed"
     reasons = {reason for _, reason in done.records[0].dropped}
     assert any(
-        "1 of the 5 clients of the cohort have signed this client's list of survivors, 3 are needed" in reason
+        "1 of the 5 clients of the cohort have signed this client's list of survivors, but 3 are needed" in reason
         for reason in reasons
     )
     assert not keys and not masks
@@ -505,4 +505,4 @@ def test_low_a_new_worker_refuses_the_rest_of_the_round() -> None:
     assert not [name for name in context_from_proto(nodes[0].stored).state if "secure" in name]
     nodes[0].restart_worker()
     refusal = nodes[0].ask("survivors", {"survivors": [0, 1, 2, 3]})
-    assert "secure aggregation: round 0-1 was not begun here, or its secrets are deleted" in refusal
+    assert "secure aggregation: round 0-1 did not begin here, or its secrets have been deleted" in refusal

@@ -151,7 +151,7 @@ def test_a_secret_comes_back_from_enough_shares_only() -> None:
     shares = split(secret, 3, 5)
     for holders in ((0, 1, 2), (4, 2, 0), (0, 1, 2, 3, 4)):
         assert combined({holder: shares[holder] for holder in holders}, 3) == secret
-    with pytest.raises(MaskingError, match="2 shares of a secret, 3 are needed"):
+    with pytest.raises(MaskingError, match="2 shares of a secret, but 3 are needed"):
         combined({0: shares[0], 1: shares[1]}, 3)
     assert Shamir.combine([(1, shares[0]), (2, shares[1])], ssss=False) != secret
 
@@ -441,7 +441,9 @@ def test_below_the_threshold_the_state_stays_as_it_is(
     np.testing.assert_array_equal(secure.strategy.model, secure.strategy.initial())
     assert set(reasons(secure, 1)) == {client for _, _, client in lost}
     [message] = {record.getMessage() for record in warnings.records if "the round fails" in record.getMessage()}
-    assert "secure-threshold = 0.8 needs" in message or "1 of 5 clients have sent their keys, 2 are needed" in message
+    assert (
+        "secure-threshold = 0.8 needs" in message or "1 of 5 clients have sent their keys, but 2 are needed" in message
+    )
 
 
 @pytest.mark.parametrize("fault", [{"secure-range": 1e-9}, {"lr": 1e30}])
@@ -579,9 +581,9 @@ def test_shares_are_revealed_for_one_secret_of_each_client_and_once() -> None:
         ([1, 2, 3], "lacks this client"),
         ([0, 2, 1], "in another order"),
         ([0, 1, 1], "in another order"),
-        ([0, 1, 2, 9], "names others than the cohort"),
+        ([0, 1, 2, 9], "names clients outside the cohort"),
         ([], "lacks this client"),
-        ([0, 1], "2 clients have sent their updates, 3 of the cohort are needed"),
+        ([0, 1], "2 clients have sent their updates, but 3 of the cohort are needed"),
     ):
         with pytest.raises(ProtocolError, match=why):
             group.signed(0, survivors)
@@ -590,7 +592,7 @@ def test_shares_are_revealed_for_one_secret_of_each_client_and_once() -> None:
     for other in ([0, 1, 3], [0, 1, 2, 3]):
         with pytest.raises(ProtocolError, match="has signed another list of survivors before"):
             group.signed(0, other)
-    few = "2 of the 4 clients of the cohort have signed this client's list of survivors, 3 are needed"
+    few = "2 of the 4 clients of the cohort have signed this client's list of survivors, but 3 are needed"
     with pytest.raises(ProtocolError, match=few):
         group.unmask(0, {0: signed[0], 1: signed[1]})
     with pytest.raises(ProtocolError, match=few):  # one signer twice
@@ -618,7 +620,7 @@ def test_nothing_is_revealed_before_the_update_or_in_another_round() -> None:
     with pytest.raises(ProtocolError, match="has not sent its update"):
         group.signed(0, [0, 1, 2, 3])
     group.mask(0)
-    with pytest.raises(ProtocolError, match=r"round 0-2 was not begun here"):
+    with pytest.raises(ProtocolError, match=r"round 0-2 did not begin here"):
         group.signed(0, [0, 1, 2, 3], secure_round="0-2")
     first = group.public[0]
     assert group.ask(0, "keys")[:2] == first[:2]
@@ -626,7 +628,7 @@ def test_nothing_is_revealed_before_the_update_or_in_another_round() -> None:
     for stale in ("0-1", "0-9"):
         with pytest.raises(ProtocolError, match=f"round {stale} is over"):
             group.ask(0, "keys", secure_round=stale)
-    with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are deleted"):
+    with pytest.raises(ProtocolError, match="round 0-1 did not begin here, or its secrets have been deleted"):
         group.signed(0, [0, 1, 2, 3])
     assert group.ask(0, "keys", secure_round="1-2")[:2] != first[:2]
     with pytest.raises(ProtocolError, match="is not the name of a round"):

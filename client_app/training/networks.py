@@ -89,7 +89,7 @@ class Network:
 
     @cached_property
     def dropout_width(self) -> int:
-        """Number of random numbers for dropout of a sample."""
+        """Number of random numbers that dropout needs for each sample."""
         return max((columns.stop for columns in self.dropouts.values()), default=0)
 
     @cached_property

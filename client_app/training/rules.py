@@ -153,7 +153,7 @@ class FisherTrace:
 
 @contextmanager
 def displaced(models: Models, by: Sequence[Tensor], scale: float = 1.0) -> Iterator[None]:
-    """Move the parameters within a context. A forward pass in it leaves the running statistics as they are."""
+    """Move the parameters within a context. A forward pass in the context does not change the running statistics."""
     parameters = leading(models.parameters, by)
     with torch.no_grad():
         before = [parameter.clone() for parameter in parameters]
