@@ -154,6 +154,30 @@ class Depot:
         return self._objects.get(key, b"") if key in self._uses else None
 
 
+class Places:
+    """The requests that wait: one of each node, and a limited number in all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: set[int] = set()
+        self._free = {True: HELD_SERVERS, False: HELD_NODES}
+
+    def enter(self, replies: bool, node: int) -> bool:
+        """Return whether a request may wait: a ServerApp's for ``replies``, with 0 as its ``node``, or a node's."""
+        with self._lock:
+            if node in self._nodes or not self._free[replies]:
+                return False
+            self._free[replies] -= 1
+            self._nodes |= {node} if node else set()
+            return True
+
+    def leave(self, replies: bool, node: int) -> None:
+        """Note that a request no longer waits."""
+        with self._lock:
+            self._free[replies] += 1
+            self._nodes.discard(node)
+
+
 class Exchange:
     """The messages in transit.
 
@@ -175,11 +199,7 @@ class Exchange:
         """The message that each reply belongs to, by the id of the reply."""
         self._waiting: dict[int, dict[str, Parcel]] = defaultdict(dict)
         """The messages that each node has not confirmed, in the order of their arrival."""
-        self._held: set[int] = set()
-        self._places = {
-            True: threading.BoundedSemaphore(HELD_SERVERS),
-            False: threading.BoundedSemaphore(HELD_NODES),
-        }
+        self._places = Places()
 
     # -- from a ServerApp to the nodes ---------------------------------------------------------------------
 
@@ -371,7 +391,7 @@ class Exchange:
 
     def _hold(self, replies: bool, node: int, look: Callable[[], Any]) -> Any:
         """Return what ``look`` finds, at the latest after :data:`HOLD_SECONDS`; one request of each node waits."""
-        waits = self._enter(replies, node)
+        waits = self._places.enter(replies, node)
         end = time.monotonic() + HOLD_SECONDS
         try:
             while True:
@@ -382,17 +402,7 @@ class Exchange:
                     self._changed.wait_for(lambda: self._arrivals[replies] > before, end - time.monotonic())  # noqa: B023
         finally:
             if waits:
-                with self._changed:
-                    self._held.discard(node)
-                    self._places[replies].release()
-
-    def _enter(self, replies: bool, node: int) -> bool:
-        """Return whether a request may wait: one of each node, and a limited number in all."""
-        with self._changed:
-            if node in self._held or not self._places[replies].acquire(blocking=False):
-                return False
-            self._held |= {node} if node else set()
-            return True
+                self._places.leave(replies, node)
 
 
 def new_session() -> str:

@@ -300,10 +300,15 @@ class AppCalls:
         messages = await self._flower(scope, body)
         if token := token_of_task(_content_of(messages)):
             self._starting[token] = time.monotonic()
-            with suppress(Exception):  # the app may still start in Flower's time
-                await run_in_threadpool(self._turns.give_time_to_start, token)
+            await self._give_time_to_start(token)
         self._pending = bool(token)
         await _pass_on(messages, send)
+
+    async def _give_time_to_start(self, token: str) -> None:
+        try:
+            await run_in_threadpool(self._turns.give_time_to_start, token)
+        except Exception as error:  # the app may still start in Flower's time
+            log(WARNING, "posy: a ServerApp has only 30 s to start: %s", first_line(error))
 
     def _is_full(self) -> bool:
         old = time.monotonic() - START_SECONDS
@@ -311,9 +316,12 @@ class AppCalls:
         return len(self._starting) >= cores()
 
     async def _pull_task_input(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Note that a ServerApp has started."""
-        await _pass_on(await self._flower(scope, body), send)
-        self._starting.pop(_token_in(scope), None)
+        """Note that a ServerApp has started; on a busy machine, it still takes long to load its code."""
+        messages, token = await self._flower(scope, body), _token_in(scope)
+        if messages[0]["status"] == 200:
+            await self._give_time_to_start(token)
+        await _pass_on(messages, send)
+        self._starting.pop(token, None)
         self._submitted.set()
 
     async def _start_run(self, scope: Scope, body: bytes, send: Send) -> None:
