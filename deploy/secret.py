@@ -1,7 +1,7 @@
-"""The secret that a process must know to take the tasks of a SuperLink or a node.
+"""The secret that a process must know to take the tasks of a SuperLink or a stock node.
 
 Every user of a machine can reach its loopback addresses. Without a secret, such a user could take a task and so read
-the message, the node config and the model in it. Flower 1.39 compares signatures of the requests with the secret.
+the message, the node config and the model in it. Flower compares signatures of the requests with the secret.
 """
 
 import os
