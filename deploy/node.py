@@ -274,6 +274,7 @@ class WarmNode:
             check_signatures(bundle, self._entities or {})
         except UntrustedAppError as error:
             log(ERROR, "The FAB could not be verified: %s", error)
+            self._run = None  # the next message may come with a signature
             record_error(_message_from(envelope, objects), self._node_config, RULE)
             return packed_error(envelope, ErrorCode.INVALID_FAB, "The FAB could not be verified.", time.time())
         return None
