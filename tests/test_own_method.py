@@ -261,7 +261,7 @@ WRONG = {
     "a taken name": (
         NOTHING + "class FedPerSettings(MethodSettings): ...\n",
         "wrong:FedPer",
-        "fedper is",
+        "a method named fedper",
     ),
     "a taken key": (
         NOTHING + "from posy.settings import setting\n"

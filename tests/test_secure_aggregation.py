@@ -166,9 +166,9 @@ def test_sealed_shares_are_for_one_client_of_one_round_only() -> None:
         (recipient, public_key(sender), 1, 0, b"1"),
         (recipient, public_key(sender), 0, 1, b"2"),
     ):
-        with pytest.raises(MaskingError, match="cannot be read"):
+        with pytest.raises(MaskingError, match="cannot be decrypted"):
             opened(content, private, public, source, target, context)
-    with pytest.raises(MaskingError, match="cannot be read"):
+    with pytest.raises(MaskingError, match="cannot be decrypted"):
         opened(content[:-1], recipient, public_key(sender), 0, 1, b"1")
     with pytest.raises(MaskingError, match="public key"):
         sealed(b"share", sender, bytes(32), 0, 1, b"1")
@@ -579,8 +579,8 @@ def test_shares_are_revealed_for_one_secret_of_each_client_and_once() -> None:
         group.unmask(0, {})
     for survivors, why in (
         ([1, 2, 3], "lacks this client"),
-        ([0, 2, 1], "in another order"),
-        ([0, 1, 1], "in another order"),
+        ([0, 2, 1], "is not sorted"),
+        ([0, 1, 1], "is not sorted"),
         ([0, 1, 2, 9], "names clients outside the cohort"),
         ([], "lacks this client"),
         ([0, 1], "2 clients have sent their updates, but 3 of the cohort are needed"),
@@ -884,7 +884,7 @@ def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
     for sources, shares in (([1], usual[:1]), ([1, 2, 9], usual), ([0, 1, 2], usual)):
         with pytest.raises(ProtocolError, match="of neighbours only"):
             group.mask(0, sources=sources, shares=shares)
-    with pytest.raises(MaskingError, match="what client 1 has sent client 0 cannot be read"):
+    with pytest.raises(MaskingError, match="the message from client 1 to client 0 cannot be decrypted"):
         group.mask(0, shares=[usual[1], usual[0], usual[2]])
     with pytest.raises(ProtocolError, match="a weight of 2 in a sum of 1"):
         group.mask(0, weights=1)
@@ -975,7 +975,7 @@ def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
     changed = not np.array_equal(done.strategy.model, done.strategy.initial())
     assert changed and np.isfinite(done.strategy.model).all() and np.abs(done.strategy.model).max() < 10
     if (stage, wrong) == ("shares", "zero"):
-        assert all("cannot be read" in reason for reason in reasons(done, 1).values())  # the others refuse them
+        assert all("cannot be decrypted" in reason for reason in reasons(done, 1).values())  # the others refuse them
     elif (stage, wrong) not in (("unmask", "zero"), ("survivors", "zero"), ("survivors", "short")):
         assert set(reasons(done, 1)) == {1}
     assert reasons(done, 2) == {}
