@@ -114,7 +114,7 @@ def masked_statistics(message: Message, context: Context, policy: Policy | None)
     if policy:
         admit(policy, settings, context, message.metadata.run_id, pin=False)
     masking = secure_aggregation.Masking(config, message, context, purpose=STATISTICS)
-    return masking.put_on([], [], 1, 1.0, [], numbers(settings, context, policy))
+    return masking.mask_reply([], [], 1, 1.0, [], numbers(settings, context, policy))
 
 
 def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Call:
         head = self.number, self._training, self._config, list(self._state), list(self.received)
         return Parcel(head, [*self._state.values(), *self.received.values()])
 
-    def take_up(self, answer: Parcel) -> Result:
+    def unpack_answer(self, answer: Parcel) -> Result:
         """Return a result from another process (:func:`packed`), and load the client's new state."""
         (stored, replied, num_examples, metrics), arrays = answer
         if stored is not None:

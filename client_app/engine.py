@@ -100,7 +100,7 @@ class Engine:
             self._workers = Workers(self.workspace.workers, self._group.answers)
 
         def take_answer(number: int, answer: Parcel | Exception) -> None:
-            finish(number, answer if isinstance(answer, Exception) else calls[number].take_up(answer))
+            finish(number, answer if isinstance(answer, Exception) else calls[number].unpack_answer(answer))
 
         counts = Counter(id(array) for call in calls for array in call.received.values())
         common = {id(array): array for call in calls for array in call.received.values() if counts[id(array)] > 1}

@@ -186,7 +186,7 @@ class LocalRun:
         uniform = self.config.get(UNIFORM_WEIGHTS) or self.settings.run.client_weights == UNIFORM or not arrays
         weight = 1 if uniform else self.client.num_train
         common = [*self.received.values(), *self._stored_once()]
-        return self.masking.put_on(list(arrays.values()), references, weight, limit, common, numbers)
+        return self.masking.mask_reply(list(arrays.values()), references, weight, limit, common, numbers)
 
     def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
         """Return the client's scores as whole numbers for the masked sum.

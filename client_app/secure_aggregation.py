@@ -503,7 +503,7 @@ class Masking:
         """Number of neighbours, the client included, below which it reveals no shares."""
         return self._session.threshold
 
-    def put_on(
+    def mask_reply(
         self,
         arrays: NDArrays,
         references: NDArrays,

@@ -37,7 +37,7 @@ from posy.strategies.registry import (
     no_effect,
     normalised,
     owner,
-    pertinent,
+    relevant_settings,
     read_settings,
     with_experiment,
     without_effect,
@@ -379,7 +379,7 @@ def _cell_config(
     # Without checkpoints, an interrupted cell starts from its first round: most cells take minutes.
     config = {"checkpoint-every": 0} | with_experiment({**in_file, **overrides}, where)
     # Rows share settings, which may belong to another row's method.
-    config = pertinent(config, str(config.get("method", RunSettings.method)))
+    config = relevant_settings(config, str(config.get("method", RunSettings.method)))
     reasons = without_effect(config)
     # An override on the command line may leave a setting of the file without an effect.
     reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons

@@ -140,7 +140,7 @@ def _run(
         if isinstance(grid, InProcessGrid):
             grid.states = stack.enter_context(states_in_memory(recorder, settings))
             stack.callback(grid.end)
-        recorder.tell_clients(one_file_system=in_simulation())
+        recorder.prepare_messages(one_file_system=in_simulation())
         log(INFO, "Results of this run: %s", recorder.directory.path)
         stack.enter_context(recorder)
         strategy.start(

@@ -117,7 +117,7 @@ class Recorder:
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
         if resumption is not None:
-            self._take_up(resumption.checkpoint)
+            self._continue_from(resumption.checkpoint)
         self.status.note(results=self.directory.path, rounds=run.num_server_rounds)
         self._note_round()
         self._progress = Progress(run.num_server_rounds, done=self.rounds)
@@ -278,7 +278,7 @@ class Recorder:
     def _note_round(self) -> None:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
-    def tell_clients(self, *, one_file_system: bool) -> None:
+    def prepare_messages(self, *, one_file_system: bool) -> None:
         """Let the strategy's messages name the folder of the clients' states, and the versions to preserve.
 
         With ``one_file_system`` the clients can write into the directory of the run.
@@ -316,7 +316,7 @@ class Recorder:
             }
         )
 
-    def _take_up(self, checkpoint: Checkpoint) -> None:
+    def _continue_from(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: remove later rounds from the files."""
         so_far = checkpoint.progress
         self.directory.cut_back(so_far["files"])

@@ -127,7 +127,7 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
         missing = declarations.keys() - stored.keys()
         older = {key: declarations[key].earlier for key in missing if declarations[key].earlier is not None}
         lasting = {key: value for key, value in stored.items() if key in declarations and not declarations[key].once}
-        values = checked(pertinent(older, _method(stored)) | lasting, declarations, STORED) | values
+        values = checked(relevant_settings(older, _method(stored)) | lasting, declarations, STORED) | values
     if "experiment" in user_settings:
         values["experiment"] = user_settings["experiment"]
     for key, setting in declared([]).items():
@@ -171,7 +171,7 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
     from_file = _checked(read_experiment(path), str(path))
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
-    both = pertinent(from_file, _method({**from_file, **values})) | values
+    both = relevant_settings(from_file, _method({**from_file, **values})) | values
     idle = {key: why for key, why in without_effect(both).items() if key not in values}
     idle_in_file = without_effect(from_file)
     if not _is_record(content):
@@ -294,7 +294,7 @@ def owner(key: str) -> str | None:
     return next((method for method in candidates if key in settings_of(settings_class(method), method)), None)
 
 
-def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
+def relevant_settings(config: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Return settings without the settings of other methods."""
     foreign = {key for custom in _own_method(config) if custom != method for key in groups([custom])[custom]}
     return {key: value for key, value in config.items() if owner(key) in (None, method) and key not in foreign}

@@ -32,7 +32,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.server_app.pictures import Pictures
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import pertinent, read_settings, without_effect
+from posy.strategies.registry import relevant_settings, read_settings, without_effect
 from posy.strategies.replies import ClientInfo, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
@@ -184,7 +184,7 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
             "run-name": f"run-{number}",
         }
         overrides = {key.replace("_", "-"): value for key, value in settings.items()}
-        overrides = pertinent(overrides, method)  # a test of all methods may pass settings of several methods
+        overrides = relevant_settings(overrides, method)  # a test of all methods may pass settings of several methods
         idle = without_effect(defaults | overrides).keys() - overrides.keys()
         return {key: value for key, value in defaults.items() if key not in idle} | overrides
 

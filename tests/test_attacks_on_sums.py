@@ -90,15 +90,15 @@ def test_m2_a_client_cannot_move_a_parameter_beyond_the_range(
 ) -> None:
     """One of ten clients moved every parameter by 31 in one round."""
     config = make_config("fedavg", data=parts(10), model="linear", num_server_rounds=1) | {"secure-aggregation": True}
-    put_on = Masking.put_on
+    mask_reply = Masking.mask_reply
 
     def poisoned(self: Any, arrays: Any, *args: Any, **entries: Any) -> Any:
-        words = put_on(self, arrays, *args, **entries)
+        words = mask_reply(self, arrays, *args, **entries)
         if arrays and self._secrets.client == 4:
             words[:21] += np.uint32(int(31 / 16 * 2**30))
         return words
 
-    monkeypatch.setattr(Masking, "put_on", poisoned)
+    monkeypatch.setattr(Masking, "mask_reply", poisoned)
     done = federate(config)
     assert np.abs(done.strategy.model - done.strategy.initial()).max() == 0
     assert "a client has changed a parameter by more than secure-range = 16" in warnings.text
@@ -467,8 +467,8 @@ class Node:
             texts = secure_aggregation.answer(message, context, self._min_clients)
             return Message(RecordDict({"config": ConfigRecord({"answer": texts})}), reply_to=message)
         update, start = [np.full(6, 0.5, np.float32)], [np.zeros(6, np.float32)]
-        common = [start] if "common" in inspect.signature(Masking.put_on).parameters else []
-        Masking(config, message, context).put_on(update, start, 2, 16.0, *common)
+        common = [start] if "common" in inspect.signature(Masking.mask_reply).parameters else []
+        Masking(config, message, context).mask_reply(update, start, 2, 16.0, *common)
         return Message(RecordDict({"config": ConfigRecord({"answer": [b"masked"]})}), reply_to=message)
 
 

@@ -339,11 +339,11 @@ def test_an_interrupt_ends_all_training(make_config, federate, monkeypatch, wher
     where(place)
     before = set(multiprocessing.active_children())
     begun = multiprocessing.Event()
-    carry_out = Trainer._run
+    replay = Trainer._run
 
     def noted(self, *args):
         begun.set()
-        return carry_out(self, *args)
+        return replay(self, *args)
 
     monkeypatch.setattr(Trainer, "_run", noted)
     config = make_config("fedavg", stack="loop", model="mlp", local_steps=10**7)

@@ -153,7 +153,7 @@ def test_each_step_is_carried_out_once_and_a_kind_that_is_known_needs_none_ahead
     for expected in ([2, 16], [1, 14], [1, 14]):  # the first step of a training makes what is there from then on
         done.clear()
         captures.clear()
-        graphs.carry_out("plain", runs, lambda number, clients: done.append((int(number), clients)), lambda: None)
+        graphs.replay("plain", runs, lambda number, clients: done.append((int(number), clients)), lambda: None)
         assert done == [(number, clients) for begin, end, clients in runs for number in range(begin, end)]
         assert captures == expected
 

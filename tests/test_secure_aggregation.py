@@ -555,7 +555,7 @@ class ClientGroup:
         message = self.message(client, **entries)
         masked = Masking(dict(message.content.config_records["config"]), message, self.contexts[client])
         arrays = [np.full(6, value, np.float32)], [np.full(6, reference, np.float32)]
-        return masked.put_on(*arrays, 2, 16.0, arrays[1])
+        return masked.mask_reply(*arrays, 2, 16.0, arrays[1])
 
     def handed_in(self) -> "ClientGroup":
         for client in self.shared().roster:

@@ -341,7 +341,7 @@ def test_a_rule_takes_the_steps_of_its_paper(name: str) -> None:
         w = w - LR * one_step_by_hand(name, w, Samples(data.x[chosen], data.y[chosen]))
     result = train(Train(initial(), rule=RULES[name], epochs=1))
     assert torch.allclose(result.parameters.double(), w, rtol=0, atol=1e-6)
-    assert result.beside is None
+    assert result.auxiliary is None
 
 
 def test_the_search_for_pfedmes_personal_model_goes_on_from_batch_to_batch() -> None:
@@ -354,9 +354,9 @@ def test_the_search_for_pfedmes_personal_model_goes_on_from_batch_to_batch() -> 
             theta = theta - 0.1 * (gradient(theta, batch)[1] + 2.0 * (theta - w))
         w = w - LR * 2.0 * (w - theta)
     result = train(Train(initial(), rule=ENVELOPE, epochs=1))
-    assert result.beside is not None
+    assert result.auxiliary is not None
     assert torch.allclose(result.parameters.double(), w, rtol=0, atol=1e-6)
-    assert torch.allclose(result.beside.double(), theta, rtol=0, atol=1e-6)
+    assert torch.allclose(result.auxiliary.double(), theta, rtol=0, atol=1e-6)
 
 
 def test_a_mixture_is_trained_beside_the_shared_model() -> None:
@@ -454,9 +454,9 @@ def test_clients_trained_together_take_the_steps_that_each_takes_alone(name: str
         assert torch.allclose(found.loss, alone.loss, rtol=1e-5)
         assert (alone.parameters - job(client).work.start).abs().max() > 1e-3
         if name == "pFedMe":
-            assert found.beside is not None and alone.beside is not None
-            assert torch.allclose(found.beside, alone.beside, rtol=0, atol=1e-6)
-            assert (found.beside - found.parameters).abs().max() > 1e-3
+            assert found.auxiliary is not None and alone.auxiliary is not None
+            assert torch.allclose(found.auxiliary, alone.auxiliary, rtol=0, atol=1e-6)
+            assert (found.auxiliary - found.parameters).abs().max() > 1e-3
 
 
 def test_features_come_before_the_outputs() -> None:

@@ -42,7 +42,7 @@ class Graphs:
         self._refused: set[Hashable] = set()
         self._captures: set[tuple[Hashable, int]] = set()  # kinds and numbers of clients
 
-    def carry_out(
+    def replay(
         self,
         kind: Hashable,
         runs: Iterable[tuple[int, int, int]],

@@ -146,7 +146,7 @@ class LoopedModels:
         self._leaves = [[net[name] for name in self._names] for net in self._nets]
         self._closed = network.closed_form(work)
         self.parameters = [tensor for leaves in self._leaves for tensor in leaves]
-        self.beside: list[Tensor] = []
+        self.auxiliary: list[Tensor] = []
         buffers = [entry.name for entry in network.layout.entries if not entry.trainable]
         self.statistics = [net[name] for net in self._nets for name in buffers]
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
@@ -217,7 +217,7 @@ class StackedModels:
         layer_of = {entry.name: entry.layer for entry in self.layout.entries}
         self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]
         self.parameters = [self._tensors[name] for name in self._names]
-        self.beside: list[Tensor] = []
+        self.auxiliary: list[Tensor] = []
         self.statistics: list[Tensor] = []  # a network with buffers is never stacked
         self._module = network.template.train(not first.measures)
         for module in self._module.modules():  # a stacked network has no running statistics to train

@@ -84,12 +84,12 @@ class MoreauEnvelope:
     max_norm: float = 0.0
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the gradient and the losses before the last step. ``models.beside`` holds θ."""
+        """Return the gradient and the losses before the last step. ``models.auxiliary`` holds θ."""
         parameters = models.parameters
         with torch.no_grad():
             w = [parameter.clone() for parameter in parameters]
-            if models.beside:
-                torch._foreach_copy_(parameters, models.beside)
+            if models.auxiliary:
+                torch._foreach_copy_(parameters, models.auxiliary)
         for _ in range(self.steps):
             losses, gradients = models.gradients(batch)
             with torch.no_grad():
@@ -103,10 +103,10 @@ class MoreauEnvelope:
         with torch.no_grad():
             envelope = torch._foreach_sub(near, theta)
             torch._foreach_mul_(envelope, self.strength)
-            if models.beside:  # in place: a captured step reads θ from the same memory
-                torch._foreach_copy_(models.beside, parameters)
+            if models.auxiliary:  # in place: a captured step reads θ from the same memory
+                torch._foreach_copy_(models.auxiliary, parameters)
             else:
-                models.beside = [parameter.clone() for parameter in parameters]
+                models.auxiliary = [parameter.clone() for parameter in parameters]
             torch._foreach_copy_(parameters, w)
         return losses, list(envelope)
 

@@ -166,9 +166,9 @@ class Trainer:
         finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
         outcome = [flat, loss]
-        if models.beside:
+        if models.auxiliary:
             with torch.no_grad():
-                outcome.append(flat + models.joined(torch._foreach_sub(models.beside, models.parameters)))
+                outcome.append(flat + models.joined(torch._foreach_sub(models.auxiliary, models.parameters)))
         of_jobs = [(t[:, 0] if single else t).unbind() for t in outcome]
         for row, (index, *trained) in enumerate(zip(order, *of_jobs, strict=True)):
             results[index] = Trained(*trained)._replace(steps=shares[index].steps)
@@ -252,7 +252,7 @@ class Trainer:
 
         if self._graphs is not None and isinstance(schedule, Schedule) and optimiser.is_repeatable:
             kind = (work.kind, network)
-            self._graphs.carry_out(kind, schedule.runs(), lambda *index: step(*schedule.at(*index)), check_interrupted)
+            self._graphs.replay(kind, schedule.runs(), lambda *index: step(*schedule.at(*index)), check_interrupted)
             return total
         for batch, counted in schedule:
             step(batch, counted)

@@ -113,7 +113,7 @@ class Models(Protocol):
     """The models in training, as a rule uses them: K models of each of P clients."""
 
     parameters: list[Tensor]
-    beside: list[Tensor]
+    auxiliary: list[Tensor]
     """Tensors that a rule updates from batch to batch, in the shapes of ``parameters``; empty at first."""
     statistics: list[Tensor]
     """BatchNorm's running statistics, which a forward pass changes in place; empty in a network without BatchNorm."""
@@ -211,13 +211,13 @@ class Train:
 class Trained(NamedTuple):
     """Result of :class:`Train`: parameters in the shape of ``start``, mean loss of the last epoch ``()`` or ``(K,)``.
 
-    ``beside`` is the second set of parameters that some rules update; None for other trainings. ``steps`` is the number
+    ``auxiliary`` is the second set of parameters that some rules update; None for other trainings. ``steps`` is the number
     of steps.
     """
 
     parameters: Tensor
     loss: Tensor
-    beside: Tensor | None = None
+    auxiliary: Tensor | None = None
     steps: int = 0
 
 
