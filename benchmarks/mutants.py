@@ -181,10 +181,11 @@ def covering_tests(file: str, root: Path, tests: list[str]) -> list[str]:
     These are the tests with its name. For a module that all methods use, they include the files that import it, and
     the tests that run every method, for a few methods.
     """
-    module, name = file.removesuffix(".py").replace("/", "."), plain(Path(file).stem)
-    named = [test for test in tests if f"test_{name}." in plain(test) or f"[{name}" in plain(test)]
-    named += [test for test in tests if f"program{name}." in plain(test) or name in plain(test.partition("::")[2])]
-    if (root / "tests/programs" / f"test_program_{Path(file).stem}.py").exists():
+    module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
+    name = plain(stem)
+    named = [test for test in tests if any(part in plain(test) for part in (f"test{name}.py", f"program{name}.py"))]
+    if (root / "docs/methods" / f"{stem.replace('_', '-')}.md").exists():
+        named += [test for test in tests if name in plain(test.partition("::")[2])]
         return list(dict.fromkeys(named))
     importing = {
         path.relative_to(root).as_posix()

@@ -39,13 +39,14 @@ def test_the_faults_of_the_project_are_valid_and_have_distinct_keys() -> None:
 
 
 def test_the_tests_of_a_module_are_those_that_name_or_import_it(tmp_path: Path) -> None:
-    (tmp_path / "tests/programs").mkdir(parents=True)
-    (tmp_path / "tests/programs/test_program_ditto.py").touch()
+    for folder in ("tests", "docs/methods"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "docs/methods/ditto.md").touch()
     (tmp_path / "tests/test_own.py").write_text("from posy.client_app.base import LocalRun\n")
     program, own = "tests/programs/test_program_ditto.py::test_it", "tests/test_own.py::test_b"
     ditto, fedfew = "tests/test_methods.py::test_c[ditto]", "tests/test_methods.py::test_c[fedfew]"
     tests = [program, own, fedfew, ditto]
-    assert set(covering_tests("strategies/ditto.py", tmp_path, tests)) == {program, ditto}
+    assert covering_tests("strategies/ditto.py", tmp_path, tests) == [program, ditto]
     assert covering_tests("client_app/base.py", tmp_path, tests) == [own, fedfew]
 
 
