@@ -37,8 +37,8 @@ from posy.strategies.registry import (
     no_effect,
     normalised,
     owner,
-    relevant_settings,
     read_settings,
+    relevant_settings,
     with_experiment,
     without_effect,
 )

@@ -32,7 +32,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.server_app.pictures import Pictures
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import relevant_settings, read_settings, without_effect
+from posy.strategies.registry import read_settings, relevant_settings, without_effect
 from posy.strategies.replies import ClientInfo, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
