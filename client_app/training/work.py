@@ -211,8 +211,8 @@ class Train:
 class Trained(NamedTuple):
     """Result of :class:`Train`: parameters in the shape of ``start``, mean loss of the last epoch ``()`` or ``(K,)``.
 
-    ``auxiliary`` is the second set of parameters that some rules update; None for other trainings. ``steps`` is the number
-    of steps.
+    ``auxiliary`` is the second set of parameters that some rules update; None for other trainings. ``steps`` is the
+    number of steps.
     """
 
     parameters: Tensor
