@@ -28,14 +28,15 @@ def spoil(content: Any, lie: str) -> None:
     from flwr.app import Array, MetricRecord
 
     arrays, metrics = content.array_records["arrays"], content.metric_records["metrics"]
-    model = arrays["0"].numpy().copy()
+    name = next(iter(arrays))
+    model = arrays[name].numpy().copy()
     if lie == "keys":
         content["metrics"] = MetricRecord({"num-examples": metrics["num-examples"]})
     elif lie == "shape":
-        arrays["0"] = Array(model[:-1])
+        arrays[name] = Array(model[:-1])
     elif lie in ("nan", "inf"):
         model[7] = np.float32(lie)
-        arrays["0"] = Array(model)
+        arrays[name] = Array(model)
     else:
         metrics["num-examples"] = {"none": 0, "minus": -1, "many": 10**12}[lie]
 
