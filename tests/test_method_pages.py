@@ -202,7 +202,7 @@ def test_parts_of_a_page(generate: dict[str, Any]) -> None:
     refusals = generate["refused"](ExampleSettings).splitlines()
     assert refusals[2:] == ["| `momentum` | its steps are plain |", *privacy, f"| `robust` | {no_mean} |"]
     assert generate["warns"](ExampleSettings) == ""
-    assert generate["warns"](settings_class("fedfew")).startswith("Before round 1 Posy warns if all K models start")
+    assert generate["warns"](settings_class("fedfew")).startswith("Before round 1 Posy warns if all K models")
     check = generate["checked_with"]("example", card)
     assert "not by the paper's authors, at commit aaaaaaaaaa: main.py, train." in check and "at most 3e-7" in check
     assert generate["unwrapped"]("Two facts:\n\n* one\n  more\n* two\n") == "Two facts:\n- one more\n- two"

@@ -369,7 +369,10 @@ def test_the_command_route(
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "rows.csv row 3" in shown
-    assert ("answered by the client" in shown, "majority vote" in shown) == (method == "feddrm", method == "fedavg")
+    assert ("each input goes to the client" in shown, "majority vote" in shown) == (
+        method == "feddrm",
+        method == "fedavg",
+    )
     assert cli.main(["route", str(path), str(table), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert first["class"] == second["class"]

@@ -234,7 +234,7 @@ def test_flower_cuts_one_value_too_few_where_the_product_is_rounded() -> None:
 @pytest.mark.parametrize(("attackers", "selected"), [(0, 1), (1, 1), (2, 1), (1, 4), (2, 8)])
 def test_krum_selects_flowers_models(attackers: int, selected: int) -> None:
     rows = np.random.default_rng(attackers + selected).normal(size=(10, 50)).astype(np.float32)
-    contents = [RecordDict({"arrays": ArrayRecord({"0": Array(row)})}) for row in rows]
+    contents = [RecordDict({"arrays": ArrayRecord({"model": Array(row)})}) for row in rows]
     selected_by_flower = select_multikrum(contents, attackers, selected)
     expected = np.mean([content.array_records["arrays"]["model"].numpy() for content in selected_by_flower], axis=0)
     rule = Rule("multi-krum", attackers=attackers, selected=selected)

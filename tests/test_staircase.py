@@ -97,7 +97,7 @@ def test_no_module_is_loaded_by_a_name_that_the_graph_does_not_know() -> None:
     }
     # A node's worker imports PyTorch in advance, and the ClientApp of a run's own code; extensions are code of people's
     # own.
-    own = {"posy.deploy.worker", "posy.deploy.apps", "posy.extensions"}
+    own = {"benchmarks.mutants", "posy.deploy.worker", "posy.deploy.apps", "posy.extensions"}
     assert loading <= {"posy.strategies.methods", "posy.client_app.registry", *own}
 
 
