@@ -21,11 +21,10 @@ MOST = 600.0
 """Seconds that nothing here takes, however busy the machine is."""
 WARM = version("flwr").startswith("1.39.")
 METHOD = """
-from posy.client_app.base import PersonalClient
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.method import MethodSettings, PersonalClient
 
 
-class FedMineSettings(MethodSettings, noise=ALLOWED):
+class FedMineSettings(MethodSettings):
     pass
 
 
