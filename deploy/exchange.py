@@ -420,6 +420,6 @@ def _unknown(run_id: int, number: str) -> Parcel:
 
 
 def _parcel(envelope: Any, tree: Any) -> Parcel:
-    about = envelope.metadata
-    expires = time.monotonic() + about.created_at + about.ttl - time.time()
+    # The lifetime begins with the arrival: a clock that is set, on this machine or another, lets no message expire.
+    expires = time.monotonic() + envelope.metadata.ttl
     return Parcel(envelope, tree, frozenset(numbers_in(tree)) if tree is not None else frozenset(), expires)
