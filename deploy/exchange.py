@@ -9,6 +9,7 @@ objects, and a ServerApp would not ask for the other replies meanwhile. A receiv
 objects. If it asks again before, it has not received the message, and gets it again.
 """
 
+import hashlib
 import secrets
 import threading
 import time
@@ -318,7 +319,9 @@ class Exchange:
     # -- objects -------------------------------------------------------------------------------------------
 
     def store(self, run_id: int, number: str, content: bytes) -> bool:
-        """Store an object, and return whether a message needs it."""
+        """Store an object, and return whether a message needs it; its id must be the digest of its content."""
+        if hashlib.sha256(content).hexdigest() != number:
+            return False
         with self._changed:
             complete = self._depot.put(run_id, number, content)
             for parcel in complete or ():

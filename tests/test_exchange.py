@@ -116,6 +116,14 @@ def test_a_message_is_delivered_when_all_its_objects_have_arrived(exchange: Exch
     assert exchange.pull(NODE).number == first.tree.object_id  # type: ignore[union-attr]
 
 
+def test_an_object_with_other_content_than_its_id_is_refused(exchange: Exchange) -> None:
+    message = packed()
+    wanted = send(exchange, message, whole=False)
+    assert not exchange.store(RUN, wanted[0], message.objects[wanted[0]] + b"x")
+    assert exchange.find(RUN, wanted[0]) == b""
+    assert exchange.store(RUN, wanted[0], message.objects[wanted[0]])
+
+
 def test_equal_objects_are_sent_once_and_stay_until_the_last_receiver_has_them(exchange: Exchange) -> None:
     one, two = packed(node=NODE), packed(node=6)
     shared = one.objects.keys() & two.objects.keys()
