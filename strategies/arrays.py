@@ -24,7 +24,7 @@ class Refused(NamedTuple):
     why: str
 
 
-Answer: TypeAlias = Literal[True] | str | Refused | None
+Answer: TypeAlias = Literal[True] | str
 """An author's answer: True, or the reason why the method does not support a feature."""
 ALLOWED = None
 """The verdict that a method supports a feature."""
@@ -60,8 +60,12 @@ class Returned:
 
 
 def verdict(answer: Answer) -> Refused | None:
-    """Return the verdict of an author's answer: True, or the reason why the method does not support a feature."""
-    return Refused(answer) if isinstance(answer, str) else ALLOWED if answer is True else answer
+    """Return the verdict of an author's answer; raise :class:`TypeError` unless it is True or a reason."""
+    if answer is True:
+        return ALLOWED
+    if not isinstance(answer, str) or not answer:
+        raise TypeError(f"noise, sums, dp_sgd and robust are True, or the reason why not; one of them is {answer!r}")
+    return Refused(answer)
 
 
 def model(

@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # settings are read without PyTorch
     from posy.strategies.card import MethodCard
 
 
-UNSAMPLED = Refused("it does not declare that its clients' arrays depend only on the gradients of single samples")
+UNSAMPLED = "it does not declare that its clients' arrays depend only on the gradients of single samples"
 NOTHING_SENT = Refused("its clients send no model")
-NO_MEAN = Refused("it does not declare that its server step is a weighted mean of models")
+NO_MEAN = "it does not declare that its server step is a weighted mean of models"
 
 
 def training_clients(settings: "Settings") -> int:

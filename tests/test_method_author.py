@@ -13,7 +13,10 @@ import pytest
 from posy.client_app.method_check import check_code
 from posy.client_app.registry import client_class
 from posy.commands.cli import main
+from posy.mistakes import MethodError
+from posy.strategies.arrays import model
 from posy.strategies.methods import METHODS, settings_class, strategy_class
+from posy.strategies.settings import MethodSettings
 
 Config = dict[str, Any]
 PAGE = (Path(__file__).resolve().parent.parent / "docs/own.md").read_text(encoding="utf-8")
@@ -228,6 +231,15 @@ def test_an_array_needs_an_answer_on_noise_and_sums(
     assert "'sums'" in error_of(dedent(HEAD) + source, tmp_path, capsys)
 
 
+@pytest.mark.parametrize("answer", [False, None, ""])
+def test_an_answer_is_true_or_a_reason(answer: Any) -> None:
+    """``noise=False`` without a reason must not allow noise."""
+    with pytest.raises(TypeError, match=re.escape(repr(answer))):
+        model(noise=answer, sums=True)
+    with pytest.raises(TypeError, match=re.escape(repr(answer))):
+        type("Bad", (MethodSettings,), {}, dp_sgd=answer)
+
+
 OTHER_ARRAYS = {
     "the server": (
         "class FedBad(PersonalisedStrategy):\n    def serve(self, client): return {'modell': self.model}",
@@ -244,10 +256,10 @@ OTHER_ARRAYS = {
 
 @pytest.mark.parametrize(("source", "message"), OTHER_ARRAYS.values(), ids=OTHER_ARRAYS)
 def test_an_undeclared_array_ends_the_run_with_its_name(
-    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, dedent(HEAD) + dedent(DECLARED) + source + "\n")
     words = ["method=mine:FedBad", "max-samples=200", "num-clients=2", "num-server-rounds=1", "output-dir=runs"]
-    with pytest.raises(Exception, match=re.escape(message)):
-        main(["run", *words, "--traceback"] if "--traceback" in capsys.readouterr().out else ["run", *words])
+    with pytest.raises((TypeError, MethodError), match=re.escape(message)):
+        main(["run", *words])
