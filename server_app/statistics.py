@@ -16,7 +16,7 @@ from posy.flower import failure, record_in
 from posy.server_app.grids import WaveGrid
 from posy.settings import SettingsError
 from posy.strategies.masking import LIMBS
-from posy.strategies.replies import UNREADABLE, BadReplyError
+from posy.strategies.replies import UNREADABLE, BadReplyError, client_of
 from posy.strategies.secure_aggregation import STATISTICS, Answer, SecureRound, common_digest
 from posy.strategies.settings import Settings
 from posy.words import one_line
@@ -97,10 +97,12 @@ class SiteQueries:
             )
             for client, entries in requests.items()
         ]
-        clients = {node: client for client, node in self._nodes.items()}
         answers = {}
-        for reply in self._grid.send_and_receive(messages, timeout=self._timeout):
-            client = clients[reply.metadata.src_node_id]
+        replies = self._grid.send_and_receive(messages, timeout=self._timeout)
+        # The SuperLink reports the error of a lost node. Only the id of the message identifies the client.
+        clients = {message.metadata.message_id: client_of(message) for message in messages}
+        for reply in replies:
+            client = clients[reply.metadata.reply_to_message_id]
             try:
                 if reply.has_error():
                     raise BadReplyError(failure(reply.error))
