@@ -6,6 +6,7 @@ algorithm. The training loop, evaluation, state and reply are written once, outs
 is a plain function.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,29 +19,19 @@ from posy.client_app.hooks import ClientHooks, Steps
 from posy.client_app.jobs import Jobs
 from posy.client_app.local_run import LocalRun
 from posy.client_app.predictors import Predictor
-from posy.client_app.state import State
 from posy.client_app.training.work import Forward, Split
-from posy.client_app.workspace import Workspace
 
 
 class PersonalClient(ClientHooks, NumPyClient):
     """A NumPyClient for one client of a method.
 
-    A method overrides the hooks of :class:`~posy.client_app.hooks.ClientHooks`.
-
-    Parameters
-    ----------
-    client : int
-        Index of the client, 0 to M − 1.
-    workspace : Workspace
-        Data, networks and trainer of this process.
-    state : State
-        Arrays that the client stored in earlier rounds.
+    A method overrides the hooks of :class:`~posy.client_app.hooks.ClientHooks`, which also has the constructor.
     """
 
-    def __init__(self, client: int, workspace: Workspace, state: State) -> None:
-        super().__init__(client, workspace, state)
-        self.jobs = Jobs(self)
+    @cached_property
+    def jobs(self) -> Jobs:
+        """The requests of this client."""
+        return Jobs(self)
 
     def best_of(self, models: Tensor) -> Steps[Predictor]:
         """Return the model with the lowest training loss of K models ``(K, d)``."""

@@ -80,9 +80,7 @@ class ClientHooks:
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the served model for one round (FedAvg, ClientUpdate)."""
-        served = self.served_model(received, config)
-        if isinstance(served, Generator):
-            served = yield from served
+        served = yield from result_of(self.served_model(received, config))
         trained: Trained = yield self.work(served.members[0].parameters)
         return self.share(trained)
 
@@ -157,3 +155,8 @@ class ClientHooks:
         for member in predictor.members:
             outputs.append((yield Forward(member.parameters, split, member.architecture)))
         return predictor.log_probabilities(outputs)
+
+
+def result_of(returned: R | Steps[R]) -> Steps[R]:
+    """Return the result of a hook, which may be a generator or a plain function."""
+    return (yield from returned) if isinstance(returned, Generator) else returned

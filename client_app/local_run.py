@@ -1,9 +1,10 @@
 """One message to a client: its method trains or evaluates, and the reply is protected and scored."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from logging import WARNING
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.client_app.hooks import Steps
+from posy.client_app.hooks import Steps, result_of
 from posy.client_app.jobs import Jobs
 from posy.client_app.predictors import Predictor, array_of, scores
 from posy.client_app.privacy import UnprotectedError, noised
@@ -33,7 +34,6 @@ LARGEST_LOSS = 1e6
 """Largest loss in a masked sum. A larger loss counts as missing."""
 Reply = tuple[Arrays | float, int, dict[str, Any]]
 """The arrays or the loss, the number of samples, and the metrics."""
-R = TypeVar("R")
 
 
 class LocalRun:
@@ -98,7 +98,7 @@ class LocalRun:
     def _update(self) -> Steps[tuple[Update, Predictor | None]]:
         """Return the method's update, or a zero update if an error would reveal a divergence."""
         try:
-            update, local = yield from self.client.local_round(self._tensors(), self.config)
+            update, local = yield from self.client.local_round(self._tensors, self.config)
             return update, self.client.plain(local) if isinstance(local, Tensor) else local
         except TrainingDivergedError as error:
             if not (self.masking or self.settings.train.withholds_scores):
@@ -209,7 +209,7 @@ class LocalRun:
         metrics: dict[str, Any] = {"num-train": client.num_train}
         best, point = None, "served"
         if self.received:
-            best = served = yield from _result(client.served_model(self._tensors(), self.config))
+            best = served = yield from result_of(client.served_model(self._tensors, self.config))
             if not self.settings.train.withholds_scores:
                 metrics["chosen"] = served.chosen
             metrics |= yield from self._scores("served", served)
@@ -232,7 +232,7 @@ class LocalRun:
     def _personal_model(self) -> Steps[Predictor | None]:
         """Return the local model, or None if its training has diverged: the scores of the served model stay valid."""
         try:
-            return (yield from _result(self.client.personal_model(self._tensors(), self.config)))
+            return (yield from result_of(self.client.personal_model(self._tensors, self.config)))
         except TrainingDivergedError as error:
             log(WARNING, "client %s has no local model in round %s: %s", self.client.client, self.client.round, error)
             return None
@@ -281,8 +281,9 @@ class LocalRun:
 
     # -- received arrays -------------------------------------------------------------------------------
 
+    @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the received arrays on the device. Do not write to them."""
+        """The received arrays on the device. Do not write to them."""
         return {name: self.client.workspace.tensor(np.asarray(array)) for name, array in self.received.items()}
 
     def _keep_once(self, received: Arrays) -> None:
@@ -314,8 +315,3 @@ class LocalRun:
             return []
         numbers = sorted(int(name.removeprefix(prefix)) for name in state if name.startswith(prefix))
         return [np.asarray(state[f"{prefix}{number}"]) for number in numbers]
-
-
-def _result(returned: R | Steps[R]) -> Steps[R]:
-    """Return the result of a hook, which may be a generator or a plain function."""
-    return (yield from returned) if isinstance(returned, Generator) else returned
