@@ -60,7 +60,6 @@ class Exchange:
         """The messages for training or evaluation in this phase."""
         self.sent: list[Message] = []
         self._dimensions = dimensions(strategy.architecture, strategy.shared.size)
-        self.server_round = 0
         self._lost: list[int] = []
         self._saved = -math.inf
         self._settings_json = self.settings.to_json()
@@ -134,9 +133,8 @@ class Exchange:
     def note_finished(self, server_round: int) -> None:
         """Record the round in which an array of ``sent_once`` was completed."""
         if name := self.strategy.method.sent_once:
-            self.strategy.finished_in += [server_round] * (
-                len(getattr(self.strategy, name)) - len(self.strategy.finished_in)
-            )
+            finished, rounds = getattr(self.strategy, name), self.strategy.finished_in
+            rounds += [server_round] * (len(finished) - len(rounds))
 
     def _stored_by(self, client: int) -> int:
         """Return how many arrays of ``sent_once`` a client's state contains, according to its version."""

@@ -152,6 +152,12 @@ class Influence:
         names = [name for name in arrays if self.method.returned[name].limited]
         return dict(zip(names, changes([arrays[n] for n in names], [references[n] for n in names]), strict=True))
 
+    @property
+    def has_statistics(self) -> bool:
+        """Whether the network has running statistics of BatchNorm."""
+        layout, _ = self.exchanged()
+        return layout.trainable.size < layout.size
+
     def is_parameter(self, array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Return which entries of an array's last axis are not running statistics of BatchNorm.
 

@@ -72,8 +72,8 @@ class Rounds:
 
     def configure_train(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each client of the round's cohort."""
-        strategy, record = self.strategy, self.exchange
-        record.begin_round(server_round)
+        strategy = self.strategy
+        self.exchange.begin_round(server_round)
         clients = [c for c in self.cohort(server_round) if c in strategy.clients]
         strategy.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(strategy.clients))
@@ -147,17 +147,17 @@ class Rounds:
         become negative. This applies to an attribute ``model`` that the server has replaced in this round, that has
         the shape of the clients' models, and that all of these clients receive.
         """
-        strategy = self.strategy
+        strategy, influence = self.strategy, self.influence
+        if not influence.has_statistics:
+            return
         model, sent = getattr(strategy, "model", None), [update for update in updates if "model" in update.arrays]
         if model is None or served is None or model is served or not sent:
             return
         if model.shape != served.shape or model.shape != sent[0].arrays["model"].shape:
             return
-        influence = self.influence
-        statistics = ~influence.is_parameter(model)
-        is_global = all(strategy.serve(update.client).get("model") is model for update in sent)
-        if not statistics.any() or not is_global:
+        if any(strategy.serve(update.client).get("model") is not model for update in sent):
             return
+        statistics = ~influence.is_parameter(model)
         models, factors = stacked(sent), [update.weight_factor for update in sent]
         strategy.model = model.copy()
         if influence.rule:
