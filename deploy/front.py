@@ -1,4 +1,4 @@
-"""What stands before Flower's SuperLink: it serves the calls about messages, and lets Flower serve all others.
+"""Serve the calls about messages before Flower's SuperLink does, and let Flower serve all other calls.
 
 :class:`NodeCalls` sees the calls of the nodes over gRPC, after Flower has checked their keys. :class:`AppCalls` sees
 the calls of ServerApps and users over HTTP. Both know the network protocol of Flower only.
@@ -38,7 +38,7 @@ from posy.deploy.flower_internals import (
 from posy.deploy.install import BundleError, install_whole
 from posy.forked import cores
 
-KEPT_SECONDS = 10.0
+RUN_CACHE_SECONDS = 10.0
 """Seconds for which a run counts as running without another look; a look follows each call that may end a run."""
 ASK_SECONDS = 1.0
 """Longest time that a request for a task waits for a run to be submitted."""
@@ -46,7 +46,7 @@ SWEEP_SECONDS = 10.0
 """Seconds between two searches for messages that nothing waits for."""
 START_SECONDS = 300.0
 """Seconds after which a ServerApp that has not reported no longer counts as starting."""
-MOST_TOKENS = 1000
+MAX_TOKENS = 1000
 """Number of ServerApps that are remembered; one that is forgotten is checked again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
 AGAIN = "The database is busy, locked or full, try again."
@@ -60,13 +60,13 @@ class Runs:
         """Flower's handler of this question; it raises an error with a code if the run is not running."""
         self.node = 0
         """The node that asks: the last one that has called."""
-        self._known: dict[int, float] = {}
+        self._seen: dict[int, float] = {}
         self._changes = 0
 
     def is_active(self, run_id: int) -> bool:
         """Return whether a run is running."""
-        known = time.monotonic() - self._known.get(run_id, -math.inf) < KEPT_SECONDS
-        if known or self.ask is None or not self.node:
+        is_recent = time.monotonic() - self._seen.get(run_id, -math.inf) < RUN_CACHE_SECONDS
+        if is_recent or self.ask is None or not self.node:
             return True
         changes = self._changes
         try:
@@ -74,16 +74,16 @@ class Runs:
         except Exception as error:
             if not isinstance(code := getattr(error, "code", None), int):
                 raise
-            self._known.pop(run_id, None)
+            self._seen.pop(run_id, None)
             return code != RUN_ENDED  # or the node was unregistered meanwhile
         if changes == self._changes:  # otherwise the answer may be older than the change
-            self._known[run_id] = time.monotonic()
+            self._seen[run_id] = time.monotonic()
         return True
 
     def forget(self) -> None:
         """Look again at all runs, because one may have ended."""
         self._changes += 1
-        self._known.clear()
+        self._seen.clear()
 
 
 class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -266,7 +266,7 @@ class AppCalls:
         """Let Flower check that a token belongs to the ServerApp of a run."""
         answer = await self._flower(scope, _probe(run_id), app_call("PushMessages").path)
         if answer[0]["status"] == 200:
-            if len(self._tokens) >= MOST_TOKENS:
+            if len(self._tokens) >= MAX_TOKENS:
                 del self._tokens[next(iter(self._tokens))]
             self._tokens[token] = run_id
 
@@ -381,7 +381,7 @@ class Quiet(logging.Filter):
         return not (isinstance(about, tuple) and len(about) >= 5 and about[2] in self._paths and about[4] == 200)
 
 
-def sweep_for_ever(exchange: Exchange) -> threading.Thread:
+def start_sweeper(exchange: Exchange) -> threading.Thread:
     """Start a thread that removes messages that nothing waits for."""
 
     def sweep() -> None:

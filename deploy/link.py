@@ -24,7 +24,7 @@ from flwr.common.logger import log
 from posy.deploy.database import TURNS, TryAgainError, can_be_retried
 from posy.deploy.exchange import Exchange
 from posy.deploy.flower_internals import FLEET
-from posy.deploy.front import AGAIN, AppCalls, AskAgain, NodeCalls, Quiet, Runs, first_line, sweep_for_ever
+from posy.deploy.front import AGAIN, AppCalls, AskAgain, NodeCalls, Quiet, Runs, first_line, start_sweeper
 from posy.flower import FLOWER
 
 RETRIED = (TryAgainError, sqlalchemy.exc.OperationalError, sqlalchemy.exc.TimeoutError, sqlite3.OperationalError)
@@ -64,7 +64,7 @@ def apply_patches() -> None:
     def with_calls(app: FastAPI, **named: Any) -> None:
         for kind in RETRIED:
             app.add_exception_handler(kind, ask_again)
-        sweep_for_ever(exchange)
+        start_sweeper(exchange)
         logging.getLogger("uvicorn.access").addFilter(Quiet())
         run_http(AppCalls(app, exchange, runs, TURNS), **named)
 

@@ -61,7 +61,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
 
     head_epochs: int = setting(
         10,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both train for that many steps",
+        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both take `local-steps` steps",
         minimum=1,
         search=Search(1, 10),
         source="authors' program, scripts/FedRep_cifar10_2shards.sh: local_ep 11 less local_rep_ep 1",

@@ -26,7 +26,7 @@ class LocalSettings(MethodSettings, robust="its clients send no model"):
         returned={},
         server_state={},
         client_state={"model": "the client's model w_i (d,)"},
-        scored="The local model, because there is no other model.",
+        scored="The local model, because the clients have a single model each.",
         program=Program(
             "TsingZ0/PFLlib",
             "d832e76f6a23b833038949ec1e4fdefe63a4d350",
