@@ -14,7 +14,7 @@ _LOG = getLogger("flwr")  # the logger of a node
 REFUSE = "POSY_REFUSE_FOREIGN_CODE"
 """Environment variable; if it is set, the node runs only its installed code."""
 _HERE = Path(__file__).resolve().parent.parent
-_STARTED = {"serverapp": "posy.server_app.app:app", "clientapp": "posy.client_app.app:app"}
+_STARTED = {"serverapp": "posy.serverapp:app", "clientapp": "posy.clientapp:app"}
 """What Flower starts of the app."""
 _DATA = (".yaml", ".yml", ".md", ".txt")
 """Endings of the names of data files, which an installed Posy does not read from a bundle."""

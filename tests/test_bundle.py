@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -106,7 +108,7 @@ def test_a_node_names_foreign_code_or_refuses_it() -> None:
         ("client_app/fast.so", b"\x7fELF"),
         ("sitecustomize.py", b""),
         ("own/.py", b"open('ran', 'w')"),
-        ("pyproject.toml", files["pyproject.toml"].replace(b"posy.client_app.app:app", b"own.mine:app")),
+        ("pyproject.toml", files["pyproject.toml"].replace(b"posy.clientapp:app", b"own.mine:app")),
     ):
         changed = packed({**files, name: data})
         assert foreign_code(changed) == [name]
@@ -136,3 +138,35 @@ def test_a_stock_node_runs_any_code_so_it_needs_a_policy_that_allows_it(
 def test_a_stock_node_cannot_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["supernode", "--insecure", "--stock", "--refuse-foreign-code"]) == 2
     assert "--refuse-foreign-code does not go with --stock" in capsys.readouterr().err
+
+
+LOADING = """
+import sys, threading, time
+from importlib import import_module, util
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in finder.__module__]
+sys.path.insert(0, sys.argv[1])
+server = threading.Thread(target=import_module, args=[sys.argv[2]])
+server.start()
+while "posy" not in sys.modules:
+    time.sleep(0.001)
+assert util.find_spec(sys.argv[3])
+print(import_module(sys.argv[3]).app)
+server.join()
+"""
+
+
+def test_a_simulation_loads_both_apps_of_a_bundle_at_once(tmp_path: Path) -> None:
+    """Flower imports the ServerApp in a thread and looks the ClientApp up in another, both while `posy` is imported."""
+    files = members(bundle({})[0])
+    files["posy/__init__.py"] = b"import time\ntime.sleep(0.5)\n" + files["posy/__init__.py"]
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(data)
+    apps = tomllib.loads(files["pyproject.toml"].decode())["tool"]["flwr"]["app"]["components"]
+    loaded = [apps[name].removesuffix(":app") for name in ("serverapp", "clientapp")]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(tmp_path), *loaded],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "ClientApp" in done.stdout, done.stderr

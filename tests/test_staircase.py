@@ -17,8 +17,8 @@ STAIRCASE = (
     *("deploy", "report", "commands", "benchmarks"),
 )
 """The packages from the ground up."""
-DOORS = ("posy/__init__.py", "posy/__main__.py", "posy/method.py")
-"""`posy.run`, `python -m posy` and the names for custom methods: the only upward imports."""
+DOORS = ("posy/__init__.py", "posy/__main__.py", "posy/method.py", "posy/serverapp.py", "posy/clientapp.py")
+"""`posy.run`, `python -m posy`, the names for custom methods, and the apps for Flower: the only upward imports."""
 TRACKERS = {"mlflow-skinny", "wandb"}
 """Tools that a run's record goes to where they are installed; TensorBoard is imported through PyTorch."""
 ACCOUNTANTS = {"dp-accounting"}

@@ -1,0 +1,7 @@
+"""The ClientApp, as ``pyproject.toml`` names it for Flower."""
+
+# A simulation loads both apps at once, in two threads; see posy/serverapp.py.
+import posy  # noqa: F401
+from posy.client_app.app import app
+
+__all__ = ["app"]
