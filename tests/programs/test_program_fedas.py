@@ -5,6 +5,8 @@ Repository xiyuanyang45/FedAS, commit 1a4f5fdb0111a11e92559f6caaa1392e4c181ac1. 
 data loading: one batch holds all 8 samples of a client. Each client receives its own copy of the server's model.
 """
 
+import numpy as np
+import pytest
 from problem import check, config
 from program_tools import equalise, numbers, stored_models
 
@@ -38,6 +40,9 @@ LOCAL2 = numbers("""
 
 def test_fedas_agrees_with_the_authors_program(tmp_path, federate, monkeypatch):
     equalise(monkeypatch)
-    strategy = federate(config("fedas", tmp_path), models_folder=tmp_path).strategy
-    pairs = zip(stored_models(strategy, tmp_path), (LOCAL0, LOCAL1, LOCAL2), strict=True)
-    check("fedas", [(strategy.model, BODY), *pairs])
+    done = federate(config("fedas", tmp_path), models_folder=tmp_path)
+    strategy = done.strategy
+    local = (LOCAL0, LOCAL1, LOCAL2)
+    check("fedas", [(strategy.model, BODY), *zip(stored_models(strategy, tmp_path), local, strict=True)])
+    weights = np.linalg.lstsq(np.stack(local, axis=1)[: len(BODY)], BODY, rcond=None)[0]
+    assert done.records[-1].quantities["largest_weight"] == pytest.approx(weights.max(), rel=1e-4)

@@ -5,6 +5,8 @@ Repository JianXu95/FedPAC, commit 5770f4ff8f11ad3be61c2a62b038245fa3f25248. The
 epochs on the body. Its momentum of 0.5, weight decay of 0.0005 and head rate of 0.1 are constants.
 """
 
+import numpy as np
+import pytest
 from problem import check, config
 from program_tools import numbers, stored_models
 
@@ -54,8 +56,12 @@ LOCAL2 = numbers("""
 
 def test_fedpac_agrees_with_the_authors_program(tmp_path, federate):
     settings = {"momentum": 0.5, "weight_decay": 0.0005}
-    strategy = federate(config("fedpac", tmp_path, **settings), models_folder=tmp_path).strategy
+    done = federate(config("fedpac", tmp_path, **settings), models_folder=tmp_path)
+    strategy = done.strategy
     pairs = [(strategy.model, BODY), (strategy.prototypes, PROTOTYPES.reshape(3, 5))]
     pairs += zip(strategy.heads, (HEAD0, HEAD1, HEAD2), strict=True)
     pairs += zip(stored_models(strategy, tmp_path), (LOCAL0, LOCAL1, LOCAL2), strict=True)
     check("fedpac", pairs)
+    heads = np.stack([LOCAL0, LOCAL1, LOCAL2], axis=1)[len(BODY) :]
+    weights = [np.linalg.lstsq(heads, head, rcond=None)[0][client] for client, head in enumerate((HEAD0, HEAD1, HEAD2))]
+    assert done.records[-1].quantities["weight_of_own_head"] == pytest.approx(np.mean(weights), rel=1e-4)
