@@ -25,39 +25,39 @@ from posy.data.values import deviation
 from posy.settings import SettingsError, as_config
 
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's mode for a number of channels."""
+"""Pillow's image mode by number of channels."""
 _MAX_SIZE = 1 << 28  # numbers in one sample
 _MAX_NAME = 300
 UNLIKE_MEAN, UNLIKE_SPREAD = 2.0, 10.0
-"""Standard deviations between a site's mean of a feature and the other sites', and ratio of the standard deviations,
-beyond which the server warns."""
+"""The server warns above these limits: the distance between a site's mean of a feature and the other sites' mean, in
+standard deviations, and the ratio of the standard deviations."""
 MIN_SHOWN = 10
-"""Fewest training samples of a site for a warning with numbers: the mean of fewer could be a person's value."""
+"""Smallest number of a site's training samples for a warning with numbers: fewer could reveal a person's value."""
 MAX_UNLIKE = 20
-"""Most features that the server warns about."""
+"""Largest number of features that the server warns about."""
 
 
 @dataclass(frozen=True)
 class Description:
     """A site's description of its data, from which the sites agree on a task.
 
-    Kind and columns are as in :class:`posy.data.dataset.Content`. Mean and squares, float64 ``(F,)``, are empty if
-    the samples are not features, or the settings give mean and standard deviation.
+    ``kind`` and ``columns`` are as in :class:`posy.data.dataset.Content`. ``mean`` and ``squares``, float64 ``(F,)``,
+    are empty if the samples are not features, or if the settings give the mean and the standard deviation.
     """
 
     kind: str
     shape: tuple[int, ...]  # of one sample, as in the setting input-shape
     fixed: bool  # False for image files and texts, which take any shape
     classes: tuple[str, ...]  # names; empty if the settings name the run's classes
-    count: int  # training samples behind the next two
+    count: int  # training samples that the next two attributes summarise
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
     columns: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # notes on the data; from_answer drops them, and skipped
+    warnings: tuple[str, ...] = ()  # notes on the data; from_answer ignores them, and skipped
     skipped: int = 0  # number of unreadable files
 
     def as_answer(self) -> dict[str, Any]:
-        """Return it as the values of a Flower ConfigRecord."""
+        """Return the description as the values of a Flower ConfigRecord."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         arrays = {"mean": self.mean.tolist(), "squares": self.squares.tolist()}
         return values | arrays | site_notices(self.warnings, self.skipped)
@@ -90,12 +90,12 @@ class Description:
             and bool(np.isfinite(mean).all() and np.isfinite(squares).all() and (squares >= 0).all())
         )
         if not sensible:
-            raise DataError("its description of its data makes no sense")
+            raise DataError("its description of its data is implausible")
         return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns)
 
 
 def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
-    """Return the shared text of a site's notes on its data: at most 20 warnings of 300 characters each."""
+    """Return the warnings about a site's data for other machines, at most 20 of 300 characters each."""
     return {"warnings": [warning[:_MAX_NAME] for warning in shared_notes(warnings)[:20]], "skipped": skipped}
 
 
@@ -103,7 +103,7 @@ def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
 
 
 def open_settings(settings: DataSettings, kind: str) -> list[str]:
-    """Return the keys of the settings that leave the task of samples of a kind to the sites."""
+    """Return the keys of the task's unset settings for samples of a kind; the sites must agree on their values."""
     keys = ["sample-kind", "input-shape", "classes"]
     keys += ["feature-mean", "feature-std"] if kind == "features" else []
     values = as_config(settings)
@@ -116,12 +116,12 @@ def is_complete(settings: DataSettings) -> bool:
 
 
 def open_statistics(settings: DataSettings, kind: str) -> bool:
-    """Return whether the settings leave mean or standard deviation of the features to the sites."""
+    """Return whether the settings leave the mean or the standard deviation of the features to the sites."""
     return kind == "features" and not (settings.feature_mean and settings.feature_std)
 
 
 def task_of(settings: DataSettings) -> Task:
-    """Return the task that complete settings give, or raise :class:`SettingsError` for values that give none."""
+    """Return the task that complete settings define, or raise :class:`SettingsError` for invalid values."""
     kind, classes = TASK_KINDS[settings.sample_kind], names_in("classes", settings.classes)
     if len(classes) < 2:
         raise SettingsError(f"classes = {settings.classes!r}: expected two or more names, without duplicates")
@@ -134,7 +134,7 @@ def task_of(settings: DataSettings) -> Task:
 
 
 def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
-    """Return the setting ``input-shape`` as numbers that suit a kind of samples, or raise :class:`SettingsError`."""
+    """Return the shape in ``input-shape``, or raise :class:`SettingsError` if it does not suit the kind of samples."""
     try:
         shape = tuple(int(size) for size in settings.input_shape.split("x"))
     except ValueError:
@@ -158,7 +158,9 @@ def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.nd
         usable = np.isfinite(values).all() and (key == "feature-mean" or (values > 0).all())
         if len(values) not in (1, width) or not usable:
             bound = " above 0" if key == "feature-std" else ""
-            raise SettingsError(f"{key} = {text!r:.60}: it must be one number{bound}, or {width} with commas between")
+            raise SettingsError(
+                f"{key} = {text!r:.60}: it must be one number{bound}, or {width} numbers separated by commas"
+            )
         pair.append(np.broadcast_to(values, (width,)).copy())
     return pair[0], pair[1]
 
@@ -172,13 +174,13 @@ def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names as :func:`names_in` reads them."""
+    """Return names in the format that :func:`names_in` reads."""
     plain = all(name and "," not in name and name == name.strip() and not name.startswith("[") for name in names)
     return ",".join(names) if plain else json.dumps(list(names), ensure_ascii=False)
 
 
 def difference(columns: Sequence[str], names: Sequence[str]) -> str:
-    """Return which names are missing in some columns, and which columns are unknown; empty if none is."""
+    """Describe which names have no column, and which columns are unknown; empty if they agree."""
     missing = [name for name in names if name not in set(columns)]
     unknown = [name for name in columns if name not in set(names)]
     lists = {"missing": missing, "unknown": unknown}
@@ -202,8 +204,8 @@ def agreed(
     """Return the settings with the task that the sites agree on, and warnings that name sites, a sentence each.
 
     The settings override the sites. Otherwise the run takes the kind, the shape and the columns that most sites have.
-    It takes the sorted classes of these sites, and mean and standard deviation of each feature over their training
-    samples.
+    It takes the sorted classes of these sites, and the mean and the standard deviation of each feature over their
+    training samples.
 
     Parameters
     ----------
@@ -212,15 +214,15 @@ def agreed(
     descriptions, names : sequence
         The description of each site, and its name.
     pool : callable, optional
-        Returns classes and statistics over all sites, for the settings with kind, shape and columns, and the names of
-        the sites that fit them. By default the descriptions contain both.
+        Returns the classes and the statistics over all sites. Its arguments are the settings with kind, shape and
+        columns, and the names of the sites that fit them. By default the descriptions contain classes and statistics.
 
     Raises
     ------
     SettingsError
         If the user must decide: the sites have no majority for a kind, a shape or a set of columns, images of a site
-        would lose their colours, or only one of several sites has a class. Also if no site fits the settings, or there
-        is only one class.
+        would lose their colours, or only one of several sites has a class. Also if no site fits the settings, or the
+        sites have only one class.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
     kind, shape = _agreed_form(sites, settings)
@@ -251,8 +253,8 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
     """
     kind, shape = settings.sample_kind, settings.input_shape
     if kind == "auto":
-        kind = sites.most("sample-kind", "hold different kinds of samples", lambda d: d.kind)
-    sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, the run's are {kind}")
+        kind = sites.most("sample-kind", "have different kinds of samples", lambda d: d.kind)
+    sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, but the run uses {kind}")
     tables = kind == "features" and all(d.columns for _, d in sites.entries)
     names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
     names = names or (sites.most_columns() if tables and not shape else ())
@@ -261,9 +263,9 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
     sites.keep(
         lambda d: not d.fixed or shape_text(d.shape) == shape,
         lambda d: (
-            f"its columns are not the run's ({difference(d.columns, names)})"
+            f"its columns differ from the run's ({difference(d.columns, names)})"
             if names and d.columns
-            else f"its samples have the shape {shape_text(d.shape)}, the run's {shape}"
+            else f"its samples have the shape {shape_text(d.shape)}, but the run uses {shape}"
         ),
     )
     if not sites.entries:
@@ -276,7 +278,7 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
 
 
 def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
-    """Return the settings with mean and standard deviation of each feature over all samples, unless they are set.
+    """Return the settings with the mean and standard deviation of each feature over all samples, unless they are set.
 
     A constant feature has the standard deviation 1.
     """
@@ -296,14 +298,14 @@ def with_statistics(settings: DataSettings, descriptions: Sequence[Description] 
 def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[str] = ()) -> list[str]:
     """Return a warning for each feature that differs between a site and the other sites, for example in its unit.
 
-    It compares the statistics that sites send: a site's mean with the mean of the other sites, in standard deviations
-    over these, and its standard deviation with the geometric mean of theirs. All sites have the same weight, so that a
-    large site with another unit does not hide itself. A warning about two sites does not say which differs.
+    The function compares each site's mean with the other sites' mean, in units of their standard deviation, and its
+    standard deviation with the geometric mean of their standard deviations. All sites have the same weight, so a large
+    site with a different unit cannot hide the difference. A warning about two sites does not say which one is wrong.
 
     Parameters
     ----------
     sites : sequence of (str, Description)
-        Names of the sites, and their mean and squares ``(F,)`` in one order of the features.
+        Names and descriptions of the sites. ``mean`` and ``squares`` ``(F,)`` list the features in the same order.
     columns : sequence of str
         Names of the features; empty: warnings number the features from 0.
     """
@@ -325,7 +327,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
 def _outliers(
     sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
 ) -> dict[int, list[str]]:
-    """Return texts for each feature that differs at some of three or more sites; see :func:`_pair_differences`."""
+    """Describe, by feature, which of three or more sites differ from the others; see :func:`_pair_differences`."""
     warnings: dict[int, list[str]] = {}
     for site, (name, described) in enumerate(sites):
         other_sites = np.arange(len(sites)) != site
@@ -352,7 +354,7 @@ def _outliers(
 def _pair_differences(
     sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
 ) -> dict[int, list[str]]:
-    """Return a text for each feature that differs between two sites, without naming either as the cause.
+    """Describe each feature that differs between two sites, without naming either site as the cause.
 
     Parameters
     ----------
@@ -400,7 +402,7 @@ class _Sites:
             values = [
                 f"{v} ({_shown(name for name, d in self.entries if value_of(d) == v)})" for v in sorted(dict(counts))
             ]
-            raise SettingsError(f"the sites {problem}, and no majority has one: {'; '.join(values)}; set {key}")
+            raise SettingsError(f"the sites {problem}, and there is no majority: {'; '.join(values)}; set {key}")
         return counts[0][0] if counts else ""
 
     def shape(self) -> str:
@@ -417,7 +419,7 @@ class _Sites:
         return shape
 
     def having(self, label: str) -> str:
-        """Return the sites with a label in parentheses; nothing if the sites do not name their labels."""
+        """Return the names of the sites with a label, in parentheses; empty if the sites do not name their labels."""
         names = [name for name, d in self.entries if label in d.classes]
         return f" ({_shown(names)})" if names else ""
 
@@ -426,27 +428,28 @@ class _Sites:
         for twins in nearly_equal(classes):
             names = [listed([twin]) + self.having(twin) for twin in twins]
             self.warnings.append(
-                f"classes that nearly agree are taken for different ones: {', '.join(names)}; if they are one, "
+                f"classes with nearly equal names are separate classes: {', '.join(names)}; if they are one class, "
                 "rename it at a site"
             )
 
     def check_classes(self, classes: Iterable[str]) -> None:
-        """Raise :class:`SettingsError` if one site alone has a class, which may be another name for a common class."""
-        alone: dict[str, list[str]] = {}
+        """Raise :class:`SettingsError` if only one site has a class, which may be another name for a common class."""
+        lone_labels: dict[str, list[str]] = {}
         for label in sorted_names(set(classes)):
-            having = [name for name, d in self.entries if label in d.classes]
-            if len(having) == 1 and len(self.entries) > 1:
-                alone.setdefault(having[0], []).append(label)
-        if alone:
-            labels_by_site = [
-                f"{listed(labels[:5])}{' …' * (len(labels) > 5)} at {site}" for site, labels in list(alone.items())[:5]
+            sites = [name for name, d in self.entries if label in d.classes]
+            if len(sites) == 1 and len(self.entries) > 1:
+                lone_labels.setdefault(sites[0], []).append(label)
+        if lone_labels:
+            texts = [
+                f"{listed(labels[:5])}{' …' * (len(labels) > 5)} at {site}"
+                for site, labels in list(lone_labels.items())[:5]
             ]
-            raise _alone("; ".join(labels_by_site) + "; …" * (len(alone) > 5), classes)
+            raise _alone("; ".join(texts) + "; …" * (len(lone_labels) > 5), classes)
 
     def most_columns(self) -> tuple[str, ...]:
         """Return the most common columns in their most common order, or no columns if no site names its columns.
 
-        Raises :class:`SettingsError` for a tie.
+        A tie raises :class:`SettingsError`.
         """
         named = [(name, d) for name, d in self.entries if d.columns]
         if not named:
@@ -466,29 +469,31 @@ class _Sites:
         columns = columns or self.most_columns()
         self.keep(
             lambda d: not d.columns or set(d.columns) == set(columns),
-            lambda d: f"its columns are not the run's ({difference(d.columns, columns)})",
+            lambda d: f"its columns differ from the run's ({difference(d.columns, columns)})",
         )
         if swapped := [name for name, d in self.entries if d.columns not in ((), columns)]:
-            self.warnings.append(f"{_shown(swapped)}: columns are in another order, and are put into the run's")
+            self.warnings.append(
+                f"{_shown(swapped)}: columns are in another order; Posy puts them into the run's order"
+            )
         if columns and (nameless := [name for name, d in self.entries if not d.columns]):
             shown = ", ".join(columns[:5]) + " …" * (len(columns) > 5)
             self.warnings.append(
-                f"{_shown(nameless)}: data without names of columns, taken to be {shown} in this order"
+                f"{_shown(nameless)}: data without column names; Posy assumes the columns {shown} in this order"
             )
         return columns
 
 
 def check_common(classes: Mapping[str, int], sites: int) -> None:
-    """Raise :class:`SettingsError` if one of several sites alone has a class; ``classes`` has the number of sites."""
-    alone = sorted_names({label for label, having in classes.items() if having == 1})
-    if alone and sites > 1:
-        raise _alone(listed(alone[:5]) + " …" * (len(alone) > 5), classes)
+    """Raise :class:`SettingsError` if only one of several sites has a class; ``classes`` counts sites by class."""
+    lone_labels = sorted_names({label for label, count in classes.items() if count == 1})
+    if lone_labels and sites > 1:
+        raise _alone(listed(lone_labels[:5]) + " …" * (len(lone_labels) > 5), classes)
 
 
 def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
-    """Return the error for labels that one site alone has."""
+    """Return the error for labels that only one site has."""
     return SettingsError(
-        f"classes that one site alone has: {labels}. Sites may name one class differently, and classes is not set: "
+        f"classes that only one site has: {labels}. Sites may name one class differently, and classes is not set: "
         f"rename it at the site, or confirm all with classes={_listed(sorted_names(set(classes)))!r}"
     )
 

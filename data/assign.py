@@ -17,20 +17,20 @@ from posy.settings import SettingsError
 
 Parts = list[np.ndarray]
 
-_FEW = 10  # least number of samples that each client of a Dirichlet partition should have
+_FEW = 10  # samples that each client of a Dirichlet partition should have at least
 _DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that Posy tries for _FEW samples, and in total; each draws _TRIES times
 _TRIES = 11
 _HOPELESS = 1e-3
 """Expected number of successes in all draws below which Posy gives up after the first partitioner."""
 _SIMULATED = 100_000
-"""Number of clients that the estimate simulates, in as many draws as they fill."""
+"""Number of clients that the estimate simulates over all its draws."""
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Divide each class in Dirichlet proportions.
 
-    Draws until each client has 10 samples, or fewer for small data. If this fails, draws until each client has 2.
-    ``dirichlet_balanced`` is the rule of PFLlib and FedLab, which assigns class after class.
+    The function draws until each client has 10 samples, or fewer for small data. If this fails, it draws until each
+    client has 2. ``dirichlet_balanced`` selects the rule of PFLlib and FedLab, which assigns one class after another.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
@@ -52,22 +52,22 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 
 
 def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
-    """Raise :class:`SettingsError` if hardly any draw leaves each client with ``least`` samples."""
+    """Raise :class:`SettingsError` if hardly any draw gives each client ``least`` samples."""
     clients = settings.num_clients
-    lacking = _share_lacking(np.bincount(dataset.y), settings, least)
-    if lacking == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-lacking)) < _HOPELESS:
+    share = _share_lacking(np.bincount(dataset.y), settings, least)
+    if share == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-share)) < _HOPELESS:
         raise SettingsError(
             f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: a draw leaves about "
-            f"{max(1, round(lacking * clients))} clients without {least} of the {len(dataset)} samples of "
+            f"{max(1, round(share * clients))} clients without {least} of the {len(dataset)} samples of "
             f"{dataset.name}; raise dirichlet-alpha or lower num-clients"
         )
 
 
 def _share_lacking(counts: np.ndarray, settings: DataSettings, least: int) -> float:
-    """Estimate the share of the clients that a draw leaves with fewer than ``least`` samples.
+    """Estimate the share of the clients that get fewer than ``least`` samples in a draw.
 
-    If clients were independent, a draw would succeed with probability (1 - share)^M. Their sizes are negatively
-    associated, because they have a fixed sum, so that this is an upper bound.
+    If the clients were independent, a draw would succeed with probability (1 - share)^M. This is an upper bound,
+    because the clients' sizes have a fixed sum and are therefore negatively associated.
 
     Parameters
     ----------
@@ -109,33 +109,33 @@ def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) 
 def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Give each client S classes in uneven shares, as PFLlib does.
 
-    Class after class goes to the first M S / C clients that have fewer than S classes, so consecutive clients have the
+    Each class in turn goes to the first M S / C clients that have fewer than S classes, so consecutive clients have the
     same classes. Each client of a class gets 10 to 100 % of an even share at random, and the last one gets the
     remainder. If M S is less than C, the last C - M S classes are not used.
     """
-    clients, wanted, num_classes = settings.num_clients, settings.classes_per_client, dataset.task.num_classes
-    missing = np.full(clients, wanted)
+    clients, per_client, num_classes = settings.num_clients, settings.classes_per_client, dataset.task.num_classes
+    open_slots = np.full(clients, per_client)
     parts: list[Parts] = [[] for _ in range(clients)]
-    for label in range(min(num_classes, clients * wanted)):
+    for label in range(min(num_classes, clients * per_client)):
         samples = rng.permutation(np.flatnonzero(dataset.y == label))
-        takers = np.flatnonzero(missing)[: -(-clients * wanted // num_classes)]
-        if not 0 < len(takers) <= len(samples):
+        class_clients = np.flatnonzero(open_slots)[: -(-clients * per_client // num_classes)]
+        if not 0 < len(class_clients) <= len(samples):
             raise SettingsError(
-                f"classes-per-client = {wanted} with num-clients = {clients} gives the {len(samples)} samples of class "
-                f"{dataset.task.class_names[label]} of {dataset.name} to {len(takers)} clients; it must be one client "
-                "or more, each with a sample. Choose num-clients times classes-per-client as a multiple of the "
-                f"{num_classes} classes"
+                f"classes-per-client = {per_client} with num-clients = {clients} gives the {len(samples)} samples of "
+                f"class {dataset.task.class_names[label]} of {dataset.name} to {len(class_clients)} clients; it must "
+                "be one client or more, each with a sample. Choose num-clients times classes-per-client as a multiple "
+                f"of the {num_classes} classes"
             )
-        even = len(samples) / len(takers)
-        sizes = rng.integers(max(1, int(even / 10)), max(2, int(even)), len(takers) - 1)
-        for client, part in zip(takers, np.split(samples, np.cumsum(sizes)), strict=True):
+        even_share = len(samples) / len(class_clients)
+        sizes = rng.integers(max(1, int(even_share / 10)), max(2, int(even_share)), len(class_clients) - 1)
+        for client, part in zip(class_clients, np.split(samples, np.cumsum(sizes)), strict=True):
             parts[client].append(part)
-        missing[takers] -= 1
+        open_slots[class_clients] -= 1
     return [np.concatenate(samples) for samples in parts]
 
 
 def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Sort by label, cut into equal shards, give each client some at random (FedDRM, section 5).
+    """Sort by label, cut into equal shards, and give each client some at random (FedDRM, section 5).
 
     Samples after the last complete shard are not used.
     """
@@ -150,7 +150,7 @@ def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
 
 
 def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
-    """Give each client one group: the M largest groups (among equal ones the first), ordered by their number."""
+    """Give each client one of the M largest groups, ordered by number; the first ones if sizes are equal."""
     assert dataset.groups is not None
     groups, sizes = np.unique(dataset.groups, return_counts=True)
     chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]
@@ -179,7 +179,7 @@ class _Labels(datasets.Dataset):  # type: ignore[misc]
         return np.asarray(indices, np.int64)
 
     def sort(self, _: str) -> Any:
-        """Return itself: a partitioner that sorts receives sorted labels."""
+        """Return the labels as they are: a partitioner that sorts receives sorted labels."""
         return self
 
 
@@ -195,7 +195,7 @@ def _divide(
 ) -> Parts:
     """Divide samples by label with a partitioner, and return their indices.
 
-    The samples are first shuffled, if ``shuffled``, then sorted by label, if ``ordered``.
+    ``shuffled`` shuffles the samples first, and ``ordered`` then sorts them by label.
     """
     seed = int(rng.integers(2**32))
     order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))

@@ -56,18 +56,18 @@ def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tu
     draw, change = AUGMENTS.get(augment, (_draw_nothing, _identity))
     black = -mean / std
 
-    def drawn(count: int, generator: torch.Generator) -> Tensor:
+    def draw_numbers(count: int, generator: torch.Generator) -> Tensor:
         numbers = draw(count, generator)
         if custom is None:
             return numbers
         return torch.cat([torch.rand(count, SEED_NUMBERS, generator=generator), numbers], dim=1)
 
-    def changed(x: Tensor, numbers: Tensor) -> Tensor:
+    def change_images(x: Tensor, numbers: Tensor) -> Tensor:
         if custom is None:
             return change(x, numbers, black)
         return custom(change(x, numbers[:, SEED_NUMBERS:], black), numbers[:, :SEED_NUMBERS])
 
-    return drawn, changed
+    return draw_numbers, change_images
 
 
 def draw_boxes(count: int, generator: torch.Generator) -> Tensor:

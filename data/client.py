@@ -38,16 +38,16 @@ class ClientData:
 
     @property
     def nbytes(self) -> int:
-        """Size of its tensors in memory."""
+        """Size of the tensors in memory, in bytes."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
 def client_data(
     dataset: Dataset, part: Partition, client: int, settings: DataSettings, device: torch.device, *, seed: int = 0
 ) -> ClientData:
-    """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if there is none.
+    """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if it does not exist.
 
-    With `resized-crop` this function crops test and validation images once, at random from the seed. Training draws a
+    With `resized-crop` the function crops test and validation images once, at random from the seed. Training draws a
     new crop of each training image in every epoch.
     """
     if not 0 <= client < len(part.train):

@@ -21,8 +21,8 @@ class Columns:
     inputs: tuple[str, ...] = ()
     group: str = ""
     offered: tuple[str, ...] | None = None
-    """With a policy: the columns that it offers as inputs. The label is then one of the other columns. It does not
-    depend on the columns that the run uses, so a run cannot choose the label."""
+    """The columns that the site's policy offers as inputs, or None without a policy. With a policy, the label is one of
+    the other columns. It does not depend on the columns that the run uses, so a run cannot choose the label."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
@@ -52,9 +52,9 @@ def roles(
 ) -> Roles:
     """Return the roles of the columns of a table.
 
-    The label is the named column, else ``label``, else the only column of ``coded``, which contain numbers of named
-    classes, else the last column, with a note. The samples are the named columns, else a column ``text``, else the only
-    column of ``images``, else all columns except the label and the groups.
+    The label is the named column, else ``label``, else the only column in ``coded``, else the last column, with a note.
+    ``coded`` are the columns that contain numbers of named classes. The samples are the named columns, else a column
+    ``text``, else the only column in ``images``, else all columns except the label and the groups.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
                 name,
             )
         if other := [key2 for key2, name2 in named if name2 == name and key2 != key]:
-            raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; it can be one of them")
+            raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; name it in one of them")
 
 
 def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: Sequence[int]) -> tuple[int, list[str]]:
@@ -130,7 +130,7 @@ def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: 
 def name_notes(names: Sequence[str], header: Sequence[str]) -> list[str]:
     """Return notes on possible mistakes in the names of features."""
     notes = [Note(f"column {1 + header.index('')} has no name and is a feature")] if "" in names else []
-    return [*notes, *(Note(f"columns of nearly the same name: {', '.join(twins)}") for twins in nearly_equal(names))]
+    return [*notes, *(Note(f"columns with nearly equal names: {', '.join(twins)}") for twins in nearly_equal(names))]
 
 
 def names_in(key: str, text: str) -> tuple[str, ...]:

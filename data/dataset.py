@@ -22,8 +22,8 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 class Dataset:
     """All samples of a data set, for training and for tests.
 
-    ``x``, which may be mapped from a file, are ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)`` features,
-    float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
+    ``x``, which may be mapped from a file, contains ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)``
+    features, float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
     :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``: float32 per channel of
     pixels/255 for uint8 images, float64 per feature for features. They are 0 and 1 for values without
     normalisation, and for features before :func:`fitted`.
@@ -53,18 +53,18 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """The content of a file or a folder, before it belongs to a task; groups and given are as in :class:`Dataset`."""
+    """The content of a file or a folder, before it belongs to a task."""
 
     path: Path  # for messages
     kind: str  # image (uint8), image-float, features, text or tokens (numbers of words)
     x: Any  # as in Dataset; for text, the N texts
     labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
-    groups: np.ndarray | None = None
-    is_test: np.ndarray | None = None  # this and group_names are as in Dataset
+    groups: np.ndarray | None = None  # this and the next two are as in Dataset
+    is_test: np.ndarray | None = None
     given: Indices | None = None
     class_names: tuple[str, ...] = ()  # if the data has them; the labels are then their numbers 0..C-1
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
-    group_names: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()  # as in Dataset
     read_notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
     unreadable: tuple[str, ...] = ()  # an error message for each unreadable file
     resized: bool = False  # whether image files were resized to one size, and can be resized to any
@@ -96,7 +96,7 @@ class Content:
 
 
 def bytes_of(array: np.ndarray) -> Iterator[memoryview]:
-    """Yield the bytes of an array in blocks, to avoid loading an array on disk at once."""
+    """Yield the bytes of an array in blocks, to avoid loading an array on disk as a whole."""
     for row in range(0, len(array), 1024):
         yield np.ascontiguousarray(array[row : row + 1024]).data
 
@@ -115,8 +115,8 @@ def make_dataset(
     """Build a data set from samples and labels, as in :class:`Dataset`, and the parts of its :class:`Task`.
 
     uint8 pixels are scaled to [-1, 1], as in PFLlib, to make curves comparable. Other pixels and tokens do not change.
-    ``scale`` is mean and standard deviation of features. Without it :func:`fitted` computes them. ``text_length`` is
-    the number of tokens of a text after :func:`fitted`. The kind of the samples is as in :class:`Content`;
+    ``scale`` is the mean and the standard deviation of the features. Without it :func:`fitted` computes them.
+    ``text_length`` is the number of tokens of a text after :func:`fitted`. ``sample_kind`` is as in :class:`Content`.
     ``attributes`` are further attributes of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
@@ -137,9 +137,9 @@ def make_dataset(
 def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dataset:
     """Return a data set whose statistics and vocabulary come from training samples alone.
 
-    Each feature gets mean and standard deviation over the training samples of all clients. A constant feature is only
-    centred. Texts become tokens: the ``max_words`` most frequent words of the training texts get a number. Images and
-    tokens need no statistics.
+    The mean and the standard deviation of each feature are over the training samples of all clients. A constant feature
+    is only centred. Texts become tokens: each of the ``max_words`` most frequent words of the training texts gets a
+    number. Images and tokens need no statistics.
 
     Parameters
     ----------

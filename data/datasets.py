@@ -25,8 +25,8 @@ from posy.settings import SettingsError
 def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dataset, Partition]:
     """Return a data set, ready for training, and its partition over the clients.
 
-    Statistics and vocabulary come only from the training samples of the partition. The function raises the errors of
-    :func:`load_dataset` and :func:`posy.data.partitions.partition`.
+    The statistics and the vocabulary come only from the training samples of the partition. The function raises the
+    errors of :func:`load_dataset` and :func:`posy.data.partitions.partition`.
     """
     dataset = load_dataset(settings, data_dir, seed)
     part = partition(dataset, settings, seed)
@@ -36,7 +36,8 @@ def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dat
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     """Load a data set by name or path. The seed selects the subset of ``max_samples``.
 
-    Features are not standardised yet, and texts are still texts: :func:`posy.data.dataset.fitted` needs the partition.
+    Features are not standardised yet, and texts are not tokens yet: :func:`posy.data.dataset.fitted` needs the
+    partition for both.
 
     Raises
     ------
@@ -83,18 +84,18 @@ def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
-    """Raise :class:`SettingsError` for settings of sizes or words that do not apply to the data."""
+    """Raise :class:`SettingsError` for image sizes, text lengths or vocabularies that do not apply to the data."""
     task = dataset.task
-    for key, kind, wanted, reason in (
+    for key, kind, expected, reason in (
         ("image-size", "image", (settings.image_size,) * 2, "image files are resized"),
         ("text-length", "text", (settings.text_length,), "texts are cut to a number of words"),
     ):
-        sizes = task.input_shape[-len(wanted) :]
-        if wanted[0] and (task.kind != kind or sizes != wanted):
+        sizes = task.input_shape[-len(expected) :]
+        if expected[0] and (task.kind != kind or sizes != expected):
             shape = "x".join(map(str, sizes if task.kind == kind else task.input_shape))
             raise SettingsError(
-                f"{key} = {wanted[0]} does not go with {dataset.name}, which holds samples of the kind {task.kind} and "
-                f"the size {shape}: only {reason}; set it to 0"
+                f"{key} = {expected[0]} does not go with {dataset.name}, which holds samples of the kind {task.kind} "
+                f"and the size {shape}: only {reason}; set it to 0"
             )
     if settings.vocabulary != DataSettings.vocabulary and dataset.sample_kind != "text":
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""Preprocessing of a user's image, text or row of numbers into the input of a network, as in its training."""
+"""Turns a user's image, text or row of numbers into the input of a network, with the preprocessing of its training."""
 
 import json
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read the JSON that :meth:`to_json` returns; another text raises ValueError, KeyError or TypeError."""
+        """Read the JSON that :meth:`to_json` returns; other text raises ValueError, KeyError or TypeError."""
         stored = json.loads(text)
         kind, classes = stored["kind"], tuple(stored["classes"])
         task = Task(TASK_KINDS[kind], tuple(stored["shape"]), classes, stored["vocabulary"])

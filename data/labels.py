@@ -18,16 +18,16 @@ _ABSENT = frozenset({"nan", "na", "n/a", "none", "null", "missing", "?"})
 
 
 def as_labels(y: np.ndarray, where: str) -> np.ndarray:
-    """Return ``(N,)`` labels that keep their identity: int64, or texts where int64 cannot hold all of them.
+    """Return labels ``(N,)`` without merging any: as int64, or as texts if int64 cannot hold all of them.
 
-    Whole numbers of every type, including whole floats, keep their values; beyond int64 they become texts of their
-    digits. Texts lose surrounding spaces and get one spelling of accents (NFC). Bytes are read as UTF-8.
+    Whole numbers of every type, including whole floats, keep their values. Beyond int64 they become texts of their
+    digits. The function strips spaces around texts, normalises accents (NFC), and reads bytes as UTF-8.
 
     Raises
     ------
     DataError
-        If the number of labels differs from the number of samples, or a label is empty, NaN or has a fraction, or is
-        a float that its type cannot distinguish from the next whole number.
+        If the number of labels differs from the number of samples. Also if a label is empty or NaN, has a fraction, or
+        is a float that its type cannot distinguish from the next whole number.
     """
     y = np.asarray(y)
     if y.ndim > 1 and y.size == len(y):
@@ -49,7 +49,7 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
     if large.any():
         raise DataError(
             f"{where}: label {y[large][0]} at index {large.argmax()}; {y.dtype} cannot distinguish whole numbers "
-            f"from {limit:.0f} on: store labels as whole numbers or texts"
+            f"from {limit:.0f} upwards: store labels as whole numbers or texts"
         )
     return y.astype(np.int64)
 
@@ -87,7 +87,7 @@ def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
 
 
 def distinct_labels(labels: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return labels as numbers 0..C-1, ``(N,)`` int64, and the C names: by value if all are numbers, else as texts."""
+    """Return labels as numbers 0..C-1, ``(N,)`` int64, and the C names, sorted by :func:`sorted_names`."""
     values, indices = np.unique(labels, return_inverse=True)
     texts = [str(value) for value in values]
     names = tuple(sorted_names(texts))
@@ -101,7 +101,7 @@ def renumbered(indices: np.ndarray, labels: Sequence[str], names: Sequence[str])
 
 
 def sorted_names(names: Collection[str]) -> list[str]:
-    """Sort names of classes: by value if all are whole numbers, else as texts."""
+    """Sort names of classes: by value if all are whole numbers, else alphabetically."""
     if all(_INTEGER.fullmatch(name) for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)
@@ -110,7 +110,7 @@ def sorted_names(names: Collection[str]) -> list[str]:
 def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray, tuple[str, ...]]:
     """Return natural groups ``(N,)`` as numbers from 0 in their order, int64, and their names.
 
-    Where all names are whole numbers, ``kind`` precedes them, as in ``group 3``: a number alone is a client's number.
+    If all names are whole numbers, ``kind`` precedes them, as in ``group 3``, because a plain number means a client.
     """
     names, numbers = np.unique(values, return_inverse=True)
     texts = [str(name) for name in names]
@@ -120,16 +120,16 @@ def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray
 
 
 def label_name(text: str) -> str:
-    """Return a text as the name of a class: without surrounding spaces, accents in one spelling (NFC)."""
+    """Return a text as the name of a class, without surrounding spaces and with normalised accents (NFC)."""
     return unicodedata.normalize("NFC", text.strip())
 
 
 def written_label(cell: str) -> str:
     """Return the label in a cell of a table.
 
-    A whole number has one name, also as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are the class 1. Every other text
-    is its own name, without surrounding spaces: ``01`` is not 1. The meaning of a cell does not depend on other cells,
-    so it is the same at every site.
+    A whole number has one name, also if it is written as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are the class 1.
+    Every other text, without surrounding spaces, is a class name by itself: ``01`` is not 1. The meaning of a cell does
+    not depend on other cells, so it is the same at every site.
     """
     name = label_name(cell)
     if integer := _CANONICAL.fullmatch(name):
@@ -142,11 +142,11 @@ def written_label(cell: str) -> str:
 
 
 def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None = None) -> list[str]:
-    """Return warnings about labels 0..C-1, ``(N,)``, and their names; ``is_test`` as in ``Content``."""
+    """Return warnings about labels 0..C-1, ``(N,)``, and their names; ``is_test`` is as in ``Content``."""
     notes: list[str] = []
-    if all(map(_INTEGER.fullmatch, names)) and (below := [name for name in names if name.startswith("-")]):
+    if all(map(_INTEGER.fullmatch, names)) and (negative := [name for name in names if name.startswith("-")]):
         notes.append(
-            Note(f"negative labels are separate classes: {', '.join(below)}", "negative labels are separate classes")
+            Note(f"negative labels are separate classes: {', '.join(negative)}", "negative labels are separate classes")
         )
     if absent := [name for name in names if name.casefold() in _ABSENT]:
         notes.append(
@@ -154,30 +154,30 @@ def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None 
         )
     notes += [
         Note(
-            f"{listed(twins)} are separate classes, although their names nearly agree",
-            "the names of some classes nearly agree",
+            f"{listed(twins)} are separate classes, although their names are nearly equal",
+            "the names of some classes are nearly equal",
         )
         for twins in nearly_equal(names)
     ]
     if is_test is not None and (unseen := np.setdiff1d(y[is_test], y[~is_test])).size:
         notes.append(
             Note(
-                f"classes of the test set alone: {', '.join(names[label] for label in unseen)}",
-                "some classes exist in the test set only",
+                f"classes that only the test set contains: {', '.join(names[label] for label in unseen)}",
+                "some classes occur only in the test set",
             )
         )
     if len(y) >= 20 and 2 * len(names) > len(y):
         notes.append(
             Note(
-                f"{len(y)} samples have {len(names)} different labels: they may not be names of classes",
-                "more than half of the labels differ: they may not be names of classes",
+                f"{len(y)} samples have {len(names)} different labels, which might not be names of classes",
+                "more than half of the labels differ; they might not be names of classes",
             )
         )
     return notes
 
 
 def nearly_equal(names: Collection[str]) -> list[list[str]]:
-    """Return the groups of names that differ only in case, spaces or spelling, as Cat and cat, or 1 and 01."""
+    """Return the groups of names that differ only in case, spaces or spelling, such as Cat and cat, or 1 and 01."""
     names_by_key = defaultdict(list)
     for name in sorted(set(names)):
         key = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf").casefold()

@@ -22,7 +22,7 @@ from posy.settings import SettingsError
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in rising order.
+    """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in ascending order.
 
     A test split is empty only for a client with a single sample, or if a given partition has an empty one. A validation
     split is empty only for a client with a single training sample, or if ``validation_fraction`` is 0.
@@ -59,7 +59,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     The same data, settings and seed give the same partition in every process. flwr-datasets assigns samples by their
     labels alone, except with ``samples_per_client``. Data that is already partitioned keeps its partition.
 
-    A supplied test set is used for tests, unless ``test_set`` pools it. The rule then assigns the training samples, and
+    A supplied test set is used for tests, unless ``test_set`` pools it. Posy then assigns the training samples, and
     each client gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, the test samples of
     its group. Without a test set, each client's samples are split by ``test_fraction``.
 
@@ -104,9 +104,9 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 
 
 def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
-    """Return (train, test) of each client as a partition, with at most ``train_samples`` training samples.
+    """Return the (train, test) indices of clients as a partition, with at most ``train_samples`` training samples.
 
-    A share ``validation_fraction`` of the training samples is for validation.
+    A fraction ``validation_fraction`` of the training samples is held out for validation.
     """
     if settings.train_samples:
         pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
@@ -135,7 +135,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
             )
         if settings.partition not in ("given", "natural", DataSettings.partition):
             raise SettingsError(
-                f"partition = {settings.partition!r}: {dataset.name} comes partitioned; leave partition out, or set "
+                f"partition = {settings.partition!r}: {dataset.name} comes partitioned; remove partition, or set "
                 "it to 'given'"
             )
         if len(dataset.given) != clients:
@@ -169,7 +169,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
 
 
 def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Return (train, test) of each client."""
+    """Return the (train, test) indices of each client."""
     if kind == "given":
         return dataset.given or ()
     if kind == "file":
@@ -189,7 +189,7 @@ def _with_test_set(
     settings: DataSettings,
     rng: np.random.Generator,
 ) -> Indices:
-    """Return (train, test) of each client; ``training`` has only the labels and groups of the other samples."""
+    """Return the (train, test) indices of each client; ``training`` has the training samples' labels and groups."""
     rows, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     if kind == "file":
         pairs = _from_file(dataset, settings, rng, is_test)
@@ -225,7 +225,7 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
     available : numpy.ndarray
         Samples of each class in the test set, ``(C,)``. Classes without a training sample are not used.
     rng : numpy.random.Generator
-        Decides between equal remainders.
+        Breaks ties between equal remainders.
     """
     totals = np.maximum(counts.sum(0), 1)
     shares, remainders = np.divmod(counts * available, totals)
@@ -263,9 +263,9 @@ def _divided(
 def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *, tested: bool = True) -> Indices:
     """Give each client the same number of samples, equally from each of its S classes (PPFE, appendix A.2).
 
-    ``samples_per_client`` are for training. If ``tested``, each client also gets test samples from the same pool and
-    classes: ``test_fraction`` of all its samples. Each client takes the S classes that the fewest clients have so far,
-    in random order. With ``partition = "iid"`` there is one class.
+    Each client gets ``samples_per_client`` training samples. If ``tested``, it also gets test samples from the same
+    pool and classes: ``test_fraction`` of all its samples. Each client takes the S classes that the fewest clients have
+    so far, in random order. With ``partition = "iid"`` all samples count as one class.
     """
     by_class = settings.partition == "classes"
     y, num_classes = (dataset.y, dataset.task.num_classes) if by_class else (np.zeros(len(dataset)), 1)
@@ -281,26 +281,26 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
     take_train = train // per_client + (class_numbers < train % per_client)
     take_test = test // per_client + (class_numbers[::-1] < test % per_client)
     pools = [rng.permutation(np.flatnonzero(y == label)) for label in range(num_classes)]
-    times = np.zeros(num_classes, np.int64)
-    used = np.zeros(num_classes, np.int64)
+    clients_per_class = np.zeros(num_classes, np.int64)
+    num_used = np.zeros(num_classes, np.int64)
     pairs = []
     for _ in range(settings.num_clients):
-        chosen = np.lexsort((rng.random(num_classes), times))[:per_client]
-        times[chosen] += 1
+        labels = np.lexsort((rng.random(num_classes), clients_per_class))[:per_client]
+        clients_per_class[labels] += 1
         parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        for label, *counts in zip(rng.permutation(chosen), take_train, take_test, strict=True):
+        for label, *counts in zip(rng.permutation(labels), take_train, take_test, strict=True):
             for part, count in zip(parts, counts, strict=True):
-                part.append(pools[label][used[label] : used[label] + count])
-                used[label] += count
+                part.append(pools[label][num_used[label] : num_used[label] + count])
+                num_used[label] += count
         pairs.append((np.concatenate(parts[0]), np.concatenate(parts[1])))
     for label, pool in enumerate(pools):
-        if used[label] > len(pool):
+        if num_used[label] > len(pool):
             of_class = f" of class {dataset.task.class_names[label]}" if by_class else ""
             tests = f" and test-fraction = {settings.test_fraction:g}" if tested else ""
             raise SettingsError(
-                f"samples-per-client = {train} with num-clients = {settings.num_clients}{tests} needs {used[label]} "
-                f"samples ({'train and test' if tested else 'train'}){of_class}, {dataset.name} has {len(pool)}; lower "
-                "one of them"
+                f"samples-per-client = {train} with num-clients = {settings.num_clients}{tests} needs "
+                f"{num_used[label]} samples ({'train and test' if tested else 'train'}){of_class}, {dataset.name} has "
+                f"{len(pool)}; lower one of them"
             )
     return tuple(pairs)
 
@@ -308,9 +308,9 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
 def _from_file(
     dataset: Dataset, settings: DataSettings, rng: np.random.Generator, is_test: np.ndarray | None = None
 ) -> Indices:
-    """Read a list of index lists, or {"train": [...], "test": [...]} with such a list each.
+    """Read a file with a list of index lists, or with {"train": [...], "test": [...]} of two such lists.
 
-    With ``is_test``, the samples of the supplied test set are for tests only.
+    With ``is_test``, a client may not train on samples of the supplied test set.
     """
     path = expanded(settings.partition_file)
     if not settings.partition_file or not exists(path):
@@ -318,28 +318,28 @@ def _from_file(
             f"partition-file = {settings.partition_file!r}: partition = 'file' needs a JSON file; looked for "
             f"{path.absolute()}"
         )
-    clients, named = _listed_clients(path, len(dataset), settings)
+    clients, has_test_lists = _listed_clients(path, len(dataset), settings)
     pairs: Indices = tuple(clients)
-    if named and is_test is None and settings.test_fraction != DataSettings.test_fraction:
+    if has_test_lists and is_test is None and settings.test_fraction != DataSettings.test_fraction:
         log(
             WARNING,
             "test-fraction = %g has no effect: %s lists the test samples; remove test-fraction",
             settings.test_fraction,
             path,
         )
-    if not named and is_test is not None:
+    if not has_test_lists and is_test is not None:
         pairs = tuple((part[~is_test[part]], part[is_test[part]]) for (part,) in clients)
-    elif not named:
+    elif not has_test_lists:
         pairs = split([part for (part,) in clients], settings.test_fraction, rng)
     for client, (train, _) in enumerate(pairs):
-        if is_test is not None and (tested := train[is_test[train]]).size:
+        if is_test is not None and (test_samples := train[is_test[train]]).size:
             raise SettingsError(
-                f"partition-file = {settings.partition_file!r}: client {client} trains on sample {tested[0]}, which "
-                f"belongs to the test set of {dataset.name}; list it under test, or set test-set to 'pooled'"
+                f"partition-file = {settings.partition_file!r}: client {client} trains on sample {test_samples[0]}, "
+                f"which belongs to the test set of {dataset.name}; list it under test, or set test-set to 'pooled'"
             )
     train, test = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    if both := len(np.intersect1d(train, test)):
-        log(WARNING, "%s: %s samples are for the training of one client and the test of another", path, both)
+    if overlap := len(np.intersect1d(train, test)):
+        log(WARNING, "%s: %s samples are training samples of one client and test samples of another", path, overlap)
     return pairs
 
 
@@ -355,33 +355,33 @@ def _listed_clients(path: Path, size: int, settings: DataSettings) -> tuple[list
             raise SettingsError(f"num-clients = {settings.num_clients}: {path} lists {len(splits[name])} clients")
     clients: list[Any] = []
     for client, lists in enumerate(zip(*(splits[name] for name in names), strict=True)):
-        parts = tuple(_indices(listed, size, f"{path}: client {client}") for listed in lists)
-        values, times = np.unique(np.concatenate(parts), return_counts=True)
+        parts = tuple(_indices(values, size, f"{path}: client {client}") for values in lists)
+        indices, times = np.unique(np.concatenate(parts), return_counts=True)
         if (times > 1).any():
-            raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
+            raise DataError(f"{path}: client {client} lists sample {indices[times > 1][0]} twice; once is allowed")
         clients.append(parts)
     return clients, "all" not in splits
 
 
 def count_aside(count: int, fraction: float) -> int:
-    """Return how many of a client's samples :func:`split` sets aside."""
+    """Return the number of a client's samples that :func:`split` sets aside."""
     return min(max(round(count * fraction), 1), count - 1) if count > 1 else 0
 
 
 def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator) -> Indices:
-    """Set a random fraction of each client's samples aside. A client with two or more samples gets both parts."""
+    """Set a random fraction of each client's samples aside. With two or more samples, both parts are non-empty."""
     pairs = []
     for part in parts:
         shuffled = rng.permutation(part)
-        aside = count_aside(len(part), fraction)
-        pairs.append((shuffled[aside:], shuffled[:aside]))
+        count = count_aside(len(part), fraction)
+        pairs.append((shuffled[count:], shuffled[:count]))
     return tuple(pairs)
 
 
-def _indices(listed: Any, size: int, where: str) -> np.ndarray:
-    if not isinstance(listed, list):
-        raise DataError(f"{where}: {listed!r:.40} is not a list of sample indices")
-    for position, index in enumerate(listed):
+def _indices(values: Any, size: int, where: str) -> np.ndarray:
+    if not isinstance(values, list):
+        raise DataError(f"{where}: {values!r:.40} is not a list of sample indices")
+    for position, index in enumerate(values):
         if type(index) is not int or not 0 <= index < size:
             raise DataError(f"{where}: {index!r} at position {position}; allowed: whole numbers from 0 to {size - 1}")
-    return np.array(listed, np.int64)
+    return np.array(values, np.int64)

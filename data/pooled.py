@@ -19,11 +19,11 @@ from posy.settings import SettingsError
 WORD_BITS = 64
 """Bits of each whole number of the masked sum."""
 SCALE_BITS = 200
-"""The mean travels in units of 2^-200, and the sum of squares in units of 2^-400."""
+"""Sites send the mean in units of 2^-200, and the sum of squares in units of 2^-400."""
 SUM_WORDS, SQUARE_WORDS = 6, 11
 """Words for n · mean and for the sum of squares, with n < 2^40 and values within float32: 368 and 696 bits."""
 CELLS, CHOICES, NAME_BYTES = 768, 3, 120
-"""Cells of the table of labels, cells for each label, and most bytes of a label in UTF-8."""
+"""Number of cells of the label table, cells for each label, and largest number of bytes of a label in UTF-8."""
 _NAME_WORDS = NAME_BYTES // 8 + 1  # one spare word: the sum of names over sites does not overflow
 _CELL_WORDS = 1 + 2 + _NAME_WORDS
 
@@ -84,12 +84,12 @@ def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
     """
     sites, count = sums[:2]
     if not count:
-        raise SettingsError("the statistics of the sites are over no rows: a site has sent wrong numbers")
+        raise SettingsError("the statistics of the sites cover no rows: a site has sent wrong numbers")
     mean, squares, start = [], [], 2
     for _ in range(features):
-        middle, end = start + SUM_WORDS, start + SUM_WORDS + SQUARE_WORDS
-        total = Fraction(_signed(sums[start:middle]), 2**SCALE_BITS)
-        total_squares = Fraction(_signed(sums[middle:end]), 2 ** (2 * SCALE_BITS))
+        sum_end, end = start + SUM_WORDS, start + SUM_WORDS + SQUARE_WORDS
+        total = Fraction(_signed(sums[start:sum_end]), 2**SCALE_BITS)
+        total_squares = Fraction(_signed(sums[sum_end:end]), 2 ** (2 * SCALE_BITS))
         mean.append(float(total / count))
         squares.append(float(max(Fraction(0), total_squares - total * total / count)))
         start = end
@@ -98,7 +98,7 @@ def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
 
 
 def _words(number: int, words: int) -> list[int]:
-    """Return a whole number modulo 2^(64 ``words``) as words, the lowest first."""
+    """Return a whole number modulo 2^(64 ``words``) as words, the lowest word first."""
     if abs(number) >> (WORD_BITS * words - 1):
         raise DataError("a feature is too large for a masked sum; set feature-mean and feature-std", "extreme-value")
     return _split(number % (1 << (WORD_BITS * words)), words)
@@ -121,12 +121,12 @@ def _signed(sums: Sequence[int]) -> int:
 # -- labels ------------------------------------------------------------------------------------------------
 #
 # An invertible Bloom lookup table (Goodrich and Mitzenmacher, 2011) lists the union of sets from the sum of their
-# tables. Each label adds 1, its check and its name to three cells. A cell with one label, from any number of sites, is
-# recognised by its check. The server reads the label there and subtracts it from its other cells.
+# tables. Each label adds 1, its checksum and its name to three cells. The checksum shows whether a cell contains a
+# single label, from any number of sites. The server reads this label and subtracts it from all three cells.
 
 
 def _table_of(names: Iterable[str]) -> list[int]:
-    """Return the table of a set of labels: ``CELLS`` cells with a count, a check and a name."""
+    """Return the table of a set of labels: ``CELLS`` cells with a count, a checksum and a name."""
     cells = [[0, 0, 0] for _ in range(CELLS)]
     for name in names:
         text = name.encode()
@@ -151,9 +151,9 @@ def _names_in(sums: Sequence[int]) -> dict[str, int]:
         row = sums[start : start + _CELL_WORDS]
         cells.append([row[0], _joined(row[1:3]), _joined(row[3:])])
     names: Counter[str] = Counter()
-    waiting = list(range(len(cells)))
-    while waiting:
-        cell = waiting.pop()
+    pending = list(range(len(cells)))
+    while pending:
+        cell = pending.pop()
         count, check, name = cells[cell]
         if count <= 0 or name % count or check % count:
             continue
@@ -165,14 +165,14 @@ def _names_in(sums: Sequence[int]) -> dict[str, int]:
         for index in label_cells:
             cells[index] = [a - times * b for a, b in zip(cells[index], (1, label_check, number), strict=True)]
         names[label_name(text.decode(errors="replace"))] += times
-        waiting += label_cells
+        pending += label_cells
     if any(any(cell) for cell in cells):
         raise SettingsError("the sites have too many labels for a masked sum: set classes")
     return dict(names)
 
 
 def _hashes(text: bytes) -> tuple[int, list[int]]:
-    """Return the check of a label, and one cell in each third of the table."""
+    """Return the checksum of a label, and one cell in each third of the table."""
     part = CELLS // CHOICES
     digest = hashlib.sha256(text).digest()
     label_cells = [part * i + int.from_bytes(digest[8 + 4 * i : 12 + 4 * i], "big") % part for i in range(CHOICES)]

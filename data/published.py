@@ -55,7 +55,7 @@ class Published:
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """Return a row for each data set: name, content, files needed in the data directory, whether it downloads."""
+    """Return a row for each data set: name, content, files needed in the data directory, whether Posy downloads it."""
     rows = []
     for name, s in DATASETS.items():
         folder = s.torchvision[1] if s.torchvision else ""

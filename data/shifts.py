@@ -47,7 +47,7 @@ def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
 
 
 def apply_shift(images: Tensor, shift: Shift) -> Tensor:
-    """Apply a client's shift to its images, ``(n, 3, H, W)`` uint8, where n may be 0 (FedDRM, section 5)."""
+    """Apply a client's shift to its images, ``(n, 3, H, W)`` uint8; n may be 0 (FedDRM, section 5)."""
     from torchvision.transforms.v2 import functional  # noqa: PLC0415 - takes seconds to import
 
     if not len(images):

@@ -61,9 +61,9 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
 def describe_site(content: Content, settings: DataSettings, policy: Policy, *, masked: bool = False) -> Description:
     """Describe the data of a site for the parts of the task that the settings leave open.
 
-    Mean and variance of the features are over all rows outside the test split, which the settings do not change. Each
-    label has at least ``policy.min_rows`` of these rows. With ``masked`` the description has neither statistics nor
-    labels, because the site adds :func:`site_numbers` to a masked sum.
+    The mean and the variance of the features are over all rows outside the test split. The settings of a run do not
+    change these rows. The description lists only labels with at least ``policy.min_rows`` of them. With ``masked`` it
+    has neither statistics nor labels, because the site adds :func:`site_numbers` to a masked sum.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
 def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> list[int]:
     """Return a site's labels and statistics as numbers for a masked sum, unless they are in the settings.
 
-    They cover the rows of :func:`describe_site`. The settings give kind, shape and columns.
+    The numbers cover the same rows as :func:`describe_site`. The settings give the kind, the shape and the columns.
 
     Raises
     ------
@@ -135,12 +135,12 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
         x = _in_columns(content, settings)
         scale = statistics_in(settings, task.input_shape[0])
     y = _numbers_in_run(content, task.class_names)
-    part, few = _partition(content, settings, policy)
-    columns, notes = content.columns, (*content.notes, *few)
+    part, split_notes = _partition(content, settings, policy)
+    columns, notes = content.columns, (*content.notes, *split_notes)
     if scale is not None:
         columns = columns_in(settings, task.input_shape[0]) or columns
-        used = np.concatenate([part.train[0], part.test[0], part.validation[0]])
-        _check_scale(x, used, *scale, str(path), columns)
+        rows = np.concatenate([part.train[0], part.test[0], part.validation[0]])
+        _check_scale(x, rows, *scale, str(path), columns)
         notes = (*notes, *_far_notes(x, part.train[0], *scale, columns, policy.min_rows))
     attributes: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
     attributes["order_seed"] = _seed(content, "order")
@@ -174,7 +174,7 @@ def _seed(content: Content, purpose: str) -> int:
 
 
 def _columns(settings: DataSettings, policy: Policy) -> Columns:
-    """Return the columns that the settings name, or else the policy."""
+    """Return the columns that the settings name, or else the columns that the policy names."""
     columns = Columns.of(settings)
     label, inputs = columns.label or policy.label, columns.inputs or policy.allowed_columns
     return replace(columns, label=label, inputs=inputs, offered=policy.allowed_columns)
@@ -204,7 +204,7 @@ def _check_rows(content: Content, count: int, policy: Policy) -> None:
 
 
 def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tuple[tuple[str, ...], list[Note]]:
-    """Return the labels with at least ``min_rows`` of some rows, and a note if the site has other labels."""
+    """Return the labels that at least ``min_rows`` of the rows have, and a note if the site has other labels."""
     y, names = content.distinct
     counts = np.bincount(y[rows], minlength=len(names))
     frequent = tuple(name for name, count in zip(names, counts, strict=True) if count >= policy.min_rows)
@@ -221,12 +221,12 @@ def _far_notes(
     x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...], min_rows: int
 ) -> list[Note]:
     """Return a note for each feature whose mean at this site is far from the run's mean, for example in other units."""
-    far = np.abs(moments(x, train)[0] - mean) / std
+    distances = np.abs(moments(x, train)[0] - mean) / std
     notes = []
-    for feature in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]:
+    for feature in np.flatnonzero(distances > UNLIKE_MEAN)[:MAX_UNLIKE]:
         start = f"feature {columns[feature] if columns else feature}: the mean of this site is "
         end = " from the mean of the run; other units?"
-        distance = f"{far[feature]:.2g} standard deviations" if len(train) >= min_rows else "far"
+        distance = f"{distances[feature]:.2g} standard deviations" if len(train) >= min_rows else "far"
         notes.append(Note(start + distance + end, f"{start}far{end}"))
     return notes
 
@@ -240,14 +240,16 @@ def check_suits(content: Content, settings: DataSettings) -> None:
         )
     if content.columns and settings.feature_names:
         names = names_in("feature-names", settings.feature_names)
-        if unlike := difference(content.columns, names):
-            raise DataError(f"{content.path}: its columns are not the run's feature-names ({unlike})", "other-columns")
+        if mismatch := difference(content.columns, names):
+            raise DataError(
+                f"{content.path}: its columns are not the run's feature-names ({mismatch})", "other-columns"
+            )
     if not settings.input_shape:
         return
-    shape, wanted = _shape(content, settings), shape_in(settings, content.kind)
-    if shape != wanted:
+    shape, expected = _shape(content, settings), shape_in(settings, content.kind)
+    if shape != expected:
         raise DataError(
-            f"{content.path}: samples of shape {shape_text(shape)}; the run's input-shape is {shape_text(wanted)}",
+            f"{content.path}: samples of shape {shape_text(shape)}; the run's input-shape is {shape_text(expected)}",
             "other-shape",
         )
 
@@ -273,7 +275,8 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
     """Return the split of a site with the run's validation samples, and notes on splits that are too small for scores.
 
     A test or validation split of fewer than ``min_rows`` rows is empty, because its scores could reveal a row. The rows
-    of such a validation split stay in training: two runs with and without it would differ by these few rows.
+    of such a validation split stay in training. Otherwise two runs, one of them without validation, would train on data
+    that differs by these few rows.
     """
     pair = site_split(content, policy)
     part, notes = finished((pair,), settings, np.random.default_rng(_seed(content, "validation"))), []
@@ -291,12 +294,12 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
 def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels as numbers of the run's classes, ``(N,)`` int64."""
     (y, site_names), classes = content.distinct, set(names)
-    if foreign := [number for number, name in enumerate(site_names) if name not in classes]:
-        number = foreign[0]
+    if unknown := [number for number, name in enumerate(site_names) if name not in classes]:
+        number = unknown[0]
         raise DataError(
             f"{content.path}: label {site_names[number]!r} of sample {int(np.argmax(y == number))} is not a class of "
             f"the run; allowed: {', '.join(names)}",
-            "other-classes",  # without a count: it would give the number of rows of each label that a run names
+            "other-classes",  # no count, which would reveal the number of rows with a label that a run names
         )
     return renumbered(y, site_names, names)
 

@@ -17,7 +17,7 @@ class Task:
     kind: str
     input_shape: tuple[int, ...]  # of one sample as the model receives it
     class_names: tuple[str, ...]  # of the C classes, in the order of the labels 0..C-1
-    vocabulary: int = 0  # tokens of a text task, padding included
+    vocabulary: int = 0  # number of tokens of a text task, including padding
 
     @property
     def num_classes(self) -> int:

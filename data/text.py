@@ -13,7 +13,7 @@ PADDING, UNKNOWN = 0, 1
 MAX_WORDS = 20_000
 MAX_LENGTH = 200
 _UNCHECKED = 1 << 26
-"""Bytes of tokens that need no check of the free memory."""
+"""Largest size of the tokens, in bytes, for which Posy does not check the free memory."""
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
@@ -22,10 +22,10 @@ def tokenise(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Turn N texts into numbers of lower-case words.
 
-    Texts longer than L words are cut, and shorter texts are padded with 0. A text without words is one unknown word.
-    The vocabulary contains the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), with equally
-    frequent words in alphabetical order. The function returns ``(N, L)`` int64 tokens (0 padding, 1 unknown, words from
-    2), and the words in the order of their numbers.
+    Texts longer than L words are cut, and shorter texts are padded with 0. A text without words becomes one unknown
+    word. The vocabulary contains the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), with
+    equally frequent words in alphabetical order. The function returns ``(N, L)`` int64 tokens (0 padding, 1 unknown,
+    words from 2), and the words in the order of their numbers.
     """
     lines = [_words(text) for text in texts]
     counted = lines if rows is None else [lines[row] for row in rows.tolist()]
@@ -35,7 +35,7 @@ def tokenise(
 
 
 def tokens_of(text: str, length: int, words: Sequence[str]) -> np.ndarray:
-    """Return the tokens ``(L,)`` of a text by the words that :func:`tokenise` has numbered."""
+    """Return the tokens ``(L,)`` of a text with the vocabulary that :func:`tokenise` has returned."""
     tokens: np.ndarray = _padded([_words(text)], length, _numbers(words))[0]
     return tokens
 
@@ -43,8 +43,8 @@ def tokens_of(text: str, length: int, words: Sequence[str]) -> np.ndarray:
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
     """Turn texts into numbers of lower-case words by a hash that is the same everywhere.
 
-    The sites need no common vocabulary, so no site reveals its words. Different words may share a number. The tokens
-    ``(N, L)``, int64, follow :func:`tokenise`, with words 2..V-1.
+    The sites need no common vocabulary, so no site reveals its words. Different words may share a number. The
+    function returns int64 tokens ``(N, L)`` as in :func:`tokenise`, with words from 2 to V-1.
     """
     lines = [_words(text)[:length] for text in texts]
     return _padded(lines, length, lambda word: 2 + zlib.crc32(word.encode()) % (vocabulary - 2))

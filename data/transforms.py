@@ -13,7 +13,7 @@ from posy.randomness import own_generator, seeded
 from posy.settings import SettingsError, suggestions
 
 SEED_NUMBERS = 2
-"""Random numbers in [0, 1) that an image's transforms are seeded with."""
+"""Number of random numbers in [0, 1) that seed the transforms of an image."""
 TRIES = 16
 """Number of draws of the random transforms that the check of a setting makes."""
 Transform = Callable[[Any], Any]
@@ -23,8 +23,8 @@ _STEPS = 2**24  # float32 numbers in [0, 1) that PyTorch draws
 class Transforms:
     """The transforms of a setting, on images that are normalised by ``mean`` and ``std`` ``(C,)``.
 
-    They receive the images before normalisation: numbers from 0 to 1 if the data set has bytes. Their random numbers
-    come from PyTorch's global generator, which the numbers ``(B, 2)`` seed for each image.
+    They receive images without normalisation, with numbers from 0 to 1 if the data set stores bytes. Their random
+    numbers come from PyTorch's global generator, which the numbers ``(B, 2)`` seed for each image.
     """
 
     def __init__(self, text: str, mean: Tensor, std: Tensor) -> None:
@@ -90,9 +90,9 @@ def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") 
 
 
 def _problem(chain: tuple[Transform, ...], image: Tensor) -> tuple[Transform, Any, Exception | None] | None:
-    """Return the transform that fails, or that is the last to change the shape or the type of an image.
+    """Return the transform that fails, or the last one that changes the shape or the type of an image.
 
-    The other entries are its result and its error. The function returns None if the chain suits the image.
+    The tuple also contains its result and its error. The function returns None if the chain suits the image.
     """
     current: Any = image.clone()
     changing = None
@@ -112,7 +112,7 @@ def _channels(count: int) -> str:
 
 
 def _described(result: Any) -> str:
-    """Return the shape and the type of a transform's result for a message."""
+    """Describe the shape and the type of a transform's result for a message."""
     if not isinstance(result, Tensor):
         return f"an object of type {type(result).__name__}"
     return f"images of shape {shape_text(result.shape)} and type {result.dtype}"
@@ -130,19 +130,19 @@ def transforms_in(text: str) -> tuple[Transform, ...]:
     Raises
     ------
     SettingsError
-        If the text has another form, a name is not a transform, or a transform does not accept its arguments.
+        If the text has a different form, a name is not a transform, or a transform does not accept its arguments.
     """
     source = f"transforms = {text!r}"
     example = (
         "expected names of torchvision.transforms.v2 with plain arguments, as in 'RandomRotation(15), RandAugment'"
     )
     try:
-        listed = ast.parse(f"[{text}]", mode="eval").body
+        expression = ast.parse(f"[{text}]", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SettingsError(f"{source}: {example}") from error
-    if not isinstance(listed, ast.List) or not listed.elts:
+    if not isinstance(expression, ast.List) or not expression.elts:
         raise SettingsError(f"{source}: {example}")
-    return tuple(_transform(node, source, example) for node in listed.elts)
+    return tuple(_transform(node, source, example) for node in expression.elts)
 
 
 def _transform(node: ast.expr, source: str, example: str) -> Transform:
@@ -154,12 +154,12 @@ def _transform(node: ast.expr, source: str, example: str) -> Transform:
         near = suggestions(name.id, kinds())
         hint = f"; did you mean {near}?" if near else f"; {example}"
         raise SettingsError(f"{source}: torchvision.transforms.v2 has no transform {name.id}{hint}")
-    positional, words = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
+    positional, keywords = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
     try:
         arguments = [ast.literal_eval(value) for value in positional]
-        named = {word.arg or "": ast.literal_eval(word.value) for word in words}
+        named = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in keywords}
     except (ValueError, TypeError) as error:
-        raise SettingsError(f"{source}: {example}; the arguments of {name.id} are not plain") from error
+        raise SettingsError(f"{source}: {example}; the arguments of {name.id} are not literals") from error
     try:
         return kind(*arguments, **named)
     except Exception as error:  # torchvision raises many kinds of errors

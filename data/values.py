@@ -87,7 +87,7 @@ def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
 
 
 def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = ()) -> list[str]:
-    """Return a warning if a type of floats cannot distinguish values of ``(N, F)`` features."""
+    """Return a warning if a floating-point type cannot distinguish values of ``(N, F)`` features."""
     if np.can_cast(x.dtype, kind) and x.dtype.kind not in "iu":
         return []
     coarse = []

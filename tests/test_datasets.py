@@ -455,7 +455,7 @@ def test_labels_that_may_be_mistakes_are_warned_of(tmp_path, warnings):
     arrays = {"x_train": np.eye(4), "y_train": [-1, 0, 1, 1], "x_test": np.eye(4)[:2], "y_test": [0, 7]}
     assert load(save_npz(tmp_path / "mine.npz", **arrays)).task.class_names == ("-1", "0", "1", "7")
     assert "mine.npz: negative labels are separate classes: -1" in warnings.text
-    assert "mine.npz: classes of the test set alone: 7" in warnings.text
+    assert "mine.npz: classes that only the test set contains: 7" in warnings.text
 
 
 # Image folders
@@ -674,7 +674,7 @@ def test_pfllib_has_as_many_classes_as_its_config_says(tmp_path, warnings):
     for config, message in (
         ({"num_classes": 3}, r"test/0\.npz: label 3 at index 1; allowed: 0 to 2"),
         ({"num_classes": 1}, r"config\.json: holds .*num_classes of 2 or more"),
-        ({"num_classes": "five"}, r"config\.json: not what PFLlib writes"),
+        ({"num_classes": "five"}, r"config\.json: not a config of PFLlib"),
     ):
         (tmp_path / "p/config.json").write_text(json.dumps({"num_clients": 1} | config), encoding="utf-8")
         with pytest.raises(DataError, match=message):

@@ -347,7 +347,7 @@ def test_a_cell_means_one_thing(cell):
         (np.array([b"x", "caf\u00e9".encode()]), ["caf\u00e9", "x"]),
         (np.array(["10", "9"]), ["9", "10"]),
         (np.array([[3.0], [4.0]]), ["3", "4"]),
-        (np.array([2.0**53, 1]), "float64 cannot distinguish whole numbers from 9007199254740992 on"),
+        (np.array([2.0**53, 1]), "float64 cannot distinguish whole numbers from 9007199254740992 upwards"),
         (np.array([3000, 1], np.float16), "float16 cannot distinguish"),
         (np.array([b"\xff", b"a"]), "not UTF-8"),
         (np.array(["", "a"]), "label at index 0 is empty"),
@@ -406,9 +406,9 @@ def test_possible_mistakes_are_noted(tmp_path, warnings):
     assert dataset.notes == (
         "no column is named label; Posy uses the last one, kind",
         "column 1 has no name and is a feature",
-        "columns of nearly the same name: X, x",
+        "columns with nearly equal names: X, x",
         "a missing value is a separate class: nan",
-        "'Cat' and 'cat' are separate classes, although their names nearly agree",
+        "'Cat' and 'cat' are separate classes, although their names are nearly equal",
     )
     assert all(f"a.csv: {note}" in warnings.text for note in dataset.notes)
 
@@ -642,8 +642,8 @@ def test_crooked_json(content, tmp_path):
     ("config", "message"),
     [
         ({"num_clients": 1, "num_classes": 10**9}, "num_classes is 1000000000, but there are 4 samples"),
-        ({"num_clients": 1, "num_classes": 2.5}, "not what PFLlib writes"),
-        ({"num_clients": True}, "not what PFLlib writes"),
+        ({"num_clients": 1, "num_classes": 2.5}, "not a config of PFLlib"),
+        ({"num_clients": True}, "not a config of PFLlib"),
         ({"num_clients": 10**30}, "unequal numbers of clients"),
         ({"num_clients": 1, "num_classes": 10**30}, "num_classes is 1000"),
     ],

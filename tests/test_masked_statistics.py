@@ -105,7 +105,7 @@ def test_a_label_of_one_site_alone_needs_confirmation() -> None:
         sums = added(*(numbers_of(c, 9, np.zeros(2), np.ones(2)) for c in (["0", "1"], ["0", "1"], ["0", "no"])))
         return pooled(sums, 2, classes=True)
 
-    with pytest.raises(SettingsError, match=r"one site alone has: 'no'\..*classes='0,1,no'"):
+    with pytest.raises(SettingsError, match=r"only one site has: 'no'\..*classes='0,1,no'"):
         agreed(DataSettings(dataset="sites"), [site] * 3, ["a", "b", "c"], pool)
 
 

@@ -333,7 +333,7 @@ def test_samples_for_training_here_and_for_the_test_there_are_warned_of(tmp_path
     assert not warnings.records
     part = from_file(tmp_path, {"train": [[3, 1, 5], [2]], "test": [[2], [3, 1]]})
     assert [t.tolist() for t in part.test] == [[2], [1, 3]]
-    assert "partition.json: 3 samples are for the training of one client and the test of another" in warnings.text
+    assert "partition.json: 3 samples are training samples of one client and test samples of another" in warnings.text
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def columns(*names: str) -> Description:
     [
         (
             [describe("image", GREY, "a", "b", fixed=False), describe("image", RGB, "a", "b", fixed=False)],
-            "different shapes, and no majority has one: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
+            "different shapes, and there is no majority: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
         ),
         (
             [describe("image", GREY, "a", "b", fixed=False)] * 2 + [describe("image", RGB, "a", "b", fixed=False)],
@@ -364,22 +364,22 @@ def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: lis
             [describe("image", (1, 8, 8), "a", "b")] * 2
             + [describe("image", (1, 9, 9), "a", "b"), describe("features", (4,), "a")],
             [
-                "site-3: its samples are of the kind features, the run's are image; it cannot take part",
-                "site-2: its samples have the shape 1x9x9, the run's 1x8x8; it cannot take part",
+                "site-3: its samples are of the kind features, but the run uses image; it cannot take part",
+                "site-2: its samples have the shape 1x9x9, but the run uses 1x8x8; it cannot take part",
             ],
         ),
         (
             [describe("image", GREY, "Cat", "dog")] * 2 + [describe("image", GREY, "cat", "dog")] * 2,
             [
-                "classes that nearly agree are taken for different ones: 'Cat' (site-0, site-1), 'cat' (site-2, "
-                "site-3); if they are one, rename it at a site"
+                "classes with nearly equal names are separate classes: 'Cat' (site-0, site-1), 'cat' (site-2, "
+                "site-3); if they are one class, rename it at a site"
             ],
         ),
         (
             [columns("age", "dose")] * 2 + [columns("dose", "age"), columns("age", "weight")],
             [
-                "site-3: its columns are not the run's (missing: dose; unknown: weight); it cannot take part",
-                "site-2: columns are in another order, and are put into the run's",
+                "site-3: its columns differ from the run's (missing: dose; unknown: weight); it cannot take part",
+                "site-2: columns are in another order; Posy puts them into the run's order",
             ],
         ),
         ([describe("image", GREY, "a", "b")] * 2, []),
@@ -443,7 +443,7 @@ def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
 def test_a_description_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
     valid = describe("image", (1, 8, 8), "a").as_answer()
     assert Description.from_answer(valid).shape == (1, 8, 8)
-    with pytest.raises(DataError, match="makes no sense"):
+    with pytest.raises(DataError, match="is implausible"):
         Description.from_answer(valid | change)
 
 
@@ -473,11 +473,11 @@ def test_sites_that_name_their_classes_differently_are_refused(config: Config, t
         hospital(tmp_path, "va", ["no", "yes"], 2),
     ]
     settings = config | {"method": "fedavg", "model": "linear"}
-    expected = "classes that one site alone has: '2' at cleveland; 'no' and 'yes' at va.*classes='0,1,2,no,yes'"
+    expected = "classes that only one site has: '2' at cleveland; 'no' and 'yes' at va.*classes='0,1,2,no,yes'"
     with pytest.raises(SettingsError, match=expected):
         run(NodeGrid(*sites), settings)
     rare = [*sites[:2], hospital(tmp_path, "va", [0, 1], 2)]
-    with pytest.raises(SettingsError, match="classes that one site alone has: '2' at cleveland"):
+    with pytest.raises(SettingsError, match="classes that only one site has: '2' at cleveland"):
         run(NodeGrid(*rare), settings)
     done = run(NodeGrid(*rare), settings | {"classes": "0,1,2"})  # the class is rare, not another name
     assert done.summary["status"] == "completed" and done.strategy.clients.keys() == {0, 1, 2}
@@ -598,7 +598,7 @@ def test_an_extra_column_is_named(hospitals: list[Config], config: Config, tmp_p
     ):
         agreed_with_warnings(OPEN, described([hospitals[0], odd]), names)
     fixed = agreed_with_warnings(replace(OPEN, input_shape="2"), described([hospitals[0], odd]), names)
-    assert fixed[1] == ["va: its columns are not the run's (unknown: weight); it cannot take part"]
+    assert fixed[1] == ["va: its columns differ from the run's (unknown: weight); it cannot take part"]
 
 
 # -- complete runs ---------------------------------------------------------------------------------------
@@ -848,7 +848,7 @@ def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: py
     nodes[1]["skip-unreadable"] = True
     run(Listening(*nodes), config | {"num-clients": 2, "method": "fedavg"})
     by_site = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
-    near = "the names of some classes nearly agree"
+    near = "the names of some classes are nearly equal"
     assert by_site["a"]["warnings"] == [near]
     assert by_site["b"]["warnings"] == [
         "1 of 17 image files cannot be read and are skipped",
@@ -858,7 +858,7 @@ def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: py
     assert all(len(answer["fingerprint"]) == 16 for answer in by_site.values())
     described = [answer for answer in answers if "kind" in answer]
     assert {len(answer["warnings"]) for answer in described} == {1, 2}
-    assert "classes that nearly agree are taken for different ones: 'Cat' (a, b), 'cat' (a, b)" in warnings.text
+    assert "classes with nearly equal names are separate classes: 'Cat' (a, b), 'cat' (a, b)" in warnings.text
 
 
 def test_a_node_that_neither_skips_nor_does_not_is_told(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "label": ({"x": [1.0, 2.0], "label": [0.5, 1]}, "column label: label 0.5 at index 0"),
     "ragged": (
         {"x": [[1], [1, 2]], "label": [0, 1]},
-        "row 2, column x: a list of 2 entries, where the first one has 1",
+        "row 2, column x: a list of 2 entries, but the first list has 1",
     ),
     "hole": ({"x": [[1, 2], [1, None]], "label": [0, 1]}, "row 2, column x: a value is missing"),
     "beside": ({"x": [[1], [2]], "z": [1, 2], "label": [0, 1]}, "column x of type list"),

@@ -99,7 +99,7 @@ WRONG = {
     "randomrot(3)": "has no transform randomrot; did you mean RandomRotation or ",
     "RandomRotation": "RandomRotation does not take these arguments (TypeError",
     "RandomRotation(-1)": "RandomRotation does not take these arguments (ValueError",
-    "RandomInvert(p=open('x'))": "the arguments of RandomInvert are not plain",
+    "RandomInvert(p=open('x'))": "the arguments of RandomInvert are not literals",
     "RandomInvert(**3)": "RandomInvert does not take these arguments (TypeError",
     "__import__('os')": "has no transform __import__",
     "functional": "has no transform functional",

@@ -1,1 +1,1 @@
-"""Read the data of users: files, folders, functions and published data sets, each as content of a data set."""
+"""Read users' files, folders and functions, and published data sets."""

@@ -1,4 +1,4 @@
-"""Tables of Arrow: .parquet files, and data sets of the `datasets` library, saved or from the Hugging Face Hub."""
+"""Arrow tables: .parquet files, and data sets of the `datasets` library, saved or from the Hugging Face Hub."""
 
 import os
 import re
@@ -23,18 +23,18 @@ HUB = "hf:"
 """Prefix of a data set of the Hugging Face Hub."""
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::(.+))?")
 _FORMATS = frozenset({"arrow", "cache", "csv", "imagefolder", "json", "parquet", "text"})
-"""File formats that the library reads without unpickling. It unpickles pandas' formats."""
+"""File formats that the library reads without unpickling. It would unpickle pandas' formats."""
 _INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds to a .parquet file
 _TESTS = ({"test"}, {"validation", "valid", "val", "dev"})
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a table, which contains its splits one after another."""
+    """The rows of a table that contains one split after another."""
 
     table: Any  # pyarrow.Table
     features: Mapping[str, Any]  # types of the columns in `datasets`, if known
-    splits: Sequence[tuple[str, int]]  # with numbers of rows
+    splits: Sequence[tuple[str, int]]  # names and numbers of rows
     where: str
 
     def at(self, row: int, column: str) -> str:
@@ -53,7 +53,7 @@ class _Rows:
 
 
 def is_saved(path: Path) -> bool:
-    """Return whether ``save_to_disk`` of `datasets` has written a directory."""
+    """Return whether a directory was written by ``save_to_disk`` of `datasets`."""
     # Unlike pathlib, os.path returns False for an invalid path or one without read permission.
     is_single = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))  # noqa: PTH113
     return is_single or os.path.isfile(path / "dataset_dict.json")  # noqa: PTH113
@@ -62,7 +62,7 @@ def is_saved(path: Path) -> bool:
 def read_saved(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
-    """Read a folder of ``save_to_disk`` of `datasets`; arguments as in :func:`posy.data.readers.own.read_own`."""
+    """Read a folder of ``save_to_disk`` of `datasets`; arguments are as in :func:`posy.data.readers.own.read_own`."""
     import datasets  # noqa: PLC0415 - takes seconds to import
 
     try:
@@ -77,7 +77,7 @@ def read_parquet(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
     """Read a .parquet file; the arguments are as in :func:`posy.data.readers.own.read_own`."""
-    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+    import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
     from pyarrow import parquet  # noqa: PLC0415
 
     check_regular(path)
@@ -100,7 +100,7 @@ def read_parquet(
 def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download: bool) -> Content:
     """Read ``hf:owner/name`` or ``hf:owner/name:config`` of the Hugging Face Hub, as the library `datasets` caches it.
 
-    Without ``download`` Posy reads the library's cache. It never runs code of the data set, and unpickles nothing.
+    Without ``download`` Posy reads the library's cache. It never runs code of the data set, and never unpickles data.
 
     Raises
     ------
@@ -115,7 +115,9 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
         raise DataError(f"{where}: it must be hf:owner/name or hf:owner/name:config")
     repository, config = match[1], match[2]
     if Path(repository).exists():
-        raise DataError(f"{where}: there is a folder {repository} here, which the library would read; start elsewhere")
+        raise DataError(
+            f"{where}: there is a folder {repository} here, which the library would read; start Posy elsewhere"
+        )
     try:
         if download:
             builder = datasets.load_dataset_builder(repository, config)
@@ -142,10 +144,10 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
 def _pooled(loaded: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str]]:
     """Return the rows of a data set or of its splits, whether each row is a test row, and warnings.
 
-    The test set is the split test, else the split for validation. If a split train exists, the function skips splits
-    with other names, such as unsupervised.
+    The test set is the split ``test``, else the validation split. If a split ``train`` exists, the function skips
+    splits with other names, such as ``unsupervised``.
     """
-    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+    import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
 
     splits = dict(loaded) if isinstance(loaded, Mapping) else {"": loaded}
     notes: list[str] = []
@@ -159,14 +161,15 @@ def _pooled(loaded: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str
         if split.features != features:
             first = next(iter(splits))
             raise DataError(
-                f"{where}: split {name} has the columns {split.features}, split {first} {features}; they must be equal"
+                f"{where}: split {name} has the columns {split.features}, but split {first} has {features}; "
+                "they must be equal"
             )
     tables = [split.select_columns(list(features)).with_format("arrow")[:] for split in splits.values()]
     table = pa.concat_tables([part.replace_schema_metadata() for part in tables])
     tests = next((names for names in _TESTS if names & splits.keys()), set())
-    tested = np.repeat([name in tests for name in splits], [len(split) for split in splits.values()])
+    is_test = np.repeat([name in tests for name in splits], [len(split) for split in splits.values()])
     rows = _Rows(table, features, [(name, len(split)) for name, split in splits.items()], where)
-    return rows, tested if tested.any() and not tested.all() else None, notes
+    return rows, is_test if is_test.any() and not is_test.all() else None, notes
 
 
 def _content(
@@ -190,10 +193,10 @@ def _content(
     group_labels = None if assigned.group is None else _labels(rows, names[assigned.group])
     groups, group_names = (None, ()) if group_labels is None else numbered_groups(group_labels)
     inputs = [names[index] for index in assigned.inputs]
-    many = [name for name in inputs if len(inputs) > 1 and not _is_number(_column(rows, name).type)]
-    if many:
+    other = [name for name in inputs if len(inputs) > 1 and not _is_number(_column(rows, name).type)]
+    if other:
         raise DataError(
-            f"{rows.where}: column {many[0]} of type {_column(rows, many[0]).type} is not the only one; name "
+            f"{rows.where}: column {other[0]} of type {_column(rows, other[0]).type} is not the only input; name "
             "columns of numbers, or one of images, texts or lists of numbers, in input-columns"
         )
     if assigned.inputs[0] in images:
@@ -218,7 +221,7 @@ def _content(
 
 
 def _names(rows: _Rows) -> tuple[list[str], list[str]]:
-    """Return the names of the columns, as stored and as in a header; :class:`DataError` for an unusable table."""
+    """Return the stored names of the columns and their titles, or raise :class:`DataError` for an unusable table."""
     names = [name for name in rows.table.column_names if not _INDEX.fullmatch(name)]
     header = [label_name(name) for name in names]
     if len(set(header)) < len(header) or len(header) < 2:
@@ -245,8 +248,8 @@ def _features(rows: _Rows, inputs: Sequence[str]) -> tuple[np.ndarray, list[str]
 
 
 def _column(rows: _Rows, name: str) -> Any:
-    """Return a column without its dictionary; :class:`DataError` if a cell is empty."""
-    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+    """Return a column without dictionary encoding, or raise :class:`DataError` if a cell is empty."""
+    import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
 
     column = rows.table.column(name)
     if column.null_count:
@@ -256,7 +259,7 @@ def _column(rows: _Rows, name: str) -> Any:
 
 
 def _labels(rows: _Rows, name: str) -> np.ndarray:
-    """Return the labels or groups in a column; numbers of named classes become the names."""
+    """Return the labels or groups in a column; numbers of named classes become their names."""
     column = _column(rows, name)
     where = f"{rows.where}: column {name}"
     if rows.kind(name) == "ClassLabel":
@@ -275,7 +278,7 @@ def _labels(rows: _Rows, name: str) -> np.ndarray:
 
 
 def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
-    """Return the image files in a column; a cell with a path alone names a file of this machine."""
+    """Return the image files in a column; a cell with only a path names a file on this machine."""
     files: list[Path | Encoded] = []
     for row, cell in enumerate(value for chunk in _column(rows, name).chunks for value in chunk):
         if cell["bytes"].is_valid:
@@ -287,42 +290,44 @@ def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
     return files
 
 
-def _nested(values: Any, rows_each: int, at: Callable[[int], str]) -> np.ndarray:
-    """Return lists of numbers, all of one shape, as an array; ``rows_each`` lists of these belong to one row."""
-    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+def _nested(values: Any, lists_per_row: int, locate: Callable[[int], str]) -> np.ndarray:
+    """Return lists of numbers, all of one shape, as an array; each row has ``lists_per_row`` lists."""
+    import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
     from pyarrow import compute  # noqa: PLC0415
 
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     if values.null_count:
         first = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise DataError(f"{at(first // rows_each)}: a value is missing; only numbers are allowed", "missing-value")
+        raise DataError(
+            f"{locate(first // lists_per_row)}: a value is missing; only numbers are allowed", "missing-value"
+        )
     if _is_number(values.type):
         return np.asarray(values.to_numpy(zero_copy_only=False))
     kind = pa.types
     if not (kind.is_list(values.type) or kind.is_large_list(values.type) or kind.is_fixed_size_list(values.type)):
         raise DataError(
-            f"{at(0)}: values of type {values.type}; allowed: images, texts, numbers, and lists of numbers; "
+            f"{locate(0)}: values of type {values.type}; allowed: images, texts, numbers, and lists of numbers; "
             "select columns with input-columns"
         )
     lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
     if (unlike := lengths != lengths[0]).any():
         first = int(unlike.argmax())
         raise DataError(
-            f"{at(first // rows_each)}: a list of {lengths[first]} entries, where the first one has {lengths[0]}; "
-            "all must be of one length"
+            f"{locate(first // lists_per_row)}: a list of {lengths[first]} entries, but the first list has "
+            f"{lengths[0]}; all lists must have the same length"
         )
-    inner = _nested(values.flatten(), rows_each * max(1, int(lengths[0])), at)
+    inner = _nested(values.flatten(), lists_per_row * max(1, int(lengths[0])), locate)
     return inner.reshape(len(values), int(lengths[0]), *inner.shape[1:])
 
 
 def _is_number(kind: Any) -> bool:
-    from pyarrow import types  # noqa: PLC0415 - needed by these data alone
+    from pyarrow import types  # noqa: PLC0415 - only Arrow data needs it
 
     return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
 
 
 def _is_text(kind: Any) -> bool:
-    from pyarrow import types  # noqa: PLC0415 - needed by these data alone
+    from pyarrow import types  # noqa: PLC0415 - only Arrow data needs it
 
     return bool(types.is_string(kind) or types.is_large_string(kind))

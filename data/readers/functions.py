@@ -20,16 +20,16 @@ PARTS = ("x", "y", "groups", "test")
 def read_function(name: str) -> Content:
     """Call a function without arguments that returns ``(x, y)``, or a mapping of :data:`PARTS`, and return its content.
 
-    ``x`` are images, ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, whole numbers from 0 to 255 or floats;
-    features ``(N, F)``; or N texts. ``y`` ``(N,)`` are numbers or names of classes, ``groups`` ``(N,)`` are natural
-    groups, and ``test`` ``(N,)`` is true for the samples of the supplied test set. Tensors are read like arrays.
+    ``x`` contains images, ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, whole numbers from 0 to 255 or floats;
+    features ``(N, F)``; or N texts. ``y`` ``(N,)`` contains numbers or names of classes, and ``groups`` ``(N,)``
+    natural groups. ``test`` ``(N,)`` is true for the samples of the supplied test set. Tensors are read like arrays.
 
     Raises
     ------
     SettingsError
         If the function does not exist.
     DataError
-        If it raises an exception, or returns another type.
+        If the function raises an exception, or returns a value of a different type.
     """
     source, function = f"dataset = {name!r}", load(name, "dataset")
     if not callable(function):

@@ -30,10 +30,10 @@ class Encoded:
     """An image file within another file."""
 
     where: str
-    content: Any  # a buffer, which may still be on the disk
+    content: Any  # a buffer, which may be mapped from the disk
 
     def __str__(self) -> str:
-        """Return its location, for messages."""
+        """Return the location of the file, for messages."""
         return self.where
 
 
@@ -125,35 +125,35 @@ def readable_images(
     """
     problems: dict[int, DataError] = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        target, form = size, mode
+        common_size, common_mode = size, mode
         if size is None or mode is None:
-            kinds = list(pool.map(_kind, files))
-            problems = {number: kind for number, kind in enumerate(kinds) if isinstance(kind, DataError)}
-            readable = {kind for kind in kinds if not isinstance(kind, DataError)}
-            sizes = {kind[0] for kind in readable}
-            target = size or (sizes.pop() if len(sizes) == 1 else (DEFAULT_SIDE, DEFAULT_SIDE))
-            form = mode or ("L" if all(kind[1] in ("L", "1") for kind in readable) else "RGB")
-        assert target is not None and form is not None
-        shape = (target[1], target[0], 1 if form == "L" else 3)
+            headers = list(pool.map(_kind, files))
+            problems = {number: header for number, header in enumerate(headers) if isinstance(header, DataError)}
+            readable = {header for header in headers if not isinstance(header, DataError)}
+            sizes = {header[0] for header in readable}
+            common_size = size or (sizes.pop() if len(sizes) == 1 else (DEFAULT_SIDE, DEFAULT_SIDE))
+            common_mode = mode or ("L" if all(header[1] in ("L", "1") for header in readable) else "RGB")
+        assert common_size is not None and common_mode is not None
+        shape = (common_size[1], common_size[0], 1 if common_mode == "L" else 3)
         usable = [number for number in range(len(files)) if number not in problems]
-        check_fits(len(usable) * math.prod(shape), f"{len(usable)} images of {target[0]}x{target[1]} pixels")
+        check_fits(len(usable) * math.prod(shape), f"{len(usable)} images of {common_size[0]}x{common_size[1]} pixels")
         out = np.empty((len(usable), *shape), np.uint8)
 
         def decode(row: int) -> DataError | None:
             try:
                 with _opened(files[usable[row]]) as image:
-                    out[row] = pixels_of(image, target, form)
+                    out[row] = pixels_of(image, common_size, common_mode)
             except DataError as error:
                 return error
             return None
 
         errors = zip(usable, pool.map(decode, range(len(usable))), strict=True)
-        damaged = {number: error for number, error in errors if error is not None}
-    if not damaged:
+        decode_errors = {number: error for number, error in errors if error is not None}
+    if not decode_errors:
         return out, problems
-    remaining = [files[number] for number in usable if number not in damaged]
+    remaining = [files[number] for number in usable if number not in decode_errors]
     # Repeat without the damaged files, because their size and colours would affect the size and mode of all images.
-    return readable_images(remaining, size, mode)[0], dict(sorted((problems | damaged).items()))
+    return readable_images(remaining, size, mode)[0], dict(sorted((problems | decode_errors).items()))
 
 
 def image_content(
@@ -165,9 +165,10 @@ def image_content(
     skip_unreadable: bool | None,
     **attributes: np.ndarray | None,
 ) -> Content:
-    """Return the content of N image files and their ``(N,)`` labels. ``attributes`` are its groups and its test set.
+    """Return the content of N image files and their ``(N,)`` labels.
 
-    The other parameters are as in :func:`posy.data.readers.own.read_own`.
+    ``attributes`` are the groups and the test set of the content. The other parameters are as in
+    :func:`posy.data.readers.own.read_own`.
     """
     x, problems = readable_images(files, size, mode)
     if not problems:
@@ -217,7 +218,7 @@ def check_mode(image: Image.Image, where: str) -> None:
 
 
 def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") -> DataError:
-    """Return the error for unreadable image files, with the first three and their number."""
+    """Return the error for unreadable image files, with the first three errors and the number of files."""
     first = "; ".join(str(error) for error in list(problems.values())[:3])
     if len(problems) == 1:
         return DataError(f"{first}{hint}", "unreadable-images", count=1)

@@ -1,6 +1,6 @@
-"""Reads .npz files directly into their final memory.
+"""Reads the arrays of .npz files directly into their final memory.
 
-NumPy's reader would trust the sizes in a file's headers, and copy the arrays to join them.
+NumPy's reader would trust the sizes in a file's headers, and would copy the arrays to join them.
 """
 
 import lzma
@@ -38,7 +38,7 @@ _DAMAGE = (
 class NpzFile:
     """The arrays of an .npz file.
 
-    ``unpickle`` reads an object array from its pickle stream and the length of the stream.
+    ``unpickle`` receives the pickle stream of an object array and the length of the stream, and returns the array.
 
     Raises
     ------
@@ -83,8 +83,8 @@ class NpzFile:
         """Return arrays joined along their first axis. Read them into one block of memory if their types agree."""
         shapes, dtypes = zip(*map(self.shape, names), strict=True)
         if len({shape[1:] for shape in shapes}) > 1:
-            listed = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
-            raise DataError(f"{self.path}: samples of unequal shape: {listed}")
+            text = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
+            raise DataError(f"{self.path}: samples of unequal shape: {text}")
         if len(set(dtypes)) > 1:
             return np.concatenate([self.read(name) for name in names])
         lengths = [shape[0] for shape in shapes]

@@ -58,14 +58,14 @@ def read_own(
 ) -> Content:
     """Read an .npz, .csv or .parquet file, or a directory of one of the layouts.
 
-    ``size`` and ``mode`` of image files are as for :func:`posy.data.readers.image.readable_images`. If
-    ``skip_unreadable`` is ``None``, the error for an unreadable image does not suggest that setting. ``columns`` are
-    for tables.
+    ``size`` and ``mode`` of image files are as in :func:`posy.data.readers.image.readable_images`. If
+    ``skip_unreadable`` is ``None``, the error for an unreadable image does not suggest that setting. ``columns``
+    applies to tables.
 
     Raises
     ------
     DataError
-        If it has another format, or its content cannot be used.
+        If the path has an unsupported format, or its content cannot be used.
     """
     try:
         if is_saved(path):
@@ -93,9 +93,9 @@ def read_own(
 def read_npz(path: Path) -> Content:
     """Read an .npz file, and return its training and test samples in one array, with a mask of the test samples.
 
-    It reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test`` (numbers or
-    texts). Arrays of three and four axes are images, for :func:`posy.data.readers.image.as_images`; ``(N, F)`` are
-    features.
+    The function reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test``
+    (numbers or texts). Arrays of three and four axes are images, for :func:`posy.data.readers.image.as_images`;
+    ``(N, F)`` are features.
 
     Raises
     ------
@@ -117,14 +117,14 @@ def read_npz(path: Path) -> Content:
         names = [f"{kind}_{split}" for split in splits]
         return joined_labels([as_labels(archive.read(name), f"{path}: {name}") for name in names])
 
-    grouped = {f"groups_{split}" for split in splits} <= set(archive.names)
-    groups, group_names = numbered_groups(labels("groups")) if grouped else (None, ())
+    has_groups = {f"groups_{split}" for split in splits} <= set(archive.names)
+    groups, group_names = numbered_groups(labels("groups")) if has_groups else (None, ())
     names = [f"x_{split}" for split in splits]
     x = archive.pooled(names)
-    tested = archive.shape("y_test")[0][0] if "test" in splits else 0
-    is_test = np.arange(len(x)) >= len(x) - tested if tested else None
-    if tested and x.dtype.kind in "biuf":
-        halves = np.split(x, [len(x) - tested])
+    num_test = archive.shape("y_test")[0][0] if "test" in splits else 0
+    is_test = np.arange(len(x)) >= len(x) - num_test if num_test else None
+    if num_test and x.dtype.kind in "biuf":
+        halves = np.split(x, [len(x) - num_test])
         parts = {name: (archive.shape(name)[1], half) for name, half in zip(names, halves, strict=True)}
         check_alike(str(path), parts, pixels=x.ndim > 2)
     notes: Sequence[str] = ()
@@ -143,7 +143,7 @@ def read_npz(path: Path) -> Content:
 
 
 def has_columns(path: Path) -> bool:
-    """Return whether a path is a table, whose columns settings may name."""
+    """Return whether a path is a table, so that settings may name its columns."""
     return path.suffix.lower() in (".csv", ".parquet") or is_saved(path)
 
 

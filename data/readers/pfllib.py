@@ -36,7 +36,7 @@ def is_pfllib(path: Path) -> bool:
 def read_pfllib(path: Path) -> Content:
     """Read a PFLlib directory.
 
-    ``num_classes`` in ``config.json`` sets the number of classes. Without it the classes are the labels that occur.
+    ``num_classes`` in ``config.json`` sets the number of classes. Without it the classes are the labels in the data.
     Float images, ``(C, H, W)`` or ``(H, W)``, keep their values. Vectors are features. Rows of whole numbers, or
     (tokens, length) pairs, are text.
     """
@@ -90,12 +90,12 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, Sequence[str]]:
 
 
 def _counts(path: Path) -> tuple[int, int]:
-    """Return the number of clients, and the number of classes: 0 if config.json does not give it.
+    """Return the number of clients and the number of classes, which is 0 if config.json does not give it.
 
     Raises
     ------
     DataError
-        If the client files are not numbered without gaps, or do not agree with config.json.
+        If the numbers of the client files have gaps, or the number of files differs from config.json.
     """
     counts, config, file = {}, {}, path / "config.json"
     for split in ("train", "test"):
@@ -109,13 +109,13 @@ def _counts(path: Path) -> tuple[int, int]:
         if isinstance(content, dict):
             config = {key: content[key] for key in ("num_clients", "num_classes") if key in content}
         if any(type(value) is not int for value in config.values()):
-            raise DataError(f"{file}: not what PFLlib writes: {config!r:.200}; expected whole numbers")
+            raise DataError(f"{file}: not a config of PFLlib: {config!r:.200}; expected whole numbers")
         if "num_clients" not in config or config.get("num_classes", 2) < 2:
             raise DataError(f"{file}: holds {config}; it needs num_clients, and num_classes of 2 or more, if set")
         counts["num_clients in config.json"] = config["num_clients"]
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{source}: {count}" for source, count in counts.items())
-        raise DataError(f"{path}: unequal numbers of clients ({listed})")
+        text = ", ".join(f"{source}: {count}" for source, count in counts.items())
+        raise DataError(f"{path}: unequal numbers of clients ({text})")
     return counts["files in train"], config.get("num_classes", 0)
 
 
@@ -210,7 +210,7 @@ class _Replacement:
 
 
 class _DType:
-    """A dtype in a pickle: the arguments give its code, the state its byte order."""
+    """A dtype in a pickle: the arguments give its code, and the state gives its byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code, self.order = code, "="
@@ -226,7 +226,7 @@ class _DType:
 
 
 class _Array:
-    """An array in a pickle, whose state sets its content. An object array is a list until :func:`_plain`."""
+    """An array in a pickle; its state sets its content. An object array is a list until :func:`_plain` converts it."""
 
     content: Any = None
 
@@ -243,10 +243,10 @@ def _plain(root: Any, limit: int) -> Any:
     Each list is built once, even if the pickle refers to it several times. Each reference adds its numbers to the
     total, which may not exceed ``limit``.
     """
-    done: dict[int, tuple[Any, int]] = {}
+    results: dict[int, tuple[Any, int]] = {}
 
     def converted(item: Any, depth: int) -> tuple[Any, int]:
-        """Return the plain item, and how many numbers it holds."""
+        """Return the plain item and the number of numbers in it."""
         array = item if isinstance(item, _Array) else None
         item = item if array is None else array.content
         if isinstance(item, np.ndarray):
@@ -255,15 +255,15 @@ def _plain(root: Any, limit: int) -> Any:
             return item, 1
         if depth > _MAX_DEPTH:
             raise ValueError(f"its lists are nested more than {_MAX_DEPTH} deep")
-        if id(item) not in done:
+        if id(item) not in results:
             if _CONTAINERS.isdisjoint(map(type, item)) and not isinstance(item, dict):  # fast path for innermost lists
-                done[id(item)] = item, len(item)
+                results[id(item)] = item, len(item)
             else:
                 pairs = [converted(value, depth + 1) for value in (item.values() if isinstance(item, dict) else item)]
                 values = [value for value, _ in pairs]
                 plain: Any = dict(zip(item, values, strict=True)) if isinstance(item, dict) else type(item)(values)
-                done[id(item)] = plain, sum(size for _, size in pairs)
-        plain, size = done[id(item)]
+                results[id(item)] = plain, sum(size for _, size in pairs)
+        plain, size = results[id(item)]
         if array is not None:
             plain = np.fromiter(plain, object, len(plain)).reshape(array.shape, order=array.order)
         return plain, size

@@ -54,8 +54,8 @@ def _from_npz(name: str, data_dir: Path) -> Content | None:
 
 
 def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Return scikit-learn's digits, with grey values 0..16 scaled to 0..255."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415 - needed by this set alone
+    """Return scikit-learn's digits, with the grey values 0..16 scaled to 0..255."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415 - only this data set needs it
 
     bunch = load_digits()
     x = np.rint(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
@@ -67,7 +67,7 @@ def read_torchvision(
 ) -> Content:
     """Read a data set with a class of ``torchvision.datasets``, which checks CIFAR's files by MD5 before unpickling.
 
-    ``also`` are alternative files, which the error for missing data lists.
+    The error for missing data also lists the alternative files in ``also``.
     """
     from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
 
@@ -79,15 +79,15 @@ def read_torchvision(
     def read(fetch: bool) -> Content:
         xs, ys = [], []
         for train in (True, False):
-            part = getattr(datasets, reader)(str(data_dir), train=train, download=fetch, **options)
-            xs.append(np.asarray(part.data))
-            ys.append(as_labels(np.asarray(part.targets), str(path)))
+            split = getattr(datasets, reader)(str(data_dir), train=train, download=fetch, **options)
+            xs.append(np.asarray(split.data))
+            ys.append(as_labels(np.asarray(split.targets), str(path)))
             check_lengths(f"{path}: {'train' if train else 'test'}", images=len(xs[-1]), labels=len(ys[-1]))
         x = np.concatenate(xs)
         is_test = np.arange(len(x)) >= len(xs[0])
         return Content(path, "image", x.reshape(*x.shape[:3], -1), np.concatenate(ys), is_test=is_test)
 
-    exists = path.is_dir() and any(path.iterdir())
+    has_files = path.is_dir() and any(path.iterdir())
     try:
         return read(False)
     except DataError:
@@ -102,7 +102,7 @@ def read_torchvision(
                 return read(True)
         except _UNREADABLE as error:
             problem = error
-    if exists:
+    if has_files:
         raise DataError(
             f"{path.absolute()}: cannot be read ({problem}); put the published files there in torchvision's layout"
         ) from problem
@@ -135,7 +135,7 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
         absent = [folder / "*.json" for folder, paths in files.items() if not paths]
         remedy = "put the .json files of LEAF's preprocessing there, for train and for test"
         raise _missing(name, data_dir, absent, remedy)
-    images, labels, writers, tested = [], [], [], []
+    images, labels, writers, is_test = [], [], [], []
     for path in itertools.chain(*files.values()):
         for user, x, y in _leaf_users(path):
             where = f"{path}: user {user}"
@@ -155,11 +155,11 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
             images.append(np.rint(pixels * 255).astype(np.uint8).reshape(-1, 28, 28, 1))
             labels.append(known_labels(classes, len(DATASETS[name].classes), where))
             writers += [user] * len(y)
-            tested += [path.parent.name == "test"] * len(y)
+            is_test += [path.parent.name == "test"] * len(y)
     check_lengths(str(data_dir / "femnist"), samples=len(writers))
     groups, group_names = numbered_groups(np.array(writers), "writer")
     pixels, classes = np.concatenate(images), np.concatenate(labels)
-    return Content(data_dir / "femnist", "image", pixels, classes, groups, np.array(tested), group_names=group_names)
+    return Content(data_dir / "femnist", "image", pixels, classes, groups, np.array(is_test), group_names=group_names)
 
 
 def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
@@ -217,21 +217,21 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
     table, folder = _first(name, data_dir, tables, remedy), _first(name, data_dir, folders, remedy)
     rows = rows_of(table)
     _, header = next(rows, (0, []))
-    files, labels, centres, tested = [], [], [], []
+    files, labels, centres, is_test = [], [], [], []
     for number, fields in rows:
         row = dict(zip(header, fields, strict=False))
         try:
             labels.append(int(row["target"]))
             centres.append(int(row["center"]))
             files.append(folder / f"{row['image']}.jpg")
-            tested.append(row.get("fold", "train") == "test")
+            is_test.append(row.get("fold", "train") == "test")
         except (KeyError, ValueError) as error:
             raise DataError(f"{table}: row {number}: expected image, target and center ({error})") from error
     check_lengths(str(table), rows=len(files))
     y = known_labels(np.array(labels), len(DATASETS[name].classes), str(table))
     groups, names = numbered_groups(np.array(centres, np.int64), "centre")
     x = read_images(files, _square(settings), "RGB")
-    return Content(table, "image", x, y, groups, np.array(tested), group_names=names)
+    return Content(table, "image", x, y, groups, np.array(is_test), group_names=names)
 
 
 def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -241,7 +241,7 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
     files = [_first(name, data_dir, paths, remedy)]
     if files[0].name != "agnews.csv":
         files = [_first(name, data_dir, [relative], remedy) for relative in paths[:2]]
-    labels, texts, tested = [], [], []
+    labels, texts, is_test = [], [], []
     for path in files:
         for number, row in rows_of(path):
             if number == 1 and row[0].strip().lower() in ("class index", "class", "label"):
@@ -250,10 +250,10 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
                 raise DataError(f"{path}: row {number}: {row!r:.80}; expected class 1 to 4, title, description")
             labels.append(int(row[0]) - 1)
             texts.append(f"{row[1]} {row[2]}")
-            tested.append(path.name == "test.csv")
+            is_test.append(path.name == "test.csv")
     check_lengths(str(files[0]), rows=len(labels))
     names = ("World", "Sports", "Business", "Sci/Tech")
-    return Content(files[0], "text", texts, np.array(labels), is_test=np.array(tested), class_names=names)
+    return Content(files[0], "text", texts, np.array(labels), is_test=np.array(is_test), class_names=names)
 
 
 def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:

@@ -21,7 +21,7 @@ _MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _MISSING = ("", "?", "-", "na", "n/a", "nan", "null", "none")
-"""How tables mark a missing value, in lower case."""
+"""Cells that mean a missing value, in lower case."""
 _LOG = getLogger("flwr")  # the logger of a run
 
 
@@ -57,13 +57,13 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
         features, cells = [], _cells(path, header, [])
     if cells is None:
         raise _problem(path, header, features, {})
-    labels, wrong = _names(cells, label, "label")
+    labels, name_errors = _names(cells, label, "label")
     groups = None
     if assigned.group is not None:
-        groups, wrong_groups = _names(cells, assigned.group, "group")
-        wrong |= wrong_groups
-    if wrong or not all((np.abs(cells[str(index)]) <= FLOAT32_MAX).all() for index in features):
-        raise _problem(path, header, features, wrong)
+        groups, group_errors = _names(cells, assigned.group, "group")
+        name_errors |= group_errors
+    if name_errors or not all((np.abs(cells[str(index)]) <= FLOAT32_MAX).all() for index in features):
+        raise _problem(path, header, features, name_errors)
     y = as_labels(np.array(labels), str(path))
     numbers, group_names = (None, ()) if groups is None else numbered_groups(np.array(groups))
     if not features:
@@ -75,8 +75,10 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     names = tuple(header[index] for index in features)
     notes += name_notes(names, header)
     notes += _lost_digits(path, header, cells, features)
-    x, more = as_features(np.column_stack([cells[str(index)] for index in features]), str(path))
-    return Content(path, "features", x, y, numbers, columns=names, group_names=group_names, read_notes=(*notes, *more))
+    x, precision = as_features(np.column_stack([cells[str(index)] for index in features]), str(path))
+    return Content(
+        path, "features", x, y, numbers, columns=names, group_names=group_names, read_notes=(*notes, *precision)
+    )
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:
@@ -122,8 +124,8 @@ def _header(path: Path) -> list[str]:
 def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.ndarray | None:
     """Return the columns, named "0", "1", ...: features as float64, others as texts; ``None`` if a cell is invalid.
 
-    NumPy reads a table a few times faster than the csv module, with the same cells. It rejects rows of another length,
-    which pandas would fill.
+    NumPy reads a table several times faster than the csv module, and returns the same cells. It rejects rows that are
+    too short or too long, whereas pandas fills short rows.
     """
     numeric = set(features)
     kinds = np.dtype([(str(index), float if index in numeric else object) for index in range(len(header))])
@@ -138,30 +140,30 @@ def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.nda
 
 
 def _names(cells: np.ndarray, column: int, role: str) -> tuple[list[str], dict[tuple[int, str], str]]:
-    """Return the names in a column, and the errors in it by column and cell."""
+    """Return the names in a column, and its errors by column and cell."""
     name_by_cell = {cell: written_label(cell) for cell in set(cells[str(column)])}
-    wrong = {(column, cell): f"the {role} is missing" for cell, name in name_by_cell.items() if not name}
+    errors = {(column, cell): f"the {role} is missing" for cell, name in name_by_cell.items() if not name}
     values = {cell: _number(cell) for cell in name_by_cell}
     if role == "label" and None not in values.values():
-        wrong |= {
+        errors |= {
             (column, cell): f"{cell.strip()!r}; labels are whole numbers or texts"
             for cell, value in values.items()
             if value is not None and not value.is_integer()
         }
-    return [name_by_cell[cell] for cell in cells[str(column)]], wrong
+    return [name_by_cell[cell] for cell in cells[str(column)]], errors
 
 
 def _problem(
-    path: Path, header: Sequence[str], features: Sequence[int], wrong: Mapping[tuple[int, str], str]
+    path: Path, header: Sequence[str], features: Sequence[int], name_errors: Mapping[tuple[int, str], str]
 ) -> DataError:
-    """Return the error for the first row or cell that cannot be used; ``wrong`` has the errors in names."""
+    """Return the error for the first row or cell that cannot be used, given the errors in labels and groups."""
     for number, row in itertools.islice(rows_of(path), 1, None):
         if len(row) != len(header):
             return DataError(f"{path}: row {number} has {len(row)} columns; the header has {len(header)}")
         for index, cell in enumerate(row):
             where = f"{path}: row {number}, column {header[index]}"
-            if (index, cell) in wrong:
-                return DataError(f"{where}: {wrong[index, cell]}", "wrong-label", header[index])
+            if (index, cell) in name_errors:
+                return DataError(f"{where}: {name_errors[index, cell]}", "wrong-label", header[index])
             value = _number(cell)
             if index in features and cell.strip().lower() in _MISSING:
                 return DataError(
@@ -173,7 +175,7 @@ def _problem(
             if index in features and (value is None or not abs(value) <= FLOAT32_MAX):
                 return DataError(
                     f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "
-                    "be named text, or be the only one of input-columns)",
+                    "be named text, or be the only column in input-columns)",
                     "not-a-number",
                     header[index],
                 )
@@ -191,14 +193,18 @@ def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features:
     for _, row in itertools.islice(rows_of(path), 1, None):
         for index, texts in coarse.items():
             texts.add(row[index].strip())
-    lost = [
+    lossy_columns = [
         header[index]
         for index, texts in coarse.items()
         if max(abs(Fraction(cell) - Fraction(float(cell))) for cell in texts) > LOST * spread[index]
     ]
-    if not lost:
+    if not lossy_columns:
         return []
-    return [Note(f"float64 cannot distinguish values of these columns: {', '.join(lost)}; subtract a common offset")]
+    return [
+        Note(
+            f"float64 cannot distinguish values of these columns: {', '.join(lossy_columns)}; subtract a common offset"
+        )
+    ]
 
 
 def _number(cell: str) -> float | None:
