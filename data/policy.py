@@ -22,7 +22,7 @@ class Policy:
     )
     label: str = setting("", "column that a run may use as label; empty: `label`, else the last column")
     min_rows: int = setting(
-        10, "smallest number of rows behind a statistic, a label, a gradient or a score that leaves the site", minimum=2
+        10, "smallest number of rows for a statistic, a label, a gradient or a score that leaves the site", minimum=2
     )
     test_fraction: float = setting(
         0.25,
@@ -41,7 +41,7 @@ class Policy:
     code: str = setting(
         "installed",
         "code that the node runs; `installed`: the Posy on this node; `signed`: also an app that the trusted entities "
-        "of the node have signed (`posy supernode --trusted-entities`); `any`: every app that a run brings",
+        "of the node have signed (`posy supernode --trusted-entities`); `any`: the app of every run",
         choices=("installed", "signed", "any"),
     )
     weights: str = setting(
@@ -58,18 +58,18 @@ class Policy:
     )
     secure_aggregation: str = setting(
         "optional",
-        "with `required` the node sends updates and scores under masks only",
+        "`required`: the node sends only masked updates and scores",
         choices=("optional", "required"),
     )
     scores: str = setting(
         "rounded",
-        "accuracy and loss of this site; `rounded`: to two decimals, at most three digits and at most 1000; "
-        "`withheld`: they leave the site only in masked sums",
+        "accuracy and loss in replies; `rounded`: to two decimals, at most three digits and at most 1000; "
+        "`withheld`: only in masked sums",
         choices=("exact", "rounded", "withheld"),
     )
     epsilon: float = setting(
         0.0,
-        "privacy budget of the site for all runs together, for one row; a run needs `dp=local`, `dp=sample`, or "
+        "privacy budget of the site over all runs, per row; a run needs `dp=local`, `dp=sample`, or "
         "`dp=central` with secure-aggregation; 0: runs without noise are allowed",
         minimum=0,
     )

@@ -12,7 +12,7 @@ from posy.settings import SettingsError, setting
 SITES = "sites"
 """The `dataset` of a run whose nodes hold their own data."""
 WITHOUT_TEST_SET = " | ".join(name for name, published in DATASETS.items() if not published.has_test_set)
-"""The published data sets that never come with a test set, as the constants of a condition."""
+"""The published data sets that never come with a test set, in the format of a condition of a setting."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class DataSettings:
     )
     partition: str = setting(
         "dirichlet",
-        "assignment of samples to clients; `natural`: one group each, the largest M; `given`: a PFLlib set's partition",
+        "assignment of samples to clients; `natural`: each client gets one of the M largest groups; `given`: the "
+        "partition of a PFLlib directory",
         choices=("dirichlet", "iid", "classes", "pathological", "shards", "natural", "file", "given"),
         needs="dataset != sites",
     )
@@ -122,15 +123,15 @@ class DataSettings:
     )
     test_fraction: float = setting(
         0.25,
-        "fraction of each client's samples that is kept for tests, unless a test set is supplied; sites use "
-        "their policy's",
+        "fraction of each client's samples that is kept for tests, unless a test set is supplied; sites use the "
+        "fraction in their policy",
         needs="partition != given and dataset != sites",
         above=0,
         maximum=0.9,
     )
     validation_fraction: float = setting(
         0.0,
-        "fraction of each client's training samples that is held out for validation; they choose the best round",
+        "fraction of each client's training samples that is held out for validation, which selects the best round",
         minimum=0,
         maximum=0.9,
         synonyms=("val-fraction", "val-split", "validation-split"),
@@ -174,7 +175,8 @@ class DataSettings:
     )
     sample_kind: str = setting(
         "auto",
-        "sites: kind of the samples; image: whole-number pixels, tokens: numbers of words; `auto`: that of most sites",
+        "sites: kind of the samples; image: whole-number pixels, tokens: numbers of words; `auto`: the kind "
+        "of most sites",
         choices=("auto", "image", "image-float", "features", "text", "tokens"),
         needs="dataset = sites",
     )
@@ -190,15 +192,15 @@ class DataSettings:
     )
     vocabulary: int = setting(
         20_000,
-        "number of the texts' most frequent words, which get a token each; sites: number of tokens that words are "
-        "hashed to",
+        "number of the most frequent words that get a token each; sites: number of tokens that words are hashed to",
         minimum=3,
         maximum=10_000_000,
         samples="text",
     )
     feature_mean: str = setting(
         "",
-        "sites: mean that is subtracted from each feature, one number for all or one for each; empty: over all sites",
+        "sites: mean that is subtracted from each feature, one number for all or one for each; empty: the mean "
+        "over all sites",
         needs="dataset = sites",
     )
     feature_std: str = setting(
