@@ -1,1 +1,1 @@
-"""The processes of a real federation: the SuperLink, nodes and their workers, over Flower's own."""
+"""The processes of a real federation: the SuperLink, nodes and their workers, based on Flower's."""

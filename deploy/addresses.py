@@ -6,7 +6,7 @@ import random
 import socket
 
 LISTENING = range(20_000, 32_768)
-"""Ports of :func:`free_port`. They are below the ports that Linux may give to outgoing connections at any moment."""
+"""Ports that :func:`free_port` tries. They are below the range that Linux assigns to outgoing connections."""
 
 
 def is_loopback(address: str) -> bool:
@@ -14,13 +14,13 @@ def is_loopback(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host == "localhost"
 
 
 def free_port() -> int:
     """Return an unused port of this machine; raise :class:`OSError` if all ports are in use."""
-    # Not from the run's seed: two processes that ask at once need two ports.
+    # Not from the run's seed: two processes that search at the same time need different ports.
     start = random.SystemRandom().randrange(len(LISTENING))
     for port in (*LISTENING[start:], *LISTENING[:start]):
         with socket.socket() as probe, contextlib.suppress(OSError):

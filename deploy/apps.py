@@ -1,4 +1,4 @@
-"""The ClientApp of the code that a message belongs to, in the worker of a node."""
+"""Loads the ClientApp of a run's code in the worker of a node."""
 
 import importlib
 import sys
@@ -16,9 +16,10 @@ from posy.flower import ClientAppCallable
 
 
 class Apps:
-    """The ClientApp of a run's code; loaded once, and again when the code changes.
+    """The ClientApp of a run's code, which is loaded once, and again when the code changes.
 
-    With ``entities``, the public keys of trusted entities by their ids, one of them must have signed the code.
+    ``entities`` are the public keys of trusted entities by id, one of which must have signed the code. With None, the
+    code needs no signature.
     """
 
     def __init__(self, entities: Mapping[str, str] | None = None) -> None:
@@ -30,10 +31,10 @@ class Apps:
         self._app: ClientAppCallable | None = None
 
     def load(self, bundle: Bundle, rule: str) -> ClientAppCallable:
-        """Return the ClientApp of a run: the installed one, or the run's, which is installed if it is new.
+        """Return the node's own ClientApp, or the ClientApp of the bundle, which the method installs if it is new.
 
-        :func:`posy.deploy.foreign.check_code` decides by the node's rule on code. This method raises
-        the errors of both functions and of :func:`check_signatures`.
+        :func:`posy.deploy.foreign.check_code` chooses by the node's rule on code. The method also raises its errors and
+        the errors of :func:`check_signatures` and :func:`install_whole`.
         """
         if self._app is None or self._hash != bundle.hash:
             self._app = None
@@ -62,7 +63,7 @@ def _import(folder: Path) -> ClientApp:
 
 
 def _forget(old: Path | None, new: Path) -> None:
-    """Remove imported packages, this one included, of which the new code brings another version."""
+    """Forget the imported packages that the new code replaces, which may include Posy, and all custom modules."""
     for folder in (old, old / BUNDLED) if old else ():
         if str(folder) in sys.path:
             sys.path.remove(str(folder))

@@ -1,8 +1,8 @@
-"""The SuperLink's database: writers take turns, and no deadline passes because of an outage or of a clock that is set.
+"""The SuperLink's database: writers take turns, and neither an outage nor a clock change makes a deadline pass.
 
-All of it works through public events of SQLAlchemy, without Flower's code. It knows two tables of Flower's database:
-a task, that is a running app, is dead when ``active_until`` has passed, and an online node is marked as offline when
-``online_until`` has passed.
+The module uses only public events of SQLAlchemy, and none of Flower's code. It relies on two tables of Flower's
+database. Flower treats a task (a running app) as dead once ``active_until`` has passed, and marks an online node as
+offline once ``online_until`` has passed.
 """
 
 import re
@@ -19,10 +19,10 @@ from sqlalchemy.pool import Pool
 TURN_SECONDS = 60.0
 """Seconds that a writer waits for its turn before its call fails with `try again`."""
 STEP_SECONDS = 2.0
-"""Seconds by which the wall clock may drift from the monotonic clock between two checks before this is a step."""
+"""Drift in seconds between wall clock and monotonic clock above which a check assumes that the clock was set."""
 TROUBLE_SECONDS = 1.0
 """Seconds of failing writes after which heartbeats may be missing. A node pauses for up to 20 s after failed calls, so
-a short failure can use up the 30 s in which the node must send a heartbeat."""
+even a short failure can use up the 30 s in which the node must send a heartbeat."""
 RUN_SECONDS, NODE_SECONDS = 60.0, 30.0
 """Seconds by which the deadlines of runs and of nodes are extended: twice the time between two heartbeats."""
 START_SECONDS = 300.0
@@ -38,7 +38,7 @@ _EXTEND_NODES = "UPDATE node SET online_until = ? WHERE online_until IS NOT NULL
 
 
 class TryAgainError(Exception):
-    """A call failed for now, and its caller should retry it."""
+    """A call failed temporarily, and its caller should retry it."""
 
 
 def can_be_retried(error: BaseException) -> bool:
@@ -55,20 +55,21 @@ def can_be_retried(error: BaseException) -> bool:
 class Turns:
     """Serialises the writes of this process's connections to each database; readers do not wait.
 
-    SQLite has one lock for writers and no queue. With many nodes a call fails, and its message is lost. A connection
-    has its turn from its first writing statement until it returns to its pool, so that a failed call releases the turn
-    too. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 begins no transaction for a
-    statement that starts with ``WITH``, so this class begins it.
+    SQLite has one lock for writers and no queue. With many nodes, calls would fail and lose their messages. A
+    connection has its turn from its first writing statement until it returns to its pool, so that a failed call
+    releases the turn too. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 begins no
+    transaction for a statement that starts with ``WITH``, so this class begins it.
 
-    Deadlines are in doubt when the SuperLink starts, when the clock was set, and when writes have failed. Before a
-    statement that compares deadlines, this class then extends the deadlines of all live nodes and runs, after which a
-    dead one is detected. If that fails, the call fails, and its caller retries it.
+    Deadlines are in doubt after the SuperLink has started, after the clock was set, and after writes have failed.
+    Before the next statement that compares deadlines, this class extends the deadlines of all live nodes and runs. A
+    dead node or run is detected when its extended deadline passes. If the extension fails, the call fails and its
+    caller retries it.
     """
 
     def __init__(self) -> None:
         self._locks: dict[str, threading.Lock] = {}
         self._failing: float | None = None
-        self._gap = True  # the SuperLink starts
+        self._gap = True  # before the start, heartbeats were missing
         self._clocks = _difference()
         self._engine: Engine | None = None
 
@@ -81,7 +82,7 @@ class Turns:
             event.listen(engine.pool if isinstance(engine, Engine) else Pool, name, self._after)
 
     def give_time_to_start(self, token: str) -> None:
-        """Let the process of a task with a token start for :data:`START_SECONDS`; Flower allows 30 s."""
+        """Allow the process of the task with this token :data:`START_SECONDS` to start; Flower allows 30 s."""
         if self._engine is not None:
             with self._engine.begin() as connection:
                 connection.exec_driver_sql(_EXTEND_TASK, (_text_of(time.time() + START_SECONDS), token))
@@ -116,7 +117,7 @@ class Turns:
     def _extend(self, cursor: Any) -> None:
         clocks = _difference()
         cursor.execute(_EXTEND_TASKS, (_text_of(time.time() + RUN_SECONDS),))
-        cursor.execute(_EXTEND_NODES, (time.time() + NODE_SECONDS,))  # a node that is marked as offline stays so
+        cursor.execute(_EXTEND_NODES, (time.time() + NODE_SECONDS,))  # a node that is marked as offline stays offline
         self._clocks, self._gap = clocks, False
 
     def _after(self, _: Any, record: Any, *error: Any) -> None:

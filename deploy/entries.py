@@ -18,7 +18,7 @@ class EntrySocket:
         self._writing = threading.Lock()
 
     def send(self, parts: Sequence[bytes] = (), **fields: Any) -> None:
-        """Send an entry; raise :class:`OSError` if the other end has gone or does not read."""
+        """Send an entry; raise :class:`OSError` if the other end is closed or does not read."""
         head = json.dumps({**fields, "sizes": [len(part) for part in parts]}).encode() + b"\n"
         with self._writing:
             for content in (head, *parts):
@@ -39,7 +39,7 @@ def read_entry(stream: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
     head = json.loads(line)
     sizes = head.pop("sizes", None) if isinstance(head, dict) else None
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError(f"an entry with the sizes {sizes!r}")
+        raise ValueError(f"an entry has the invalid sizes {sizes!r}")
     parts = []
     for size in sizes:
         part = stream.read(size)

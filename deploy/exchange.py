@@ -2,11 +2,11 @@
 
 Flower's SuperLink writes to its database about two hundred times for each message of a round, which takes most of the
 time of a short round. :class:`Exchange` keeps the messages and their objects in memory instead. They are lost when the
-SuperLink ends, and the ServerApp sends them again. Runs, nodes and code stay in the database.
+SuperLink ends, and the ServerApp then sends them again. Runs, nodes and code stay in the database.
 
-A message or reply is delivered when all its objects have arrived. Otherwise its receiver would wait for the missing
-objects, and a ServerApp would not ask for the other replies meanwhile. A receiver confirms a message when it has all
-objects. If it asks again before, it has not received the message, and gets it again.
+The exchange delivers a message or reply when all its objects have arrived. Otherwise the receiver would wait for the
+missing objects, and a ServerApp would not ask for the other replies meanwhile. A receiver confirms a message when it
+has all objects. If it asks for messages again without a confirmation, the exchange delivers the message again.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ SERVER = 1
 HOLD_SECONDS = 1.0
 """Longest time that a request for messages waits."""
 GATHER_SECONDS = 0.05
-"""Longest time that a ServerApp's request waits for further replies after the first: an answer takes ten queries."""
+"""Longest time that a ServerApp's request waits for further replies after the first: an answer costs ten queries."""
 HELD_NODES, HELD_SERVERS = 500, 16
 """Number of nodes and of ServerApps whose requests may wait; Flower has 1,000 and 40 threads for them."""
 ARRIVAL_SECONDS = 180.0
 """Seconds without a further object after which an incomplete message is dropped."""
 MOST_TIMES = 4
-"""Number of times that a message is delivered to a node that does not confirm it."""
+"""Largest number of deliveries of a message to a node that does not confirm it."""
 REASONS = {
     ErrorCode.MESSAGE_UNAVAILABLE: "the SuperLink has lost the message, or its time to live is over",
     ErrorCode.NODE_UNAVAILABLE: "the node is offline",
@@ -43,45 +43,45 @@ REASONS = {
 PATIENCE = 2
 """Number of heartbeat intervals after which a silent node is offline."""
 DEFAULT_INTERVAL = 30.0
-"""Heartbeat interval in seconds of a node that has not told its own since the SuperLink has started."""
+"""Heartbeat interval in seconds of a node that has not reported its interval since the SuperLink started."""
 
 
 @dataclass
 class Parcel:
-    """A message or a reply, and what of it has arrived."""
+    """A message or a reply, and the state of its delivery."""
 
     envelope: Any
     tree: Any
     numbers: frozenset[str]
     expires: float
-    """Time at which its time to live is over, by the monotonic clock."""
+    """Time at which its time to live ends, by the monotonic clock."""
     missing: set[str] = field(default_factory=set)
     arrived: float = field(default_factory=time.monotonic)
-    """Time of the last object, by the monotonic clock."""
+    """Time at which the last object arrived, by the monotonic clock."""
     delivered: int = 0
-    """Number of times that the receiver has got it."""
+    """Number of deliveries to the receiver."""
     received: bool = False
     """Whether the receiver has confirmed it."""
     reply: "Parcel | None" = None
 
     @property
     def number(self) -> str:
-        """Its id."""
+        """Id of the message or reply."""
         return str(self.envelope.metadata.message_id)
 
     @property
     def run_id(self) -> int:
-        """The id of its run."""
+        """Id of the run."""
         return int(self.envelope.metadata.run_id)
 
     @property
     def node(self) -> int:
-        """The node that receives it."""
+        """Id of the receiving node."""
         return int(self.envelope.metadata.dst_node_id)
 
 
 class Presence:
-    """The nodes that are online, by the monotonic clock: setting the clock takes no node offline."""
+    """The nodes that are online, by the monotonic clock, so that a clock change takes no node offline."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -89,11 +89,11 @@ class Presence:
         """Time of the last sign of life of each node, and its heartbeat interval."""
 
     def alive(self, node: int, interval: float | None = None) -> None:
-        """Note a sign of life of a node, and its heartbeat interval."""
+        """Record a sign of life of a node, and its heartbeat interval."""
         self._seen[node] = time.monotonic(), interval or self._seen.get(node, (0.0, DEFAULT_INTERVAL))[1]
 
     def leave(self, node: int) -> None:
-        """Note that a node has left."""
+        """Record that a node has left."""
         self._seen[node] = float("-inf"), DEFAULT_INTERVAL
 
     def is_offline(self, node: int) -> bool:
@@ -116,7 +116,7 @@ class Depot:
         return len(self._objects)
 
     def add(self, parcel: Parcel) -> None:
-        """Note a parcel, and which of its objects are missing."""
+        """Record a parcel and its missing objects."""
         for number in parcel.numbers:
             key = parcel.run_id, number
             self._uses[key] += 1
@@ -138,7 +138,7 @@ class Depot:
         parcel.missing.clear()
 
     def put(self, run_id: int, number: str, content: bytes) -> list[Parcel] | None:
-        """Store an object, and return the parcels that are complete with it; None if no parcel needs the object."""
+        """Store an object, and return the parcels that it completes; None if no parcel needs the object."""
         key = run_id, number
         if key not in self._uses:
             return None
@@ -156,7 +156,7 @@ class Depot:
 
 
 class Places:
-    """The requests that wait: one of each node, and a limited number in all."""
+    """The waiting requests: at most one of each node, and a limited number in total."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -164,7 +164,7 @@ class Places:
         self._free = {True: HELD_SERVERS, False: HELD_NODES}
 
     def enter(self, replies: bool, node: int) -> bool:
-        """Return whether a request may wait: a ServerApp's for ``replies``, with 0 as its ``node``, or a node's."""
+        """Return whether a ServerApp's request for ``replies`` (``node`` is 0) or a node's request may wait."""
         with self._lock:
             if node in self._nodes or not self._free[replies]:
                 return False
@@ -173,7 +173,7 @@ class Places:
             return True
 
     def leave(self, replies: bool, node: int) -> None:
-        """Note that a request no longer waits."""
+        """Record that a request no longer waits."""
         with self._lock:
             self._free[replies] += 1
             self._nodes.discard(node)
@@ -185,7 +185,7 @@ class Exchange:
     Parameters
     ----------
     is_active : callable
-        Returns whether a run is running, from its id.
+        Returns whether the run with an id is running.
     """
 
     def __init__(self, is_active: Callable[[int], bool]) -> None:
@@ -205,45 +205,52 @@ class Exchange:
     # -- from a ServerApp to the nodes ---------------------------------------------------------------------
 
     def send(self, run_id: int, envelopes: Sequence[Any], trees: Sequence[Any]) -> tuple[list[str], list[str]]:
-        """Take messages of a run; return their ids, empty for invalid messages, and the ids of the missing objects."""
-        numbers, wanted = [], dict[str, None]()
+        """Accept messages of a run; return their ids, empty for invalid messages, and the ids of missing objects."""
+        numbers, missing_ids = [], dict[str, None]()
         with self._changed:
             for envelope, tree in zip(envelopes, trees, strict=True):
-                about, parcel = envelope.metadata, _parcel(envelope, tree)
-                valid = about.run_id == run_id and about.src_node_id == SERVER and not about.reply_to_message_id
-                if not valid or parcel.expires <= time.monotonic() or not about.dst_node_id:
+                metadata, parcel = envelope.metadata, _parcel(envelope, tree)
+                valid = (
+                    metadata.run_id == run_id and metadata.src_node_id == SERVER and not metadata.reply_to_message_id
+                )
+                if not valid or parcel.expires <= time.monotonic() or not metadata.dst_node_id:
                     numbers.append("")
                     continue
-                if about.message_id not in self._parcels:
-                    self._parcels[about.message_id] = self._waiting[parcel.node][about.message_id] = parcel
+                if metadata.message_id not in self._parcels:
+                    self._parcels[metadata.message_id] = self._waiting[parcel.node][metadata.message_id] = parcel
                     self._depot.add(parcel)
-                wanted |= dict.fromkeys(self._parcels[about.message_id].missing)
-                numbers.append(about.message_id)
+                missing_ids |= dict.fromkeys(self._parcels[metadata.message_id].missing)
+                numbers.append(metadata.message_id)
             self._announce(replies=False)
-        return numbers, list(wanted)
+        return numbers, list(missing_ids)
 
     def pull(self, node: int) -> Parcel | None:
-        """Return the next message of a node, if necessary after a while; None if there is none."""
+        """Return the next message for a node, or None if no message arrives within :data:`HOLD_SECONDS`."""
         self.nodes.alive(node)
         parcel: Parcel | None = self._hold(False, node, lambda: self._next(node))
         return parcel
 
     def _next(self, node: int) -> Parcel | None:
         for parcel in self._ready(node):
-            if not self._is_active(parcel.run_id):  # not under the lock: it asks the database
+            if not self._is_active(parcel.run_id):  # outside the lock, because it queries the database
                 self.drop(parcel.run_id)
                 continue
             with self._changed:
                 if parcel.number not in self._waiting[node]:
                     continue
                 if parcel.delivered:
-                    log(WARNING, "posy: node %s has not received message %s, and gets it again", node, parcel.number)
+                    log(
+                        WARNING,
+                        "posy: node %s has not confirmed message %s, which the SuperLink delivers again",
+                        node,
+                        parcel.number,
+                    )
                 parcel.delivered += 1
                 return parcel
         return None
 
     def _ready(self, node: int) -> list[Parcel]:
-        """Return the complete messages of a node; forget messages that have expired or do not arrive there."""
+        """Return the complete messages of a node; forget expired messages, and messages that it never confirms."""
         with self._changed:
             ready = []
             for parcel in list(self._waiting[node].values()):
@@ -256,12 +263,16 @@ class Exchange:
     # -- from a node to a ServerApp ------------------------------------------------------------------------
 
     def answer(self, node: int, envelope: Any, tree: Any) -> list[str]:
-        """Take the reply of a node, and return the ids of the missing objects; drop a reply that nothing waits for."""
+        """Accept the reply of a node, and return the ids of its missing objects; drop a reply to an unknown message."""
         self.nodes.alive(node)
-        about = envelope.metadata
+        metadata = envelope.metadata
         with self._changed:
-            request, parcel = self._parcels.get(about.reply_to_message_id), _parcel(envelope, tree)
-            if request is None or (request.run_id, request.node) != (about.run_id, node) or about.src_node_id != node:
+            request, parcel = self._parcels.get(metadata.reply_to_message_id), _parcel(envelope, tree)
+            if (
+                request is None
+                or (request.run_id, request.node) != (metadata.run_id, node)
+                or metadata.src_node_id != node
+            ):
                 return []
             if request.reply is not None and request.reply.number != parcel.number and request.reply.missing:
                 self._drop_reply(request)
@@ -272,9 +283,9 @@ class Exchange:
             return list(request.reply.missing) if request.reply and request.reply.number == parcel.number else []
 
     def replies(self, run_id: int, numbers: Iterable[str]) -> list[Parcel]:
-        """Return the replies to messages of a run that have arrived, if necessary after a while.
+        """Return the replies to messages of a run; wait up to :data:`HOLD_SECONDS` if none has arrived.
 
-        A message without a reply that can still come has an error as its reply.
+        A message to which no reply can arrive any more gets an error as its reply.
         """
         request = list(numbers)
 
@@ -291,7 +302,7 @@ class Exchange:
         return parcels
 
     def _reply_to(self, run_id: int, number: str) -> Parcel | None:
-        """Return the reply to a message, or an error if none can come; None if it may still come."""
+        """Return the reply to a message, or an error if no reply can arrive; None if it may still arrive."""
         parcel = self._parcels.get(number)
         if parcel is None or parcel.run_id != run_id:
             self._parcels[number] = parcel = _unknown(run_id, number)
@@ -306,7 +317,7 @@ class Exchange:
         return None
 
     def _fail(self, parcel: Parcel, code: ErrorCode) -> Parcel:
-        """Make an error the reply to a message."""
+        """Set an error as the reply to a message, and return it."""
         packed = packed_error(parcel.envelope, code, REASONS[code], time.time())
         reply = _parcel(packed.envelope, packed.tree)
         self._confirm(parcel)
@@ -334,7 +345,7 @@ class Exchange:
             return self._depot.get(run_id, number)
 
     def confirm(self, run_id: int, number: str) -> bool:
-        """Note that the receiver has all objects of a message or reply; return whether it is in transit."""
+        """Record that a receiver has all objects of a message or reply; return whether it was in transit."""
         with self._changed:
             if (parcel := self._parcels.get(number)) is not None and parcel.run_id == run_id:
                 self._confirm(parcel)
@@ -351,7 +362,7 @@ class Exchange:
                 self._forget(parcel)
 
     def sweep(self) -> None:
-        """Forget messages that expired long ago, that do not arrive, or whose run has ended."""
+        """Forget messages that expired long ago, that stay incomplete, or whose run has ended."""
         late = time.monotonic() - ARRIVAL_SECONDS
         with self._changed:
             for parcel in list(self._parcels.values()):
@@ -393,7 +404,7 @@ class Exchange:
         self._changed.notify_all()
 
     def _hold(self, replies: bool, node: int, look: Callable[[], Any]) -> Any:
-        """Return what ``look`` finds, at the latest after :data:`HOLD_SECONDS`; one request of each node waits."""
+        """Call ``look`` until it returns a result, up to :data:`HOLD_SECONDS`; one request of each node waits."""
         waits = self._places.enter(replies, node)
         end = time.monotonic() + HOLD_SECONDS
         try:
@@ -409,20 +420,20 @@ class Exchange:
 
 
 def new_session() -> str:
-    """Return the id of a session in which the objects of messages arrive; the exchange needs none, Flower does."""
+    """Return an id for the transfer of a message's objects, which Flower requires and the exchange ignores."""
     return secrets.token_hex(16)
 
 
 def _unknown(run_id: int, number: str) -> Parcel:
-    """Return a parcel in place of a message that the exchange does not know."""
-    about = {"run_id": run_id, "message_id": number, "src_node_id": SERVER, "dst_node_id": SERVER}
-    response = fleet_call("PullMessages").response(messages_list=[{"metadata": {**about, "message_type": "system"}}])
+    """Return an expired parcel for a message that the exchange does not know."""
+    ids = {"run_id": run_id, "message_id": number, "src_node_id": SERVER, "dst_node_id": SERVER}
+    response = fleet_call("PullMessages").response(messages_list=[{"metadata": {**ids, "message_type": "system"}}])
     parcel = _parcel(response.messages_list[0], None)
     parcel.expires = time.monotonic()
     return parcel
 
 
 def _parcel(envelope: Any, tree: Any) -> Parcel:
-    # The lifetime begins with the arrival: a clock that is set, on this machine or another, lets no message expire.
+    # The lifetime begins with the arrival, so that no clock change on any machine makes a message expire.
     expires = time.monotonic() + envelope.metadata.ttl
     return Parcel(envelope, tree, frozenset(numbers_in(tree)) if tree is not None else frozenset(), expires)

@@ -1,7 +1,7 @@
-"""A node's calls to its SuperLink over gRPC, which are repeated after temporary errors.
+"""A node's calls to its SuperLink over gRPC, which it retries after temporary errors.
 
 Flower's own node retries a call only if the SuperLink has not answered. After any other error it silently drops the
-message or the reply, or it ends.
+message or the reply, or ends.
 """
 
 import concurrent.futures
@@ -35,11 +35,11 @@ from posy.deploy.flower_internals import (
 from posy.deploy.tasks import Bundle, Run
 
 HEARTBEAT_SECONDS = 15
-"""Seconds that a node promises between two heartbeats. A node that is silent for twice as long is offline, and its key
-can reconnect. With Flower's default of 30 s, both take a minute."""
+"""Heartbeat interval in seconds. A node that is silent for twice as long is offline, and its key is free for a new
+connection. With Flower's default of 30 s, this takes a minute."""
 HEARTBEAT_TIMEOUT = 5.0
 ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
-"""Seconds for which the node retries with a refused key, until its earlier connection is offline."""
+"""Seconds for which the node retries with a refused key, until its earlier connection counts as offline."""
 CALL_SECONDS = 300.0
 """Timeout of a call in seconds, because neither side may notice a dead connection."""
 PATIENCE_SECONDS = 60.0
@@ -49,9 +49,9 @@ PART_SECONDS = 30.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0
 """Approximate first and longest pause in seconds between retries; each pause doubles the last."""
 CONCURRENT = 6
-"""Parts of a message in transit at the same time."""
+"""Largest number of parts of a message in transit at the same time."""
 LARGEST_MESSAGE = 2**31 - 1
-"""Bytes of the largest message of gRPC."""
+"""Size in bytes of the largest message over gRPC."""
 VERSION_HEADERS = (
     ("flwr-package-name", "flwr"),
     ("flwr-package-version", flwr.__version__),
@@ -68,11 +68,11 @@ PASSING = (
 
 
 class RunEndedError(Exception):
-    """The run of a message has ended, so the SuperLink takes no reply."""
+    """The run of a message has ended, so the SuperLink accepts no reply."""
 
 
 class PartError(Exception):
-    """A part of a message is missing, or was not taken."""
+    """A part of a message is missing or was refused."""
 
 
 class Fleet:
@@ -81,13 +81,13 @@ class Fleet:
     Parameters
     ----------
     address : str
-        Its address, HOST:PORT.
+        Address of the SuperLink, HOST:PORT.
     key : ec.EllipticCurvePrivateKey or None
         The registered private key of the node; None: the node registers a new key.
     root_certificates : bytes or None
         Certificates of the authorities that the node trusts (PEM); None: the authorities that gRPC trusts.
     insecure : bool
-        Use no TLS.
+        Connect without TLS.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Fleet:
         self._channel.close()
 
     def _beat(self) -> None:
-        """Send heartbeats until the node leaves; a failed heartbeat is repeated after a growing pause."""
+        """Send heartbeats until the node leaves, and retry a failed heartbeat after growing pauses."""
         pauses = pauses_between_tries()
         while not self._ended.wait((HEARTBEAT_SECONDS - HEARTBEAT_TIMEOUT) * random.uniform(0.7, 0.9)):
             while not self._ended.is_set():
@@ -191,8 +191,7 @@ class Fleet:
     def push(self, reply: Packed, seconds: float) -> None:
         """Push a reply once; the SuperLink answers with the objects that it lacks.
 
-        ``seconds`` is the time that the app has worked. Raises :class:`PartError`, :class:`RunEndedError` or an error
-        of gRPC.
+        ``seconds`` is the running time of the app. Raises :class:`PartError`, :class:`RunEndedError` or a gRPC error.
         """
         answer = self.call(
             "PushMessages",
@@ -201,10 +200,10 @@ class Fleet:
             message_object_trees=[reply.tree],
             clientapp_runtime_list=[seconds],
         )
-        wanted = set(answer.objects_to_push)
+        missing_ids = set(answer.objects_to_push)
 
         def push_object(number: str) -> None:
-            answered = self.call(
+            object_answer = self.call(
                 "PushObject",
                 node=self._node(),
                 run_id=reply.envelope.metadata.run_id,
@@ -212,10 +211,10 @@ class Fleet:
                 object_id=number,
                 object_content=reply.objects[number],
             )
-            if not answered.stored:
-                raise PartError("the SuperLink did not take a part of the reply")
+            if not object_answer.stored:
+                raise PartError("the SuperLink refused a part of the reply")
 
-        _side_by_side(push_object, [number for number in reply.objects if number in wanted])
+        _side_by_side(push_object, [number for number in reply.objects if number in missing_ids])
 
     def run(self, run_id: int) -> tuple[Run, Bundle]:
         """Return a run and its code; raise :class:`RunEndedError` if the run has ended."""
@@ -230,9 +229,9 @@ class Fleet:
     # -- calls ---------------------------------------------------------------------------------------------
 
     def call(self, name: str, /, timeout: float = CALL_SECONDS, **fields: Any) -> Any:
-        """Return the answer to a call, and repeat it after temporary errors; only one repetition runs at a time.
+        """Make a call, retry it after temporary errors, and return the answer; only one retry runs at a time.
 
-        A network may cut a connection after a number of bytes. It would then repeatedly cut all parallel repetitions.
+        A network may cut a connection after a certain number of bytes, and would then cut all parallel retries.
 
         Raises
         ------
@@ -251,7 +250,7 @@ class Fleet:
                     raise RunEndedError(error.details()) from error
                 if not self._may_pass(error, time.monotonic() - started, timeout):
                     raise
-                log(WARNING, "a call to the SuperLink failed, and is repeated: %s", describe(error))
+                log(WARNING, "a call to the SuperLink failed, and the node retries it: %s", describe(error))
                 time.sleep(pause)
             else:
                 self._connected = True
@@ -268,7 +267,7 @@ class Fleet:
         return {"node_id": self.node_id}
 
     def _may_pass(self, error: grpc.RpcError, waited: float, timeout: float) -> bool:
-        """Return whether a call may succeed if it is repeated."""
+        """Return whether a call may succeed if the node retries it."""
         details = str(error.details() or "")
         if code_in(details) == KEY_REFUSED:
             if not self._refused:
@@ -276,7 +275,7 @@ class Fleet:
                 log(
                     WARNING,
                     "the SuperLink does not accept this node's key: it is not registered (`posy register`), or another "
-                    "node with it is online, or was moments ago. The node retries for %g s",
+                    "node with this key is online or was online moments ago. The node retries for %g s",
                     ACTIVATION_SECONDS,
                 )
             return time.monotonic() - self._refused < ACTIVATION_SECONDS
@@ -289,7 +288,7 @@ class Fleet:
 def signature_headers(
     key: ec.EllipticCurvePrivateKey, offset: timedelta = timedelta()
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the headers with which a node proves that it has a key, by a clock with an ``offset``."""
+    """Return the headers that prove that a node has a key, signed at the current time plus an ``offset``."""
     stamp = (current_time() + offset).isoformat()
     signature = key.sign(stamp.encode(), ec.ECDSA(hashes.SHA256()))
     return (PUBLIC_KEY_HEADER, public_pem_of(key)), (TIMESTAMP_HEADER, stamp), (SIGNATURE_HEADER, signature)
@@ -301,7 +300,7 @@ def current_time() -> datetime:
 
 
 def public_pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Return the public key of a private key, in the form in which nodes send it."""
+    """Return the public key of a private key in the format that nodes send (PEM)."""
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -332,26 +331,26 @@ def _side_by_side(call: Any, numbers: Iterable[str]) -> list[Any]:
 
 
 def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
-    """Push a reply, and repeat it until the SuperLink has all its parts or the reply has expired.
+    """Push a reply, and retry until the SuperLink has all its parts or the reply has expired.
 
-    A repeated reply has the same id. The node drops a reply if its run has ended, and logs the end of each reply.
+    Each retry has the same reply id. The node drops a reply if its run has ended, and logs the outcome of each reply.
     """
-    about = reply.envelope.metadata
-    log(INFO, "Sending: %s message (ID: %s) of run %s", about.message_type, about.message_id, about.run_id)
-    end = time.monotonic() + about.created_at + about.ttl - time.time()
+    metadata = reply.envelope.metadata
+    log(INFO, "Sending: %s message (ID: %s) of run %s", metadata.message_type, metadata.message_id, metadata.run_id)
+    end = time.monotonic() + metadata.created_at + metadata.ttl - time.time()
     for pause in pauses_between_tries():
         try:
             fleet.push(reply, seconds)
         except RunEndedError:
-            log(INFO, "the reply %s is dropped: run %s is not running", about.message_id, about.run_id)
+            log(INFO, "the reply %s is dropped: run %s is not running", metadata.message_id, metadata.run_id)
             return
         except (grpc.RpcError, PartError) as error:
             if getattr(error, "code", lambda: None)() == grpc.StatusCode.UNAUTHENTICATED:
                 raise
             if time.monotonic() + pause >= end:
-                log(ERROR, "the reply %s is lost: %s", about.message_id, describe(error))
+                log(ERROR, "the reply %s is lost: %s", metadata.message_id, describe(error))
                 return
-            log(WARNING, "the node sends the reply %s again: %s", about.message_id, describe(error))
+            log(WARNING, "the node sends the reply %s again: %s", metadata.message_id, describe(error))
             time.sleep(pause)
         else:
             log(INFO, "Sent successfully")
@@ -359,7 +358,7 @@ def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return a description of an error: for an error of gRPC its code and details."""
+    """Return a description of an error: for a gRPC error its code and details."""
     if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
         return f"{error.code().name}: {error.details()}"
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
 """Flower's network protocol, its objects and its app bundles: the private names of Flower that a federation needs.
 
-The calls of the protocol have the names of its services in Flower's ``.proto`` files. :func:`fleet_call` and
-:func:`control_call` read the types of their messages from these files. A message travels as objects: the message,
-its records, its arrays and their chunks, each with the SHA-256 of its bytes as its id (:class:`Packed`).
+The calls have the names of Flower's ``.proto`` files. :func:`fleet_call` and :func:`control_call` read the types of
+their messages from these files. A message is sent as objects: the message, its records, its arrays and their chunks,
+each with the SHA-256 of its bytes as its id (:class:`Packed`).
 """
 
 import hashlib
@@ -26,10 +26,10 @@ PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER = "flwr-public-key-bin", "
 TOKEN_HEADER = "flwr-task-token"
 """Header of the calls of a ServerApp."""
 MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
-"""Types of the content of a call, and of a sequence of answers: each follows its length in four bytes."""
+"""Media types of a call, and of a stream of answers, each after four bytes with its length."""
 KEY_REFUSED, INTERVAL_REFUSED, RUN_ENDED = 2004, 2003, 2007
-"""Codes with which a SuperLink refuses a node: its key is unknown or online, its heartbeat interval is invalid, or the
-run of its call has ended."""
+"""Codes with which a SuperLink refuses a node: its key is unknown or already online, its heartbeat interval is
+invalid, or the run of its call has ended."""
 
 
 FLEET, CONTROL = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"], control_pb2.DESCRIPTOR.services_by_name["Control"]
@@ -67,7 +67,7 @@ def _call(service: Any, name: str) -> Call:
 def app_call(name: str) -> Call:
     """Return a call of a ServerApp about its messages, which it makes over HTTP.
 
-    Its requests have the fields of a node's call, with the same numbers, and so have all answers but two.
+    The requests have the same fields and field numbers as a node's calls, and so do all answers except two.
     """
     _, request, response = fleet_call(name)
     answers = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}
@@ -89,17 +89,17 @@ def http_path(service: str, name: str) -> str:
 
 @dataclass
 class Packed:
-    """A message as it travels."""
+    """A message in the form in which it is sent."""
 
     envelope: Any
-    """The metadata, with the id of the message, and the error, as a message of the protocol."""
+    """A message of the protocol with the metadata, including the id of the message, and the error."""
     tree: Any
     """The ids of the objects, as a tree."""
     objects: dict[str, bytes]
 
 
 def pack(message: Message) -> Packed:
-    """Return the objects of a message; the message gets its id."""
+    """Return the objects of a message, and its envelope with the id of the message."""
     with no_object_id_recompute():
         tree = get_object_tree(message)
         objects = {number: part.deflate() for number, part in get_all_nested_objects(message).items()}
@@ -107,7 +107,7 @@ def pack(message: Message) -> Packed:
 
 
 def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
-    """Return the message with an id from its objects; raise an error of any type if they are malformed."""
+    """Restore the message with an id from its objects; raise an error of any type if they are malformed."""
     message = inflate_object_from_contents(number, dict(objects))
     if not isinstance(message, Message):
         raise TypeError(f"the object {number} is not a message")
@@ -115,14 +115,14 @@ def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
 
 
 def message_of(envelope: Any) -> Message:
-    """Return the message with an envelope, with empty content or the error."""
-    about = type(envelope)()
-    about.CopyFrom(envelope)
-    about.metadata.message_id = ""
-    about.ClearField("content")
-    body = about.SerializeToString(deterministic=True)
+    """Return a message with the metadata of an envelope, and with its error or with empty content."""
+    copy = type(envelope)()
+    copy.CopyFrom(envelope)
+    copy.metadata.message_id = ""
+    copy.ClearField("content")
+    body = copy.SerializeToString(deterministic=True)
     objects = {}
-    if not about.HasField("error"):
+    if not copy.HasField("error"):
         empty = RecordDict().deflate()
         objects[hashlib.sha256(empty).hexdigest()] = empty
     objects["message"] = b"Message %s %d\0" % ("".join(objects).encode(), len(body)) + body
@@ -130,19 +130,19 @@ def message_of(envelope: Any) -> Message:
 
 
 def packed_error(request_envelope: Any, code: int, reason: str, created_at: float) -> Packed:
-    """Return an error reply to a message from the envelope of the message."""
-    about = request_envelope.metadata
-    ids = {name: getattr(about, name) for name in ("src_task_id", "dst_task_id") if about.HasField(name)}
+    """Return an error reply to a message, given the envelope of the message."""
+    metadata = request_envelope.metadata
+    ids = {name: getattr(metadata, name) for name in ("src_task_id", "dst_task_id") if metadata.HasField(name)}
     envelope = type(request_envelope)(
         metadata={
-            "run_id": about.run_id,
-            "src_node_id": about.dst_node_id,
-            "dst_node_id": about.src_node_id,
-            "reply_to_message_id": about.message_id,
-            "group_id": about.group_id,
-            "message_type": about.message_type,
+            "run_id": metadata.run_id,
+            "src_node_id": metadata.dst_node_id,
+            "dst_node_id": metadata.src_node_id,
+            "reply_to_message_id": metadata.message_id,
+            "group_id": metadata.group_id,
+            "message_type": metadata.message_type,
             "created_at": created_at,
-            "ttl": max(0.0, about.created_at + about.ttl - created_at),
+            "ttl": max(0.0, metadata.created_at + metadata.ttl - created_at),
             **{"dst_task_id" if name == "src_task_id" else "src_task_id": number for name, number in ids.items()},
         },
         error={"code": code, "reason": reason},
@@ -155,7 +155,7 @@ def packed_error(request_envelope: Any, code: int, reason: str, created_at: floa
 
 
 def numbers_in(tree: Any) -> Iterator[str]:
-    """Yield the ids of the objects in a tree, parts first; an object may occur twice."""
+    """Yield the ids of the objects in a tree, children first; an object may occur twice."""
     for child in tree.children:
         yield from numbers_in(child)
     yield tree.object_id
@@ -177,7 +177,7 @@ def _message_type(field: str) -> Any:
 
 
 def _envelope(number: str, content: bytes) -> Any:
-    """Return the envelope of a message from the object of the message itself: a head, a zero byte and the body."""
+    """Return the envelope of a message from the message's own object: a head, a zero byte and the body."""
     envelope = envelope_from(content[content.index(b"\0") + 1 :])
     envelope.metadata.message_id = number
     if not envelope.HasField("error"):
@@ -200,7 +200,7 @@ def to_config(settings: Mapping[str, bool | int | float | str]) -> dict[str, dic
 
 
 def build_bundle(files: Mapping[str, bytes | Path]) -> bytes:
-    """Return an app's bundle from its files by their paths in it."""
+    """Build an app's bundle from files by their paths in the bundle."""
     from flwr.cli.build import build_fab_from_files  # noqa: PLC0415
 
     return build_fab_from_files(files)[0]

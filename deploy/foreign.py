@@ -1,4 +1,4 @@
-"""The check of the code that a run brings to a node, against the Posy that is installed there."""
+"""Compares the code that a run brings to a node with the Posy that is installed on the node."""
 
 import io
 import os
@@ -15,13 +15,13 @@ REFUSE = "POSY_REFUSE_FOREIGN_CODE"
 """Environment variable; if it is set, the node runs only its installed code."""
 _HERE = Path(__file__).resolve().parent.parent
 _STARTED = {"serverapp": "posy.serverapp:app", "clientapp": "posy.clientapp:app"}
-"""What Flower starts of the app."""
+"""The components that Flower starts."""
 _DATA = (".yaml", ".yml", ".md", ".txt")
-"""Endings of the names of data files, which an installed Posy does not read from a bundle."""
+"""Suffixes of data files, which an installed Posy does not read from a bundle."""
 
 
 class ForeignCodeError(PermissionError):
-    """A run brings code that this node refuses. The message names only files of the run."""
+    """A run brings code that this node refuses. The error message names only files of the run."""
 
     shareable = True
 
@@ -36,8 +36,9 @@ def code_rule(policy: Policy | None) -> str:
 def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
     """Return whether a node runs its installed Posy for an app's bundle (the bytes of a zip file).
 
-    With the rule ``installed`` it does, and nothing of the bundle is unpacked or run. Otherwise it runs the bundle, and
-    the log names the files that differ from the installed Posy. ``signed`` says whether a trusted entity has signed it.
+    With the rule ``installed`` it does, and neither unpacks nor runs anything from the bundle. With another rule it
+    runs the bundle, and logs the files that differ from the installed Posy. ``signed`` says whether a trusted entity
+    has signed the bundle.
 
     Raises
     ------
@@ -46,10 +47,10 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
         signed the bundle.
     """
     files = foreign_code(content)
-    listed = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+    names = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     if rule == "installed" and files:
         raise ForeignCodeError(
-            f"this node runs only the Posy that is installed on it; the run brings {listed} (rule code "
+            f"this node runs only the Posy that is installed on it; the run brings {names} (rule code "
             "of its policy, or --refuse-foreign-code)"
         )
     if rule == "signed" and not signed:
@@ -58,7 +59,7 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
             "node needs --trusted-entities"
         )
     if files:
-        _LOG.warning("this run brings code that differs from the installed Posy: %s", listed)
+        _LOG.warning("this run brings code that differs from the installed Posy: %s", names)
     return rule == "installed"
 
 
@@ -86,7 +87,7 @@ def _starts_posy(project: bytes) -> bool:
 def _is_installed(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
     """Return whether an entry of a bundle is a file of the installed Posy.
 
-    An entry of another size is not unpacked: it may be much larger than the bundle.
+    The function does not unpack an entry of a different size, which may be much larger than the bundle.
     """
     installed = _installed(entry.filename)
     return installed is not None and entry.file_size == len(installed) and bundle.read(entry) == installed
@@ -99,7 +100,7 @@ def _is_data(name: str) -> bool:
 
 
 def _installed(name: str) -> bytes | None:
-    """Return the file of this Posy that has a place in the bundle; a wheel has all of them in one package."""
+    """Return the content of the installed file for a name in a bundle; a wheel has all files in the package posy."""
     for path in (_HERE / name, _HERE / name.removeprefix("posy/")):
         if path.is_file():
             return path.read_bytes()

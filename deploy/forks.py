@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import NoReturn
 
 STOP_SECONDS = 10.0
-"""Seconds that nodes have to end by themselves."""
+"""Seconds that nodes have to end before they are killed."""
 READ = 1 << 16
 SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
 
 
 class Parent(threading.Thread):
-    """A node's connection to its parent, which forks and kills its worker; it has one at a time.
+    """A node's connection to its parent, which forks and kills the node's workers, one at a time.
 
-    When the parent is gone, the node ends.
+    The node ends when the parent ends.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -43,14 +43,14 @@ class Parent(threading.Thread):
         """The exit code of the worker, once it has ended."""
 
     def run(self) -> None:
-        """Listen to the parent until it is gone."""
+        """Listen to the parent until it ends."""
         with contextlib.suppress(OSError), self._connection.makefile("r") as lines:
             for line in lines:
                 self.ended.put(int(line))
         os.kill(os.getpid(), signal.SIGTERM)
 
     def fork_worker(self, connection: socket.socket, home: Path) -> None:
-        """Let the parent fork a worker that serves this node over a connection, with a separate home."""
+        """Request a worker that serves this node over a connection and has a separate Flower home."""
         order = json.dumps({"home": str(home)}).encode()
         socket.send_fds(self._connection, [order], [connection.fileno()])
 
@@ -61,7 +61,7 @@ class Parent(threading.Thread):
 
 @dataclass
 class Node:
-    """A node, its process and its worker, for its parent."""
+    """A node with its process and its worker, as its parent manages it."""
 
     name: str
     arguments: Sequence[str]
@@ -126,7 +126,7 @@ class Family:
             self.selector.register(node.output[0], selectors.EVENT_READ, node)
 
         def serve() -> None:
-            os.setsid()  # a Ctrl-C reaches it only through its parent
+            os.setsid()  # Ctrl-C reaches the node only through its parent
             self.serve_node(node.arguments, Parent(node_end))
 
         node.process = self._fork(node, f"node {node.name}", serve)
@@ -136,13 +136,13 @@ class Family:
             self._say(f"node {node.name} is process {node.process}")
 
     def _obey(self, node: Node) -> None:
-        """Fork the worker of a node, or kill it, as the node orders."""
+        """Fork or kill the worker of a node, as the node requests."""
         assert node.connection is not None
         try:
             order, files, _, _ = socket.recv_fds(node.connection, READ, 1)
         except ConnectionError:
             order, files = b"", []
-        if not order:  # the node has gone
+        if not order:  # the node has ended
             self.selector.unregister(node.connection)
             node.connection.close()
             node.connection = None
@@ -209,7 +209,7 @@ class Family:
             if node.worker == process:
                 node.worker = 0
                 if node.connection is not None:
-                    with contextlib.suppress(OSError):  # the node has gone
+                    with contextlib.suppress(OSError):  # the node has ended
                         node.connection.sendall(f"{code}\n".encode())
             elif node.process == process:
                 node.process, node.code, node.ended_at = 0, code, time.monotonic()
@@ -225,7 +225,7 @@ class Family:
                 os.kill(node.process, number)
 
     def _show(self, node: Node) -> None:
-        """Print the output of a node, each line after the name of the node."""
+        """Print the output of a node, with the name of the node before each line."""
         assert node.output is not None
         with contextlib.suppress(BlockingIOError):
             while data := os.read(node.output[0], READ):
@@ -239,7 +239,7 @@ class Family:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once: the clean-up of the loaded modules takes long, and sometimes hangs."""
+    """End this process at once, because the clean-up of the loaded modules is slow and sometimes hangs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
 """Serve the calls about messages before Flower's SuperLink does, and let Flower serve all other calls.
 
 :class:`NodeCalls` sees the calls of the nodes over gRPC, after Flower has checked their keys. :class:`AppCalls` sees
-the calls of ServerApps and users over HTTP. Both know the network protocol of Flower only.
+the calls of ServerApps and users over HTTP. Both depend only on Flower's network protocol.
 """
 
 import asyncio
@@ -39,27 +39,27 @@ from posy.deploy.install import BundleError, install_whole
 from posy.forked import cores
 
 RUN_CACHE_SECONDS = 10.0
-"""Seconds for which a run counts as running without another look; a look follows each call that may end a run."""
+"""Seconds for which Posy assumes that a run is still running; it checks again after each call that may end a run."""
 ASK_SECONDS = 1.0
 """Longest time that a request for a task waits for a run to be submitted."""
 SWEEP_SECONDS = 10.0
-"""Seconds between two searches for messages that nothing waits for."""
+"""Seconds between two sweeps for abandoned messages."""
 START_SECONDS = 300.0
 """Seconds after which a ServerApp that has not reported no longer counts as starting."""
 MAX_TOKENS = 1000
-"""Number of ServerApps that are remembered; one that is forgotten is checked again."""
+"""Largest number of accepted ServerApps in the cache; Flower checks a dropped one again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
-AGAIN = "The database is busy, locked or full, try again."
+AGAIN = "The database is busy, locked or full; try again."
 
 
 class Runs:
-    """Which runs are running, as Flower answers a node that asks for a run."""
+    """Knows which runs are running, from Flower's answers to a node's request for a run."""
 
     def __init__(self) -> None:
         self.ask: Callable[[Any, None], object] | None = None
-        """Flower's handler of this question; it raises an error with a code if the run is not running."""
+        """Flower's handler of this request; it raises an error with a code if the run is not running."""
         self.node = 0
-        """The node that asks: the last one that has called."""
+        """Id of the node in the request: the last node that has made a call."""
         self._seen: dict[int, float] = {}
         self._changes = 0
 
@@ -81,7 +81,7 @@ class Runs:
         return True
 
     def forget(self) -> None:
-        """Look again at all runs, because one may have ended."""
+        """Clear the cache, because a run may have ended."""
         self._changes += 1
         self._seen.clear()
 
@@ -119,12 +119,12 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _pushmessages(self, request: Any, _: Callable[[], Any]) -> Any:
         [envelope], [tree] = request.messages_list, request.message_object_trees
-        node, about = request.node.node_id, envelope.metadata
-        if not self._runs.is_active(about.run_id):
+        node, metadata = request.node.node_id, envelope.metadata
+        if not self._runs.is_active(metadata.run_id):
             return None
         wanted = self._exchange.answer(node, envelope, tree)
         return fleet_call("PushMessages").response(
-            results={about.message_id: 0}, objects_to_push=wanted, session_id=new_session()
+            results={metadata.message_id: 0}, objects_to_push=wanted, session_id=new_session()
         )
 
     def _pushobject(self, request: Any, _: Callable[[], Any]) -> Any:
@@ -152,7 +152,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Answers a node's call that may succeed later with UNAVAILABLE, so that Flower's node retries it.
+    """Answers UNAVAILABLE to a node's call that failed but may succeed later, so that Flower's node retries it.
 
     A call may also fail because a clock was set and the SuperLink rejects its timestamp. Flower's answer would end the
     node, so the interceptor answers UNAVAILABLE, except for the first call of a node.
@@ -180,7 +180,7 @@ class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Context:
-    """The context of a call in which an old timestamp does not end the node."""
+    """The context of a call that answers an old timestamp with UNAVAILABLE, so that the node does not end."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:
         self._context = context
@@ -196,11 +196,11 @@ class _Context:
 
 
 class AppCalls:
-    """Serves the calls of ServerApps about messages, and looks at some calls that Flower serves.
+    """Serves the calls of ServerApps about messages, and observes some calls that Flower serves.
 
-    Flower checks a ServerApp when its first messages arrive: it gets a message for a node that does not exist, with the
-    headers of the ServerApp, and takes it only with a valid token of the run. Flower serves the other calls of a
-    ServerApp without messages in transit, for example after a restart of the SuperLink.
+    When the first messages of a ServerApp arrive, Flower checks the ServerApp. Posy passes Flower a message for a node
+    that does not exist, with the headers of the ServerApp, and Flower accepts it only with a valid token of the run.
+    Until then Flower serves the other calls of the ServerApp, for example after a restart of the SuperLink.
 
     Parameters
     ----------
@@ -215,9 +215,9 @@ class AppCalls:
     def __init__(self, app: ASGIApp, exchange: Exchange, runs: Runs, turns: Turns) -> None:
         self._app, self._exchange, self._runs, self._turns = app, exchange, runs, turns
         self._tokens: dict[str, int] = {}
-        """The run of each ServerApp that Flower has accepted."""
+        """Run ids of the ServerApps that Flower has accepted, by token."""
         self._starting: dict[str, float] = {}
-        """The tokens of the ServerApps that have not reported yet, with the times of their starts."""
+        """Start times of the ServerApps that have not reported yet, by token."""
         self._pending = True
         self._submitted = asyncio.Event()
         self._messages = {app_call(name).path: name for name in MESSAGE_CALLS}
@@ -285,10 +285,10 @@ class AppCalls:
     # -- other calls ---------------------------------------------------------------------------------------
 
     async def _acquire_task(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Give out a task, if not too many ServerApps are starting; wait for one that is submitted.
+        """Return a task unless too many ServerApps are starting; without a task, wait for a run to be submitted.
 
         Flower would start all waiting ServerApps at once, and restart each one that has not reported after 30 seconds.
-        With a dozen runs on a busy machine, the processes soon become too many for any to report in time.
+        With a dozen runs on a busy machine, there would soon be too many processes for any of them to report in time.
         """
         with suppress(TimeoutError):
             if not self._pending or self._is_full():
@@ -307,16 +307,16 @@ class AppCalls:
     async def _give_time_to_start(self, token: str) -> None:
         try:
             await run_in_threadpool(self._turns.give_time_to_start, token)
-        except Exception as error:  # the app may still start in Flower's time
+        except Exception as error:  # the app may still start within Flower's time limit
             log(WARNING, "posy: a ServerApp has only 30 s to start: %s", first_line(error))
 
     def _is_full(self) -> bool:
-        old = time.monotonic() - START_SECONDS
-        self._starting = {token: at for token, at in self._starting.items() if at > old}
+        earliest = time.monotonic() - START_SECONDS
+        self._starting = {token: start for token, start in self._starting.items() if start > earliest}
         return len(self._starting) >= cores()
 
     async def _pull_task_input(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Note that a ServerApp has started; on a busy machine, it still takes long to load its code."""
+        """Record that a ServerApp has started, and give it time to load its code on a busy machine."""
         messages, token = await self._flower(scope, body), _token_in(scope)
         if messages[0]["status"] == 200:
             await self._give_time_to_start(token)
@@ -338,38 +338,38 @@ class AppCalls:
         self._submitted.set()
 
     async def _end_run(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Note that a run may have ended."""
+        """Clear the cache of running runs after a call that may have ended a run."""
         messages = await self._flower(scope, body)
         self._runs.forget()
         await _pass_on(messages, send)
 
     async def _unregister_node(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Note that a node is not admitted any more."""
+        """Record that a node is no longer registered."""
         messages = await self._flower(scope, body)
         if messages[0]["status"] == 200:
             self._exchange.nodes.leave(control_call("UnregisterNode").request.FromString(body).node_id)
         await _pass_on(messages, send)
 
     async def _flower(self, scope: Scope, body: bytes, path: str = "") -> list[Message]:
-        """Return Flower's answer to a request, with another path if one is given."""
+        """Return Flower's answer to a request, for a different path if ``path`` is set."""
         messages: list[Message] = []
 
         async def receive() -> Message:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def keep(message: Message) -> None:
+        async def collect(message: Message) -> None:
             messages.append(message)
 
         if path:
             headers = [header for header in scope["headers"] if header[0] != b"content-length"]
             headers.append((b"content-length", str(len(body)).encode()))
             scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
-        await self._app(scope, receive, keep)
+        await self._app(scope, receive, collect)
         return messages
 
 
 class Quiet(logging.Filter):
-    """Do not log successful calls that each message makes several times."""
+    """Drops the log records of successful calls about messages, because each message needs several calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,12 +377,12 @@ class Quiet(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a request: uvicorn's record has its path, and its status at the end."""
-        about = record.args
-        return not (isinstance(about, tuple) and len(about) >= 5 and about[2] in self._paths and about[4] == 200)
+        fields = record.args
+        return not (isinstance(fields, tuple) and len(fields) >= 5 and fields[2] in self._paths and fields[4] == 200)
 
 
 def start_sweeper(exchange: Exchange) -> threading.Thread:
-    """Start a thread that removes messages that nothing waits for."""
+    """Start a thread that removes abandoned messages."""
 
     def sweep() -> None:
         for _ in itertools.count():
@@ -391,7 +391,7 @@ def start_sweeper(exchange: Exchange) -> threading.Thread:
                 exchange.sweep()
             except Exception as error:
                 if not can_be_retried(error):
-                    log(ERROR, "posy: the SuperLink's upkeep has failed", exc_info=error)
+                    log(ERROR, "posy: the sweep for abandoned messages failed", exc_info=error)
 
     thread = threading.Thread(target=sweep, name="posy-upkeep", daemon=True)
     thread.start()
@@ -404,7 +404,7 @@ def first_line(error: Exception) -> str:
 
 
 def push_object(exchange: Exchange, run_id: int, request: Any) -> Any:
-    """Store an object of a message."""
+    """Store an object of a message, and return the answer."""
     return fleet_call("PushObject").response(stored=exchange.store(run_id, request.object_id, request.object_content))
 
 
@@ -417,7 +417,7 @@ def pull_object(exchange: Exchange, run_id: int, request: Any) -> Any:
 
 
 def confirm(exchange: Exchange, run_id: int, request: Any) -> Any:
-    """Note that a message has been received; return None if it is not in transit."""
+    """Record that a message was received, and return the answer; None if the message is not in transit."""
     in_transit = exchange.confirm(run_id, request.message_object_id)
     return fleet_call("ConfirmMessageReceived").response() if in_transit else None
 
@@ -429,7 +429,7 @@ def _with_parcels(answer: Any, parcels: list[Parcel]) -> Any:
 
 
 def _probe(run_id: int) -> bytes:
-    """Return a request that Flower accepts from the ServerApp of a run only, and that has no effect."""
+    """Return a request without effect that Flower accepts only from the ServerApp of a run."""
     number = "0" * 64
     metadata = {
         "run_id": run_id,

@@ -1,7 +1,8 @@
-"""The code of a run, installed all at once.
+"""Installs the code of a run atomically.
 
-Flower copies the code file by file to a folder, and takes the folder as installed as soon as it exists. If two runs of
-the same code start together, the second one then fails with a missing file. A run after an interrupted copy fails too.
+Flower copies the code file by file to a folder, and treats the code as installed as soon as the folder exists. If two
+runs of the same code start together, the second run then fails with a missing file. A run after an interrupted copy
+fails too.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LIST = ".info/CONTENT"
-"""The list of a bundle's files: in each line the path, the SHA-256 and the size, separated by commas."""
+"""Path of the list of a bundle's files. Each line has the path, the SHA-256 and the size, separated by commas."""
 
 
 LARGEST_PROJECT = 1 << 20
@@ -32,12 +33,12 @@ class BundleError(ValueError):
 def install_whole(content: bytes, hash_text: str) -> Path:
     """Install the code of a bundle in Flower's folder, all of it or nothing, and return its folder.
 
-    Code that is already installed stays as it is.
+    Code that is already installed stays unchanged.
 
     Raises
     ------
     BundleError
-        If this is not a Flower bundle, or its files do not match its list.
+        If the content is not a Flower bundle, or its files do not match its list.
     OSError
         If the folder cannot be written.
     """
@@ -50,12 +51,12 @@ def install_whole(content: bytes, hash_text: str) -> Path:
 
 def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
     project = tomllib.loads(bundle.read("pyproject.toml").decode())
-    app, about = project["tool"]["flwr"]["app"], project["project"]
-    words = [app["publisher"], about["name"], about["version"], hash_text[:8]]
-    if not all(re.fullmatch(r"\w[\w.+-]*", word) for word in words):
-        raise BundleError(f"the bundle names its app {'/'.join(words)}: letters, digits and . _ - + are allowed")
+    app, metadata = project["tool"]["flwr"]["app"], project["project"]
+    name_parts = [app["publisher"], metadata["name"], metadata["version"], hash_text[:8]]
+    if not all(re.fullmatch(r"\w[\w.+-]*", part) for part in name_parts):
+        raise BundleError(f"the bundle names its app {'/'.join(name_parts)}: letters, digits and . _ - + are allowed")
     apps = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "apps"
-    installed = apps / ".".join(words)
+    installed = apps / ".".join(name_parts)
     if installed.is_dir():
         return installed
     apps.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
         try:
             folder.rename(installed)
         except OSError:
-            if not installed.is_dir():  # another process has not installed it meanwhile
+            if not installed.is_dir():  # and no other process has installed it meanwhile
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -86,7 +87,7 @@ def client_app_of(folder: Path) -> tuple[str, str]:
 
 @lru_cache(maxsize=1)
 def default_config(content: bytes) -> dict[str, Any]:
-    """Return the settings in the ``pyproject.toml`` of a bundle, in which dots join the keys of nested tables.
+    """Return the settings in the ``pyproject.toml`` of a bundle, with the keys of nested tables joined by dots.
 
     A malformed bundle has no settings: :func:`posy.deploy.foreign.check_code` raises the error.
     """

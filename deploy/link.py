@@ -1,8 +1,9 @@
 """The SuperLink's process: ``python -m posy.deploy.link`` takes the arguments of ``flower-superlink``.
 
-It is Flower's SuperLink. Posy serves the calls about messages itself (:mod:`posy.deploy.front`), keeps messages in
-memory (:mod:`posy.deploy.exchange`) and lets the writers of the database take turns (:mod:`posy.deploy.database`). It
-gets there by way of gRPC's and uvicorn's functions that start a server, and knows nothing of Flower's classes.
+The process runs Flower's SuperLink. Posy serves the calls about messages itself (:mod:`posy.deploy.front`), keeps
+messages in memory (:mod:`posy.deploy.exchange`) and lets the writers of the database take turns
+(:mod:`posy.deploy.database`). For this, it replaces gRPC's and uvicorn's functions that start a server, and it does not
+depend on Flower's classes.
 """
 
 import logging
@@ -35,14 +36,19 @@ def main() -> None:
     if flwr.__version__.startswith(f"{FLOWER}."):
         apply_patches()
     else:
-        log(WARNING, "posy: Flower is %s, not %s: the SuperLink runs unchanged, and slower", flwr.__version__, FLOWER)
+        log(
+            WARNING,
+            "posy: Flower is %s, not %s: the SuperLink runs without Posy's changes, and slower",
+            flwr.__version__,
+            FLOWER,
+        )
     [command] = entry_points(group="console_scripts", name="flower-superlink")
     sys.argv[0] = command.name
     command.load()()
 
 
 def apply_patches() -> None:
-    """Put Posy before the servers that this process starts."""
+    """Put Posy in front of the servers that this process starts."""
     TURNS.install()
     runs = Runs()
     exchange = Exchange(runs.is_active)

@@ -1,13 +1,13 @@
 """Warm SuperNodes: ``python -m posy.deploy.node`` takes the arguments of ``flower-supernode``.
 
-For more than one node, ``--auth-supernode-private-key`` and ``--node-config`` are given once for each. This process
-loads all that they need and forks them (:mod:`posy.deploy.forks`). Each node asks its SuperLink for messages over gRPC
-(:mod:`posy.deploy.fleet`), one after the other, and hands each to one worker process that keeps code and data loaded.
+For several nodes, pass ``--auth-supernode-private-key`` and ``--node-config`` once for each node. This process loads
+the modules of all nodes and forks the nodes (:mod:`posy.deploy.forks`). Each node asks its SuperLink for one message
+after the other over gRPC (:mod:`posy.deploy.fleet`), and passes it to a worker process that keeps code and data loaded.
 If the worker dies, the node answers the message with an error and starts a new worker. It kills a worker that is
 still busy when a reply would be too late. The worker ends when the node ends.
 
 Flower's node would start an interpreter for every message, and sleep for up to three seconds between two requests. It
-also gives out tasks on a port of this machine; this node listens on no port.
+also offers tasks on a port of its machine, whereas this node listens on no port.
 """
 
 import argparse
@@ -65,7 +65,7 @@ WORKER_START_SECONDS = 300.0
 SEND_SECONDS = 60
 """Seconds that a worker may take to read a part of an entry."""
 MAX_FAILED_STARTS = 3
-"""Number of workers in a row that may fail to start."""
+"""Number of failed starts in a row after which the node ends."""
 
 
 class Waits:
@@ -77,21 +77,21 @@ class Waits:
         self._gaps: deque[float] = deque(maxlen=GAPS)
 
     def pause(self) -> None:
-        """Wait after a request that has found no message."""
+        """Wait after a request that returned no message."""
         self._idle = True
         clock = time.monotonic()
-        requested = clock - self._asked  # Posy's SuperLink holds a request until a message has arrived
-        time.sleep(max(0.0, pause(clock - self._busy, min(self._gaps, default=0.0)) - requested))
+        request_seconds = clock - self._asked  # Posy's SuperLink holds a request until a message has arrived
+        time.sleep(max(0.0, pause(clock - self._busy, min(self._gaps, default=0.0)) - request_seconds))
         self._asked = time.monotonic()
 
     def begin(self) -> None:
-        """Note that a message has arrived."""
+        """Record that a message has arrived."""
         if self._idle:
             self._gaps.append(time.monotonic() - self._busy)
         self._idle = False
 
     def end(self) -> None:
-        """Note that the node has answered the message."""
+        """Record that the node has answered the message."""
         self._busy = self._asked = time.monotonic()
 
 
@@ -115,9 +115,9 @@ class Worker:
     connection: socket.socket
     home: Path
     events: "queue.Queue[Event | None]"
-    """The events that it has reported; None: its end of the connection is closed."""
+    """Events that the worker has reported; None: its end of the connection is closed."""
     code: str = ""
-    """Hash of the code that it has received last."""
+    """Hash of the last code that the worker has received."""
 
     @classmethod
     def start(cls, parent: Parent) -> "Worker":
@@ -135,7 +135,7 @@ class Worker:
     def hand(
         self, number: str, objects: Mapping[str, bytes], run: Run, bundle: Bundle, node: tuple[int, Any], state: bytes
     ) -> None:
-        """Pass a message to the worker; a worker that does not read it for :data:`SEND_SECONDS` is lost."""
+        """Pass a message to the worker, and give up a worker that stops reading for :data:`SEND_SECONDS`."""
         with_code = bundle.hash != self.code
         try:
             hand_over(EntrySocket(self.connection), number, objects, run, bundle, node, state, with_code=with_code)
@@ -170,7 +170,7 @@ class Worker:
                     self.events.put(entry)
         except OSError:
             log(INFO, "the connection to the worker process has ended")
-        except Exception as error:  # a run's code has written to the socket
+        except Exception as error:  # a run's code may have written to the socket
             log(ERROR, "the worker process has sent a malformed entry: %r", error)
         finally:
             self.events.put(None)
@@ -239,21 +239,27 @@ class WarmNode:
             return None
 
     def _answer(self, worker: Worker, envelope: Any, tree: Any) -> tuple[Packed, float] | None:
-        """Return the reply to a message and the seconds that the app has worked; None if the run has ended.
+        """Return the reply to a message and the running time of the app in seconds; None if the run has ended.
 
         The node answers an incomplete message with an error, and the server may send it again.
         """
-        about = envelope.metadata
-        log(INFO, "Receiving: %s message (ID: %s) of run %s", about.message_type, about.message_id, about.run_id)
+        metadata = envelope.metadata
+        log(
+            INFO,
+            "Receiving: %s message (ID: %s) of run %s",
+            metadata.message_type,
+            metadata.message_id,
+            metadata.run_id,
+        )
         try:
-            run, bundle = self._run_of(about.run_id)
+            run, bundle = self._run_of(metadata.run_id)
             objects = self._fleet.pull_objects(envelope, tree)
         except RunEndedError:
-            log(INFO, "the message %s is dropped: run %s is not running", about.message_id, about.run_id)
+            log(INFO, "the message %s is dropped: run %s is not running", metadata.message_id, metadata.run_id)
             return None
         except (grpc.RpcError, PartError) as error:
             reason = str(error) if isinstance(error, PartError) else describe(error)
-            log(ERROR, "the message %s is incomplete: %s", about.message_id, reason)
+            log(ERROR, "the message %s is incomplete: %s", metadata.message_id, reason)
             return packed_error(envelope, ErrorCode.MESSAGE_UNAVAILABLE, reason, time.time()), 0.0
         log(INFO, "Received successfully")
         if self._entities is not None and (refusal := self._refusal(envelope, objects, bundle)):
@@ -283,12 +289,12 @@ class WarmNode:
         self, worker: Worker, envelope: Any, objects: Mapping[str, bytes], run: Run, bundle: Bundle
     ) -> Packed:
         """Let the worker answer a message; return an error reply if the worker dies or takes too long."""
-        about = envelope.metadata
-        limit = max(0.0, about.ttl - CLOCK_SECONDS)
+        metadata = envelope.metadata
+        limit = max(0.0, metadata.ttl - CLOCK_SECONDS)
         end = time.monotonic() + limit
         series = run.series or run.run_id
         node = self._fleet.node_id, self._node_config
-        worker.hand(about.message_id, objects, run, bundle, node, self._states.get(series, b""))
+        worker.hand(metadata.message_id, objects, run, bundle, node, self._states.get(series, b""))
         reply, reason = None, ""
         while True:
             try:
@@ -309,25 +315,27 @@ class WarmNode:
                 reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
                 self._parent.kill_worker()
                 break
-            except Exception as error:  # a run's code has written to the socket
+            except Exception as error:  # a run's code may have written to the socket
                 log(ERROR, "the worker process has sent a malformed reply: %r", error)
                 self._parent.kill_worker()
                 break
         ended = worker.end()
         self._worker = None
         reason = reason or f"the worker process died while it worked on this message ({ended})"
-        log(ERROR, "%s; a new one is started", reason)
+        log(ERROR, "%s; the node starts a new one", reason)
         if reply is not None:  # it was complete
             return reply
         record_error(_message_from(envelope, objects), self._node_config, WorkerLostError(reason))
         return packed_error(envelope, ErrorCode.CLIENT_APP_CRASHED, reason, time.time())
 
     def _warm(self) -> Worker | None:
-        """Return a worker that is ready, a new one if necessary; None if that one died before it was ready."""
+        """Return a ready worker, and start one if necessary; None if the new worker did not become ready."""
         if self._worker is not None:
             if self._worker.alive:
                 return self._worker
-            log(WARNING, "the worker process died with nothing to do (%s); a new one is started", self._worker.end())
+            log(
+                WARNING, "the worker process died while it was idle (%s); the node starts a new one", self._worker.end()
+            )
         self._worker = worker = Worker.start(self._parent)
         with contextlib.suppress(queue.Empty):
             if event := worker.events.get(timeout=WORKER_START_SECONDS):
@@ -343,7 +351,7 @@ class WarmNode:
 
 
 def _message_from(envelope: Any, objects: Mapping[str, bytes]) -> Any:
-    """Return a message from its objects; without its content if they are malformed."""
+    """Return a message from its objects, or without content if the objects are malformed."""
     try:
         return unpack(envelope.metadata.message_id, objects)
     except Exception as error:  # the sender controls the objects
@@ -354,8 +362,8 @@ def _message_from(envelope: Any, objects: Mapping[str, bytes]) -> Any:
 class Watch(threading.Thread):
     """Ends the node when its SuperLink has been out of reach for too long.
 
-    Flower applies ``--max-wait-time`` to each of its requests separately, so a node alone may continue for ever. A
-    node that ends reports this to its SuperLink, for which it waits again.
+    Flower applies ``--max-wait-time`` to each request separately, so its node may run for ever. A node that ends
+    normally reports this to its SuperLink, and would wait for the SuperLink again.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -376,7 +384,7 @@ class Watch(threading.Thread):
 
 
 def require_version() -> None:
-    """End the process if the installed Flower has another version than 1.39."""
+    """End the process unless the installed Flower has version 1.39."""
     if not flwr.__version__.startswith(f"{FLOWER}."):
         sys.exit(
             f"posy: warm SuperNodes use the gRPC of Flower {FLOWER}, but {flwr.__version__} is installed: install "
@@ -393,7 +401,9 @@ def main() -> None:
     options, shared = parser.parse_known_args()
     keys, configs = options.keys or [""], options.configs or [""] * max(1, len(options.keys))
     if len(configs) != len(keys):
-        sys.exit(f"posy: {CONFIG} is given {len(configs)} times and {KEY} {len(keys)} times: once for each node")
+        sys.exit(
+            f"posy: {CONFIG} is given {len(configs)} times and {KEY} {len(keys)} times: give both once for each node"
+        )
     nodes = []
     for key, config in zip(keys, configs, strict=True):
         secret = [KEY, key] if key and "--insecure" not in shared else []
@@ -404,7 +414,7 @@ def main() -> None:
 
 
 def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the keys of the trusted entities that the arguments of ``flower-supernode`` name; None: no option."""
+    """Return the keys of the trusted entities in the arguments of ``flower-supernode``; None without the option."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(TRUSTED_ENTITIES, dest="file", type=Path)
     file = parser.parse_known_args(arguments)[0].file
@@ -446,7 +456,7 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key in a file, in the form of OpenSSH or in PEM."""
+    """Return the private key in a file, in the format of OpenSSH or in PEM."""
     content = path.read_bytes()
     key = (load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key)(content, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -455,9 +465,9 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def config_in(text: str) -> dict[str, Any]:
-    """Return the node config in the words of ``--node-config``: TOML values, separated by spaces."""
-    words = re.findall(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""", text)
-    return tomllib.loads("\n".join(f"{key} = {value}" for key, value in words))
+    """Return the node config in the value of ``--node-config``: pairs ``key=value`` in TOML, separated by spaces."""
+    pairs = re.findall(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""", text)
+    return tomllib.loads("\n".join(f"{key} = {value}" for key, value in pairs))
 
 
 def _end(number: int, _: object) -> NoReturn:

@@ -1,8 +1,8 @@
-"""End process groups when the process that started them is gone, however it ended.
+"""End process groups when the process that started them has ended for any reason.
 
-A process starts this program, and writes the number of each group that it starts to its standard input, negative once
-the group has ended. At the end of the input the program kills the remaining groups. A killed process therefore needs
-no chance to clean up.
+A process starts this program and writes the id of each group that it starts to the program's standard input, and the
+negative id once the group has ended. At the end of the input the program kills the remaining groups, so they end even
+if the process is killed.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Messages that a node answers with an error before the worker has run the app, in the node's audit log."""
+"""Records in a node's audit log the messages that the node answers with an error before a worker runs the app."""
 
 import contextlib
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from posy.client_app import audit
 
 
 def record_error(message: Message, node_config: Mapping[str, Any], error: Exception | str) -> None:
-    """Record that the node itself answers a message with an error, or refuses the message by the rule in a text.
+    """Record that the node itself answers a message with an error, or refuses it by a rule (a string).
 
-    The reply contains no data, so it leaves the node even if the log cannot be written.
+    The reply contains no data, so the node sends it even if it cannot write the log.
     """
     audit_log = audit.log_of(node_config)
     if audit_log is None:
         return
-    about = message.metadata
-    context = Context(about.run_id, about.dst_node_id, dict(node_config), RecordDict(), {})
+    metadata = message.metadata
+    context = Context(metadata.run_id, metadata.dst_node_id, dict(node_config), RecordDict(), {})
     with contextlib.suppress(audit.AuditError):  # the node's log names the reason
         audit.record(audit_log, message, context, error)

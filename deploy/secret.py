@@ -1,7 +1,7 @@
 """The secret that a process must know to take the tasks of a SuperLink or a stock node.
 
 Every user of a machine can reach its loopback addresses. Without a secret, such a user could take a task and so read
-the message, the node config and the model in it. Flower compares signatures of the requests with the secret.
+the message, the node config and the model in it. Flower verifies the signature of each request with the secret.
 """
 
 import os
@@ -21,7 +21,7 @@ def new_secret() -> bytes:
 def write_secret(path: Path) -> Path:
     """Write a new secret to a file that only this user may read, in a directory that only this user may enter.
 
-    Return the path.
+    The function returns the path.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     path.parent.chmod(0o700)

@@ -1,6 +1,6 @@
 """The secrets of secure aggregation, which stay in the memory of a worker and never reach the node's process.
 
-A node stores the context of a run only after the reply has left. If the node lost the context in between, the client
+A node stores the context of a run only after it has sent the reply. If the node lost the context in between, the client
 would forget that it has revealed shares, and could reveal others. A worker therefore takes the sessions out of the
 context before it sends a reply. If the worker ends, its sessions end too, and the client refuses the rest of the round.
 """
@@ -13,7 +13,7 @@ from flwr.app import Context
 PREFIX = "secure-aggregation-"
 """Prefix of the records' names; a run's code and this worker may have different versions of Posy."""
 MOST_RUNS = 1000
-"""Runs whose sessions a worker stores."""
+"""Largest number of runs whose sessions a worker stores."""
 
 
 class Sessions:

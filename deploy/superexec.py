@@ -1,9 +1,9 @@
 """The process that starts apps: ``python -m posy.deploy.superexec`` takes the arguments of ``flower-superexec``.
 
-It is Flower's own process with two changes. Flower passes the token of a task on the command line of the app, which
+The process is Flower's own with two changes. Flower passes the token of a task on the command line of the app, which
 every user of the machine can read; here the app reads the token from a file without a name. If a request is refused
-because its signature is too old, as after a pause of this process, Flower would end the process, and with it the
-running apps. Here the refusal looks like a failed connection, after which Flower signs the request again.
+because its signature is too old, for example after a pause of this process, Flower would end the process, and with it
+the running apps. Here the refusal looks like a failed connection, after which Flower signs the request again.
 """
 
 import subprocess
@@ -38,17 +38,17 @@ class HidingPopen(subprocess.Popen):  # type: ignore[type-arg]
         if TOKEN not in args:
             super().__init__(args, **options)
             return
-        at = args.index(TOKEN)
+        position = args.index(TOKEN)
         with tempfile.TemporaryFile() as file:
-            file.write(args[at + 1].encode())
+            file.write(args[position + 1].encode())
             file.flush()
             file.seek(0)
-            hidden = [*args[:at], TOKEN_FILE, f"/dev/fd/{file.fileno()}", *args[at + 2 :]]
+            hidden = [*args[:position], TOKEN_FILE, f"/dev/fd/{file.fileno()}", *args[position + 2 :]]
             super().__init__(hidden, pass_fds=[file.fileno()], **options)
 
 
 def signed_again(send: Sending) -> Sending:
-    """Return a method of a HTTP client that sends a request, and raises an error if its signature is refused."""
+    """Return a method of an HTTP client that sends a request, and raises an error if its signature is refused."""
     refusals = 0
 
     def checked(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
@@ -58,7 +58,7 @@ def signed_again(send: Sending) -> Sending:
             refusals = 0
         elif refusals < MOST_REFUSALS:
             refusals += 1
-            raise httpx.ReadError("the signature of the request is refused", request=request)
+            raise httpx.ReadError("the signature of the request was refused", request=request)
         return response
 
     return checked

@@ -24,7 +24,7 @@ HEALTHY_SECONDS = 30.0
 MAX_STARTS = 5
 """Number of failed starts in a row after which Posy gives up."""
 STOP_SECONDS = 10.0
-"""Seconds that a process has to end by itself before it is killed."""
+"""Seconds that a process has to end before Posy kills it."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Kept:
         self.start()
 
     def stop(self) -> None:
-        """End the process and its children; a ServerApp among them would retry for ever."""
+        """End the process and its children, because a ServerApp among them would otherwise retry for ever."""
         with contextlib.suppress(ProcessLookupError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
@@ -78,9 +78,9 @@ class _Kept:
 
 
 class _Reaper:
-    """A process that kills the restarted processes and their children when this one is killed.
+    """A process that kills Posy's processes and their children when the process that runs :func:`keep` is killed.
 
-    Otherwise they would keep the state locked, and a ServerApp would retry for ever.
+    Otherwise the processes would keep the state locked, and a ServerApp would retry for ever.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Reaper:
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
     def add(self, group: int) -> None:
-        """Kill a group of processes when this process has ended."""
+        """Kill a process group when this process has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the reaper was killed: the next start creates a new one
             print(group, file=self._process.stdin, flush=True)
@@ -110,8 +110,8 @@ def keep(
 ) -> None:
     """Run named processes in this order until this one is interrupted, and restart the processes that die.
 
-    They inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts, and is
-    restarted when the file has changed. Raises :class:`LaunchError` if a process fails at once or dies repeatedly.
+    The processes inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts, and Posy
+    restarts it when the file has changed. A process that fails at once or dies repeatedly raises :class:`LaunchError`.
     """
     processes: list[_Kept] = []
     reaper = _Reaper()
@@ -123,7 +123,7 @@ def keep(
             if (current := _version(certificate)) != version:
                 version = current
                 print(
-                    f"posy: {certificate} has changed: the SuperLink starts again with it", file=sys.stderr, flush=True
+                    f"posy: {certificate} has changed: Posy restarts the SuperLink with it", file=sys.stderr, flush=True
                 )
                 processes[0].stop()
                 processes[0].start()

@@ -1,4 +1,4 @@
-"""The work that a node hands to its worker: a message, the run that it belongs to, and the run's code."""
+"""The work that a node passes to its worker: a message, the run that it belongs to, and the run's code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +47,7 @@ class Task:
         return self._input
 
     def push(self, reply: Message) -> None:
-        """Hand the reply to the node."""
+        """Send the reply to the node."""
         packed = pack(reply)
         parts = [packed.envelope.SerializeToString(), packed.tree.SerializeToString(), *packed.objects.values()]
         self._connection.send(parts, event="reply", objects=list(packed.objects))
@@ -88,8 +88,8 @@ def take_over(
     connection: EntrySocket, head: Mapping[str, Any], parts: Sequence[bytes], last: Bundle | None
 ) -> tuple[Task, Bundle]:
     """Return the task in an entry from the node, and its code; ``last`` is the code of the last task."""
-    state, *rest = parts
-    content = rest.pop(0) if head["code"] else last.content if last else b""
+    state, *contents = parts
+    content = contents.pop(0) if head["code"] else last.content if last else b""
     bundle = Bundle(content=content, **head["bundle"])
     run = Run(**head["run"])
     node_id, node_config = head["node"]
@@ -101,10 +101,10 @@ def take_over(
         run_config={**default_config(bundle.content), **run.config},
         series_id=run.series,
     )
-    message = unpack(head["message"], dict(zip(head["objects"], rest, strict=True)))
+    message = unpack(head["message"], dict(zip(head["objects"], contents, strict=True)))
     return Task(connection, message, context, run, bundle), bundle
 
 
 def error_reply(message: Message, reason: str) -> Message:
-    """Return an error reply with the reason why the app has failed."""
+    """Return an error reply with the reason for the failure of the app."""
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)

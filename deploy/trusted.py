@@ -1,4 +1,4 @@
-"""Apps that a node runs only with a signature. The node checks it, and so does the worker that runs the app."""
+"""Checks the signatures of apps, both on a node and in the worker that runs the app."""
 
 import base64
 import hashlib
@@ -31,8 +31,8 @@ def read_entities(path: Path) -> dict[str, str]:
     Raises
     ------
     SettingsError
-        If the file cannot be read, names no entity, or contains another text than an Ed25519 key of OpenSSH. With an
-        empty file, Flower's node would run every app.
+        If the file cannot be read, names no entity, or has a value that is not an Ed25519 key in the format of OpenSSH.
+        With an empty file, Flower's node would run every app.
     """
     entities = read_yaml(path)
     if not entities:
@@ -61,17 +61,17 @@ def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
     Raises
     ------
     UntrustedAppError
-        If none has signed it, or its hash is wrong.
+        If no trusted entity has signed the app, or its hash is wrong.
     """
     if hashlib.sha256(bundle.content).hexdigest() != bundle.hash:
-        raise UntrustedAppError(f"the app of this run is not the one that its hash names; {OPTION} refuses it")
+        raise UntrustedAppError(f"the app of this run does not match its hash; {OPTION} refuses it")
     if not bundle.verifications.get("valid_license") or not (names := signers(bundle, entities)):
         raise UntrustedAppError(f"no trusted entity of this node ({OPTION}) has signed the app of this run")
     return names
 
 
 def _has_signed(bundle: Bundle, name: str, key: str) -> bool:
-    """Return whether a key has signed an app: the time of the signature in eight bytes, and the app's SHA-256."""
+    """Return whether a key has signed the time of the signature in eight bytes and the SHA-256 of an app."""
     try:
         verification = json.loads(bundle.verifications[name])
         signature = str(verification["signature"])

@@ -31,7 +31,7 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.optim", "safetensors.numpy"),
     *("uvicorn.loops.auto", "uvicorn.lifespan.on", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"),
 )
-"""Modules that take long to import and do not belong to the code of a run."""
+"""Modules that are slow to import and do not belong to the code of a run."""
 SHARED = ("sklearn.datasets", "flwr_datasets.partitioner")
 """Further modules, which only benchmark data needs; several nodes share them if they are loaded before the fork."""
 
@@ -45,7 +45,7 @@ def preload(nodes: int) -> None:
 def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -> None:
     """Serve tasks of a node until it closes the socket.
 
-    With ``entities``, the public keys of trusted entities by their ids, the worker runs signed code only.
+    ``entities`` are the public keys of trusted entities by id. If they are set, the worker runs only signed code.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # only its node ends it
         signal.signal(number, signal.SIG_IGN)
@@ -76,7 +76,7 @@ class LastAnswer:
         self._content = RecordDict()
 
     def find(self, message: Message) -> Message | None:
-        """Return the answer to a message if the last answered message was its copy."""
+        """Return the stored answer if a message is a copy of the last answered message."""
         return Message(self._content, reply_to=message) if self._asked == _asked(message) else None
 
     def keep(self, message: Message, reply: Message) -> None:
@@ -97,22 +97,22 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
     audit.note(context, submitter=run.submitter, code=bundle.hash)
     try:
         if reply := last.find(message):
-            log(INFO, "this message is a copy: it gets the stored answer")
+            log(INFO, "this message is a copy: the worker sends the stored answer")
         else:
-            about = message.metadata
-            log(INFO, "working on a %s message of round %s", about.message_type, about.group_id)
+            metadata = message.metadata
+            log(INFO, "working on a %s message of round %s", metadata.message_type, metadata.group_id)
             sessions.restore(context)
             client_app = apps.load(bundle, code_rule(policy_of(context.node_config)))
             audit.note(context, signers=apps.signers)
             reply = client_app(message, context)
         outcome: Message | Exception = reply
-    except Exception as wrong:
-        log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
-        reply, outcome = error_reply(message, f"{type(wrong).__name__}: {_text_for_server(wrong, context)}"), wrong
+    except Exception as error:
+        log(ERROR, "the ClientApp raised an exception", exc_info=error)
+        reply, outcome = error_reply(message, f"{type(error).__name__}: {_text_for_server(error, context)}"), error
     try:
         record(message, context, outcome)
-    except audit.AuditError as wrong:
-        reply = error_reply(message, str(wrong))
+    except audit.AuditError as error:
+        reply = error_reply(message, str(error))
     sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
     task.push(reply)
     task.finish(context)  # also after an error: the context limits the answers to further messages

@@ -137,7 +137,7 @@ def test_a_renewed_certificate_is_loaded_during_a_run(going: Sites) -> None:
     assert after != before
     for address in (going.control, going.fleet):
         going.until(lambda address=address: going.shows(address, after), "superlink", MOST)
-    assert "has changed: the SuperLink starts again with it" in going.log("superlink")
+    assert "has changed: Posy restarts the SuperLink with it" in going.log("superlink")
     going.until(lambda: going.whole_after("long", count + 1), "run-long", MOST)
     assert read_certificates(next(files.folder.glob("server.pem.*"))) == [before]
     assert "error" not in going.doctor()

@@ -449,7 +449,7 @@ def test_worker_and_node_end_together(federation: Federation) -> None:
     ready = federation.log("node-0").count("is ready")
     os.kill(federation.worker("node-0"), signal.SIGKILL)
     federation.wait(lambda: federation.log("node-0").count("is ready") == ready + 1, "node-0")
-    assert "a new one is started" in federation.log("node-0")
+    assert "the node starts a new one" in federation.log("node-0")
     assert process.poll() is None
     worker = federation.worker("node-0")
     federation.kill("node-0")
