@@ -1,1 +1,1 @@
-"""Runs that have been recorded: read back, compared, and laid out on a page."""
+"""Read recorded runs, compare them, and present them on a page."""

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, 360 units wide, so that their text is readable on a phone.
+"""Charts as inline SVG, at most 360 units wide, so that their text is readable on a phone.
 
 Colours are variables of the page's style sheet. Series also differ by dashes, markers, and the letter at the end of the
 line, so no chart depends on colour alone.
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 Band = Sequence[tuple[float, float, float]]
-"""Points (x, y, half the height of the band) of a line, by x."""
+"""Points (x, y, half the height of the band) of a line, sorted by x."""
 
 INK, SOFT, RULE, PAPER = "#1c1c1c", "#5b5b5b", "#dcdcdc", "#ffffff"
 COLOURS = ("#0072b2", "#c04a00", "#007a58", "#a8447c", "#966500", "#2a7fb0", INK)
@@ -32,7 +32,7 @@ VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", PAPER
 """Variables of the style sheet, by colour. They also have values for dark pages."""
 DASHES, MARKERS = ("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5))), "osD^"
 SMALL, LARGE = (240, 140), (360, 200)
-"""Width and height of a chart."""
+"""Width and height of a small and of a large chart."""
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
@@ -67,26 +67,26 @@ _DECIMALS = re.compile(r"\d+\.\d{2,}")
 
 @dataclass(frozen=True)
 class Series:
-    """The appearance, in all charts, of a run or of runs that differ only in their seed."""
+    """The appearance of a run, or of runs that differ only in their seed, in all charts."""
 
     name: str
     index: int
 
     @property
     def letter(self) -> str:
-        """Its letter: A, B, …, Z, AA, AB and so on."""
+        """Letter of the series: A, B, …, Z, AA, AB and so on."""
         first, second = divmod(self.index, 26)
         return (chr(64 + first) if first else "") + chr(65 + second)
 
     @property
     def style(self) -> dict[str, Any]:
-        """Its style for matplotlib: colour, dashes and marker."""
+        """Style of the series for matplotlib: colour, dashes and marker."""
         dashes, marker = DASHES[self.index % len(DASHES)], MARKERS[self.index % len(MARKERS)]
         return {"color": COLOURS[self.index % len(COLOURS)], "linestyle": dashes, "marker": marker, "clip_on": False}
 
     @rc_context(_STYLE)
     def key(self) -> Markup:
-        """Return its line with a marker, as a legend shows it: a symbol with the id ``key-`` and its index."""
+        """Return the line with a marker for legends: a symbol with the id ``key-`` and the index of the series."""
         axes = _axes((34, 14))
         axes.set(xlim=(0, 34), ylim=(0, 14))
         axes.set_axis_off()
@@ -105,15 +105,14 @@ def lines(
 ) -> Markup:
     """Return a chart of numbers over the rounds, with bands for spreads, or an empty text if there are no points.
 
-    ``about`` describes the chart in words; charts of one page differ in it. The axis also contains the values of
-    ``scale``.
+    ``about`` describes the chart in words, and is unique on a page. The y-axis also contains the values of ``scale``.
     """
-    drawn = {item: np.array(band, np.float64).T for item, band in series.items() if band}
-    if not drawn:
+    points = {item: np.array(band, np.float64).T for item, band in series.items() if band}
+    if not points:
         return Markup("")
     axes = _axes(size, (46, 62, 8, 20))
-    rounds = np.concatenate([x for x, _, _ in drawn.values()])
-    values = np.concatenate([[*scale], *(y + sign * half for _, y, half in drawn.values() for sign in (-1, 1))])
+    rounds = np.concatenate([x for x, _, _ in points.values()])
+    values = np.concatenate([[*scale], *(y + sign * half for _, y, half in points.values() for sign in (-1, 1))])
     start, end = (rounds.min(), rounds.max()) if np.ptp(rounds) else (rounds[0] - 0.5, rounds[0] + 0.5)
     margin = 4 * (end - start) / size[0]  # between the y-axis and the first point
     axes.set_xlim(start - margin, end)
@@ -124,12 +123,12 @@ def lines(
     axes.grid(axis="y", clip_on=False)
     axes.xaxis.set_major_formatter(_number)
     axes.yaxis.set_major_formatter(partial(_number, percent=percent))
-    for item, (x, y, half) in drawn.items():
+    for item, (x, y, half) in points.items():
         if half.any():
             band = np.clip((y - half, y + half), low, high)
             axes.fill_between(x, *band, color=item.style["color"], alpha=0.16, linewidth=0, clip_on=False)
         axes.plot(x, y, markevery=1 if len(x) <= _MAX_MARKED else [-1], **item.style)
-    ends = sorted([(float(y[-1]), item) for item, (_, y, _) in drawn.items()], key=lambda end: (end[0], -end[1].index))
+    ends = sorted([(float(y[-1]), item) for item, (_, y, _) in points.items()], key=lambda end: (end[0], -end[1].index))
     height = axes.bbox.height
     for top, (y, item) in zip(_spread([height * (y - low) / (high - low) for y, _ in ends], height), ends, strict=True):
         text = f"{item.letter} {_number(y, percent=percent, digits=3)}"
@@ -168,8 +167,8 @@ def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Seq
 def bars(values: Sequence[float], names: Sequence[str], about: str) -> Markup:
     """Return small bars that begin at 0, with their names below if there is room."""
     axes = _axes((SMALL[0], 62), (8, 8, 0, 18))
-    drawn = axes.bar(range(len(values)), values, 0.84, color=COLOURS[0], clip_on=False)
-    for bar, value, name in zip(drawn, values, names, strict=True):
+    rectangles = axes.bar(range(len(values)), values, 0.84, color=COLOURS[0], clip_on=False)
+    for bar, value, name in zip(rectangles, values, names, strict=True):
         bar.set_gid(_label(f"{name}: {value:g}"))
     axes.set(xlim=(-0.5, len(values) - 0.5), ylim=(0, max(values, default=0) or 1), xticks=[], yticks=[])
     if len(names) <= 20:
@@ -178,7 +177,7 @@ def bars(values: Sequence[float], names: Sequence[str], about: str) -> Markup:
 
 
 def _axes(size: tuple[int, int], margins: tuple[int, int, int, int] = (0, 0, 0, 0)) -> Axes:
-    """Return the axes of a figure of a size with margins (left, right, top, bottom), in units of the page."""
+    """Return the axes of a new figure with a size and margins (left, right, top, bottom) in units of the page."""
     (width, height), (west, east, top, bottom) = size, margins
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
     figure.patch.set_visible(False)
@@ -188,7 +187,7 @@ def _axes(size: tuple[int, int], margins: tuple[int, int, int, int] = (0, 0, 0, 
 
 
 def _widened(low: float, high: float, percent: bool) -> tuple[float, float]:
-    """Return a range of an axis: not empty, and for percentages within 0 and 1."""
+    """Return a non-empty range for an axis, which is within 0 and 1 for percentages."""
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         room = abs(low) / 20 or 0.05
         low, high = low - room, high + room
@@ -196,13 +195,13 @@ def _widened(low: float, high: float, percent: bool) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
-    """Return round ticks, of which the first and the last enclose a range."""
+    """Return round ticks; the first and the last enclose a range."""
     locator = MaxNLocator(5, steps=[1, 2, 5, 10], integer=integer, min_n_ticks=1)
     return [float(tick) for tick in locator.tick_values(low, high)]
 
 
 def _number(value: float, _: float | None = None, *, percent: bool = False, digits: int = 4) -> str:
-    """Return the label of a number at an axis or a line."""
+    """Return a number as the label of an axis or a line."""
     if percent:
         return f"{100 * value:.{digits}g} %"
     unit, name = next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))
@@ -226,9 +225,9 @@ def _spread(heights: Sequence[float], highest: float) -> list[float]:
 
 
 def _markup(axes: Axes, about: str, tag: str = "svg", root_attributes: Mapping[str, str] | None = None) -> Markup:
-    """Return a figure as inline SVG, with colours from the style sheet, and without a style sheet and ids of groups.
+    """Return a figure as inline SVG in the colours of the page, without matplotlib's style sheet and ids of groups.
 
-    A group whose id was set has it as its title, which a browser shows under the pointer.
+    A group whose id was set gets this id as its title, which browsers show as a tooltip.
     """
     assert isinstance(axes.figure, Figure)
     file, titles = io.BytesIO(), {child.get_gid() for child in axes.get_children()} - {None}

@@ -21,7 +21,7 @@ ALPHA = 0.05
 FEWEST_BLOCKS = 3
 """Fewest blocks for a rank test."""
 FULL = 0.9
-"""Smallest share of the fullest row's clients that a row must cover for a rank, as for the best round of a run."""
+"""Smallest share of the fullest row's clients that a ranked row covers, the same as for the best round of a run."""
 
 LEGEND = (
     "Last round, for the model that each method is scored by (`at`). `lowest tenth`: mean over the tenth of the "
@@ -55,7 +55,7 @@ class Gain(NamedTuple):
     clients: int
     """Number of clients with a lower accuracy, and of all clients. A client counts once for each seed."""
     p: float
-    """p-value of Wilcoxon's signed-rank test; 1 without any difference."""
+    """p-value of Wilcoxon's signed-rank test; 1 if all differences are 0."""
 
 
 def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
@@ -69,7 +69,7 @@ def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
     Returns
     -------
     Gain or None
-        None if no client has both.
+        None if no client has an accuracy for both methods.
 
     References
     ----------
@@ -85,7 +85,7 @@ def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for their number of tests (Holm, 1979)."""
+    """Return p-values adjusted for the number of tests (Holm, 1979)."""
     from statsmodels.stats.multitest import multipletests  # noqa: PLC0415 - takes a second
 
     return [float(value) for value in multipletests(p, method="holm")[1]] if p else []
@@ -131,10 +131,10 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str,
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Ranks of methods over blocks, each a seed of a data set.
+    """Ranks of methods over blocks; each block is a seed of a data set.
 
-    ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value for equal methods, and ``pairs``
-    are the p-values of the pairs (Nemenyi's test).
+    ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value of Friedman's test that all methods
+    are equal. ``pairs`` contains the p-values of the pairs (Nemenyi's test).
     """
 
     mean: "pd.Series[float]"
@@ -212,12 +212,12 @@ class Run(NamedTuple):
 
     @property
     def point(self) -> str:
-        """The evaluation point that its method is scored by."""
+        """The evaluation point at which the method of the run is scored."""
         return point_of({"method": self.method, **self.summary})
 
     @property
     def comparable(self) -> bool:
-        """Whether the accuracies of single clients are available, which secure aggregation hides."""
+        """Whether the accuracies of single clients are available; secure aggregation hides them."""
         return "client-scores" not in self.summary
 
     def accuracies(self, point: str) -> dict[int, float]:
@@ -226,16 +226,25 @@ class Run(NamedTuple):
 
 
 def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
-    """Compare the rows of each variant client by client, each at the point that its method is scored by.
+    """Compare the rows of each variant client by client, each at the point at which its method is scored.
 
-    A line for each variant and row: ``mean``, ``worst``, ``tenth``, ``std`` and ``jain`` over the clients that all rows
-    cover (:func:`over_same_clients`), as means over the seeds; ``clients``, the number of these clients in all seeds,
-    ``members``, the number of clients that took part, and ``ranked``, whether the row covers enough of them; the gain
-    over local training and over FedAvg if the variant has rows of them, with the number of clients that lose;
-    ``newcomers-served`` and ``newcomers-local``, the accuracies of hold-out clients; ``alike``: whether the row does
-    not differ significantly from the variant's best row (Wilcoxon, Holm); ``served-beats-local`` and
-    ``local-beats-local``: whether clients gain significantly over local training at either point; ``samples`` and
-    ``memory``.
+    Returns
+    -------
+    pandas.DataFrame
+        A line for each variant and row, with these columns:
+
+        - ``mean``, ``worst``, ``tenth``, ``std`` and ``jain`` over the clients that all rows cover
+          (:func:`over_same_clients`), as means over the seeds
+        - ``clients``: number of these clients in all seeds
+        - ``members``: number of clients that took part
+        - ``ranked``: whether the row covers enough clients
+        - ``gain-local`` and ``gain-fedavg``: gain over local training and over FedAvg, if the variant has such a row
+        - ``losing-local`` and ``losing-fedavg``: number of clients that lose
+        - ``newcomers-served`` and ``newcomers-local``: accuracies of hold-out clients
+        - ``alike``: whether the row does not differ significantly from the variant's best row (Wilcoxon, Holm)
+        - ``served-beats-local`` and ``local-beats-local``: whether clients gain significantly over local training at
+          this point
+        - ``samples`` and ``memory``: costs of the row
     """
     lines = []
     for variant in dict.fromkeys(run.variant for run in runs):
@@ -320,8 +329,8 @@ def _average_extras(runs: Sequence[Run]) -> dict[str, float]:
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
     """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its method's point.
 
-    They are means over the clients that all rows cover. The function drops a row that covers too few of them in a
-    variant. A diverged run, by variant, seed and row, scores -1, so it ranks last.
+    The means are over the clients that all rows cover. The function drops a row that covers too few of them in a
+    variant. ``diverged`` lists diverged runs by variant, seed and row; they score -1, so they rank last.
     """
     blocks: dict[tuple[str, int], dict[str, float]] = {}
     for variant, seed, row in diverged:
@@ -392,7 +401,7 @@ def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, 
 
 
 def average(values: Iterable[Any]) -> float:
-    """Return the mean of the values that are not NaN, or NaN without any. pandas would round intermediate sums."""
+    """Return the mean of the values that are not NaN, or NaN without any; pandas would round intermediate sums."""
     numbers = [float(value) for value in values if not pd.isna(value)]
     return statistics.fmean(numbers) if numbers else float("nan")
 

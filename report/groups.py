@@ -14,9 +14,9 @@ from posy.settings import settings_of
 from posy.strategies.registry import declared, owner
 
 MOST_DIFFERENCES = 4
-"""Most differing settings in the name of a run. With more, the run is named by its folder."""
+"""Largest number of differing settings in the name of a run. With more, the run is named by its folder."""
 NOT_A_SETTING = "not one of its settings"
-"""Text for a setting of another method."""
+"""Text for a setting that a method does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +51,18 @@ def grouped(runs: Sequence[Recorded]) -> list[Group]:
         runs_by_settings.setdefault(tuple(decisive[run].items()), []).append(run)
     parts: list[list[Recorded]] = []
     for equal_runs in runs_by_settings.values():
-        several = max(Counter(run.settings.get("seed") for run in equal_runs).values()) > 1
+        has_duplicates = max(Counter(run.settings.get("seed") for run in equal_runs).values()) > 1
         parts += (
-            [[run] for run in equal_runs] if several else [sorted(equal_runs, key=lambda run: run.settings["seed"])]
+            [[run] for run in equal_runs]
+            if has_duplicates
+            else [sorted(equal_runs, key=lambda run: run.settings["seed"])]
         )
     differing = differences([decisive[part[0]] for part in parts])
     names = [part[0].method for part in parts]
     if len(set(names)) < len(names):
         folders = [f"{part[0].method}, {part[0].path.name}" for part in parts]
-        many = len(differing) > MOST_DIFFERENCES and len(set(folders)) == len(folders)
-        names = folders if many else [_name(part[0], decisive[part[0]], differing) for part in parts]
+        use_folders = len(differing) > MOST_DIFFERENCES and len(set(folders)) == len(folders)
+        names = folders if use_folders else [_name(part[0], decisive[part[0]], differing) for part in parts]
     names = [f"{n}, {part[0].path.name}" if names.count(n) > 1 else n for n, part in zip(names, parts, strict=True)]
     return [
         Group(Series(name, index), tuple(part)) for index, (name, part) in enumerate(zip(names, parts, strict=True))
@@ -90,29 +92,31 @@ def by_data(groups: Sequence[Group]) -> dict[str, list[Group]]:
 def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     """Compare groups client by client, and return the rows of a table and a sentence on ranks.
 
-    The function skips incomplete runs, and ranks a diverged run last. The sentence is empty without enough blocks.
+    The function skips incomplete runs, and ranks a diverged run last. With too few blocks, the sentence is empty.
 
     Raises
     ------
     ImportError
         If the packages for the tests are missing.
     """
-    ended = [
+    table_runs = [
         (run, Run(data, group.series.name, run.method, int(run.summary["seed"]), run.summary, run.path))
         for data, same_data in by_data(groups).items()
         for group in same_data
         for run in group.runs
     ]
-    completed = [entry for run, entry in ended if run.summary["status"] == "completed" and run.clients]
+    completed = [entry for run, entry in table_runs if run.summary["status"] == "completed" and run.clients]
     runs = [entry for entry in completed if entry.comparable]
-    diverged = [(entry.variant, entry.seed, entry.row) for run, entry in ended if run.summary["status"] == "diverged"]
+    diverged = [
+        (entry.variant, entry.seed, entry.row) for run, entry in table_runs if run.summary["status"] == "diverged"
+    ]
     rows: list[dict[str, Any]] = over_clients(runs).to_dict("records") if runs else []
     ranked = ranks(scores_by_block(runs, diverged)) if runs else None
     if ranked is None:
         return rows, ""
     order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
-    partial = dict.fromkeys(row["method"] for row in rows if not row["ranked"])
-    unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial)}." if partial else ""
+    partial_rows = dict.fromkeys(row["method"] for row in rows if not row["ranked"])
+    unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial_rows)}." if partial_rows else ""
     return rows, (
         f"Mean rank over {ranked.blocks} blocks (data and seed): {order}. Friedman's test of all being equal: "
         f"p = {ranked.friedman:.2g}. Not significantly different from the best (Nemenyi, 5 %): "

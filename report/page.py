@@ -20,11 +20,11 @@ from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
 
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
-"""Most clients with a chart on a page, and number of charts that are initially visible."""
+"""Largest number of clients with a chart on a page, and number of charts that are initially visible."""
 TENTH = 11
-"""Fewest clients whose lowest tenth has more than one client."""
+"""Smallest number of clients whose lowest tenth has more than one client."""
 MOST_ROWS = 40
-"""Most rows of a heat map."""
+"""Largest number of rows of a heat map."""
 RECORDED = (*MEASURES, "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
 """Numbers that every run records for a round. All other numbers are quantities of the method."""
 DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
@@ -32,7 +32,7 @@ DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
 SPREAD = {"min": "worst client", "tenth": "lowest tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
-"""Colours of a picture on the page: enough for charts, with a much smaller file."""
+"""Number of colours of a picture on the page: enough for charts, with a much smaller file."""
 AT = {"served": "served model", "local": "local model"}
 
 
@@ -59,9 +59,9 @@ def page(paths: Iterable[Path]) -> str:
         "Costs": _costs(groups),
     }
     title = ", ".join(group.series.name for group in groups[:4]) + (", …" if len(groups) > 4 else "")
-    written = {name: content for name, content in sections.items() if content}
+    non_empty = {name: content for name, content in sections.items() if content}
     keys = [group.series.key() for group in groups]
-    return _TEMPLATES.get_template("page.html").render(title=title, sections=written, keys=keys)
+    return _TEMPLATES.get_template("page.html").render(title=title, sections=non_empty, keys=keys)
 
 
 def _runs(groups: Sequence[Group]) -> Markup:
@@ -74,15 +74,15 @@ def _runs(groups: Sequence[Group]) -> Markup:
         rows.append([_PARTS.key(group.series, named=True), run.path.name, *map(str, facts), device])
     columns = ["", "folder", "method", "data set", "clients", "rounds", "seed", "status", "machine"]
     declared_settings = declared()
-    usual = {
+    changed = {
         key: group.first.settings.get(key)
         for group in groups[:1]
         for key, item in declared_settings.items()
         if item.decides and group.first.settings.get(key, item.default) != item.default
     }
-    shared = {k: v for k, v in usual.items() if all(group.first.settings.get(k) == v for group in groups)}
-    shared = {key: value for key, value in shared.items() if key not in ("method", "seed", "dataset", "num-clients")}
-    text = ", ".join(f"{key}={value}" for key, value in shared.items())
+    common = {k: v for k, v in changed.items() if all(group.first.settings.get(k) == v for group in groups)}
+    common = {key: value for key, value in common.items() if key not in ("method", "seed", "dataset", "num-clients")}
+    text = ", ".join(f"{key}={value}" for key, value in common.items())
     note = _PARTS.soft(f"Shared settings that are not the defaults: {text}." if text else "")
     return _PARTS.table(columns, rows, numbers=("clients", "rounds", "seed")) + note
 
@@ -114,8 +114,8 @@ def _curves(groups: Sequence[Group]) -> Markup:
         figures.append(_figure("Training loss" if key == "train_loss" else f"Loss, {AT[key[:-5]]}", "mean", curves))
     curves = {group.series: group.curve("system_accuracy") for group in groups}
     figures.append(_figure("System accuracy", "pooled test samples", curves, percent=True))
-    several = any(len(group.runs) > 1 for group in groups)
-    note = "Lines are means over the seeds, bands their standard deviation." if several else ""
+    has_several_seeds = any(len(group.runs) > 1 for group in groups)
+    note = "Lines are means over the seeds, and bands are their standard deviation." if has_several_seeds else ""
     return _PARTS.legend(groups) + _PARTS.soft(note) + _PARTS.charts(figures)
 
 
@@ -134,7 +134,7 @@ def _accuracy(groups: Sequence[Group]) -> Markup:
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
-    """Return the accuracies of a run at an evaluation point, a row for each different round or mean of rounds."""
+    """Return the accuracies of a run at an evaluation point, with a row for each round or mean of rounds."""
     rows: dict[str, list[str]] = {}
     names: dict[str, list[str]] = {}
     for which, words in WHICH.items():
@@ -173,26 +173,28 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         over_seeds = f" ± {_percent(spread[0][2])}" if spread else ""
         best = "≈" if row["alike"] else ""
         gains = [f"{100 * row[f'gain-{o}']:+.2f}" if row[f"losing-{o}"] else "" for o in ("local", "fedavg")]
-        lose = [row[f"losing-{other}"] for other in ("local", "fedavg")]
+        losing = [row[f"losing-{other}"] for other in ("local", "fedavg")]
         cells = [
             _percent(row["mean"]) + over_seeds + covered,
             best,
             *(_percent(row[key]) for key in ("worst", "tenth", "std")),
         ]
-        paired = [gains[0], lose[0], gains[1], lose[1]]
+        paired = [gains[0], losing[0], gains[1], losing[1]]
         lines.append([_PARTS.key(group.series), row["variant"], row["point"], str(seeds), *cells, *paired])
     columns = ["", "data", "model", "seeds", "mean ± std of the seeds", "best", "worst client", "lowest tenth"]
     columns += ["std of the clients", "over Local", "clients that lose", "over FedAvg", "clients that lose"]
-    used = [n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)]
+    column_numbers = [
+        n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)
+    ]
     note = (
-        "Last round of the completed runs, for the model that each method is scored by. ≈: the best, and all that are "
-        "not significantly different from it (Wilcoxon's signed-rank test over the clients of all seeds at 5 %, "
-        "adjusted for the number of rows by Holm). Rows are summarised over the clients that all of them cover. A row "
-        "names the number of its clients if it covers fewer than took part. A row with fewer than nine tenths of the "
-        "clients of the fullest row is not ranked."
+        "Last round of the completed runs, for the model by which each method is scored. ≈: the best row, and all rows "
+        "that are not significantly different from it (Wilcoxon's signed-rank test over the clients of all seeds at "
+        "5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients that all of them cover. A "
+        "row shows the number of its clients if it covers fewer clients than took part. A row with fewer than nine "
+        "tenths of the clients of the fullest row is not ranked."
     )
-    chosen = [[line[n] for n in used] for line in lines]
-    table = _PARTS.table([columns[n] for n in used], chosen, numbers=columns[3:])
+    selected_lines = [[line[n] for n in column_numbers] for line in lines]
+    table = _PARTS.table([columns[n] for n in column_numbers], selected_lines, numbers=columns[3:])
     return _PARTS.soft(note) + table + _PARTS.paragraph(sentence)
 
 
@@ -213,7 +215,7 @@ def _clients(groups: Sequence[Group]) -> Markup:
         named = next((run for run in runs.values() if run.summary.get("sites")), same_data[0].first)
         figures = [_client(client, named.client_name(client), data, curves, mix) for client in clients[:MOST_CLIENTS]]
         points = ", ".join(f"{series.letter} {run.point}" for series, run in runs.items())
-        note = f"Seed {seed}, for the model that each run is scored by ({points}); the lowest accuracy first."
+        note = f"Seed {seed}, for the model by which each run is scored ({points}); the lowest accuracy first."
         note += " Bars: samples of each class." if mix else ""
         note += f" {MOST_CLIENTS} of {len(clients)} clients." if len(clients) > MOST_CLIENTS else ""
         parts += _PARTS.clients(data, note, same_data, figures[:FIRST_CLIENTS], figures[FIRST_CLIENTS:])
@@ -334,8 +336,8 @@ def _costs(groups: Sequence[Group]) -> Markup:
     phases = list(dict.fromkeys(phase for _, run in _each(groups) for row in run.rounds for phase in row["seconds"]))
     for group, run in _each(groups):
         summary = run.summary
-        each = [[row["seconds"].get(phase, 0.0) for row in run.rounds] for phase in phases]
-        cells = [duration(summary["seconds"]), *(f"{sum(s) / len(s):.2f} s" if s else "" for s in each)]
+        phase_seconds = [[row["seconds"].get(phase, 0.0) for row in run.rounds] for phase in phases]
+        cells = [duration(summary["seconds"]), *(f"{sum(s) / len(s):.2f} s" if s else "" for s in phase_seconds)]
         cells += [size(summary["bytes-up"]), size(summary["bytes-down"]), f"{summary['samples']:,}"]
         cells += [size(summary[key]) if key in summary else "" for key in ("peak-memory", "peak-gpu-memory")]
         rows.append([_PARTS.key(group.series), run.path.name, *cells])
@@ -349,9 +351,9 @@ def _costs(groups: Sequence[Group]) -> Markup:
         "samples trained",
     ]
     columns += ["memory", "GPU memory"]
-    used = [n for n, name in enumerate(columns) if name != "GPU memory" or any(row[n] for row in rows)]
-    shown = [columns[n] for n in used]
-    return _PARTS.table(shown, [[row[n] for n in used] for row in rows], numbers=shown[2:])
+    column_numbers = [n for n, name in enumerate(columns) if name != "GPU memory" or any(row[n] for row in rows)]
+    titles = [columns[n] for n in column_numbers]
+    return _PARTS.table(titles, [[row[n] for n in column_numbers] for row in rows], numbers=titles[2:])
 
 
 def _each(groups: Sequence[Group]) -> list[tuple[Group, Recorded]]:

@@ -20,7 +20,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A run in progress or finished, as its files describe it."""
+    """A run, in progress or finished, as its files describe it."""
 
     path: Path
     config: Mapping[str, Any]
@@ -41,18 +41,18 @@ class Recorded:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All of its settings."""
+        """All settings of the run."""
         settings: Mapping[str, Any] = self.config["settings"]
         return settings
 
     @property
     def method(self) -> str:
-        """Its method."""
+        """Method of the run."""
         return str(self.summary["method"])
 
     @property
     def point(self) -> str:
-        """The evaluation point that its method is scored by."""
+        """The evaluation point at which the method of the run is scored."""
         return point_of(self.summary)
 
     def client_name(self, client: int) -> str:
@@ -62,7 +62,7 @@ class Recorded:
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
-        """Its finished rounds, as in ``rounds.jsonl``; empty without the file."""
+        """Finished rounds of the run, as in ``rounds.jsonl``; empty without the file."""
         file = self.path / "rounds.jsonl"
         return parsed_rounds(file.read_text(encoding="utf-8")) if file.is_file() else []
 
@@ -111,10 +111,11 @@ class Recorded:
 
 
 def point_of(summary: Mapping[str, Any]) -> str:
-    """Return the evaluation point that a run's method is scored by.
+    """Return the evaluation point at which a run's method is scored.
 
-    For Posy's methods it is the current point. A run records the accuracies at both points, so reports score older and
-    newer runs by the same model. For a custom method it is the recorded point, because its file may be missing here.
+    For one of Posy's methods, it is the point in the current code. A run records the accuracies at both points, so
+    reports score older and newer runs by the same model. For a custom method it is the recorded point, because the file
+    of the method may be missing.
     """
     method = str(summary["method"])
     recorded = None if method in METHODS else summary.get("point")
