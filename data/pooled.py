@@ -19,7 +19,7 @@ from posy.settings import SettingsError
 WORD_BITS = 64
 """Bits of each whole number of the masked sum."""
 SCALE_BITS = 200
-"""Sites send the mean in units of 2^-200, and the sum of squares in units of 2^-400."""
+"""Sites send n · mean in units of 2^-200, and the sum of squares in units of 2^-400."""
 SUM_WORDS, SQUARE_WORDS = 6, 11
 """Words for n · mean and for the sum of squares, with n < 2^40 and values within float32: 368 and 696 bits."""
 CELLS, CHOICES, NAME_BYTES = 768, 3, 120
