@@ -28,7 +28,7 @@ FILE = "cells.jsonl.gz"
 RECORD_FILE = "kept.json"
 """File in a run's directory with further recorded numbers (see :mod:`posy.commands.papers.record`)."""
 ENDED = ("completed", "diverged")
-"""Status of a run that is not repeated. A diverged run would diverge again."""
+"""Statuses of runs that Posy does not repeat. A diverged run would diverge again."""
 
 
 class Place(Protocol):
@@ -46,18 +46,18 @@ class Place(Protocol):
         """Return the summary of its run if the run has the same settings and one of the statuses, else None."""
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether a run had the same settings."""
+        """Return whether a run with the settings ``ran`` used the settings of this cell."""
 
 
 P = TypeVar("P", bound=Place)
 
 
 def restore(folder: Path, cells: Iterable[P]) -> list[P]:
-    """Write the files of cells that have no run here from a folder's archive.
+    """Restore the missing runs of cells from a folder's archive.
 
-    Return the cells that still have no run. Skip running cells, which are not in the returned list.
+    Return the cells that still have no run. Cells that are running are neither restored nor returned.
     """
-    lines, lacking = read(folder), []
+    lines, missing_cells = read(folder), []
     for cell in cells:
         if cell.summary(*ENDED) is not None or read_summary(cell.path).get("status") == "running":
             continue
@@ -65,23 +65,23 @@ def restore(folder: Path, cells: Iterable[P]) -> list[P]:
         if line is not None and cell.fits(line["config"]["settings"]):
             write(cell.path, line)
         else:
-            lacking.append(cell)
-    return lacking
+            missing_cells.append(cell)
+    return missing_cells
 
 
 def clear(path: Path) -> None:
-    """Delete an unfinished run, or rename a finished run.
+    """Rename the directory of a completed run, or delete the directory of any other run.
 
     Raises
     ------
     SettingsError
-        If the directory holds files that do not belong to a run.
+        If the directory contains files that do not belong to a run.
     """
     if not path.exists():
         return
     unknown = {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}
     if unknown and not (path / "summary.json").exists():
-        raise SettingsError(f"{path} is not a run: it holds {', '.join(sorted(unknown))}; move it away")
+        raise SettingsError(f"{path} is not a run: it contains {', '.join(sorted(unknown))}; move it")
     if read_summary(path).get("status") == "completed":
         path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
     else:
@@ -89,7 +89,7 @@ def clear(path: Path) -> None:
 
 
 def write(path: Path, line: Mapping[str, Any]) -> None:
-    """Write the files of a run from its line in an archive; :func:`clear` treats an existing run."""
+    """Call :func:`clear`, then restore the files of a run from its line in an archive."""
     clear(path)
     path.mkdir(parents=True)
     text = io.StringIO()
@@ -121,11 +121,11 @@ def _line(cell: Place) -> bytes:
     rows = client_rows(cell.path, summary["rounds"])
     config = read_yaml(cell.path / "config.yaml")
     config["settings"] = current_keys(config["settings"])
-    # Settings that do not decide the results, such as paths, mean nothing on another machine.
-    matter = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
-    config["settings"] = {key: value for key, value in config["settings"].items() if key in matter}
+    # Omit settings that do not affect the results, such as paths: they have no meaning on another machine.
+    decisive_keys = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
+    config["settings"] = {key: value for key, value in config["settings"].items() if key in decisive_keys}
     for entry in config.get("resumed", []):
-        entry["changed"] = {key: value for key, value in entry["changed"].items() if key in matter}
+        entry["changed"] = {key: value for key, value in entry["changed"].items() if key in decisive_keys}
     ended = int((cell.path / "summary.json").stat().st_mtime)
     line = {"name": cell.name, "ended": ended, "config": config, "summary": summary, "clients": rows}
     if (cell.path / RECORD_FILE).exists():
@@ -136,7 +136,7 @@ def _line(cell: Place) -> bytes:
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the last line of each cell of an archive, by the name of the cell.
 
-    Ignore an incomplete line, which a stopped process leaves behind.
+    Ignore an incomplete line from an interrupted process.
     """
     last_lines: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error), gzip.open(folder / FILE) as file:

@@ -19,16 +19,16 @@ BROKEN = 1
 
 
 def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int:
-    """Print the events of a log and the result of its check, and return the exit status.
+    """Check a log, print its events and the result of the check, and return the exit status.
 
     Parameters
     ----------
     path : Path
         The log, or the directory that holds it.
     run : str
-        The id or the name of the run whose events are printed; empty: all runs.
+        Print only the events of the run with this id or name; empty: all runs.
     since : str
-        The UTC time of the first printed event; empty: all events.
+        Print only the events since this UTC time; empty: all events.
     anchor : str
         An anchor of an earlier check, whose events the log must still contain; empty: none.
     as_json : bool
@@ -39,7 +39,7 @@ def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int
     SettingsError
         If the log cannot be read, or an argument is malformed.
     """
-    log, kept_head = _log_at(path), _anchor(anchor)
+    log, anchor_head = _log_at(path), _anchor(anchor)
     first = _moment(since)
     checked = _check(log)
     events = [event for event in checked.events if _is_wanted(event, run, first)]
@@ -48,7 +48,7 @@ def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int
             print(json.dumps(event))
     elif events:
         print_table(f"audit log {log.path}", COLUMNS, [_row(event) for event in events])
-    return _report(log, checked, kept_head, stream=sys.stderr if as_json else sys.stdout)
+    return _report(log, checked, anchor_head, stream=sys.stderr if as_json else sys.stdout)
 
 
 def print_anchor(path: Path) -> int:
@@ -61,16 +61,16 @@ def print_anchor(path: Path) -> int:
     return _report(log, checked, None, stream=sys.stderr)
 
 
-def _report(log: AuditLog, checked: Checked, kept_head: Head | None, stream: Any) -> int:
+def _report(log: AuditLog, checked: Checked, anchor_head: Head | None, stream: Any) -> int:
     if checked.line:
         print(f"posy: {log.path}, line {checked.line}: {checked.problem}", file=sys.stderr)
-        print(f"posy: the {checked.head.count} events before this line are unbroken", file=sys.stderr)
+        print(f"posy: the {checked.head.count} events before this line are intact", file=sys.stderr)
         return BROKEN
-    if kept_head is not None and not contains(checked, kept_head):
-        print(f"posy: {log.path} does not contain the {kept_head.count} events of the anchor", file=sys.stderr)
+    if anchor_head is not None and not contains(checked, anchor_head):
+        print(f"posy: {log.path} does not contain the {anchor_head.count} events of the anchor", file=sys.stderr)
         return BROKEN
     if checked.unfinished:
-        print("the last line is incomplete: a process stopped while it wrote, and its reply did not leave", file=stream)
+        print("the last line is incomplete: the process stopped before it sent this reply", file=stream)
     print(f"{checked.head.count} events, unbroken; anchor {checked.head}", file=stream)
     return 0
 
@@ -89,7 +89,7 @@ def _check(log: AuditLog) -> Checked:
 
 def _anchor(text: str) -> Head | None:
     if text and (head := Head.parse(text)) is None:
-        raise SettingsError(f"--contains {text!r} is not an anchor; type what `posy audit --anchor` has printed")
+        raise SettingsError(f"--contains {text!r} is not an anchor; use the output of `posy audit --anchor`")
     return head if text else None
 
 
@@ -110,7 +110,7 @@ def _is_wanted(event: Mapping[str, Any], run: str, first: datetime | None) -> bo
 
 
 def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of an event: all texts come from the log, so they are printable."""
+    """Return the cells of an event, without unprintable characters, because all texts come from the log."""
     sent = event.get("sent", {})
     total = sum(record["bytes"] for record in sent.values())
     decision = event.get("decision", event["event"]) + (f" ({event['error']})" if "error" in event else "")

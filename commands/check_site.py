@@ -25,7 +25,7 @@ from posy.paths import expanded
 FAR = 10.0
 """Distance of a value from the mean of its feature, in standard deviations, above which Posy lists the feature."""
 SHOWN = 20
-"""Largest number of printed lines of a list."""
+"""Maximum number of lines that Posy prints of a list."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Report:
     """Facts and warnings about a site's data."""
 
     facts: dict[str, str]
-    """Texts by name; an empty text is not printed."""
+    """Texts by name. Posy does not print empty texts."""
     classes: dict[str, tuple[int, int]]
-    """Training and test samples of each class that the site has."""
+    """Numbers of training and test samples of each class at the site."""
     features: list[tuple[str, str, str, str]]
     """Unusual features: name or number of the column, smallest value, largest value, and reason."""
     statistics: list[tuple[str, str, str]]
@@ -49,7 +49,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
     """Describe a site's data and load it for the task, as its node does, and return a report.
 
     The node config holds ``data``, and optionally ``policy``, ``name`` and ``skip-unreadable``. The site's data
-    determines the empty settings.
+    determines the values of empty settings.
 
     Raises
     ------
@@ -65,22 +65,22 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
     content = read_site(path, settings, policy, skips(node_config))
     description = describe_site(content, settings, policy)
     check_suits(content, settings)
-    alone = _completed(settings, description, content.distinct[1])
-    dataset, part = load_site(content, alone, policy)
+    site_settings = _completed(settings, description, content.distinct[1])
+    dataset, part = load_site(content, site_settings, policy)
     x = content.x
     run_classes = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
-    lacking = [name for name in run_classes if name not in classes]
+    missing_classes = [name for name in run_classes if name not in classes]
     train, test, validation = (len(rows[0]) for rows in (part.train, part.test, part.validation))
     facts = {
         "site": str(node_config.get("name", "")) or "(the name that its key is registered under)",
         "data": str(path),
         "kind": content.kind,
-        "shape": alone.input_shape,
+        "shape": site_settings.input_shape,
         "samples": f"{train + test + validation}: {train} for training, {test} for the test"
         + (f", {validation} for validation" if validation else ""),
         "values": f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
-        "classes it lacks": ", ".join(lacking[:SHOWN]) + _rest(lacking),
+        "missing classes": ", ".join(missing_classes[:SHOWN]) + _rest(missing_classes),
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
     }
     features = _unusual_features(content, dataset) if content.kind == "features" else []
@@ -97,7 +97,7 @@ def show(report: Report, console: Console | None = None) -> None:
     if report.features:
         console.print(laid_out("unusual features", ("feature", "from", "to", "why"), report.features))
     if report.statistics:
-        title = "training samples; compare these statistics with other sites to find different units"
+        title = "training samples; compare these statistics with other sites to detect different units"
         console.print(laid_out(title, ("feature", "mean", "standard deviation"), report.statistics[:SHOWN]))
         if more := _rest(report.statistics):
             console.print(Text(f"  {more.strip()}"))
@@ -115,7 +115,7 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _completed(settings: DataSettings, description: Description, labels: tuple[str, ...]) -> DataSettings:
-    """Return the settings, completed as in a run with only this site."""
+    """Return the settings, completed as for a run with only this site."""
     # A run needs two classes, but a site may have a single class, because other sites have the other classes.
     names = [*labels, "another class"] if len(labels) < 2 else labels
     complete = replace(
@@ -140,9 +140,9 @@ def _unusual_features(content: Content, dataset: Dataset) -> list[tuple[str, str
     lines = []
     names = content.columns or tuple(map(str, range(len(low))))
     for feature in np.flatnonzero((low == high) | (reach > FAR))[:SHOWN]:
-        why = ["constant"] if low[feature] == high[feature] else []
-        why += [f"reaches {reach[feature]:.3g} standard deviations from the mean"] if reach[feature] > FAR else []
-        lines.append((names[feature], f"{low[feature].item():.6g}", f"{high[feature].item():.6g}", "; ".join(why)))
+        reasons = ["constant"] if low[feature] == high[feature] else []
+        reasons += [f"reaches {reach[feature]:.3g} standard deviations from the mean"] if reach[feature] > FAR else []
+        lines.append((names[feature], f"{low[feature].item():.6g}", f"{high[feature].item():.6g}", "; ".join(reasons)))
     return lines
 
 

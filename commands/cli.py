@@ -32,7 +32,7 @@ from posy.strategies.registry import declared, groups, merge_experiment, parse_w
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""Wrong use of a command. Older versions of Typer import it from click. Newer versions include a copy of click."""
+"""Exception for wrong use of a command, from click or from the copy of click in newer versions of Typer."""
 USAGE_ERROR = 2
 """Exit status for a wrong command or a wrong setting."""
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_version(wanted: bool) -> None:
-    """Print the versions of Posy, Flower, PyTorch and Python. Import none of them."""
+    """Print the versions of Posy, Flower, PyTorch and Python without importing them."""
     if wanted:
         file = APP / "pyproject.toml"
         posy_version = (
@@ -131,10 +131,10 @@ def run(
     config = merged.values
     if not config.get("resume"):  # the SuperLink's machine stores the other settings of a resumed run
         read_settings(config, COMMAND_LINE, sources=merged.sources)
-    reached = connection(superlink, root_certificates, insecure)
+    endpoint = connection(superlink, root_certificates, insecure)
     from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
 
-    return run_on_superlink(config, reached, verbose=verbose)
+    return run_on_superlink(config, endpoint, verbose=verbose)
 
 
 @app.command()
@@ -147,9 +147,9 @@ def table(
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="DIR", help="Directory for results; overrides the file's.")
     ] = None,
-    only_print: Annotated[bool, typer.Option("--only-print", help="Run nothing; print the finished runs.")] = False,
+    only_print: Annotated[bool, typer.Option("--only-print", help="Start no runs; print the finished ones.")] = False,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster; its workers do the runs.")
+        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster; its workers execute the runs.")
     ] = None,
     ray_gpus: Annotated[float, typer.Option(min=0, metavar="N", help="GPUs per run on the Ray cluster.")] = 0,
 ) -> int:
@@ -221,7 +221,7 @@ def paper(
     scale: Annotated[str, typer.Option(metavar="small|full", help="Reduced run or the paper's size.")] = "small",
     seeds: Annotated[
         int | None,
-        typer.Option("--seeds", min=1, metavar="N", help="Use seeds 0 to N - 1, not the file's seeds."),
+        typer.Option("--seeds", min=1, metavar="N", help="Use seeds 0 to N - 1 instead of the file's seeds."),
     ] = None,
     jobs: Annotated[
         int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
@@ -235,9 +235,7 @@ def paper(
     from posy.commands.papers.run import list_papers, run_part, show_paper  # noqa: PLC0415 - imports pandas
 
     if seeds and not part:
-        raise SettingsError(
-            f"--seeds {seeds}: nothing is run without the name of a table or figure; name one, or type `all`"
-        )
+        raise SettingsError(f"--seeds {seeds}: the name of a table or figure is missing; name one, or type `all`")
     if not name:
         return list_papers()
     if not part:
@@ -275,7 +273,7 @@ def predict(
     model. CLIENT is a number or the name of a site.
 
     FILE is an image or a text. You may also type a text instead of its file. A .csv file with a header holds one sample
-    per row. In a .npy array, the first axis counts the samples.
+    per row. In a .npy array, the first axis indexes the samples.
     """
     from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
 
@@ -318,7 +316,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Output file.")] = Path("report.html"),
 ) -> int:
-    """Write an HTML report on one run or several.
+    """Write an HTML report on one or more runs.
 
     RUN is the directory of a run. The report is a single HTML file. Runs that differ only in their seed form a group,
     and the report compares the groups.
@@ -345,7 +343,7 @@ def watch(
 
     Shows the round, the accuracy, the dropped replies and the time left. RUN is the directory of a run, or its name in
     runs/. With --superlink, RUN is the run id or run-name of a run there, and Posy also shows the nodes that are
-    online. The default is the newest run. Ctrl-C ends the watching, not the run.
+    online. The default is the newest run. Ctrl-C stops watching, not the run.
     """
     if superlink is not None:
         from posy.commands.deploy.control import show_run  # noqa: PLC0415 - imports Flower
@@ -369,16 +367,16 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
 
 
 def _not_a_method(word: str) -> str:
-    """Return the error message about an argument of `posy settings`, which suggests similar methods."""
+    """Return the error message for a word that is not a method, with similar methods as suggestions."""
     if word in declared():
         return f"{word} {at(COMMAND_LINE)} is a setting, not a method; `posy settings` lists all settings"
-    near = suggestions(word, METHODS, cutoff=0.5)
-    hint = f"did you mean {near}? " if near else ""
+    similar = suggestions(word, METHODS, cutoff=0.5)
+    hint = f"did you mean {similar}? " if similar else ""
     return f"{word} {at(COMMAND_LINE)} is not a method; {hint}`posy methods` lists all methods"
 
 
 def _meaning(item: Setting) -> str:
-    """Return the meaning of a setting, with the range in which `posy tune` searches."""
+    """Return the meaning of a setting, with the search range of `posy tune`."""
     return item.described + (f"; `posy tune`: {item.search.low:g} to {item.search.high:g}" if item.search else "")
 
 
@@ -402,7 +400,7 @@ def datasets() -> int:
 def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value...")]) -> int:
     """Check a site's data before any run.
 
-    Loads a site's data as its node does in a run with dataset=sites. Shows kind, shape, classes, split, warnings and
+    Loads the data as the site's node does in a run with dataset=sites. Shows kind, shape, classes, split, warnings and
     unreadable files. Sends nothing. The key=value words are the node config (data, policy, name, skip-unreadable) and
     the settings of the run, if you know them.
     """
@@ -429,13 +427,13 @@ def _check_command(words: Sequence[str], group: typer.core.TyperGroup) -> None:
     if "=" in word or setting_of(word):
         setting = word if "=" in word else f"{setting_of(word)}={word}"
         raise SettingsError(f"{word!r} is not a command; did you mean `posy run {setting}`?")
-    near = nearest(word, group.commands)
-    hint = f"did you mean `posy {near}`?" if near else f"choose from {', '.join(group.commands)}"
+    similar = nearest(word, group.commands)
+    hint = f"did you mean `posy {similar}`?" if similar else f"choose from {', '.join(group.commands)}"
     raise SettingsError(f"{word!r} is not a command; {hint}")
 
 
 def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -> str:
-    """Return a one-line error message about wrong options, such as the setting ``--method fedavg``."""
+    """Return a one-line error message for a wrong option, such as a setting written as ``--method fedavg``."""
     name = next((word for word in words if word in group.commands), "")
     command, typed = (group.commands[name], f"posy {name}") if name else (group, "posy")
     message = error.format_message().rstrip(".")
@@ -443,9 +441,9 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
         option = error.option_name
         takes_settings = any(parameter.name == "settings" for parameter in command.params)
         key = suggest_keys(option[2:], declared() if takes_settings else {}).partition(" or ")[0]
-        near = nearest(option, [name for parameter in command.params for name in parameter.opts], 0.8)
-        if near and key != option[2:]:
-            return f"{option} is not an option of `{typed}`; did you mean {near}?"
+        similar = nearest(option, [name for parameter in command.params for name in parameter.opts], 0.8)
+        if similar and key != option[2:]:
+            return f"{option} is not an option of `{typed}`; did you mean {similar}?"
         if key:
             word, *following = words[[word.partition("=")[0] for word in words].index(option) :]
             value = word.partition("=")[2] or next((text for text in following[:1] if not text.startswith("-")), "...")

@@ -1,4 +1,4 @@
-"""Run in this process, and the common parts of the commands that start processes or runs."""
+"""Run an experiment in this process, and share code between the commands that start processes or runs."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""Environment of every Flower process, which then contacts no server on the internet."""
+"""Environment variables of all Flower processes, so that they contact no server on the internet."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
@@ -56,7 +56,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
         If a setting or the data is wrong.
     """
     run_folders: list[Path] = []
-    if not settings.get("resume"):  # a wrong setting needs no PyTorch; a resumed run has stored settings
+    if not settings.get("resume"):  # before the import of PyTorch; a resumed run has stored settings
         read_settings(settings, where)
     try:
         record_in_process(settings, where, run_folders.append)
@@ -90,7 +90,7 @@ def record_in_process(
 
 
 def script(name: str) -> str:
-    """Return the path of a command of the Python environment that runs this code, activated or not."""
+    """Return the path of a command in the Python environment that runs this code, even if it is not activated."""
     return str(Path(sysconfig.get_path("scripts")) / name)
 
 
@@ -112,11 +112,13 @@ def resume_command(run: str, *words: str) -> str:
     return shlex.join(["posy", "run", f"resume={run}", *words])
 
 
-def _print_how_to_resume(how: str, run: Path | None) -> None:
-    """Print how a run has ended, and the command that resumes it if rounds are missing."""
+def _print_how_to_resume(outcome: str, run: Path | None) -> None:
+    """Print how a run ended, and the command that resumes it if rounds are missing."""
     finished, rounds = reached(run) if run else (0, 0)
     if run is None or not finished:
-        print(f"posy: {how} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)
-    elif how == "stopped" or finished < rounds:
+        print(f"posy: {outcome} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)
+    elif outcome == "stopped" or finished < rounds:
         folder = [] if run.parent == Path(RunSettings.output_dir).absolute() else [f"output-dir={run.parent}"]
-        print(f"posy: {how} after round {finished}; resume with: {resume_command(run.name, *folder)}", file=sys.stderr)
+        print(
+            f"posy: {outcome} after round {finished}; resume with: {resume_command(run.name, *folder)}", file=sys.stderr
+        )

@@ -24,9 +24,9 @@ from posy.settings import LaunchError, Scalar
 RETRIES = 10
 """Number of retries of a cell whose worker is lost."""
 CONNECT_SECONDS = 10.0
-"""Timeout for a connection to the head of a cluster."""
+"""Timeout in seconds for a connection to the head node of a cluster."""
 STOP_SECONDS = 10.0
-"""Timeout for the end of a run after its cancellation."""
+"""Seconds to wait for the end of a cancelled run."""
 RUN = "run"
 
 
@@ -34,7 +34,7 @@ RUN = "run"
 def cluster(address: str, gpus: float) -> Iterator[Start]:
     """Connect to a cluster, and yield a function that starts a cell on it with one core and ``gpus`` GPUs.
 
-    The workers need the same code of Posy in their Python environment, and the data under the same path as here.
+    The workers need the same version of Posy, and the data under the same path as on this machine.
     Raises :class:`LaunchError` if no cluster answers at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -121,10 +121,10 @@ class RemoteRun:
         """Return the exit status and store the files in the cell's folder, or return None while the run continues."""
         if self.returncode is None and ray.wait([self._result], timeout=0)[0]:
             try:
-                self.returncode, printed, files = ray.get(self._result)
+                self.returncode, output, files = ray.get(self._result)
             except ray.exceptions.RayError as error:
-                self.returncode, printed, files = 1, f"{error}\n", b""
-            self._cell.log.write_text(printed, encoding="utf-8")
+                self.returncode, output, files = 1, f"{error}\n", b""
+            self._cell.log.write_text(output, encoding="utf-8")
             if files:
                 with tarfile.open(fileobj=io.BytesIO(files)) as archive:
                     archive.extractall(self._cell.path, filter="data")
@@ -135,6 +135,6 @@ class RemoteRun:
         ray.cancel(self._result)
 
     def wait(self) -> int:
-        """Wait for the end of the run, for at most ``STOP_SECONDS``, and return the exit status, or 0 without one."""
+        """Wait at most ``STOP_SECONDS`` for the end of the run, and return the exit status, or 0 if there is none."""
         ray.wait([self._result], timeout=STOP_SECONDS)
         return self.returncode or 0

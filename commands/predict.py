@@ -18,9 +18,9 @@ from posy.server_app.record import Record
 from posy.words import title
 
 MOST = 5
-"""Largest number of probabilities in a row of a table."""
+"""Maximum number of probabilities in a row of a table."""
 MOST_WARNED = 10
-"""Largest number of warnings about values far from the training samples."""
+"""Maximum number of warnings about values far from the training samples."""
 SMALLEST = 0.0005
 """Smallest probability that a table shows."""
 
@@ -33,7 +33,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     SettingsError
         If the run, the client or the model does not exist.
     DataError
-        If a file does not hold samples in the form that the model takes.
+        If a file does not contain samples in the form that the model takes.
     """
     model = Record.find(run).predictor(client, point)
     names, samples = _samples(files, model.preprocessing)
@@ -42,9 +42,9 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     if as_json:
         _print_json([{"input": name, **_as_dict(p)} for name, p in zip(names, predictions, strict=True)])
         return
-    whose = f"{title(model.client, model.site)}, {model.point} model of round {model.round}"
+    heading = f"{title(model.client, model.site)}, {model.point} model of round {model.round}"
     rows = [(name, p.label, _shares(p.probabilities)) for name, p in zip(names, predictions, strict=True)]
-    print_table(whose, ("input", "class", "probabilities"), rows)
+    print_table(heading, ("input", "class", "probabilities"), rows)
 
 
 def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
@@ -65,10 +65,10 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
         for answer in answers
     ]
     if picture is not None:
-        across = list(titles.values()) if routed else list(answers[0].prediction.probabilities)
-        matrix = np.array([[row.get(name, np.nan) for name in across] for row in shares])
+        labels = list(titles.values()) if routed else list(answers[0].prediction.probabilities)
+        matrix = np.array([[row.get(name, np.nan) for name in labels] for row in shares])
         label = "probability of the client" if routed else "share of the votes"
-        figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=across, yticks=names)], picture)
+        figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=labels, yticks=names)], picture)
     if as_json and routed:
         _print_json([{"input": name, "clients": a.clients, **_as_dict(a.prediction)} for name, a in pairs])
     elif as_json:
@@ -86,7 +86,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
 
 
 def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> None:
-    """Warn about values far outside the range of the training samples, for example in another unit."""
+    """Warn about values far outside the range of the training samples, which may be in another unit."""
     unusual = model.unusual(samples)
     for number, feature, distance in unusual[:MOST_WARNED]:
         print(
@@ -108,7 +108,7 @@ def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[s
 
 
 def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
-    """Yield the samples of a file with their names; a word on the command line may also be a text itself."""
+    """Yield the samples of a file with their names; a word on the command line may also be the text itself."""
     path, kind = Path(word), preprocessing.task.kind
     suffix = path.suffix.lower()
     if suffix == ".npy":
@@ -150,14 +150,14 @@ def _number(cell: str, where: str) -> float:
     try:
         return float(cell)
     except ValueError:
-        raise DataError(f"{where}: {cell!r:.40}; a number is needed") from None
+        raise DataError(f"{where}: {cell!r:.40} is not a number") from None
 
 
 def _shares(shares: Mapping[str, float]) -> str:
     """Return the largest shares with their names, without shares of 0.0 %."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
-    shown = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
-    return ", ".join(shown[:MOST]) + ", …" * (len(shown) > MOST)
+    texts = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
+    return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)
 
 
 def _as_dict(prediction: Prediction) -> dict[str, Any]:

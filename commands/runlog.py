@@ -1,4 +1,4 @@
-"""The log of a run on a SuperLink for the user: Posy's output, warnings and errors, without Flower's INFO lines."""
+"""Filter the log of a run on a SuperLink: show Posy's output, warnings and errors, but hide Flower's INFO lines."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ _OF_ERROR = re.compile(
 )
 """Lines that continue an error: its traceback and the names of exceptions."""
 _KNOWN = re.compile(r"^[\w.]+\.(SettingsError|DataError|NothingTrainedError|TrainingDivergedError): ", re.MULTILINE)
-"""An error whose message is shown elsewhere too: at the end of the run, or with the dropped replies."""
+"""Errors whose messages Posy also shows at the end of the run or with the dropped replies."""
 _NOISE = re.compile(
     r"Successfully installed |ERROR\s*: +Exit Code: 201$|An unhandled exception occurred in the ServerApp"
     r"|For more information, visit:|\S+/flwr/\S+\.py:\d+: \w*Warning: ",
@@ -29,30 +29,30 @@ _REASON = re.compile(r"ERROR\s*: +ServerApp raised an exception: (.+)")
 
 
 class RunLog:
-    """Receives the lines of a run's log, and prints the lines that matter to the user.
+    """Receives the lines of a run's log, and prints the lines that are relevant to the user.
 
-    It hides Flower's INFO lines, and a few of its warnings that are not about the run. It prints other warnings,
-    errors, and all lines that do not have the form of a log, such as Posy's output. It prints or hides the lines of a
-    traceback together, and prints equal tracebacks once. If it is ``verbose``, it prints every line at once. With
-    ``suffix``, the text that this function returns follows the line of a finished round, and in a terminal the line of
-    the next round replaces it.
+    It hides Flower's INFO lines, and a few of Flower's warnings that are not about the run. It prints other warnings,
+    errors, and all lines without a log level, such as Posy's output. It prints or hides the lines of a traceback
+    together, and prints identical tracebacks once. If ``verbose`` is true, it prints every line immediately. The text
+    that ``suffix`` returns follows the line of a finished round. In a terminal, the line of the next round then
+    replaces this line.
     """
 
     def __init__(self, verbose: bool, suffix: Callable[[], str] | None = None) -> None:
         self._suffix = suffix
         self._in_place = False
         self.results = ""
-        """Directory of the results; empty as long as the log has not named it."""
+        """Directory of the results; empty until the log names it."""
         self.rounds = 0
-        """The last finished round that the log has named; 0 if there is none, or nothing more to do."""
+        """The last finished round in the log; 0 before the first round ends and after the last round."""
         self.reason = ""
-        """Why the run has failed, if that is an error of the user."""
+        """Reason why the run failed, if the user caused the error."""
         self._verbose = verbose
-        self._shown = True
+        self._printing = True
         self._error: list[str] = []
         """The lines of the current error, which are printed together or not at all."""
         self._hidden: list[str] = []
-        """The hidden lines from before the first round."""
+        """The lines hidden before the log names the directory of the results."""
         self._explained = False
         self._ends: set[str] = set()
 
@@ -76,14 +76,14 @@ class RunLog:
             self._error = [line]
             return
         if level is not None or not plain[:1].isspace():
-            self._shown = not noise and (level is None or level[1] == "WARNING")
-        if self._shown:
+            self._printing = not noise and (level is None or level[1] == "WARNING")
+        if self._printing:
             self._print(line)
         elif not self.results:
             self._hidden.append(line)
 
     def _note(self, plain: str) -> bool:
-        """Note the facts in a line: rounds, directory and reason; return whether it has the reason of a failure."""
+        """Record the rounds, directory or reason in a line, and return whether it explains a failure."""
         if match := _ROUND.match(plain):
             self.rounds = int(match[1]) if match[1] != match[2] else 0
         elif match := _BEGUN.search(plain):  # in a long run, only some rounds print a line when they end
@@ -98,9 +98,9 @@ class RunLog:
         return match is not None
 
     def end(self, *, failed: bool = False) -> None:
-        """Print the remaining lines; if the run failed before its first round, also print the hidden lines.
+        """Print the remaining lines; if the run failed without an explanation, also print the hidden lines.
 
-        The hidden lines are not printed if one line explains the failure.
+        Hidden lines exist only until the log names the directory of the results.
         """
         self._show_error()
         if failed and not self._explained:

@@ -1,4 +1,4 @@
-"""Tables: run a grid of methods x variants x seeds, one process per run, and summarise the results."""
+"""Run a grid of methods x variants x seeds, with one process per run, and summarise the results in a table."""
 
 import itertools
 import shlex
@@ -54,7 +54,7 @@ PARTS: dict[str, type] = {
     "seeds": list,
 }
 """Keys of a table file, with the types of their values."""
-DIVERGED = "it has diverged, so that the other seeds flatter its method"
+DIVERGED = "it diverged, so the mean over the other seeds is too favourable"
 """Reason for excluding a diverged run from all means."""
 ALL = "all"
 """Value of ``runs`` in a table with one row per method."""
@@ -65,14 +65,13 @@ POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), 
 validation splits, and in the round that is best on the test splits."""
 LEGEND = (
     "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - "
-    "1); in brackets the standard deviation over the clients. `served`: the model that a client is sent; `local`: the "
-    "model after its own training; `last`: last round; `best`: round chosen on the validation splits; `upper bound`: "
-    "best round on the test splits, not to be reported; `weighted`: mean by training samples, last round; `system`: "
-    "accuracy of the whole federation on the pooled test sets. `6 of 60 clients`: the figure covers 6 clients of all "
-    "seeds, where 60 took part, because only the clients that train in a round have a local model in it. Time: wall "
-    "clock of one run, other runs on the machine at the same time. `dropped`: number of replies of all seeds that were "
-    "not used. `2 of 3!`: only 2 of 3 seeds have the figure, for example because a model has diverged; the mean is "
-    "over these seeds."
+    "1); in brackets the standard deviation over the clients. `served`: the model that a client receives; `local`: the "
+    "model after local training; `last`: last round; `best`: round chosen on the validation splits; `upper bound`: "
+    "best round on the test splits, do not report it; `weighted`: mean by training samples, last round; `system`: "
+    "accuracy of the whole federation on the pooled test sets. `6 of 60 clients`: the figure covers 6 of the 60 "
+    "clients of all seeds, because only the clients that train in a round have a local model. Time: wall-clock time of "
+    "one run, while other runs use the machine. `dropped`: number of unused replies over all seeds. `2 of 3!`: only 2 "
+    "of 3 seeds have the figure, for example because a model diverged; the mean is over these seeds."
 )
 
 
@@ -124,16 +123,16 @@ class Cell:
         if summary.get("status") not in (status or ("completed",)):
             return None
         try:
-            ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
+            run_settings: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
         except (SettingsError, LookupError):  # missing or damaged: Posy repeats the run
             return None
         # The run writes its status before it computes the system accuracy, which a diverged run does not need.
-        lacks = ran.get("system-accuracy") == "on" and ran.get("save-models", True)
-        lacks = lacks and summary["system-accuracy"] is None and summary["status"] == "completed"
-        return summary if self.fits(ran) and not lacks else None
+        lacks_accuracy = run_settings.get("system-accuracy") == "on" and run_settings.get("save-models", True)
+        lacks_accuracy = lacks_accuracy and summary["system-accuracy"] is None and summary["status"] == "completed"
+        return summary if self.fits(run_settings) and not lacks_accuracy else None
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether a run had the same values of all settings that decide its results."""
+        """Return whether the settings ``ran`` equal the cell's in all keys that affect the results."""
         if ran.get("method") != self.decisive["method"][0]:
             return False
         decided = normalised(ran)
@@ -141,7 +140,7 @@ class Cell:
 
     @property
     def resume_settings(self) -> dict[str, Scalar] | None:
-        """The settings that resume an interrupted run with a checkpoint; None without one."""
+        """The settings that resume an interrupted run from its checkpoint; None without a checkpoint."""
         if not self.config.get("checkpoint-every") or read_summary(self.path).get("status") in ENDED:
             return None
         config = dict(self.config)
@@ -154,7 +153,7 @@ class Cell:
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
-        """The settings that decide the results, with their values in runs from before the setting existed."""
+        """The settings that affect the results: for each, its value here and its value in runs that predate it."""
         wanted = read_settings(self.config, self.where or self.name, sources=self.sources).as_config()
         declarations = declared_for(wanted)
         return {key: (wanted[key], declarations[key].before) for key in wanted if declarations[key].decides}
@@ -236,7 +235,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
 
 
 def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]:
-    """Run the missing cells of a table and add them to its archive; return the failures, a reason by cell name.
+    """Run the missing cells of a table and add them to its archive; return the reason of each failure by cell name.
 
     Raises
     ------
@@ -244,7 +243,7 @@ def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]
         If another process runs the table, or the directory of a run holds other files.
     """
     with locked_output(plan.output):
-        archive.store(plan.output, ended(plan))  # complete, so that new runs can be appended
+        archive.store(plan.output, ended(plan))  # a complete archive, to which new runs can be appended
         return run_cells(plan, jobs, begin)
 
 
@@ -257,7 +256,7 @@ def locked_output(output: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise SettingsError(
-            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait for its end"
+            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait until it ends"
         ) from None
     try:
         yield
@@ -281,9 +280,9 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
     override all three. The settings ``overrides`` of the command line override the file, as does ``output``.
 
-    Each group of settings applies to several cells. A cell skips the settings without an effect in it, such as
-    ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in all its cells is an
-    error.
+    Each group of settings applies to several cells. A cell skips settings that have no effect in it, such as
+    ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in any of its cells is
+    an error.
 
     Raises
     ------
@@ -308,7 +307,7 @@ def plan_of(
     """Return the runs of a table file's content; see :func:`read_plan`.
 
     The settings ``reduced`` of a reduced run override the content, and ``command_line`` overrides them. Unless
-    ``strict``, an override may be without an effect in all cells.
+    ``strict``, an override may have no effect in any cell.
     """
     overrides = {**(reduced or {}), **command_line}
     if content.get("runs") == ALL:
@@ -376,18 +375,18 @@ def _cell_config(
     """
     *_, where = groups
     in_file = {key: value for group in groups.values() for key, value in group.items()}
-    # Without checkpoints, an interrupted cell starts from its first round: most cells take minutes.
+    # Most cells take minutes, so they write no checkpoints. An interrupted cell restarts from its first round.
     config = {"checkpoint-every": 0} | with_experiment({**in_file, **overrides}, where)
     # Rows share settings, which may belong to another row's method.
     config = relevant_settings(config, str(config.get("method", RunSettings.method)))
     reasons = without_effect(config)
-    # An override on the command line may leave a setting of the file without an effect.
+    # Because of an override on the command line, a setting of the file may have no effect.
     reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
     for source, group in groups.items():
         effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
     for key, value in overrides.items():
         effects.note(sources[key], {key: value}, config, reasons)
-    # An override may lower a limit below a value of the file, which is an error without it.
+    # An override may lower a limit below a value of the file. Without the override, such a value is an error.
     return lowered(effective(config), overrides or config)
 
 
@@ -421,7 +420,7 @@ class Effects:
                 self.useful.add((source, key))
 
     def check(self, ignored: Collection[str] = ()) -> None:
-        """Raise :class:`SettingsError` for a setting, unless ``ignored``, that has no effect in any cell."""
+        """Raise :class:`SettingsError` for a setting that has no effect in any cell, unless it is in ``ignored``."""
         for source, key in sorted(self.idle.keys() - self.useful):
             if key not in ignored:
                 raise SettingsError(self.idle[source, key])
@@ -433,7 +432,7 @@ def plan_as_yaml(
     """Return the table file with the tuned settings of each (variant, row) and the ``common`` settings."""
     content: dict[str, Any] = {**plan.content}
     content["title"] = f"{plan.title}, tuned"
-    # Relative as in the file: the tuned table may not hold a path of this machine.
+    # Keep the path relative, as in the file, so that the tuned table contains no path of this machine.
     content["output"] = f"{content.get('output', f'results/{plan.output.name}')}-tuned"
     content["settings"] = {**content.get("settings", {}), **common}
     content["runs"] = runs = [dict(entry) for entry in content["runs"]]
@@ -442,9 +441,9 @@ def plan_as_yaml(
             variant: dict(values) for (variant, row), values in tuned.items() if row == entry["name"] and values
         }
         if "variants" in content:
-            before = entry.get("variants", {})
-            entry["variants"] = before | {
-                variant: {**before.get(variant, {}), **row_values[variant]} for variant in row_values
+            old_values = entry.get("variants", {})
+            entry["variants"] = old_values | {
+                variant: {**old_values.get(variant, {}), **row_values[variant]} for variant in row_values
             }
         else:
             entry["settings"] = {**entry.get("settings", {}), **row_values.get("", {})}
@@ -452,15 +451,15 @@ def plan_as_yaml(
 
 
 def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
-    """Run the unfinished cells, ``jobs`` at a time; return the failures, a reason by cell name.
+    """Run the unfinished cells, ``jobs`` at a time; return the reason of each failure by cell name.
 
     Run all cells of a seed before the next seed, so that an interrupted table has complete seeds.
     """
-    turn = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
+    seed_order = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
     unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)
-    waiting = deque(sorted(unfinished, key=lambda cell: turn[cell.seed]))
+    waiting = deque(sorted(unfinished, key=lambda cell: seed_order[cell.seed]))
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
-    before, began = done, time.monotonic()
+    done_before, started_at = done, time.monotonic()
     if done:
         print(f"{done} of {total} runs are already finished", flush=True)
     running: dict[Cell, Running] = {}
@@ -487,7 +486,7 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                         if (last := last_round(summary, point))
                     )
                     outcome = ", ".join([*means, duration(summary["seconds"])])
-                seconds_left = (time.monotonic() - began) / (done - before) * (total - done)
+                seconds_left = (time.monotonic() - started_at) / (done - done_before) * (total - done)
                 remaining = f"; about {duration(seconds_left)} left" if done < total else ""
                 print(f"[{done}/{total}] {cell.name}: {outcome}{remaining}", flush=True)
             time.sleep(0.05)
@@ -499,7 +498,7 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
 
 
 def _keep(plan: Plan, cell: Cell) -> None:
-    """Add a cell to the table's archive if its run has ended; delete the models and checkpoints of a finished run."""
+    """Add a cell to the table's archive if its run has ended; delete the models and checkpoints of a completed run."""
     if cell.summary() is not None:
         if plan.collect is not None:
             plan.collect(cell.path)
@@ -586,7 +585,7 @@ def _check_parts(content: Mapping[str, Any], file: Path) -> None:
             raise SettingsError(f"{key} = {value!r} in {file}: it must be a {PARTS[key].__name__}")
     seeds = content.get("seeds", [])
     if not seeds or len(set(map(str, seeds))) < len(seeds) or not all(type(seed) is int for seed in seeds):
-        raise SettingsError(f"seeds in {file}: it must be a list of different whole numbers")
+        raise SettingsError(f"seeds in {file}: it must be a list of distinct whole numbers")
 
 
 def as_words(settings: Mapping[str, Scalar]) -> str:
@@ -608,8 +607,10 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
         if "name" not in entry:
             raise SettingsError(f"{where} has no name; add `name: ...`")
         name, settings = entry["name"], entry.get("settings", {})
-        within = entry.get("variants", {})
-        if not isinstance(within, dict) or not all(isinstance(overrides, dict) for overrides in within.values()):
+        by_variant = entry.get("variants", {})
+        if not isinstance(by_variant, dict) or not all(
+            isinstance(overrides, dict) for overrides in by_variant.values()
+        ):
             raise SettingsError(f"variants of {name} in {key} of {file}: they must be `variant: settings`")
         if not isinstance(name, str) or not name.strip() or name.startswith(".") or set(name) & set("/\\|"):
             raise SettingsError(f"name = {name!r} in {key} of {file}: it must be the name of a folder, without |")
@@ -624,7 +625,7 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
 
 
 def start(cell: Cell, jobs: int = 1) -> WarmProcess:
-    """Start the run of a cell as `posy run FILE` does, with the share of the cores of one of ``jobs`` runs."""
+    """Start the run of a cell as `posy run FILE` does, with 1 / ``jobs`` of the cores."""
     return WarmProcess(run_file, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
 
 
@@ -641,7 +642,7 @@ def run_file(file: str) -> int:
 
 
 def prepared(cell: Cell) -> Path:
-    """Clear the directory of a cell's run, and return the file of its settings, which stays next to the results.
+    """Clear the directory of a cell's run, write its settings into a file next to it, and return the file.
 
     An interrupted run with a checkpoint keeps its directory, and the settings resume it.
     """
@@ -656,21 +657,23 @@ def prepared(cell: Cell) -> Path:
 
 
 def failure_of(status: int, log: Path) -> str:
-    """Return the reason for a run's exit status other than 0, in words."""
+    """Describe the reason for a non-zero exit status of a run."""
     lines = list(filter(None, map(str.strip, log.read_text(encoding="utf-8", errors="replace").splitlines())))
-    reasons = [line for line in lines if not line.startswith("posy: failed ")]  # this line says how to resume
+    reasons = [
+        line for line in lines if not line.startswith("posy: failed ")
+    ]  # this line names the command that resumes the run
     last = (reasons or lines or ["no output"])[-1]
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
 
 
 def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of one run in a table, None for missing values."""
+    """Return the figures of one run for a table, with None for missing values."""
     figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
     figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
     figures |= {"system": summary["system-accuracy"], "members": members_of(summary)}
     for point in POINTS:
-        where, _, which = point.partition("-")
-        spread = last_round(summary, where) if which == "last" else summary[where][which] or {}
+        model, _, round_name = point.partition("-")
+        spread = last_round(summary, model) if round_name == "last" else summary[model][round_name] or {}
         keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round", "-scored": "clients"}
         figures |= {point + name: spread.get(key) for name, key in keys.items()}
     return figures
@@ -692,9 +695,9 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
 
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
-    """Return the number of finished seeds with a value, if some have none."""
-    measured, ever = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
-    if measured == row["seeds"] or not (measured or ever):  # the method never evaluates this point
+    """Return the number of finished seeds with a value, if some seeds have no value."""
+    measured, measured_once = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
+    if measured == row["seeds"] or not (measured or measured_once):  # the method never evaluates this point
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
 
@@ -706,7 +709,7 @@ def _covered(row: Mapping[str, Any], point: str) -> str:
 
 
 def machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
-    """Return one line per machine and set of versions of the runs, with the day of the last run."""
+    """Return one line per machine and set of versions, with the day of its last run."""
     days: dict[str, str] = {}
     for cell in results:
         record = read_yaml(cell.path / "config.yaml")

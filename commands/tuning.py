@@ -1,4 +1,4 @@
-"""Tune every row of a table with the same number of trials, scored on the clients' validation splits."""
+"""Tune every row of a table with the same number of trials, and score them on the clients' validation splits."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ FRACTION = 0.2
 DIGITS = 3
 """Significant digits of a tuned number."""
 FIRST_TRIALS = 4
-"""Trials of a study that run to their end before the study prunes any trial."""
+"""Trials of a study that run to completion before the study prunes any trial."""
 FIRST_ROUNDS = 2
 """Rounds of a trial before the study may prune it."""
 SEED = 0
@@ -67,10 +67,10 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
 
     Notes
     -----
-    Optuna's journal in ``tuning/`` of the table's output stores the studies. Finished trials are not repeated. A lock
-    keeps other processes from tuning the table at the same time. The score of a trial is the mean accuracy on the
-    validation splits in its last round, as in a table, at the evaluation point of its method. A trial is pruned if its
-    best accuracy so far is below the median of the earlier trials in the same round.
+    Optuna's journal in ``tuning/`` of the table's output directory stores the studies. Posy does not repeat finished
+    trials. A lock keeps other processes from tuning the table at the same time. The score of a trial is the mean
+    accuracy on the validation splits in its last round, as in a table, at the evaluation point of its method. A trial
+    is pruned if its best accuracy so far is below the median of the earlier trials in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
@@ -131,7 +131,7 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
         declarations = declared([cell.method])
         first_trial = {key: cell.config.get(key, declarations[key].default) for key in space}
         for key, distribution in space.items():
-            if declarations[key].limit and isinstance(distribution, IntDistribution):  # a default may be above it
+            if declarations[key].limit and isinstance(distribution, IntDistribution):  # a default may exceed the limit
                 first_trial[key] = min(int(first_trial[key]), distribution.high)
         study.enqueue_trial({key: value for key, value in first_trial.items() if _within(space[key], value)})
     output = folder / (cell.variant or "all") / cell.row
@@ -177,7 +177,7 @@ class Attempt:
 
 
 def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
-    """Run the missing trials of all searches, ``jobs`` at a time, in turn over the rows."""
+    """Run the missing trials of all searches, ``jobs`` at a time, alternating between the rows."""
     total, running = trials * len(searches), list[Attempt]()
     try:
         while True:
@@ -196,9 +196,9 @@ def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
 
 
 def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Search | None:
-    """Return the search with the fewest finished and running trials, or None if none lacks trials.
+    """Return the search with the fewest finished and running trials, or None if no search needs more.
 
-    Among equals, prefer the search with the fewest running trials.
+    If several searches have the fewest, prefer the one with the fewest running trials.
     """
 
     def trials_of(search: Search) -> tuple[int, int]:
@@ -212,38 +212,38 @@ def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Sear
 def begun(search: Search, jobs: int) -> Attempt:
     """Start a trial."""
     trial = search.study.ask(dict(search.space))
-    tried = {**rounded(trial.params), "save-models": False, "system-accuracy": "off"}
+    trial_settings = {**rounded(trial.params), "save-models": False, "system-accuracy": "off"}
     name = f"trial-{trial.number}"
-    cell = replace(search.cell, config={**search.cell.config, **tried, "run-name": name})
+    cell = replace(search.cell, config={**search.cell.config, **trial_settings, "run-name": name})
     return Attempt(search, trial, cell, start(cell, jobs))
 
 
 def ended(attempt: Attempt) -> bool:
-    """Poll a trial, record the outcome if it has ended, and return whether it has."""
+    """Poll a trial, record the outcome if it has ended, and return whether it has ended."""
     study, trial = attempt.search.study, attempt.trial
     status = attempt.process.poll()
-    over = status is not None
-    pruned = attempt.look() and not over
+    has_ended = status is not None
+    pruned = attempt.look() and not has_ended
     if pruned:
         stop([attempt.process])
         study.tell(trial, state=TrialState.PRUNED)
     elif status == 0 and attempt.score >= 0:
         study.tell(trial, attempt.score)
-    elif over:  # it has diverged, for example with a learning rate that is too large
+    elif has_ended:  # it diverged, for example because the learning rate is too large
         study.tell(trial, state=TrialState.FAIL)
-    if over or pruned:
+    if has_ended or pruned:
         shutil.rmtree(attempt.cell.path, ignore_errors=True)
-    return over or pruned
+    return has_ended or pruned
 
 
 def describe_trial(attempt: Attempt) -> str:
     """Return a line about a finished trial."""
     trial: FrozenTrial = attempt.search.study.trials[attempt.trial.number]
-    tried = ", ".join(f"{key}={value}" for key, value in rounded(trial.params).items())
-    words = {
+    trial_settings = ", ".join(f"{key}={value}" for key, value in rounded(trial.params).items())
+    outcomes = {
         TrialState.COMPLETE: f"{100 * attempt.score:.2f} % on validation",
         TrialState.PRUNED: f"pruned in round {attempt.rounds_read}",
         TrialState.FAIL: f"failed: {failure_of(attempt.process.wait(), attempt.cell.log)}",
     }
-    took = duration(trial.duration.total_seconds()) if trial.duration else ""
-    return f"{attempt.cell.place}, trial {trial.number} ({tried}): {words[trial.state]}, {took}"
+    trial_time = duration(trial.duration.total_seconds()) if trial.duration else ""
+    return f"{attempt.cell.place}, trial {trial.number} ({trial_settings}): {outcomes[trial.state]}, {trial_time}"

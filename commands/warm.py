@@ -1,4 +1,4 @@
-"""Start runs in processes forked from a server that has imported the modules that every run needs.
+"""Start runs in processes forked from a server that has already imported the modules that every run needs.
 
 These imports take most of the time of a short run.
 """
@@ -23,10 +23,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class WarmProcess:
-    """A process that calls a function, whose result is the exit status, with the output in the file ``log``.
+    """A process that calls a function, uses its result as exit status, and writes its output to the file ``log``.
 
-    The process uses at most ``cores`` cores. The function is at the top level of a module, and its arguments can be
-    pickled.
+    The process uses at most ``cores`` cores. The function must be at the top level of a module, and its arguments
+    must be picklable.
     """
 
     def __init__(self, target: Callable[..., int], *arguments: Any, log: Path, cores: int) -> None:
@@ -68,8 +68,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _call(target: Callable[..., int], arguments: tuple[Any, ...], log: str, cores: int) -> None:
     """Call a function in this process, and end the process with its result as exit status."""
     os.environ[CORES] = str(cores)
-    with open(os.devnull) as nothing, open(log, "w", encoding="utf-8") as file:  # noqa: PTH123
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull) as null_device, open(log, "w", encoding="utf-8") as file:  # noqa: PTH123
+        os.dup2(null_device.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     status = target(*arguments)

@@ -32,22 +32,22 @@ def directory_of(word: str) -> Path:
 
 
 def watch_run(word: str) -> int:
-    """Show the past and future rounds of a run until it ends, and return the exit status.
+    """Show the finished rounds of a run and each new round until the run ends, and return the exit status.
 
     :func:`directory_of` selects the run.
     """
     path = directory_of(word)
     run = Recorded.read(path)
-    seconds, read = 0.0, 0
+    seconds, offset = 0.0, 0
     try:
-        with Progress(int(run.settings["num-server-rounds"]), clock=lambda: seconds) as shown:
+        with Progress(int(run.settings["num-server-rounds"]), clock=lambda: seconds) as progress:
             while True:
                 is_running = is_locked(path)
-                text = _grown(path / "rounds.jsonl", read)
-                read += len(text)
+                text = _grown(path / "rounds.jsonl", offset)
+                offset += len(text)
                 for row in parsed_rounds(text.decode()):
                     seconds += sum(row["seconds"].values())
-                    shown.add(row, int(run.summary["num-clients"]))
+                    progress.add(row, int(run.summary["num-clients"]))
                 if not is_running:
                     break
                 time.sleep(LOOK_SECONDS)
@@ -62,10 +62,10 @@ def watch_run(word: str) -> int:
     return 0 if summary["status"] == "completed" else 1
 
 
-def _grown(file: Path, read: int) -> bytes:
-    """Return the complete lines of a file after its first ``read`` bytes."""
+def _grown(file: Path, offset: int) -> bytes:
+    """Return the complete lines of a file after its first ``offset`` bytes."""
     if not file.is_file():
         return b""
-    with file.open("rb") as opened:
-        opened.seek(read)
-        return b"".join(line for line in opened if line.endswith(b"\n"))
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        return b"".join(line for line in stream if line.endswith(b"\n"))

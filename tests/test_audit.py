@@ -529,7 +529,7 @@ def test_posy_audit_names_the_first_broken_line(filled: AuditLog, capsys: pytest
     assert cli.main(["audit", str(filled.path)]) == 1
     output, error = capsys.readouterr()
     assert f"posy: {filled.path}, line 2: this line was changed: its hash is wrong" in error
-    assert "the 1 events before this line are unbroken" in error
+    assert "the 1 events before this line are intact" in error
     assert "run-begin" in output
     assert cli.main(["audit", str(filled.path), "--anchor"]) == 1
     assert capsys.readouterr().out == ""

@@ -35,7 +35,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert len(report.unreadable) == 1
     task = replace(OPEN, sample_kind="image", input_shape="3x8x8", classes="a,b,c")
     report = check_site(NODE | {"data": str(tmp_path), "skip-unreadable": "true"}, task)
-    assert [report.facts[key] for key in ("shape", "classes it lacks", "agreed on in a run")] == ["3x8x8", "c", ""]
+    assert [report.facts[key] for key in ("shape", "missing classes", "agreed on in a run")] == ["3x8x8", "c", ""]
     dataset, part = load_site(read_site(tmp_path, task, POLICY, skip_unreadable=True), task, POLICY)
     for column, rows in enumerate((part.train[0], part.test[0])):
         counts = np.bincount(dataset.y[rows], minlength=3).tolist()

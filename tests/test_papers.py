@@ -324,7 +324,7 @@ def test_seeds_without_a_table_are_an_error(
     words: list[str], paper_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["paper", *words, "--seeds", "5"]) == 2
-    assert "--seeds 5: nothing is run without the name of a table or figure" in capsys.readouterr().err
+    assert "--seeds 5: the name of a table or figure is missing" in capsys.readouterr().err
     assert not Path("docs").exists()
 
 

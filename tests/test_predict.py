@@ -388,7 +388,7 @@ def test_the_command_route(
         (["gone", "0", "x.png"], "no run in"),
         (["RUN", "0", "x.png"], "x.png: the model takes rows of 6 numbers, in a .csv or .npy file"),
         (["RUN", "0", "x.csv"], "x.csv: cannot be opened"),
-        (["RUN", "0", "bad.csv"], "row 2, f: 'x'; a number is needed"),
+        (["RUN", "0", "bad.csv"], "row 2, f: 'x' is not a number"),
         (["RUN", "0", "few.csv"], "row 2 has 1 columns; the header has 2"),
         (["RUN", "7", "bad.csv"], "client '7': "),
         (["BARE", "0", "bad.csv"], "it was run with save-models = false"),
