@@ -137,7 +137,7 @@ def test_a_stock_node_runs_any_code_so_it_needs_a_policy_that_allows_it(
 
 def test_a_stock_node_cannot_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["supernode", "--insecure", "--stock", "--refuse-foreign-code"]) == 2
-    assert "--refuse-foreign-code does not go with --stock" in capsys.readouterr().err
+    assert "--refuse-foreign-code cannot be combined with --stock" in capsys.readouterr().err
 
 
 LOADING = """

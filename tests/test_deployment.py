@@ -50,7 +50,7 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.key").unlink()  # the machine with the authority may delete the nodes' private keys
     (tmp_path / "server.pem").unlink()
     assert [path.name for path in make_certificates(tmp_path, [], ["a"], 30)] == ["server.key", "server.pem"]
-    with pytest.raises(SettingsError, match="cannot name a node"):
+    with pytest.raises(SettingsError, match="cannot be the name of a node"):
         make_certificates(tmp_path, [], ["../a"], 30)
 
 

@@ -162,7 +162,7 @@ def test_expired_and_nearly_expired_certificates(tmp_path: Path) -> None:
     assert "--renew-authority`, and copy ca.pem to every site" in soon[0].text
     over = wrong(doctor.check_certificates(made(tmp_path / "over", days=0).folder))
     assert [found.level for found in over] == ["error", "error"]
-    assert "server.pem has expired on" in over[1].text
+    assert "server.pem expired on" in over[1].text
     assert "--renew`" in over[1].text
 
 
@@ -181,7 +181,7 @@ def test_modes_and_pairs_and_another_authority(tmp_path: Path) -> None:
     assert not wrong(doctor.check_certificates(files.folder))
     files.node_key("site-b").chmod(0o644)
     [found] = wrong(doctor.check_certificates(files.folder))
-    assert found == ("warning", f"{files.node_key('site-b')} can be read by others (mode 644): chmod 600 "
+    assert found == ("warning", f"{files.node_key('site-b')} can be read by other users (mode 644): chmod 600 "
                      f"{files.node_key('site-b')}")  # fmt: skip
     files.node_key("site-b").chmod(0o600)
     shutil.copy(other.node_public("site-a"), files.node_public("site-a"))
@@ -196,7 +196,7 @@ def test_modes_and_pairs_and_another_authority(tmp_path: Path) -> None:
     files.node_key("site-b").write_text("none")
     texts = [text for level, text in wrong(doctor.check_certificates(files.folder)) if level == "error"]
     assert any("ca.pem cannot be used as a certificate" in text for text in texts)
-    assert any("site-b.key is not a private key as `posy certificates` makes it" in text for text in texts)
+    assert any("site-b.key is not a private key in the format of `posy certificates`" in text for text in texts)
 
 
 def test_the_way_to_a_superlink(fleet: tuple[Fleet, Files], tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_keys_of_the_folder_and_of_the_superlink(tmp_path: Path) -> None:
     texts = [text for _, text in wrong(doctor.check_nodes(nodes, tmp_path))]
     assert [text.partition(":")[0] for text in texts] == [
         f"{files.node_public('site-b')} is not registered",
-        "site-a was never online",
+        "site-a has never been online",
         f"the key registered as gone is not in {tmp_path}",
     ]
 
@@ -414,5 +414,5 @@ def test_what_a_node_does_and_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -
     assert doing(NodeInfo(node_id=6), runs, {}) == ""  # nobody here knows
     waits = {"for": "1 of 3 clients to train in round 3", "since": 990.0, "until": 1100.0}
     assert waiting(waits) == "1 of 3 clients to train in round 3, for 10 s, 1 min 40 s more at most"
-    assert waiting(waits | {"until": 995.0}).endswith("for 10 s, its time was over 5 s ago")
+    assert waiting(waits | {"until": 995.0}).endswith("for 10 s, its limit passed 5 s ago")
     assert waiting(waits | {"until": None}).endswith("for 10 s, no limit so far")

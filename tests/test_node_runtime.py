@@ -201,5 +201,5 @@ def test_a_key_of_another_kind_is_refused(tmp_path: Any) -> None:
 
     path = tmp_path / "a.key"
     path.write_bytes(Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    with pytest.raises(SystemExit, match="is not a private key as `posy certificates` makes it"):
+    with pytest.raises(SystemExit, match="is not a private key in the format of `posy certificates`"):
         private_key(path)

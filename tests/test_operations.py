@@ -108,7 +108,7 @@ def test_status_shows_the_run_and_the_nodes(going: Sites) -> None:
     assert "free disk for the state" in output
     assert str(going.folder / "runs") in output
     elsewhere = going.posy("status", *going.where, "--state", "nowhere").stdout
-    assert "--state nowhere holds no SuperLink's state" in elsewhere
+    assert "--state nowhere contains no state of a SuperLink" in elsewhere
     assert " 1.39." not in elsewhere
 
 

@@ -238,7 +238,7 @@ def test_peoples_own_code_travels_with_the_run(
 def test_a_run_that_fails_says_so(together: Federation) -> None:
     assert together.ended("run-wrong") == 1
     log = together.log("run-wrong")
-    assert "has ended as failed" in log
+    assert "ended with status failed" in log
     assert "classes-per-client = 11" in log
 
 
@@ -413,12 +413,12 @@ def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str
     assert "is stopped" in shown
     assert "resume=long output-dir=runs" in shown
     assert long.ended("run-long") == 1
-    assert "has ended as stopped" in long.log("run-long")
+    assert "ended with status stopped" in long.log("run-long")
     assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
     assert "has already ended" in posy("stop", number, status=2)
     assert "'nosuch': no run at 127.0.0.1" in posy("stop", "nosuch", status=2)
     shown = posy("log", "long", status=1)
-    assert "has ended as stopped" in shown
+    assert "ended with status stopped" in shown
     assert "Results of this run: " in shown
     assert "round     1/10000" in shown
     assert "INFO" not in shown

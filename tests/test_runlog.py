@@ -106,7 +106,7 @@ def test_the_end_of_a_run_shows_the_reason_for_its_failure_once(capsys: pytest.C
     assert control._exit_status(control.Run("7", {}, "failed", "", 1.0, details), log) == 1
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err == f"posy: the run 7 has ended as failed: {reason}\n"
+    assert output.err == f"posy: run 7 ended with status failed: {reason}\n"
 
 
 def test_equal_tracebacks_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,17 +15,17 @@ DATABASE = "state.db"
 VERSION_TABLE = "alembic_version"
 """Table in which Alembic stores the version of the other tables."""
 OWNER_ONLY = 0o700
-"""Mode of this directory: a user who can read the database can impersonate any run."""
+"""Mode of the state directory. A user who can read the database can impersonate any run."""
 
 
 @contextmanager
 def locked_state(state: Path) -> Iterator[int]:
-    """Create the directory of a SuperLink's state if it is missing, lock it, and yield the descriptor of the lock.
+    """Create a SuperLink's state directory if it is missing, lock it, and yield the descriptor of the lock.
 
     Raises
     ------
     SettingsError
-        If another SuperLink, or a process that it left running, uses the directory, or another user owns it.
+        If another user owns the directory, or another SuperLink or one of its processes uses it.
     """
     try:
         state.mkdir(parents=True, exist_ok=True)
@@ -33,8 +33,8 @@ def locked_state(state: Path) -> Iterator[int]:
         descriptor = lock(state)
     except BlockingIOError:
         users = [str(process) for process in users_of(state)]
-        which = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; stop that SuperLink first"
-        raise SettingsError(f"--state {state}: a running SuperLink uses it{which}") from None
+        hint = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; stop that SuperLink first"
+        raise SettingsError(f"--state {state}: a running SuperLink uses it{hint}") from None
     except OSError as error:
         raise SettingsError(f"--state {state}: it must be a directory that you own: {error}") from error
     try:
@@ -44,10 +44,10 @@ def locked_state(state: Path) -> Iterator[int]:
 
 
 def users_of(directory: Path) -> list[int]:
-    """Return the ids of this user's other processes that have a directory open (Linux); elsewhere an empty list."""
+    """Return the ids of this user's other processes that have a directory open (Linux only; else an empty list)."""
     target, users = directory.stat(), set[int]()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # the process has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             opened = link.stat()
             if (opened.st_dev, opened.st_ino) == (target.st_dev, target.st_ino):
                 users.add(int(link.parts[2]))
@@ -68,10 +68,10 @@ def back_up(state: Path, file: Path) -> None:
 
     def copy(part: Path) -> None:
         part.unlink(missing_ok=True)
-        part.touch(0o600)  # never readable for other users
+        part.touch(0o600)  # never readable by other users
         with closing(_opened(database)) as source, closing(sqlite3.connect(part)) as target:
             source.backup(target)
-            target.execute("PRAGMA journal_mode = DELETE")  # a single file, whatever the mode of the original
+            target.execute("PRAGMA journal_mode = DELETE")  # a single file, regardless of the original's journal mode
         _check(part)
 
     try:
@@ -88,15 +88,15 @@ def restore(state: Path, file: Path) -> Path | None:
     SettingsError
         If a running SuperLink uses the database, or the file is not a backup.
     """
-    database, old = state / DATABASE, None
+    database, previous = state / DATABASE, None
     try:
         _check(file)
         with locked_state(state):
             if database.exists():
-                old = database.with_name(database.name + time.strftime(".%Y%m%d-%H%M%S"))
-                for end in ("", "-wal", "-shm"):  # SQLite would apply its old side files to the new database
+                previous = database.with_name(database.name + time.strftime(".%Y%m%d-%H%M%S"))
+                for suffix in ("", "-wal", "-shm"):  # SQLite would apply old side files to the new database
                     with suppress(FileNotFoundError):
-                        Path(f"{database}{end}").replace(f"{old}{end}")
+                        Path(f"{database}{suffix}").replace(f"{previous}{suffix}")
 
             def copy(part: Path) -> None:
                 part.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def restore(state: Path, file: Path) -> Path | None:
             replace(database, copy, durable=True)
     except (OSError, sqlite3.Error) as error:
         raise SettingsError(f"{file} cannot be restored to {database}: {error}") from error
-    return old
+    return previous
 
 
 def _opened(database: Path) -> sqlite3.Connection:
@@ -119,4 +119,6 @@ def _check(database: Path) -> None:
         problems = [row for (row,) in opened.execute("PRAGMA quick_check(1)")]
         tables = {name for (name,) in opened.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if problems != ["ok"] or VERSION_TABLE not in tables:
-        raise SettingsError(f"{database} is not a SuperLink's complete database: {problems[0]}, {len(tables)} tables")
+        raise SettingsError(
+            f"{database} is not a complete database of a SuperLink: {problems[0]}, {len(tables)} tables"
+        )

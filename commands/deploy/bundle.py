@@ -18,15 +18,15 @@ from posy.strategies.registry import declared
 def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     """Return the app as a bundle, and the settings of a run with paths inside the bundle.
 
-    The folder ``own`` of the bundle holds the user's files that settings name, and the modules that they import from
-    the same folder. The function prints the name of each file.
+    The bundle's folder ``own`` contains the user's files that settings name, and the modules that these files import
+    from their own folder. The function prints the name of each file.
 
     Raises
     ------
     LaunchError
-        If the app is missing, or does not admit a setting. Flower would refuse such a setting without a reason.
+        If the app is missing or does not declare a setting. Flower would refuse such a setting without a reason.
     SettingsError
-        If Posy cannot import a file of the user on this machine.
+        If Posy cannot import one of the user's files on this machine.
     """
     path = APP / "pyproject.toml"
     if not path.is_file():
@@ -45,10 +45,10 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
                 app["config"] |= {name: item.default for name, item in custom_keys(value).items()}
     for key in settings.keys() - app["config"].keys():
         raise LaunchError(
-            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
-            "docs/generate.py` brings that table up to date"
+            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower refuses it; run `python "
+            "docs/generate.py` to update that table"
         )
-    app["fab-include"] += files  # Flower refuses a pattern that nothing matches
+    app["fab-include"] += files  # Flower refuses a pattern that matches no file
     content: dict[str, Any] = {
         **_files_of_the_app(app["fab-include"]),
         **files,
@@ -60,7 +60,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
 
 
 def _files_of_the_app(patterns: Sequence[str]) -> dict[str, Path]:
-    """Return the files of this checkout that the patterns name, by their paths in it; links lead out of it."""
+    """Return the files of this checkout that match the patterns, by relative path; skip symbolic links."""
     paths = [path for pattern in patterns for path in APP.glob(pattern.removeprefix("/"))]
     paths = [
         path

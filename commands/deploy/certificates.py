@@ -20,11 +20,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from posy.settings import SettingsError
 
 LOOPBACK = ("localhost", "127.0.0.1")
-"""Names that every server certificate holds: Flower's own processes reach the SuperLink under them."""
+"""Names in every server certificate, because Flower's own processes connect to the SuperLink by these names."""
 UNUSABLE = (OSError, ValueError, TypeError, UnsupportedAlgorithm)
-"""Exceptions of reading keys and certificates. A TypeError means that the key has a password."""
+"""Exceptions raised when reading keys and certificates. A TypeError means that the key has a password."""
 SKEW = datetime.timedelta(minutes=10)
-"""Time by which a certificate is backdated, for machines with slow clocks."""
+"""Time by which certificates are backdated, for machines whose clocks are slow."""
 
 
 class Files:
@@ -33,7 +33,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ca = folder / "ca.pem"
-        """Certificate of the authority: every machine gets it, to check the SuperLink."""
+        """Certificate of the authority. Every machine needs it to verify the SuperLink."""
         self.ca_key = folder / "ca.key"
         """Key of the authority, which signs server certificates. No machine needs it while the federation runs."""
         self.server, self.server_key = folder / "server.pem", folder / "server.key"
@@ -51,36 +51,38 @@ class Files:
 def make_certificates(
     folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, server: bool = True
 ) -> list[Path]:
-    """Make the files that a directory lacks: an authority, the SuperLink's certificate, a key pair for each node.
+    """Make the missing files of a directory: an authority, the SuperLink's certificate, and a key pair for each node.
 
-    Without ``server``, as on a site, make only the key pairs: the authority is on another machine. Nodes reach the
-    SuperLink under the names and IP addresses ``hosts``, and ``localhost``. Existing files stay unchanged. Return the
+    Without ``server``, as on a site, make only the key pairs: the authority is on another machine. Nodes connect to
+    the SuperLink by the names and IP addresses ``hosts``, or ``localhost``. Existing files stay unchanged. Return the
     written files.
 
     Raises
     ------
     SettingsError
-        If the directory is not writable, holds only one half of a pair, or holds a certificate for other hosts, or a
-        name is not allowed.
+        If the directory is not writable, contains only one half of a pair or a certificate for other hosts, or a name
+        is not allowed.
     """
     files, written = Files(folder), []
     for host in hosts:
         _general_name(host)
     for name in nodes:
         if Path(name).name != name or name in ("ca", "server"):
-            raise SettingsError(f"{name!r} cannot name a node: choose a file name other than ca and server")
+            raise SettingsError(f"{name!r} cannot be the name of a node: choose a file name other than ca and server")
     with (
         refused(f"{folder}: certificates cannot be written there", (OSError,)),
-        refused(f"{folder} holds a file with the name of a certificate or key but other content"),
+        refused(f"{folder} contains a file that is named like a certificate or key but has other content"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         if server and _lacks(files.ca, files.ca_key, or_only=files.ca):
             written += _write(_new_authority(files, days))
         if server and _lacks(files.server, files.server_key):
             written += _write(_new_server(files, map(_general_name, (*LOOPBACK, *hosts)), days))
-        elif server and (lacking := set(map(_general_name, hosts)) - hosts_of(read_certificates(files.server)[0])):
+        elif server and (
+            missing_hosts := set(map(_general_name, hosts)) - hosts_of(read_certificates(files.server)[0])
+        ):
             raise SettingsError(
-                f"{files.server} exists, but not for {', '.join(sorted(str(name.value) for name in lacking))}; "
+                f"{files.server} exists, but not for {', '.join(sorted(str(name.value) for name in missing_hosts))}; "
                 "--renew replaces it and adds these hosts"
             )
         for name in nodes:
@@ -94,10 +96,10 @@ def renew(
 ) -> list[Path]:
     """Replace the key pairs of some nodes, the SuperLink's certificate, or the authority.
 
-    With ``authority``, add a new authority to ca.pem. It comes first, before the old authorities that are still valid,
-    so that machines with the file trust the certificates of all of them. Else replace the key pairs of ``nodes``.
-    Without nodes, replace the SuperLink's certificate, which is then valid for its old hosts and for ``hosts``. Each
-    old file stays under its name and the time. Return the written files.
+    With ``authority``, add a new authority to ca.pem, before the old authorities that are still valid. Machines with
+    this file trust certificates from all of them. Without ``authority``, replace the key pairs of ``nodes``. Without
+    nodes, replace the SuperLink's certificate, which is then valid for its old hosts and for ``hosts``. Rename each old
+    file, with the time appended to its name. Return the written files.
 
     Raises
     ------
@@ -107,7 +109,7 @@ def renew(
     files = Files(folder)
     with (
         refused(f"{folder}: certificates cannot be written there", (OSError,)),
-        refused(f"{folder} holds a file with the name of a certificate or key but other content"),
+        refused(f"{folder} contains a file that is named like a certificate or key but has other content"),
     ):
         contents: dict[Path, bytes] = {}
         if authority:
@@ -121,8 +123,8 @@ def renew(
                     raise SettingsError(f"{files.node_key(name)} is missing: nothing to renew; drop --renew to make it")
                 contents |= _new_pair(files, name)
         else:
-            wanted = sorted(hosts_of(read_certificates(files.server)[0]), key=lambda name: str(name.value))
-            contents = _new_server(files, [*wanted, *map(_general_name, hosts)], days)
+            old_hosts = sorted(hosts_of(read_certificates(files.server)[0]), key=lambda name: str(name.value))
+            contents = _new_server(files, [*old_hosts, *map(_general_name, hosts)], days)
         return _write(contents, keep=True)
 
 
@@ -134,7 +136,7 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
 
 def public_half(path: Path) -> bytes:
     """Return the public half of a private key (PEM); raise :class:`SettingsError` for a file without a private key."""
-    with refused(f"{path} is not a private key as `posy certificates` makes it"):
+    with refused(f"{path} is not a private key in the format of `posy certificates`"):
         return pem_of(load_private_key(path.read_bytes()).public_key())
 
 
@@ -143,13 +145,13 @@ def load_private_key(content: bytes) -> ec.EllipticCurvePrivateKey:
     load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
     key = load(content, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("it is not a key of an elliptic curve")
+        raise ValueError("it is not an elliptic-curve key")
     return key
 
 
 def public_pem(path: Path) -> bytes:
     """Return a node's public key as the SuperLink stores it (PEM); raise :class:`SettingsError` for other files."""
-    with refused(f"{path} is not a public key as `posy certificates` makes it"):
+    with refused(f"{path} is not a public key in the format of `posy certificates`"):
         content = path.read_bytes()
         if b"PRIVATE KEY" in content:
             raise SettingsError(f"{path} is a private key, which stays on its node; name its public half (.pub)")
@@ -162,18 +164,18 @@ def pem_of(key: CertificatePublicKeyTypes) -> bytes:
 
 
 def hosts_of(certificate: x509.Certificate) -> set[x509.GeneralName]:
-    """Return the hosts of a certificate."""
+    """Return the hosts for which a certificate is valid."""
     return set(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def check_authority(path: Path) -> None:
-    """Raise :class:`SettingsError` if a file holds no certificate of an authority."""
+    """Raise :class:`SettingsError` if a file contains no certificate of an authority."""
     with refused(f"{path} cannot be used as a certificate"):
         ssl.create_default_context(cafile=str(path))
 
 
 def check_server(certificate: Path, key: Path) -> None:
-    """Raise :class:`SettingsError` if a certificate has expired, or its key is another one."""
+    """Raise :class:`SettingsError` if a certificate has expired, or does not match the key."""
     with refused(f"{certificate} and {key} cannot be used"):
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
@@ -184,14 +186,14 @@ def check_server(certificate: Path, key: Path) -> None:
 
 
 def check_node_key(path: Path) -> None:
-    """Raise :class:`SettingsError` if a file holds no private key of a node."""
-    with refused(f"--key {path}: it is not a private key as `posy certificates` makes it"):
+    """Raise :class:`SettingsError` if a file contains no private key of a node."""
+    with refused(f"--key {path}: it is not a private key in the format of `posy certificates`"):
         load_private_key(path.read_bytes())
 
 
 @contextmanager
 def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
-    """Turn an exception of reading keys and certificates into a :class:`SettingsError` with a clear message."""
+    """Convert exceptions raised when reading keys and certificates to a :class:`SettingsError` with a clear message."""
     try:
         yield
     except SettingsError:
@@ -201,7 +203,7 @@ def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iter
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
-    """Return whether a pair is missing; the public half alone suffices if it is ``or_only``."""
+    """Return whether a pair is missing; the public half is enough if it is ``or_only``."""
     existing = [path for path in (public, private) if path.exists()]
     if len(existing) == 1 and existing != [or_only]:
         raise SettingsError(f"{existing[0]} exists without its other half; delete it, or add {public} and {private}")
@@ -216,7 +218,7 @@ def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
 def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> dict[Path, bytes]:
     """Return a new key of the SuperLink, and a certificate signed by the existing authority."""
     if not files.ca_key.exists():
-        raise SettingsError(f"{files.ca_key} is missing, and {files.server.name} needs its signature; copy it there")
+        raise SettingsError(f"{files.ca_key} is missing, and {files.server.name} must be signed with it; copy it there")
     signer = read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
     # The certificate comes last: a running SuperLink loads both files when the certificate changes.
@@ -240,7 +242,7 @@ def _certificate(
     signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
     hosts: Iterable[x509.GeneralName] = (),
 ) -> bytes:
-    """Return a server's certificate for some hosts, signed by a signer, or without one an authority's certificate."""
+    """Return a server's certificate for some hosts, signed by ``signer``; without a signer, an authority's."""
     start = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, issuer_key = signer or (subject, key)
@@ -261,9 +263,9 @@ def _certificate(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
     if not authority:
-        by = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+        authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
         server = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-        for extension in (server, x509.SubjectAlternativeName(hosts), by):
+        for extension in (server, x509.SubjectAlternativeName(hosts), authority_id):
             builder = builder.add_extension(extension, critical=False)
     return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
@@ -288,7 +290,7 @@ def _key(key: ec.EllipticCurvePrivateKey, *, ssh: bool = False) -> bytes:
 def _write(contents: Mapping[Path, bytes], *, keep: bool = False) -> list[Path]:
     """Write files in this order and return their paths; with ``keep``, rename the files that they replace.
 
-    Create each key with its final mode: other users can never read it.
+    Create each key with its final mode, so that other users can never read it.
     """
     suffix = time.strftime(".%Y%m%d-%H%M%S")
     for path, content in contents.items():

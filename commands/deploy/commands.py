@@ -1,4 +1,4 @@
-"""The commands of a real federation. A command that starts one of Flower's commands prints it."""
+"""Commands for a real federation. Posy prints each of Flower's commands that it starts."""
 
 import os
 import sys
@@ -57,29 +57,29 @@ def certificates(
         bool, typer.Option("--renew", help="Replace the key pair of each NODE; without a NODE, replace server.pem.")
     ] = False,
     renew_authority: Annotated[
-        bool, typer.Option("--renew-authority", help="Add a new authority to ca.pem, which keeps the old one.")
+        bool, typer.Option("--renew-authority", help="Add a new authority to ca.pem and keep the old one.")
     ] = False,
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
-    Makes the files that DIR lacks. Each NODE gets a private key (NODE.key, which only the node may read) and a public
+    Makes the missing files in DIR. Each NODE gets a private key (NODE.key, which only the node may read) and a public
     key (NODE.pub, for `posy register`). On the server, with --host or without a NODE, the command also makes an
     authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files stay unchanged.
     --renew replaces files and keeps the old ones, with the time in their names.
     """
-    from posy.commands.deploy import certificates as making  # noqa: PLC0415 - few commands need it
+    from posy.commands.deploy import certificates as pki  # noqa: PLC0415 - few commands need it
 
     if renew_authority and (renew or nodes or host):
         raise SettingsError(
-            "--renew-authority goes alone: type it without NODE, --host and --renew; renew server.pem when every node "
-            "has the new ca.pem"
+            "--renew-authority cannot be combined with NODE, --host or --renew; renew server.pem when every node has "
+            "the new ca.pem"
         )
     if renew or renew_authority:
-        written = making.renew(folder, host or [], nodes or [], days, authority=renew_authority)
+        written = pki.renew(folder, host or [], nodes or [], days, authority=renew_authority)
     else:
-        files = making.Files(folder)
+        files = pki.Files(folder)
         on_server = bool(host) or not nodes or files.ca_key.exists()
-        written = making.make_certificates(folder, host or [], nodes or [], days, server=on_server)
+        written = pki.make_certificates(folder, host or [], nodes or [], days, server=on_server)
         if not on_server and not files.ca.exists():
             hint = "on a site, copy it from the server; on the server, add --host NAME (localhost on a single machine)"
             print(f"posy: {files.ca} is missing: {hint}", file=sys.stderr)
@@ -105,7 +105,7 @@ def superlink(
     control: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address for submitting runs.")] = CONTROL,
     control_open_to_network: Annotated[
         bool,
-        typer.Option("--control-open-to-network", help="Allow other machines to use --control, and so to run code."),
+        typer.Option("--control-open-to-network", help="Allow other machines to use --control and thus to run code."),
     ] = False,
     stock: Annotated[
         bool, typer.Option("--stock", help="Start Flower's unmodified SuperLink. Its database is slower.")
@@ -117,7 +117,7 @@ def superlink(
     state. If the SuperLink dies, Posy restarts it and the runs continue. Unless you use --insecure, the SuperLink needs
     certificates and admits only nodes with registered keys (`posy register`).
 
-    Any program that reaches --control can run code on every node. By default, only this machine can reach it.
+    Any program that can connect to --control can run code on every node. By default, only programs on this machine can.
     """
     from posy.commands.deploy.starting import SuperLinkOptions, start_superlink  # noqa: PLC0415 - imports Flower
 
@@ -157,8 +157,8 @@ def supernode(
     data=PATH, and policy=FILE for rules other than the defaults (`posy policy new`).
 
     Repeat --key to start one node per key. The nodes share the loaded code and data. By default, n nodes hold the
-    partitions 0 to n - 1 of n; partition-id sets the partition of the first node. Posy replaces
-    {name} in a value with the name of the node's key, also with a single key.
+    partitions 0 to n - 1 of n; partition-id sets the partition of the first node. Posy replaces {name} in a value with
+    the name of the node's key, even if there is only one key.
     """
     from posy.commands.deploy.starting import NodeOptions, node_command  # noqa: PLC0415 - imports Flower
 
@@ -199,7 +199,7 @@ def register(
             old = [node for node in nodes if node.name == name and node.public_key != pem]
             if registered is not None and registered.name == name and old and renew:
                 if not registered.last_activated_at:
-                    hint = "start the node with the new key, then type this again"
+                    hint = "start the node with the new key, then run this command again"
                     print(
                         f"posy: {name} keeps its old key: its node was not online with the new key; {hint}",
                         file=sys.stderr,
@@ -208,7 +208,7 @@ def register(
                     continue
                 for node in old:
                     api.unregister(node.node_id)
-                print(f"{name} has only its new key; the old key is revoked")
+                print(f"{name} has only its new key now; the old key is revoked")
             elif registered is not None:
                 print(f"{name} is already registered" + ("" if registered.name == name else f" as {registered.name}"))
             elif old and not renew:
@@ -217,7 +217,9 @@ def register(
                 status = 1
             else:
                 api.register(name, pem)
-                hint = ": both keys are valid; start the node with the new key, then type this again" if old else ""
+                hint = (
+                    ": both keys are valid; start the node with the new key, then run this command again" if old else ""
+                )
                 print(f"{name} is registered{hint}")
     return status
 
@@ -231,7 +233,7 @@ def unregister(
 ) -> int:
     """Revoke the keys of nodes.
 
-    The SuperLink refuses a revoked key for ever. To admit the node again, make a new key and register it.
+    The SuperLink refuses a revoked key permanently. To admit the node again, make a new key and register it.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
@@ -248,7 +250,7 @@ def unregister(
 
 @app.command()
 def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
-    """Copy the state of a SuperLink, even a running one.
+    """Copy the state of a SuperLink, which may be running.
 
     FILE holds the registered keys and the list of runs. It holds no results, checkpoints or certificates: also copy
     runs/ and the directory that `posy certificates` made.
@@ -283,22 +285,22 @@ def status(
 ) -> int:
     """List the runs and nodes of a federation.
 
-    The newest run comes first. Nodes are in the order of their names. On the SuperLink's machine, where --state is, the
-    lists also show the activity of each run and node, the versions and clock errors of nodes, and the free disk space.
+    The newest run comes first. Nodes are sorted by name. On the SuperLink's machine, which has --state, the lists also
+    show the activity of each run and node, the versions and clock errors of nodes, and the free disk space.
     """
-    from posy.commands.deploy import status as lists  # noqa: PLC0415
+    from posy.commands.deploy import status as listing  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415
     from posy.server_app.run_status import read_statuses  # noqa: PLC0415
 
     statuses = read_statuses(state / HOME)
     with control(connection(superlink, root_certificates, insecure)) as api:
         runs, nodes = api.runs(), api.nodes()
-    lists.show(runs, nodes, statuses)
+    listing.show(runs, nodes, statuses)
     if (state / HOME).is_dir():
-        for use, path in (("the state", state), *(("results", path) for path in lists.results_of(statuses))):
-            print(f"free disk for {use} ({path}): {lists.space(path)}")
+        for use, path in (("the state", state), *(("results", path) for path in listing.results_of(statuses))):
+            print(f"free disk for {use} ({path}): {listing.space(path)}")
     else:
-        print(f"--state {state} holds no SuperLink's state; `posy status` on the SuperLink's machine shows more")
+        print(f"--state {state} contains no state of a SuperLink; `posy status` on the SuperLink's machine shows more")
     return 0
 
 
@@ -324,7 +326,7 @@ def doctor(
 
     On the server, it checks certificates, keys, ports, disk space, registered keys, and the versions and clocks of the
     nodes. On a site, type --key and the node config: it then checks the key, the connection to the SuperLink, clock,
-    GPU, disk space and data. It changes nothing. The exit status is 1 after an error.
+    GPU, disk space and data. It changes nothing. The exit status is 1 if a check finds an error.
     """
     from posy.commands.deploy import doctor as checks  # noqa: PLC0415
 
@@ -332,17 +334,17 @@ def doctor(
     exclude(insecure, "--root-certificates", root_certificates)
     ca = root_certificates or folder / "ca.pem"
     if key is not None:
-        [named] = node_configs(config or [], [key.stem])
-        node_config(named)
-        words = dict(word.partition("=")[::2] for word in named)
-        reached = connection(superlink or LOCAL_FLEET, ca, insecure=False)
-        return checks.show(checks.of_site(reached, file_of(key, "--key"), words))
+        [node_words] = node_configs(config or [], [key.stem])
+        node_config(node_words)
+        words = dict(word.partition("=")[::2] for word in node_words)
+        endpoint = connection(superlink or LOCAL_FLEET, ca, insecure=False)
+        return checks.show(checks.of_site(endpoint, file_of(key, "--key"), words))
     if config:
         raise SettingsError(f"{config[0]}: only a site has a node config; add the --key of its node")
     host_and_port("--fleet", fleet)
     host_and_port("--superlink", superlink or CONTROL)
-    reached = Connection(superlink or CONTROL, None if insecure else ca)
-    return checks.show(checks.of_server(reached, fleet, folder, state / HOME))
+    endpoint = Connection(superlink or CONTROL, None if insecure else ca)
+    return checks.show(checks.of_server(endpoint, fleet, folder, state / HOME))
 
 
 @app.command(
@@ -350,7 +352,7 @@ def doctor(
 examples:
   posy audit /srv/posy-state                                  check the log and print it
   posy audit /srv/posy-state --run my-run --since 2026-01-31
-  posy audit /srv/posy-state --anchor                         print what to keep on another machine
+  posy audit /srv/posy-state --anchor                         print an anchor to store on another machine
   posy audit /srv/posy-state --contains 1234:5f0c...          check the log against such an anchor"""
 )
 def audit(
@@ -359,7 +361,7 @@ def audit(
     since: Annotated[str, typer.Option(metavar="TIME", help="Print the events since this UTC time only.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
     anchor: Annotated[
-        bool, typer.Option("--anchor", help="Print only the number of events and the last hash, to keep elsewhere.")
+        bool, typer.Option("--anchor", help="Print only the number of events and the last hash, to store elsewhere.")
     ] = False,
     anchored: Annotated[
         str, typer.Option("--contains", metavar="ANCHOR", help="Check that the log still has the events of an anchor.")
@@ -371,11 +373,11 @@ def audit(
     message that the node has answered or refused. The exit status is 1 if the chain of lines is broken. Posy then
     prints the first broken line.
     """
-    from posy.commands import audit as showing  # noqa: PLC0415 - imports Flower
+    from posy.commands import audit as audit_log  # noqa: PLC0415 - imports Flower
 
     if anchor:
-        return showing.print_anchor(path)
-    return showing.show(path, run, since, anchored, as_json=as_json)
+        return audit_log.print_anchor(path)
+    return audit_log.show(path, run, since, anchored, as_json=as_json)
 
 
 @app.command()
@@ -388,7 +390,7 @@ def log(
 ) -> int:
     """Show the log of a run of a federation.
 
-    Shows the log from its beginning until the run ends. Ctrl-C ends the output, not the run. RUN is the run id or
+    Shows the log from its beginning until the run ends. Ctrl-C stops the output, not the run. RUN is the run id or
     run-name, which `posy status` lists.
     """
     from posy.commands.deploy.control import show_run  # noqa: PLC0415
@@ -402,18 +404,18 @@ def stop(
 ) -> int:
     """Stop a run of a federation.
 
-    The results stay, and you can resume the run from its last checkpoint. RUN is the run id or run-name, which
+    The results remain, and you can resume the run from its last checkpoint. RUN is the run id or run-name, which
     `posy status` lists.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
-    reached = connection(superlink, root_certificates, insecure)
-    with control(reached) as api:
+    endpoint = connection(superlink, root_certificates, insecure)
+    with control(endpoint) as api:
         record = api.find(run)
         if record.ended:
             raise SettingsError(f"run {run} has already ended ({record.status}, {record.since})")
         api.stop(record.number)
     folder = [f"output-dir={record.config['output-dir']}"] if "output-dir" in record.config else []
-    command = resume_command(record.name or "RUN-NAME", *folder, *reached.words())
+    command = resume_command(record.name or "RUN-NAME", *folder, *endpoint.words())
     print(f"run {record.number} is stopped\nresume it from its last checkpoint with: {command}")
     return 0

@@ -1,7 +1,7 @@
-"""Control of a SuperLink: list its runs and nodes, register keys, submit a run, show its log, stop it.
+"""Control a SuperLink: list its runs and nodes, register keys, and submit, follow and stop runs.
 
-All calls speak the protocol of Flower's Control API. Flower's command line starts a process for each call. It shows
-neither the names of registered nodes nor the settings of a run.
+All calls use Flower's Control API. Flower's command line would start a process for each call, and it shows neither the
+names of registered nodes nor the settings of a run.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.run_settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
-"""Seconds for which a SuperLink may be unreachable while Posy follows a run, which may survive the outage."""
+"""Seconds for which a SuperLink may be unreachable while Posy follows a run, because runs can survive an outage."""
 CALL_SECONDS = 30.0
 """Timeout of a call in seconds."""
 LOOK_SECONDS = 1.0
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Folder of the results, if the settings choose it; otherwise empty."""
+        """Folder of the results if the settings name it; otherwise empty."""
         return str(self.config.get("run-name") or self.config.get("resume") or "")
 
     @property
@@ -83,16 +83,16 @@ class Control:
         self.address = address
 
     def call(self, name: str, /, **fields: Any) -> Any:
-        """Return the answer to a call; raise an error of httpx if it fails."""
+        """Return the answer to a call, or raise an httpx error if the call fails."""
         request = self._request(name, MEDIA_TYPE, fields)
         response = self._client.send(request)
         response.raise_for_status()
         return control_call(name).response.FromString(response.content)
 
     def stream(self, name: str, /, **fields: Any) -> Iterator[Any]:
-        """Yield the answers to a call as they arrive; raise an error of httpx if it fails."""
+        """Yield the answers to a call as they arrive, or raise an httpx error if the call fails."""
         request = self._request(name, STREAM_MEDIA_TYPE, fields)
-        request.extensions["timeout"] |= {"read": None}  # the log of a run may be silent for long
+        request.extensions["timeout"] |= {"read": None}  # a run may log nothing for a long time
         response = self._client.send(request, stream=True)
         try:
             if response.is_error:
@@ -113,7 +113,7 @@ class Control:
         return self._client.build_request("POST", http_path("control", name), content=content, headers=headers)
 
     def nodes(self) -> list[Any]:
-        """Return the registered nodes, sorted by name; a node without a name gets its number as a name."""
+        """Return the registered nodes, sorted by name; the number of a node without a name is its name."""
         nodes = self.call("ListNodes").nodes_info
         for node in nodes:
             node.name = node.name or str(node.node_id)
@@ -145,20 +145,22 @@ class Control:
             if word in ("", run.number, run.name):
                 return run
         if not word:
-            raise SettingsError(f"no run was submitted to {self.address}")
+            raise SettingsError(f"the SuperLink at {self.address} has no runs")
         newest = ", ".join(run.name or run.number for run in runs[:5]) or "none"
-        raise SettingsError(f"{word!r}: no run at {self.address} has this name or number; the newest are: {newest}")
+        raise SettingsError(
+            f"{word!r}: no run at {self.address} has this name or number; the newest runs are: {newest}"
+        )
 
     def register(self, name: str, public_key: bytes) -> None:
         """Register the public key (PEM) of a node under a name, so that the node may join."""
         self.call("RegisterNode", public_key=public_key, name=name)
 
     def unregister(self, number: int) -> None:
-        """Exclude the node with a number; its key cannot be registered again."""
+        """Unregister the node with a number; its key cannot be registered again."""
         self.call("UnregisterNode", node_id=number)
 
     def submit(self, settings: Mapping[str, Scalar]) -> str:
-        """Submit the running code with settings as a run, and return the run's number; see :func:`bundle`.
+        """Submit a run of this code with these settings, and return the run's number; see :func:`bundle`.
 
         Raises :class:`LaunchError` if the SuperLink rejects the code.
         """
@@ -178,7 +180,7 @@ class Control:
     def follow(self, number: str, show: Callable[[str], object], patience: float = OUTAGE_SECONDS) -> Run:
         """Pass each line of a run's log to ``show`` until the run ends, and return the run.
 
-        Each outage of the SuperLink may last ``patience`` seconds.
+        Each outage of the SuperLink may last up to ``patience`` seconds.
         """
         after, unfinished, deadline = 0.0, "", None
         while True:
@@ -202,18 +204,18 @@ class Control:
 
 
 class Online:
-    """Describes how many nodes are online; it queries the SuperLink at most once in :data:`LOOK_SECONDS`."""
+    """Describes how many nodes are online, and queries the SuperLink at most once per :data:`LOOK_SECONDS`."""
 
     def __init__(self, api: Control) -> None:
         self._api = api
-        self._text, self._asked = "", -math.inf
+        self._text, self._queried_at = "", -math.inf
 
     def __call__(self) -> str:
         """Return a text such as ``3 of 4 nodes online``."""
-        if time.monotonic() - self._asked > LOOK_SECONDS:
+        if time.monotonic() - self._queried_at > LOOK_SECONDS:
             nodes = self._api.nodes()
             online = sum(node.status == "online" for node in nodes)
-            self._text, self._asked = f"{online} of {len(nodes)} nodes online", time.monotonic()
+            self._text, self._queried_at = f"{online} of {len(nodes)} nodes online", time.monotonic()
         return self._text
 
 
@@ -256,18 +258,18 @@ def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, v
         number = api.submit(settings)
         try:
             run = api.follow(number, log.add)
-            status, how = _exit_status(run, log), run.status
+            status, outcome = _exit_status(run, log), run.status
         except KeyboardInterrupt:
             log.end()
             print("\nposy: stopping the run", file=sys.stderr)
             api.stop(number)
-            status, how = INTERRUPTED, "stopped"
+            status, outcome = INTERRUPTED, "stopped"
     if status:  # the checkpoints are on the SuperLink's machine
         if log.rounds or (log.results and settings.get("resume")):
             folder = [f"output-dir={settings['output-dir']}"] if "output-dir" in settings else []
             after = f" after round {log.rounds}" if log.rounds else ""
             command = resume_command(Path(log.results).name, *folder, *superlink.words())
-            print(f"posy: {how}{after}; resume with: {command}", file=sys.stderr)
+            print(f"posy: {outcome}{after}; resume with: {command}", file=sys.stderr)
         elif status == INTERRUPTED:
             print("posy: stopped before the first round ended; start a new run", file=sys.stderr)
     return status
@@ -292,7 +294,7 @@ def show_run(superlink: Connection, word: str, *, verbose: bool = False, nodes: 
 
 
 def local_time(time: str) -> str:
-    """Return a time of the SuperLink as local time; an empty time stays empty."""
+    """Convert a time of the SuperLink to local time; an empty text stays empty."""
     return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else ""
 
 
@@ -302,12 +304,14 @@ def _exit_status(run: Run, log: RunLog) -> int:
     log.end(failed=not completed)
     if not completed:
         reason = log.reason or run.details
-        print(f"posy: the run {run.number} has ended as {run.status}{f': {reason}' if reason else ''}", file=sys.stderr)
+        print(
+            f"posy: run {run.number} ended with status {run.status}{f': {reason}' if reason else ''}", file=sys.stderr
+        )
     return 0 if completed else 1
 
 
 def _unreached(superlink: Connection, error: BaseException) -> str:
-    """Explain why a SuperLink cannot be reached."""
+    """Return the reason why a SuperLink cannot be reached."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -315,9 +319,9 @@ def _unreached(superlink: Connection, error: BaseException) -> str:
         hint = "" if superlink.root_certificates else ", or does it require TLS (without --insecure)"
         return f"no SuperLink answers at {superlink.address} ({error}); does `posy superlink` run there{hint}?"
     if cause.reason == "WRONG_VERSION_NUMBER":
-        return f"the SuperLink at {superlink.address} speaks no TLS; was it started with --insecure?"
-    why = getattr(cause, "verify_message", "") or cause.reason or str(cause)
-    return f"the SuperLink at {superlink.address} is not trusted by {superlink.root_certificates}: {why}"
+        return f"the SuperLink at {superlink.address} does not use TLS; was it started with --insecure?"
+    reason = getattr(cause, "verify_message", "") or cause.reason or str(cause)
+    return f"the SuperLink at {superlink.address} is not trusted by {superlink.root_certificates}: {reason}"
 
 
 def _seconds(begin: str, end: str) -> float:

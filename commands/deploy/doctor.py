@@ -40,13 +40,13 @@ from posy.settings import LaunchError, SettingsError
 
 Level = Literal["ok", "warning", "error"]
 SOON = datetime.timedelta(days=30)
-"""Remaining validity of a certificate below which Posy advises to renew it."""
+"""Remaining validity of a certificate below which Posy recommends renewal."""
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
 """Free disk space, in bytes and as a share of the disk, below which Posy warns."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
-"""Clock errors of a node, ahead of the SuperLink's clock and behind it, above which Flower refuses its signatures."""
+"""Largest clock errors of a node, ahead of and behind the SuperLink's clock, with which Flower accepts signatures."""
 REACH_SECONDS = 5.0
-"""Timeout for an answer of the SuperLink, in seconds."""
+"""Timeout for a reply from the SuperLink, in seconds."""
 
 
 class Finding(NamedTuple):
@@ -57,7 +57,7 @@ class Finding(NamedTuple):
 
 
 def safely(findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the findings of a check, with a :class:`SettingsError` as a finding of level ``error``."""
+    """Yield the findings of a check; convert a :class:`SettingsError` to a finding of level ``error``."""
     try:
         yield from findings
     except SettingsError as error:
@@ -65,7 +65,7 @@ def safely(findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def show(findings: Iterable[Finding]) -> int:
-    """Print findings as they come and return the exit status: 1 if there is an error."""
+    """Print findings as they arrive, and return the exit status: 1 if there is an error."""
     status = 0
     for level, text in findings:
         print(f"{level:<8}{text}", flush=True)
@@ -73,20 +73,20 @@ def show(findings: Iterable[Finding]) -> int:
     return status
 
 
-def of_server(reached: Connection, fleet: str, folder: Path, home: Path) -> Iterator[Finding]:
+def of_server(endpoint: Connection, fleet: str, folder: Path, home: Path) -> Iterator[Finding]:
     """Check the server's machine: certificates, ports, disk space, and the registered nodes."""
     yield from check_flower()
-    ca = reached.root_certificates
+    ca = endpoint.root_certificates
     statuses = read_statuses(home)
     directories = [("the state", home.parent), *(("results", path) for path in results_of(statuses))]
     if ca is not None:
         yield from check_certificates(folder)
     if ca is None or ca.is_file():
-        newest = None if ca is None else Files(folder).server
-        yield from safely(check_reach("the SuperLink's control API", reached.address, ca, newest))
-        yield from safely(check_reach("the SuperLink's fleet API", fleet, ca, newest))
+        server_certificate = None if ca is None else Files(folder).server
+        yield from safely(check_reach("the SuperLink's control API", endpoint.address, ca, server_certificate))
+        yield from safely(check_reach("the SuperLink's fleet API", fleet, ca, server_certificate))
         try:
-            with control(reached) as api:
+            with control(endpoint) as api:
                 nodes = api.nodes()
         except LaunchError as error:
             yield Finding("error", f"the registered nodes are unknown: {error}")
@@ -96,17 +96,17 @@ def of_server(reached: Connection, fleet: str, folder: Path, home: Path) -> Iter
     yield from check_disk(directories)
 
 
-def of_site(reached: Connection, key: Path, config: Mapping[str, str]) -> Iterator[Finding]:
+def of_site(endpoint: Connection, key: Path, config: Mapping[str, str]) -> Iterator[Finding]:
     """Check a site's machine: key, connection to the SuperLink, clock, GPU, disk space and data."""
     yield from check_flower()
     yield from check_gpu()
     yield from safely(check_node_key(key))
-    reach = list(safely(check_reach("the SuperLink", reached.address, reached.root_certificates)))
-    yield from reach
-    if reached.root_certificates is not None and all(finding.level != "error" for finding in reach):
-        authority = read_certificates(reached.root_certificates)[0]
-        yield _expiry(f"the authority {reached.root_certificates}", authority, "get the new ca.pem from the server")
-        yield from safely(check_admission(reached.address, reached.root_certificates, key))
+    reach_findings = list(safely(check_reach("the SuperLink", endpoint.address, endpoint.root_certificates)))
+    yield from reach_findings
+    if endpoint.root_certificates is not None and all(finding.level != "error" for finding in reach_findings):
+        authority = read_certificates(endpoint.root_certificates)[0]
+        yield _expiry(f"the authority {endpoint.root_certificates}", authority, "get the new ca.pem from the server")
+        yield from safely(check_admission(endpoint.address, endpoint.root_certificates, key))
     directories = [("its clients' states", absolute(config["state-dir"]))] if "state-dir" in config else []
     yield from check_disk(directories)
     if "data" in config:
@@ -123,7 +123,10 @@ def check_flower() -> Iterator[Finding]:
     if installed.startswith(f"{FLOWER}."):
         yield Finding("ok", f"flwr {installed}")
     elif LOWEST <= release <= HIGHEST:
-        yield Finding("warning", f"flwr {installed}: nodes are Flower's own, and slower; flwr {FLOWER} has warm nodes")
+        yield Finding(
+            "warning",
+            f"flwr {installed}: Posy starts Flower's own nodes, which are slower; use flwr {FLOWER} for warm nodes",
+        )
     else:
         remedy = f"pip install 'flwr>={FLOWER},<1.40'"
         yield Finding("error", f"flwr {installed} is installed, Posy needs {FLOWER} to 1.{HIGHEST[1]}: {remedy}")
@@ -146,8 +149,8 @@ def check_disk(directories: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
     """Check that the disks of directories have free space; each directory comes with a description of its content."""
     for content, path in (*directories, ("temporary files", Path(tempfile.gettempdir()))):
         free, total = free_disk(path)
-        little = free < LITTLE_BYTES or free < LITTLE_SHARE * total
-        yield Finding("warning" if little else "ok", f"free disk for {content} ({path}): {space(path)}")
+        is_low = free < LITTLE_BYTES or free < LITTLE_SHARE * total
+        yield Finding("warning" if is_low else "ok", f"free disk for {content} ({path}): {space(path)}")
 
 
 def check_data(path: Path) -> Iterator[Finding]:
@@ -187,7 +190,8 @@ def _check_authority(files: Files) -> Iterator[Finding]:
     for authority in older:
         if authority.not_valid_after_utc > _now():
             yield Finding(
-                "ok", f"{files.ca} also holds an older authority, until {authority.not_valid_after_utc:%Y-%m-%d}"
+                "ok",
+                f"{files.ca} also contains an older authority, valid until {authority.not_valid_after_utc:%Y-%m-%d}",
             )
     if files.ca_key.exists():
         yield from _check_pair(files.ca_key, files.ca, lambda: pem_of(newest.public_key()))
@@ -205,9 +209,9 @@ def _check_server(files: Files) -> Iterator[Finding]:
 
 
 def check_mode(private: Path) -> Iterator[Finding]:
-    """Check that only its owner can read a private key."""
+    """Check that only the owner of a private key can read it."""
     if (mode := private.stat().st_mode & 0o777) & 0o077:
-        yield Finding("warning", f"{private} can be read by others (mode {mode:o}): chmod 600 {private}")
+        yield Finding("warning", f"{private} can be read by other users (mode {mode:o}): chmod 600 {private}")
 
 
 def check_node_key(key: Path) -> Iterator[Finding]:
@@ -225,7 +229,7 @@ def check_node_key(key: Path) -> Iterator[Finding]:
 def check_reach(service: str, address: str, ca: Path | None, server: Path | None = None) -> Iterator[Finding]:
     """Check that ``service`` listens at an address, with a certificate that ``ca`` trusts.
 
-    If the file ``server`` exists, the certificate must come from it.
+    If the file ``server`` exists, it must contain the certificate.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -242,30 +246,32 @@ def check_reach(service: str, address: str, ca: Path | None, server: Path | None
         yield Finding("error", f"{service} at {address} is not trusted by {ca}: {error.verify_message}")
         return
     except ssl.SSLError as error:
-        yield Finding("error", f"{service} at {address} speaks no compatible TLS: {error.reason or error}")
+        yield Finding(
+            "error", f"{service} at {address} does not support a compatible version of TLS: {error.reason or error}"
+        )
         return
     except OSError as error:
-        hint = "does `posy superlink` run there, and does a firewall let it through?"
+        hint = "does `posy superlink` run there, or does a firewall block it?"
         yield Finding("error", f"{service} at {address} cannot be reached ({error}): {hint}")
         return
-    shown = x509.load_der_x509_certificate(content)
-    yield _expiry(f"{service} at {address} is trusted; its certificate", shown, "renew it on the server")
-    if server is not None and server.exists() and shown not in read_certificates(server):
+    certificate = x509.load_der_x509_certificate(content)
+    yield _expiry(f"{service} at {address} is trusted; its certificate", certificate, "renew it on the server")
+    if server is not None and server.exists() and certificate not in read_certificates(server):
         yield Finding("warning", f"{service} at {address} does not use {server} yet: restart the SuperLink")
 
 
 def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
-    """Check that the SuperLink admits a node's key, and that this machine's clock is right; change nothing."""
-    with refused(f"{key} is not a private key as `posy certificates` makes it"):
+    """Check that the SuperLink admits a node's key and that this machine's clock is right, without side effects."""
+    with refused(f"{key} is not a private key in the format of `posy certificates`"):
         private = load_private_key(key.read_bytes())
     path, request, response = fleet_call("ActivateNode")
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes())) as channel:
 
         def refusal(shift: float = 0.0) -> str:
-            """Return the SuperLink's reply to a request with this key, by a clock ``shift`` seconds ahead."""
+            """Return the SuperLink's reply to a request signed with this key by a clock ``shift`` seconds ahead."""
             headers = signature_headers(private, datetime.timedelta(seconds=shift))
             call = channel.unary_unary(path, request.SerializeToString, response.FromString)
-            # The SuperLink checks the key first, then refuses the interval: the request has no effect.
+            # The SuperLink checks the key first, then refuses the interval, so the request has no effect.
             try:
                 call(
                     request(public_key=public_pem_of(private), heartbeat_interval=0.0),
@@ -274,7 +280,7 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
                 )
             except grpc.RpcError as error:
                 return str(error.details())
-            return "it was taken"
+            return "it was accepted"
 
         reply = refusal()
         if _BAD_TIME in reply:
@@ -293,7 +299,7 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
         elif _BAD_TIME in refusal(CLOCK_SECONDS - BEHIND_SECONDS):
             yield Finding(
                 "warning",
-                f"this machine's clock is behind the SuperLink's by more than {CLOCK_SECONDS:g} s: messages end too "
+                f"this machine's clock is behind the SuperLink's by more than {CLOCK_SECONDS:g} s: messages expire too "
                 "late; set the clock (NTP)",
             )
         else:
@@ -307,7 +313,7 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
 
 
 def check_nodes(nodes: Sequence[Any], folder: Path | None) -> Iterator[Finding]:
-    """Compare the registered keys with the keys in a directory, and report nodes that were never online."""
+    """Compare the registered keys with the keys in a directory, and report nodes that have never been online."""
     keys = {}
     for path in sorted(folder.glob("*.pub")) if folder else ():
         try:
@@ -323,13 +329,13 @@ def check_nodes(nodes: Sequence[Any], folder: Path | None) -> Iterator[Finding]:
             hint = f"revoke it with `posy unregister {node.name}`, unless the node takes part"
             yield Finding("warning", f"the key registered as {node.name} is not in {folder}: {hint}")
         if not node.last_activated_at:
-            yield Finding("warning", f"{node.name} was never online: run `posy doctor --key ...` on its machine")
+            yield Finding("warning", f"{node.name} has never been online: run `posy doctor --key ...` on its machine")
     online = sum(node.status == "online" for node in nodes)
     yield Finding("ok", f"{online} of {len(nodes)} registered nodes are online")
 
 
 def check_node_reports(nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Compare the versions and clocks that runs have recorded for the nodes with the server's."""
+    """Compare the nodes' versions and clocks, which runs have recorded, with the server's."""
     node_facts = facts_of_nodes(statuses)
     server_versions = versions()
     compared = 0
@@ -352,7 +358,7 @@ def check_node_reports(nodes: Sequence[Any], statuses: Mapping[str, Mapping[str,
 # -- helpers ---------------------------------------------------------------------------------------------
 
 _BAD_TIME = "Invalid timestamp"
-"""Part of the message with which Flower's SuperLink refuses a request to join."""
+"""Part of the message with which Flower's SuperLink refuses a request with a wrong timestamp."""
 
 
 def _now() -> datetime.datetime:
@@ -363,10 +369,10 @@ def _expiry(subject: str, certificate: x509.Certificate, remedy: str) -> Finding
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if begin > _now():
         return Finding(
-            "error", f"{subject} is valid from {begin:%Y-%m-%d %H:%M} UTC only: is this machine's clock right?"
+            "error", f"{subject} is not valid before {begin:%Y-%m-%d %H:%M} UTC: is this machine's clock right?"
         )
     if end < _now():
-        return Finding("error", f"{subject} has expired on {end:%Y-%m-%d}: {remedy}")
+        return Finding("error", f"{subject} expired on {end:%Y-%m-%d}: {remedy}")
     days = (end - _now()).days
     if end < _now() + SOON:
         return Finding("warning", f"{subject} expires in {days} days, on {end:%Y-%m-%d}: {remedy}")
@@ -387,5 +393,5 @@ def _check_pair(private: Path, counterpart: Path, public: Callable[[], bytes]) -
 
 
 def _release(version: str, name: str) -> str:
-    """Return the part of a version to compare: not PyTorch's build for a GPU, nor Python's patch release."""
+    """Return the part of a version that must match, without PyTorch's build tag and Python's patch release."""
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]

@@ -1,4 +1,4 @@
-"""Checks of the options of the commands of a real federation, and the environment of Flower's commands."""
+"""Check the options of the federation commands, and build the environment of Flower's commands."""
 
 import os
 import shlex
@@ -21,11 +21,11 @@ FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 HOME, PRIVATE = "flower", "private"
-"""Flower's home in the directory of a SuperLink's state, and the directory in it with the secret of the processes."""
+"""Flower's home in a SuperLink's state directory, and its subdirectory with the secret of the processes."""
 
 
 def connection(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection:
-    """Return the SuperLink that the options name.
+    """Return the connection to the SuperLink that the options name.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def node_config(words: Sequence[str]) -> str:
     Raises
     ------
     SettingsError
-        If a word is not of the form key=value, nodes do not use its key, or a value is not allowed.
+        If a word does not have the form key=value, its key is unknown to nodes, or its value is not allowed.
     """
     pairs = {}
     for word in words:
@@ -68,11 +68,11 @@ def node_config(words: Sequence[str]) -> str:
 
 
 def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
-    """Return the node config of each node that a command starts, in the order of the names of their keys.
+    """Return the node config of each node that a command starts, in the order of ``names``.
 
     The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` get the partitions 0 to n - 1
-    of n. With ``partition-id``, they get consecutive partitions from this one. Without a name, as with --insecure, the
-    command starts one node, and its config stays unchanged.
+    of n. With ``partition-id``, they get consecutive partitions, starting with this one. Without a name, as with
+    --insecure, the command starts one node, and its config stays unchanged.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     if not first.isdecimal() or ("partition-id" in config and "num-partitions" not in config):
         raise SettingsError(
             f"partition-id={first} for {len(names)} nodes: it must be the partition number of the first node; also set "
-            "num-partitions, the number of all partitions"
+            "num-partitions, the total number of partitions"
         )
     common = [word for word in words if not word.startswith("partition-id=")]
     if "data" not in config and "num-partitions" not in config:
@@ -99,7 +99,7 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
 
 
 def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
-    """Check the policy of a node with data before the node starts, and refuse a stock node that it does not allow."""
+    """Check the policy of a node with data before the node starts, and refuse a stock node if the policy forbids it."""
     from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
 
     policy = site_policy(node_config)
@@ -111,16 +111,16 @@ def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -
 
 
 def with_audit(words: Sequence[str], home: Path) -> list[str]:
-    """Return a node config that names an audit log in ``home`` if the node has data and no place for the log."""
-    named = {word.partition("=")[0] for word in words}
-    placed = named & {AUDIT, "state-dir"} or "data" not in named
-    return [*words, *([] if placed else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
+    """Add an audit log in ``home`` to a node config with data but without a path for the log."""
+    keys = {word.partition("=")[0] for word in words}
+    complete = keys & {AUDIT, "state-dir"} or "data" not in keys
+    return [*words, *([] if complete else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
 
 
 def exclude(insecure: bool, option: str, value: object) -> None:
-    """Refuse an option that has no meaning with --insecure."""
+    """Refuse an option that has no effect with --insecure."""
     if insecure and value is not None:
-        raise SettingsError(f"{option} does not go with --insecure")
+        raise SettingsError(f"{option} cannot be combined with --insecure")
 
 
 def check_loopback(option: str, address: str) -> None:
@@ -132,8 +132,10 @@ def check_loopback(option: str, address: str) -> None:
 
 
 def check_control(address: str, *, allowed: bool) -> None:
-    """Refuse or warn if other machines can reach --control: Flower has no passwords there, and ca.pem is public."""
-    danger = f"--control {address}: any program that reaches it and has the public ca.pem can run code on every node"
+    """Warn that other machines can reach --control, where Flower has no passwords; refuse it unless ``allowed``."""
+    danger = (
+        f"--control {address}: any program that can connect to it and has the public ca.pem can run code on every node"
+    )
     port = address.rpartition(":")[2]
     if not allowed:
         raise SettingsError(
@@ -145,7 +147,7 @@ def check_control(address: str, *, allowed: bool) -> None:
 
 
 def check_free(option: str, address: str) -> None:
-    """Raise :class:`SettingsError` if this process cannot listen at an address. Flower would print a traceback."""
+    """Raise :class:`SettingsError` if this process cannot listen at an address (Flower would print a traceback)."""
     host, port = host_and_port(option, address)
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
@@ -154,7 +156,7 @@ def check_free(option: str, address: str) -> None:
             probe.bind(target)
             probe.listen()
     except OSError as error:
-        raise SettingsError(f"{option} {address}: cannot listen there: {error}; choose another") from error
+        raise SettingsError(f"{option} {address}: cannot listen there: {error}; choose another address") from error
 
 
 def host_and_port(option: str, address: str) -> tuple[str, str]:
@@ -166,7 +168,7 @@ def host_and_port(option: str, address: str) -> tuple[str, str]:
 
 
 def file_of(path: Path, where: str) -> Path:
-    """Return the absolute path of a file of keys or certificates; ``where`` names the option that set it."""
+    """Return the absolute path of a key or certificate file; ``where`` names the option that set it."""
     if not path.is_file():
         raise SettingsError(f"{path} ({where}) is not a file; make certificates and keys with `posy certificates`")
     return path.absolute()
@@ -197,8 +199,8 @@ def print_command(command: Sequence[str], environment: Mapping[str, str]) -> Non
     """Print a command that the user can type into the same shell."""
     name = Path(command[0]).name
     program = name if shutil.which(name) == command[0] else command[0]
-    # The other variables are the same for all commands: no telemetry, no search for updates.
+    # Omit the other variables, which are the same for all commands. For example, they disable telemetry.
     home = environment["FLWR_HOME"]
-    usual = os.environ.get("FLWR_HOME", str(Path.home() / ".flwr")) == home
-    setting = [] if usual else [f"FLWR_HOME={shlex.quote(home)}"]
+    is_default = os.environ.get("FLWR_HOME", str(Path.home() / ".flwr")) == home
+    setting = [] if is_default else [f"FLWR_HOME={shlex.quote(home)}"]
     print("$", *setting, shlex.join([program, *command[1:]]), file=sys.stderr, flush=True)

@@ -19,12 +19,12 @@ app = typer.Typer(help="Write, explain and test the policy of a site.", no_args_
 
 @app.command()
 def new(file: Annotated[Path, typer.Argument(metavar="[FILE]")] = FILE) -> int:
-    """Write a policy with all rules at their defaults, each with its meaning.
+    """Write a policy with all rules at their defaults, each with an explanation.
 
     Name the file in the node config: `posy supernode data=PATH policy=FILE`.
     """
     if file.exists():
-        raise SettingsError(f"{file} exists; name another file, or remove it")
+        raise SettingsError(f"{file} already exists; name another file, or remove it")
     file.write_text(default_text(), encoding="utf-8")
     print(f"{file}: edit the rules, then start the node with policy={file}")
     return 0
@@ -38,8 +38,8 @@ def check(
     """Explain a policy, and predict which rules refuse a run with some settings.
 
     The key=value words are settings of a run, as for `posy run`; experiment=FILE names a file of settings. The exit
-    status is 1 if the policy refuses the run. The node checks the rules on its data (number of rows, parameters, runs a
-    day) when the run begins.
+    status is 1 if the policy refuses the run. The node checks some rules only when the run begins (number of rows,
+    parameters, runs per day).
     """
     from posy.client_app.policy import violations  # noqa: PLC0415 - imports Flower
     from posy.data.policy import Policy, read_policy  # noqa: PLC0415

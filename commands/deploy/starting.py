@@ -1,4 +1,4 @@
-"""The start of a SuperLink and of nodes: what `posy superlink` and `posy supernode` do with their options."""
+"""Start a SuperLink and nodes from the options of `posy superlink` and `posy supernode`."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ class NodeOptions:
 
 
 def has_warm_nodes() -> bool:
-    """Return whether Posy's nodes and SuperLink speak the protocol of the installed Flower."""
+    """Return whether Posy's nodes and SuperLink support the protocol of the installed Flower."""
     return version("flwr").startswith(f"{FLOWER}.")
 
 
@@ -59,7 +59,7 @@ def has_warm_nodes() -> bool:
 
 def start_superlink(options: SuperLinkOptions) -> None:
     """Start a SuperLink and the process that runs ServerApps, and restart them until this process is interrupted."""
-    cores()  # the limit on simultaneous runs: raise the error of a bad value now, not when a run starts
+    cores()  # check the limit on simultaneous runs now, not when a run starts
     warm = has_warm_nodes()
     fleet = options.fleet or (shared.LOCAL_FLEET if options.insecure else shared.FLEET)
     listening = [("--control", options.control), *([("--fleet", fleet)] if warm else [])]
@@ -71,26 +71,26 @@ def start_superlink(options: SuperLinkOptions) -> None:
     if options.insecure:
         for option, address in listening:
             shared.check_loopback(option, address)
-    reached, trust, certificate = _trust(options)
+    endpoint, trust, certificate = _trust(options)
     home = options.state.absolute() / shared.HOME
     secret = home / shared.PRIVATE / "superexec-secret"
-    served = [*_words(options, fleet if warm else "", trust), OPTION, str(secret)]
-    executor = ["--runtime-api-address", reached.address, *reached.words()[2:], OPTION, str(secret)]
-    ours, taking = ([sys.executable, "-P", "-m", f"posy.deploy.{name}"] for name in ("link", "superexec"))
+    superlink_words = [*_words(options, fleet if warm else "", trust), OPTION, str(secret)]
+    superexec_words = ["--runtime-api-address", endpoint.address, *endpoint.words()[2:], OPTION, str(secret)]
+    link, superexec = ([sys.executable, "-P", "-m", f"posy.deploy.{name}"] for name in ("link", "superexec"))
     stock = [script("flower-superlink")]
     commands = {
-        "flower-superlink": [*(stock if options.stock or not warm else ours), *served],
-        "flower-superexec": [*taking, *executor, "--parent-pid", str(os.getpid())],
+        "flower-superlink": [*(stock if options.stock or not warm else link), *superlink_words],
+        "flower-superexec": [*superexec, *superexec_words, "--parent-pid", str(os.getpid())],
     }
     with locked_state(options.state) as lock:
         for option, address in listening:
             shared.check_free(option, address)
         home.mkdir(exist_ok=True)
-        shared.write_connection(home, reached)
+        shared.write_connection(home, endpoint)
         write_secret(secret)
         environment = shared.flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
         # The printed commands work in a shell: Flower's command, and an executor without a parent process to watch.
-        for command in ([*stock, *served], [script("flower-superexec"), *executor]):
+        for command in ([*stock, *superlink_words], [script("flower-superexec"), *superexec_words]):
             shared.print_command(command, environment)
         shared.print_command([script("flwr"), "list"], environment)
         if not warm:
@@ -99,10 +99,10 @@ def start_superlink(options: SuperLinkOptions) -> None:
 
 
 def _trust(options: SuperLinkOptions) -> tuple[Connection, list[str], Path | None]:
-    """Return how this machine reaches the SuperLink, its options on TLS, and the certificate to watch."""
+    """Return this machine's connection to the SuperLink, the SuperLink's TLS options, and the certificate to watch."""
     host, port = shared.host_and_port("--control", options.control)
-    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    address = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
+    local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"[{local_host}]:{port}" if ":" in local_host else f"{local_host}:{port}"
     if options.insecure:
         return Connection(address), ["--insecure"], None
     files = Files(options.certificates or shared.CERTIFICATES)
@@ -117,9 +117,9 @@ def _trust(options: SuperLinkOptions) -> tuple[Connection, list[str], Path | Non
 def _words(options: SuperLinkOptions, fleet: str, trust: list[str]) -> list[str]:
     """Return the arguments of the SuperLink without its secret; ``fleet`` is empty if nodes do not use gRPC."""
     host, port = shared.host_and_port("--control", options.control)
-    served = ["--host", host, "--port", port, *(["--fleet-api-address", fleet] if fleet else []), *trust]
-    served += ["--isolation", "process", "--disable-runtime-dependency-installation"]
-    return served + ([] if options.volatile else ["--database", str(options.state.absolute() / DATABASE)])
+    words = ["--host", host, "--port", port, *(["--fleet-api-address", fleet] if fleet else []), *trust]
+    words += ["--isolation", "process", "--disable-runtime-dependency-installation"]
+    return words + ([] if options.volatile else ["--database", str(options.state.absolute() / DATABASE)])
 
 
 def _warn_of_http(options: SuperLinkOptions) -> None:
@@ -135,8 +135,8 @@ def _warn_of_http(options: SuperLinkOptions) -> None:
 
 
 def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
-    """Return the command of a node, or of several, and its environment."""
-    reached = shared.connection(options.superlink, options.root_certificates, options.insecure)
+    """Return the command that starts one or more nodes, and its environment."""
+    endpoint = shared.connection(options.superlink, options.root_certificates, options.insecure)
     keys = [shared.file_of(path, "--key") for path in options.keys]
     for path in keys:
         check_node_key(path)
@@ -150,7 +150,7 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
     home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
     names = [path.stem for path in keys]
     configs = [shared.with_audit(pairs, home) for pairs in shared.node_configs(options.config, names)]
-    words = reached.words()
+    words = endpoint.words()
     words += [] if options.wait is None else ["--max-wait-time", f"{options.wait:g}"]
     used_keys = keys if len(keys) > 1 or not options.insecure else []
     words += [word for path in used_keys for word in ("--auth-supernode-private-key", str(path))]
@@ -168,17 +168,19 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _check_stock(options: NodeOptions, keys: int, *, stock: bool) -> None:
-    """Refuse what Flower's own node cannot do, and warn once if the installed Flower has no warm nodes."""
-    why = "--stock" if options.stock else f"Flower {version('flwr')}, with which Posy has no warm nodes,"
+    """Refuse options that Flower's own node does not support, and warn if Posy has no warm nodes for this Flower."""
+    cause = "--stock" if options.stock else f"Flower {version('flwr')}, for which Posy has no warm nodes,"
     if stock and keys > 1:
         hint = "drop --stock, or start" if options.stock else "start"
-        raise SettingsError(f"{why} starts one node, but --key is repeated; {hint} each node alone")
+        raise SettingsError(f"{cause} starts one node, but --key is repeated; {hint} each node separately")
     if stock and options.refuse_foreign_code:
         hint = "drop --stock" if options.stock else f"install 'flwr>={FLOWER},<1.40'"
-        raise SettingsError(f"--refuse-foreign-code does not go with {why}: Flower's node runs any code; {hint}")
+        raise SettingsError(
+            f"--refuse-foreign-code cannot be combined with {cause}: Flower's node runs any code; {hint}"
+        )
     if stock and not options.stock:
         print(
-            f"posy: WARNING: Posy has no warm nodes with Flower {version('flwr')}: this is Flower's own node, and each "
+            f"posy: WARNING: Posy has no warm nodes for Flower {version('flwr')}: this is Flower's own node, and each "
             f"message is slower; Flower {FLOWER} is faster",
             file=sys.stderr,
             flush=True,

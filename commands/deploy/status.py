@@ -1,4 +1,4 @@
-"""The state of a federation, from its SuperLink and, on the SuperLink's machine, from the status files of its runs."""
+"""Show the state of a federation, from its SuperLink and, on the same machine, from the status files of its runs."""
 
 import shutil
 import time
@@ -11,7 +11,7 @@ from posy.listing import print_table
 from posy.server_app.progress import duration, size
 
 VERSIONS = ("posy", "flwr", "torch", "python")
-"""Packages whose versions all nodes share."""
+"""Packages that should have the same version on all nodes."""
 RUN_COLUMNS = (
     *("run id", "run-name", "method", "status", "since", "time"),
     *("round", "dropped", "sent again", "waits for"),
@@ -22,17 +22,17 @@ TOLERATED = 2.0
 
 
 def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print runs and nodes; ``statuses`` holds the status that each run has written, by its number."""
+    """Print runs and nodes; ``statuses`` contains the status that each run has written, by run number."""
     rows = []
     for run in runs:
         status = statuses.get(run.number, {})
-        at = f"{status['round']}/{status['rounds']}" if "rounds" in status else ""
+        round_text = f"{status['round']}/{status['rounds']}" if "rounds" in status else ""
         counts = [str(status.get(key) or "") for key in ("dropped", "sent-again")]
         waits = "" if run.ended else waiting(status.get("waits"))
         common = (run.number, run.name, run.method, run.status, run.since, duration(run.seconds))
-        rows.append((*common, at, *counts, waits))
+        rows.append((*common, round_text, *counts, waits))
     print_table("runs" if rows else "no run was submitted", RUN_COLUMNS, rows)
-    # Nodes that were never online have no time.
+    # Nodes that have never been online have no time.
     since = [{"online": n.last_activated_at, "offline": n.last_deactivated_at}.get(n.status, "") for n in nodes]
     node_facts = facts_of_nodes(statuses)
     lines = []
@@ -45,7 +45,7 @@ def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mappi
 
 
 def facts_of_nodes(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the latest facts that each node has reported to a run, by its number."""
+    """Return the latest facts that each node has reported to a run, by node number."""
     newest: dict[str, Mapping[str, Any]] = {}
     for status in statuses.values():
         for number, facts in status.get("nodes", {}).items():
@@ -66,7 +66,7 @@ def doing(node: Any, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, An
 
 
 def waiting(waits: Mapping[str, Any] | None) -> str:
-    """Describe the reason why a run waits, the time so far, and the time left."""
+    """Describe why a run waits, the waiting time so far, and the remaining time."""
     if not waits:
         return ""
     current_time = time.time()
@@ -75,7 +75,7 @@ def waiting(waits: Mapping[str, Any] | None) -> str:
     elif (seconds_left := waits["until"] - current_time) > 0:
         remaining = f"{duration(seconds_left)} more at most"
     else:
-        remaining = f"its time was over {duration(-seconds_left)} ago"
+        remaining = f"its limit passed {duration(-seconds_left)} ago"
     return f"{waits['for']}, for {duration(current_time - waits['since'])}, {remaining}"
 
 
