@@ -212,7 +212,7 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
     [
         ({"printed": {"FedAvg": [1]}}, "1 values for 2 columns"),
         ({"printed": {"FedAvg": ["much", 1]}}, "'much' of FedAvg"),
-        ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "a claim holds say, higher"),
+        ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "a claim has the keys say, higher"),
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "FedProx"}]}, "'FedProx' in claims"),
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "Local", "in": ["c"]}]}, "use a name of its variants"),
         ({"small": {"rounds": 2}}, "rounds in small"),

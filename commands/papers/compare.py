@@ -25,7 +25,7 @@ REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn
 HUNDREDTH = 0.01
 """Tolerance of a number that is not a percentage, such as an entropy or Jain's index: one hundredth."""
 COUNTED = 5e-4
-"""Relative tolerance of a number of parameters: the rounding of the paper's number."""
+"""Relative tolerance for a number of parameters, which the papers round."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Entry:
     state: str
     why: str
     agrees_reduced: bool = False
-    """Whether the number of a reduced run agrees with the paper's."""
+    """Whether the number of a reduced run agrees with the paper's number."""
 
 
 class Comparison:
@@ -51,10 +51,10 @@ class Comparison:
         self.item = item
         self.overrides = overrides or {}
         self.decisive = {key: value for key, value in self.overrides.items() if declared()[key].decides}
-        """The typed settings that decide the results."""
+        """The command-line settings that affect the results."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
-            # A page shows all items, and the settings typed for one item may have no effect in another.
+            # A page shows all items, and a setting that affects one item may have no effect in another.
             self.plans = {scale: item.plan(scale, overrides, folder, strict=False) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
             restore_runs(plan)
@@ -65,7 +65,7 @@ class Comparison:
         self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
         """Finished runs by scale, the larger scale last, then by variant and row.
 
-        It includes further seeds, from the runs of other tables, only if all rows have them.
+        It includes additional seeds, from the runs of other tables, only if all rows have them.
         """
         for scale, plan in self.plans.items() if item.has_runs else ():
             runs = self.finished.setdefault(scale, {})
@@ -86,19 +86,19 @@ class Comparison:
     def _drawn_at(self, variant: str) -> list[str]:
         """Return the scales at which the rows of a variant are drawn, the larger scale last.
 
-        A table compares each number with the paper's. A picture compares rows with each other, so that all rows have
-        the scale at which most of them ran. Between equals, it is the larger scale.
+        A table compares each number with the paper's. A picture compares rows with each other, so all its rows
+        have the scale at which most of them ran. If both scales have equally many rows, it is the larger scale.
         """
-        rows = {scale: sum(of == variant for of, _ in runs) for scale, runs in self.finished.items()}
+        rows = {scale: sum(name == variant for name, _ in runs) for scale, runs in self.finished.items()}
         return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
 
     def values(
         self, variant: str, row: str, measure: str, scale: str = "", *, same_point: bool = False
     ) -> dict[int, float]:
-        """Return a number of a row by seed, at a scale, by default at the drawn scale.
+        """Return the values of a row by seed, at a scale; by default at the drawn scale.
 
-        The number is at the row's evaluation point. Some rows replace a default measure of the item with another
-        measure. With ``same_point``, all rows use ``measure`` unchanged.
+        The values are measured at the row's evaluation point. Some rows replace a default measure of the item with
+        another measure. With ``same_point``, all rows use ``measure`` unchanged.
         """
         if self.item.kind == "memory":
             layers = self.item.form["layers"].get(row)
@@ -115,7 +115,7 @@ class Comparison:
         return self.item.of(row, substitute if measure in self.item.measures else measure)
 
     def runs_of(self, variant: str, row: str) -> tuple[str, list[Cell]]:
-        """Return the scale and the finished runs from which a row takes its numbers."""
+        """Return the scale and the finished runs that provide the numbers of a row."""
         return self.cells.get(self._read_off(variant, row), ("", []))
 
     def _read_off(self, variant: str, row: str) -> tuple[str, str]:
@@ -127,8 +127,8 @@ class Comparison:
         return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == variant_row]
 
     def counts_of(self, variant: str) -> Counts | None:
-        """Return the class counts of the clients, at the scale of the variant's runs if it has any."""
-        ran = {scale for (of, _), (scale, _) in self.cells.items() if of == variant}
+        """Return the class counts of the clients, at the scale of the variant's runs if there are any."""
+        ran = {scale for (name, _), (scale, _) in self.cells.items() if name == variant}
         counts = [self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not ran or s in ran)]
         return counts[-1] if counts else None
 
@@ -141,12 +141,12 @@ class Comparison:
             self._entry(variant, measure, row)
             for variant, measure in self.item.columns
             for row in self.item.rows
-            # A paper may have a row and print no number in one of its columns.
+            # A paper's row may lack a number in a column.
             if (variant, measure, row) in self.item.printed
             or row not in self.item.content.get("printed", {})
             or self.runs_of(variant, row)[1]
         ]
-        # A method may lack a number that others have, such as the accuracy of a routing head.
+        # A method may lack a number that other methods have, such as the accuracy of a routing head.
         return [
             entry for entry in entries if entry.ours or entry.printed or not self.runs_of(entry.variant, entry.row)[1]
         ]
@@ -158,7 +158,7 @@ class Comparison:
 
     @cached_property
     def usual_seeds(self) -> int:
-        """Return the most frequent number of seeds of its numbers, or 0 without numbers."""
+        """The most frequent number of seeds among its numbers, or 0 without numbers."""
         frequencies = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
         return max(frequencies, key=lambda seeds: (frequencies[seeds], seeds), default=0)
 
@@ -168,7 +168,7 @@ class Comparison:
         return [scale for scale in SCALES if any(drawn == scale for drawn, _ in self.cells.values())]
 
     def needed(self) -> str:
-        """Return the command and the data that a picture without runs needs."""
+        """Return the command and the data that produce a picture without runs."""
         return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
@@ -197,14 +197,14 @@ class Comparison:
         return Entry(*cell, printed, ours, scale, DIFFERS, why, same_value)
 
     def _partial(self, variant: str, row: str, measure: str) -> str:
-        """Return the number of clients that a row's number covers, if they cannot represent all clients."""
+        """Return how many clients a row's number covers, if they are too few to represent all clients."""
         partials = (
             partial_coverage(cell.path, self._measure_of(row, measure)) for cell in self.runs_of(variant, row)[1]
         )
         return next(filter(None, partials), "")
 
     def _without_rows(self, variant: str) -> Entry:
-        """Return the state of an item without rows: a picture of a partition, or an experiment that Posy cannot run."""
+        """Return the entry of an item without rows: a picture of a partition, or an experiment that Posy cannot run."""
         if self.counts_of(variant) is not None:
             return Entry(variant, "", "", None, None, "", DRAWN, "")
         cells = [cell for plan in self.plans.values() if (cell := first_cells(plan).get(variant))]
@@ -213,7 +213,7 @@ class Comparison:
         return Entry(variant, "", "", None, None, "", NOT_RUN, self._command("", _dataset(cells[0])))
 
     def _needs(self, variant: str, row: str) -> str:
-        """Return the requirements of a row without runs."""
+        """Return the command and the data that a row without runs needs."""
         planned = self.planned(variant, row)
         if not planned:
             return str(self.item.content.get("needs", f"Posy has no {row}"))
@@ -229,18 +229,18 @@ class Comparison:
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _verdict(self, claim: Claim) -> Verdict:
-        """Return the verdict on a claim, from runs of the same scale.
+        """Return the verdict on a claim, from runs at the same scale.
 
-        Choose the scale that compares most rows, then most variants, then the larger scale.
+        Choose the scale that compares the most rows, then the most variants, then the larger scale.
         """
         by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
         scale = max(
             reversed(by_scale),
-            key=lambda scale_name: (len({of for of, _ in by_scale[scale_name]}), len(by_scale[scale_name])),
+            key=lambda scale_name: (len({rows for rows, _ in by_scale[scale_name]}), len(by_scale[scale_name])),
         )
         differences: dict[str, list[float]] = {}
-        for (of, _), values in by_scale[scale].items():
-            differences.setdefault(of, []).extend(values)
+        for (rows, _), values in by_scale[scale].items():
+            differences.setdefault(rows, []).extend(values)
         return replace(verdict(differences, claim.by, claim.within, claim.but), scale=scale)
 
     def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str], list[float]]:
@@ -251,7 +251,7 @@ class Comparison:
         differences: dict[tuple[str, str], list[float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
             of = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
-            # Rows that name their variants are the same in all variants.
+            # Compare names that include a variant once, not in every variant.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above, below = (
                     self.values(*_place(name, variant), claim.measure, scale, same_point=claim.same_point)
@@ -277,6 +277,6 @@ def _dataset(cell: Cell) -> str:
 
 
 def _place(name: str, variant: str) -> tuple[str, str]:
-    """Return the variant and the row of ``variant / row``; a row alone has the variant ``variant``."""
+    """Return the variant and the row of a name ``variant / row``; for a row alone, ``variant`` and the row."""
     named_variant, slash, row = name.partition(" / ")
     return (named_variant, row) if slash else (variant, name)

@@ -1,4 +1,4 @@
-"""Count the clients' classes for tables and figures. These counts come from the data, without any run."""
+"""Count the samples of each class on each client, for tables and figures. The counts need data but no runs."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from posy.settings import SettingsError, as_config
 from posy.strategies.registry import declared, normalised, read_settings
 
 FILE = "counts.json"
-"""File with the archive of a table or figure: for each variant, the settings of its data, and the class counts."""
+"""File next to the archive of a table or figure, with the data settings and the class counts of each variant."""
 
 Counts = npt.NDArray[np.int64]
 """Number of training samples of each class on each client ``(M, C)``."""
@@ -31,9 +31,9 @@ def first_cells(plan: Plan) -> dict[str, Cell]:
 
 
 def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
-    """Count the classes of the partitions without stored counts; return the failures, a reason by variant.
+    """Count the classes of the partitions without stored counts; return the reason of each failure by variant.
 
-    Record in ``absent`` the reasons why data sets are unreadable.
+    Record in ``absent`` why data sets are unreadable, by data set.
     """
     stored, failures = _read(plan.output), {}
     for variant, cell in first_cells(plan).items():
@@ -67,17 +67,17 @@ def counted(plan: Plan) -> dict[str, Counts]:
 
 
 def _data_settings(cell: Cell) -> dict[str, Any]:
-    """Return the settings that decide a partition."""
+    """Return the settings that determine a partition."""
     declarations = declared()
     data = as_config(read_settings(cell.config, cell.name).data)
     return {"seed": cell.seed, **{key: value for key, value in data.items() if declarations[key].decides}}
 
 
 def _matches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Return whether stored counts have the wanted settings; a missing setting had its earlier value."""
+    """Return whether stored counts have the wanted settings; a setting that is missing had its earlier value."""
     declarations = declared()
-    before = {key: declarations[key].before for key in wanted if key in declarations}
-    return "data" in stored and normalised({**before, **stored["data"]}) == wanted
+    earlier_values = {key: declarations[key].before for key in wanted if key in declarations}
+    return "data" in stored and normalised({**earlier_values, **stored["data"]}) == wanted
 
 
 def _read(folder: Path) -> dict[str, Mapping[str, Any]]:

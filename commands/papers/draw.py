@@ -32,7 +32,7 @@ SEEDS = (0, 1, 2)
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw a figure if the original is a figure and has runs."""
+    """Draw a figure into a file, or do nothing for a table."""
     kind = comparison.item.kind
     if kind not in FORMS:
         raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: it must be one of {', '.join(FORMS)}")
@@ -56,7 +56,7 @@ def table(comparison: Comparison) -> str:
 
 
 def text_of(value: Number, digits: int) -> str:
-    """Return a number as text, with its ± if it has one."""
+    """Return a number as text, with its standard deviation if it has one."""
     return f"{value.mean:.{digits}f}" + (f" ± {value.std:.{digits}f}" if value.std is not None else "")
 
 
@@ -123,24 +123,24 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for variant, row in itertools.product(comparison.item.variants, comparison.item.rows):
             planned = comparison.planned(variant, row)
-            at = next((cell.config[setting] for cell in planned if setting in cell.config), None)
+            x_value = next((cell.config[setting] for cell in planned if setting in cell.config), None)
             line = row if form.get("lines") == "rows" else variant
             values = comparison.values(variant, row, measure)
             printed = comparison.item.printed.get((variant, measure, row))
-            if values and at is not None:
-                by_line.setdefault(line or "Posy", {})[float(at)] = values
+            if values and x_value is not None:
+                by_line.setdefault(line or "Posy", {})[float(x_value)] = values
             elif values:
                 dashed.setdefault(panel, {})[f"{variant}, {row}".removeprefix(", ")] = statistics.fmean(values.values())
-            if printed is not None and at is not None:
+            if printed is not None and x_value is not None:
                 points.add(label := f"{line}, paper".removeprefix(", "))
-                lines.setdefault(label, []).append((float(at), printed.value, 0.0))
+                lines.setdefault(label, []).append((float(x_value), printed.value, 0.0))
             elif printed is not None:
                 dashed.setdefault(panel, {})[f"{variant}, {row}, paper".removeprefix(", ")] = printed.value
         for line, by_setting in by_line.items():
             common = set.intersection(*(set(values) for values in by_setting.values()))
-            for at, values in sorted(by_setting.items()):
+            for x_value, values in sorted(by_setting.items()):
                 shared = [value for seed, value in values.items() if seed in common or not common]
-                lines.setdefault(line, []).append(_point(at, shared))
+                lines.setdefault(line, []).append(_point(x_value, shared))
         panels[panel] = {name: sorted(line) for name, line in lines.items()}
     figures.small_multiples(
         panels,
@@ -156,7 +156,7 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw one bar per row and variant with the standard deviation over the seeds, and the paper's numbers as marks."""
+    """Draw one bar per row and variant with its standard deviation over the seeds, and the paper's numbers as marks."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for entry in comparison.entries:
         if entry.ours is not None and entry.measure == comparison.item.measures[0]:
@@ -250,15 +250,15 @@ def _samples(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
     """Draw an image of the data set, unchanged and under the shift of each client."""
     settings = comparison.item.settings_of(comparison.item.variants[0], comparison.overrides)
     data = settings.data
-    available = replace(data, max_samples=0, download=False)  # a page uses only the local data
+    available = replace(data, max_samples=0, download=False)  # a page uses only local data
     dataset = load_dataset(available, Path(data.data_dir), settings.run.seed)
     image = torch.from_numpy(dataset.x[form.get("index", 0)][None]).permute(0, 3, 1, 2)
-    shown = {"original": image}
+    pictures_by_label = {"original": image}
     for client, shift in enumerate(SHIFTS[data.shift][: data.num_clients]):
         bits = f", {shift.bits} bits" if shift.bits < 8 else ""
         label = f"{client}: γ {shift.gamma:g}, h {shift.hue:g}\ns {shift.saturation:g}{bits}"
-        shown[label] = apply_shift(image, shift)
-    pictures = {label: picture[0].permute(1, 2, 0).numpy() for label, picture in shown.items()}
+        pictures_by_label[label] = apply_shift(image, shift)
+    pictures = {label: picture[0].permute(1, 2, 0).numpy() for label, picture in pictures_by_label.items()}
     figures.images(pictures, path, title=comparison.item.title)
 
 
@@ -289,7 +289,7 @@ def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw PPFE's test error on linear regression against K and r_p, with FedAvg above, and without FedAvg below.
+    """Draw PPFE's test error on linear regression against K and r_p: above with FedAvg, below without FedAvg.
 
     FedAvg's error is far above the other errors. The point at 1.2 has a separate r_p for each client.
     """
@@ -355,7 +355,7 @@ def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) ->
 
 
 def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Copy the picture ``of`` that the run of the first seed of a ``row`` has drawn."""
+    """Copy the picture ``of`` from the run of a ``row`` with the first seed."""
     for variant in comparison.item.variants:
         _, cells = comparison.runs_of(variant, form["row"])
         file = _find_picture(cells[0], f"{form['of']}.png") if cells else None

@@ -1,8 +1,8 @@
 """FedDRM's Figure 3: the drift between the clients' gradients, for its class loss and for its client loss.
 
 The paper states only a classification task with 10 classes, 3 clients, a randomly generated embedding and FedAvg
-(Section 2.4). Posy chooses the other parameters: the dimension, the number of samples, the learning rate and the number
-of local steps. Embeddings of client i come from N(m_i, I), with m_i from N(0, I / 4). Labels come from the same
+(Section 2.4). Posy chooses the other parameters: dimension, number of samples, learning rate and number of local
+steps. Embeddings of client i come from N(m_i, I), with m_i from N(0, I / 4). Labels come from the same
 multinomial logistic model for all clients (Eq. 1), so that the clients differ by covariate shift.
 """
 
@@ -30,7 +30,7 @@ class Drift(NamedTuple):
 
 
 def simulate(seed: int, rounds: int = ROUNDS) -> dict[str, Drift]:
-    """Train both heads by FedAvg on fixed embeddings, and return the drift of ``class`` and ``client``."""
+    """Train both heads by FedAvg on fixed embeddings, and return the drift of the losses ``class`` and ``client``."""
     rng = np.random.default_rng(seed)
     truth = rng.normal(size=(CLASSES, DIMENSION))
     means = 0.5 * rng.normal(size=(CLIENTS, 1, DIMENSION))

@@ -17,7 +17,7 @@ from posy.strategies.settings import Settings
 from posy.yaml12 import read_yaml
 
 SCALES = ("small", "full")
-"""``full`` is the paper's size, and ``small`` a reduced run for a laptop."""
+"""``full`` is the paper's size, and ``small`` is a reduced run for a laptop."""
 PARTS: dict[str, type | tuple[type, ...]] = {
     "shows": str,
     "here": str,
@@ -39,7 +39,7 @@ variants, which override the common settings."""
 ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
 """Forms of pictures without runs. Posy draws them from their settings."""
 SELDOM = 1_000_000
-"""``checkpoint-every`` of runs at scale ``full``, which then write only the checkpoints that cost little time."""
+"""``checkpoint-every`` of runs at scale ``full``, so that they write only checkpoints that take little time."""
 TITLE = "Table 1: accuracy"
 """Example of a title."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
@@ -91,7 +91,7 @@ class Item:
 
     @cached_property
     def title(self) -> str:
-        """Its name in the paper and its content."""
+        """Its name in the paper and a description."""
         return str(self.content["title"])
 
     @cached_property
@@ -112,14 +112,14 @@ class Item:
 
     @cached_property
     def rows(self) -> list[str]:
-        """Names of its rows, in the paper's order if the paper prints numbers in all, else in the order of runs."""
+        """Names of its rows, in the paper's order if it prints a number in each, else in the order of runs."""
         run, printed = ([entry["name"] for entry in self.content.get("runs", [])], [*self.content.get("printed", {})])
         both = [*printed, *run] if set(run) <= set(printed) else [*run, *printed]
         return list(dict.fromkeys([*both, *self.content.get("read", {})]))
 
     @cached_property
     def readings(self) -> dict[str, tuple[str, str]]:
-        """The row whose runs a row reads, and the measure, for rows with a separate measure or another row's runs."""
+        """Source row and measure, by row, of the rows with a separate measure or with another row's runs."""
         run = {entry["name"] for entry in self.content.get("runs", [])}
         readings = {}
         for row, entry in self.content.get("read", {}).items():
@@ -128,7 +128,7 @@ class Item:
                 raise SettingsError(f"{where}: it must be `measure: ...`, with `of: ROW` for the runs of another row")
             of = entry.get("of", row)
             if of not in run:
-                raise SettingsError(f"{where}: {of!r} is not a row of runs; name one of runs")
+                raise SettingsError(f"{where}: {of!r} is not a row of runs; name one of these rows")
             readings[row] = (str(of), check_measure(str(entry["measure"]), where))
         return readings
 
@@ -165,17 +165,17 @@ class Item:
 
     @property
     def in_paper(self) -> bool:
-        """Whether the paper contains it. The names of further experiments do not start with table or figure."""
+        """Whether it is in the paper. The names of additional experiments do not start with table or figure."""
         return self.name.startswith(("table", "figure"))
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Its scales. An experiment beyond the paper without ``small`` has only the scale ``full``."""
+        """Its scales. An additional experiment without ``small`` has only the scale ``full``."""
         return SCALES if self.in_paper or "small" in self.content else ("full",)
 
     @property
     def has_runs(self) -> bool:
-        """Whether it needs runs. A picture of a partition needs none."""
+        """Whether it needs runs. A picture of a partition needs no runs."""
         return "runs" in self.content
 
     @property
@@ -225,10 +225,10 @@ class Item:
         seeds: int | None = None,
         strict: bool = True,
     ) -> Plan:
-        """Return its runs at a scale, with further settings; results go into a folder, or :func:`results_of` the paper.
+        """Return its runs at a scale, with overrides; results go into ``folder``, or :func:`results_of` the paper.
 
         The runs have the seeds of the file, the seeds 0 to ``seeds`` - 1, and all seeds in the archives of the paper.
-        Unless ``strict``, the further settings may be without an effect.
+        Unless ``strict``, the overrides may have no effect.
         """
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
@@ -242,7 +242,7 @@ class Item:
         common = dict(small.get("settings", {}))
         for part in ("runs", "variants"):
             changed = small.get(part, {})
-            # A common setting that some rows or variants change moves into each row or variant.
+            # Move each common setting that some rows or variants change into all rows or variants.
             mentioned = dict.fromkeys(itertools.chain(*changed.values()))
             shared = {key: common.pop(key) for key in mentioned if key in common}
             if changed and part in table:
@@ -292,20 +292,22 @@ def read_item(file: Path) -> Item:
     return Item(file.parent.name, file.stem, file, content)
 
 
-def _claim(of: Item, entry: Mapping[str, Any]) -> Claim:
+def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
     """Return a claim about an item, or raise :class:`SettingsError` for a mistake in it."""
     keys = entry.keys() if isinstance(entry, dict) else set()
     if not {"say", "higher", "lower"} <= keys <= set(CLAIM):
-        raise SettingsError(f"{entry!r} in claims of {of.file}: a claim holds {', '.join(CLAIM)}")
+        raise SettingsError(f"{entry!r} in claims of {subject.file}: a claim has the keys {', '.join(CLAIM)}")
     higher, lower = (entry[key] if isinstance(entry[key], list) else [entry[key]] for key in ("higher", "lower"))
     variants = tuple(entry.get("in", []))
     for name in [*higher, *lower]:
         variant, slash, row = name.partition(" / ")
-        if (row if slash else name) not in of.rows or (slash and variant not in of.variants):
-            raise SettingsError(f"{name!r} in claims of {of.file}: use a name of its rows, or VARIANT / ROW")
-    if unknown := set(variants) - set(of.variants):
-        raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {of.file}: use a name of its variants")
-    measure = check_measure(entry.get("measure", of.measures[0]), f"claims of {of.file}")
+        if (row if slash else name) not in subject.rows or (slash and variant not in subject.variants):
+            raise SettingsError(f"{name!r} in claims of {subject.file}: use a name of its rows, or VARIANT / ROW")
+    if unknown := set(variants) - set(subject.variants):
+        raise SettingsError(
+            f"in = {', '.join(sorted(unknown))} in claims of {subject.file}: use a name of its variants"
+        )
+    measure = check_measure(entry.get("measure", subject.measures[0]), f"claims of {subject.file}")
     return Claim(
         entry["say"],
         tuple(higher),
@@ -322,26 +324,26 @@ def _claim(of: Item, entry: Mapping[str, Any]) -> Claim:
 
 
 def restore_runs(plan: Plan) -> None:
-    """Write the files of runs from a plan's archive, and of its missing runs from the archives of other tables."""
-    lacking = archive.restore(plan.output, plan.cells)
-    for cell, line in _matching(lacking, _archives(plan.output.parent)):
+    """Restore a plan's runs from its archive, and its missing runs from the archives of other tables."""
+    missing_cells = archive.restore(plan.output, plan.cells)
+    for cell, line in _matching(missing_cells, _archives(plan.output.parent)):
         archive.write(cell.path, line)
 
 
 def results_of(paper: str) -> Path:
-    """Return the folder of a paper's runs in the working directory, or if it is missing, in Posy's checkout."""
+    """Return the folder of a paper's runs in the working directory, or in Posy's checkout if it is missing."""
     local, checkout = Path("papers") / paper / "results", PAPERS / paper / "results"
     return checkout if checkout.is_dir() and not local.is_dir() else local
 
 
 def missing_results(names: Iterable[str]) -> str:
-    """Return a message with the searched folders if no archive of the papers' runs exists; else an empty text."""
+    """Return a message with the searched folders if the papers' runs have no archive, else an empty text."""
     if any(_archives(results_of(name)) for name in names):
         return ""
     folders = dict.fromkeys(map(str, (Path("papers").absolute(), PAPERS)))
     return (
-        f"no results of earlier runs: {' and '.join(folders)} hold no */results/*/{archive.FILE}; change to a checkout "
-        "of Posy, which contains them, or run a table with `posy paper PAPER TABLE`"
+        f"no results of earlier runs: {' and '.join(folders)} contain no */results/*/{archive.FILE}; change to a "
+        "checkout of Posy, which contains them, or run a table with `posy paper PAPER TABLE`"
     )
 
 
@@ -357,7 +359,7 @@ def _archives(results: Path) -> list[Path]:
 
 
 def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Yield the cells that a table has run with the same settings under any name, with the archive's line."""
+    """Yield each cell with the archived line of a run that has the same settings, under any name."""
     wanted: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
     defaults: dict[str, dict[str, Scalar]] = {}
     for cell in cells:
@@ -365,11 +367,13 @@ def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[
         defaults[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
     for folder in folders if wanted else ():
         for line in _lines(folder):
-            ran = line["config"]["settings"]
-            if ran["method"] not in defaults:
+            run_settings = line["config"]["settings"]
+            if run_settings["method"] not in defaults:
                 continue
-            before_of, ran = defaults[ran["method"]], normalised(ran)
-            for cell in wanted.pop(frozenset((key, ran.get(key, before_of[key])) for key in before_of), []):
+            method_defaults, run_settings = defaults[run_settings["method"]], normalised(run_settings)
+            for cell in wanted.pop(
+                frozenset((key, run_settings.get(key, method_defaults[key])) for key in method_defaults), []
+            ):
                 yield cell, line
 
 
@@ -390,7 +394,7 @@ def _lines_at(folder: Path, changed: int, size: int) -> list[dict[str, Any]]:
 
 
 def _with(entry: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row or variant with further settings."""
+    """Return a row or variant with additional settings."""
     return {**entry, "settings": {**entry.get("settings", {}), **settings}}
 
 

@@ -1,4 +1,4 @@
-"""Numbers of parameters on a server, computed from a network without a run (Table 7 of cwFedAvg)."""
+"""Compute the number of parameters on a server from a network, without a run (Table 7 of cwFedAvg)."""
 
 from functools import cache
 
@@ -10,14 +10,14 @@ LAYERS = (WITHOUT, "output", "all")
 
 
 def stored_parameters(size: int, classwise: int, num_classes: int) -> int:
-    """Return the number of parameters of the shared layers and of all classes' copies of the class-wise layers.
+    """Return the number of parameters of the shared layers and of all copies of the class-wise layers.
 
     Parameters
     ----------
     size : int
         Parameters of the whole network.
     classwise : int
-        Parameters of the layers of which each class has a copy.
+        Parameters of the layers that have a copy for each class.
     num_classes : int
     """
     return size - classwise + num_classes * classwise

@@ -26,8 +26,8 @@ LEGEND = (
     "*Served* is the model that a client receives from the server. *Local* is this model after local training. *Own* "
     "is the evaluation point of the method: one of the two. *Last* is the last round, *average* the mean over the last "
     "rounds, and *upper-bound* the round that is best on the test samples, which papers often report. The mean is over "
-    "the clients; *weighted* weighs them by their training samples. *System* accuracy is the accuracy on all clients' "
-    "test samples, for queries that name no client. [docs/runs.md](../runs.md#what-a-run-leaves) has more.",
+    "the clients; *weighted* is a mean weighted by their training samples. *System* accuracy is the accuracy on all "
+    "clients' test samples, for inputs of unknown origin. [docs/runs.md](../runs.md#what-a-run-leaves) has more.",
     "A claim says that a row is higher than another row. The test uses their differences, paired by seed and column. "
     "A t-test at 5 % confirms or refutes the claim. Otherwise the claim is within the noise, or has too few runs if "
     "there are fewer than three pairs. A claim that a row is above several rows is confirmed if the row is above each "
@@ -57,14 +57,14 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
 
 
 def states(comparison: Comparison, pictures: Sequence[str]) -> str:
-    """Return the number of its numbers in each state; for a picture without runs, whether it is drawn."""
+    """Return how many of its numbers have each state, or the state of a picture without runs."""
     if comparison.item.draws_alone:
         return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
     return count_words(entry.state for entry in comparison.entries)
 
 
 def claims(comparison: Comparison) -> str:
-    """Return the number of its claims with each outcome."""
+    """Return how many of its claims have each outcome."""
     return count_words(_outcome(verdict) for _, verdict in comparison.verdicts)
 
 
@@ -76,7 +76,7 @@ def changed(comparison: Comparison, scale: str) -> str:
     changes = []
     for key, value in {**small.get("settings", {}), **comparison.decisive}.items():
         papers = dict.fromkeys(_shown(key, config.get(key, declared()[key].default)) for config in full)
-        papers.pop("", None)  # from a method without this setting
+        papers.pop("", None)  # the value of methods without this setting
         if list(papers) != [_shown(key, value)]:
             changes.append(f"{key} {_shown(key, value)} ({' or '.join(papers)})")
     for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
@@ -175,7 +175,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return notes on the runs: the diverged runs, and the observations in the file of the table or figure."""
+    """Return notes: the diverged runs, and the observations in the file of the table or figure."""
     ran = [cell for plan in comparison.plans.values() for cell in plan.cells] if comparison.item.has_runs else []
     names = dict.fromkeys(cell.name for cell in ran if cell.summary("diverged") is not None)
     diverged = [f"Diverged, and excluded: {'; '.join(names)}."] if names else []
@@ -190,13 +190,13 @@ def _seconds(comparison: Comparison) -> float:
 
 
 def _more_seeds(comparison: Comparison, scale: str) -> str:
-    """Return the option that asks for the seeds at a scale, if they are more than the item's seeds."""
+    """Return the option ``--seeds`` for the runs at a scale if they have more seeds than the item."""
     seeds = {cell.seed for drawn_at, cells in comparison.cells.values() if drawn_at == scale for cell in cells}
     return f" --seeds {max(seeds) + 1}" if seeds - {*comparison.item.seeds(scale)} else ""
 
 
 def _filled(text: str) -> str:
-    """Return a text in lines of 120 characters, without breaks in file names."""
+    """Wrap a text at 120 characters, without breaks in file names."""
     return fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
@@ -224,7 +224,7 @@ def _points(comparison: Comparison) -> str:
 
 
 def _seeds(comparison: Comparison) -> str:
-    """Return the number of seeds of most numbers, as text."""
+    """Return the most frequent number of seeds as text."""
     seeds = comparison.usual_seeds
     return f"; over {seeds} seed{'s' * (seeds > 1)}" if seeds else ""
 

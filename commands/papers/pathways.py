@@ -4,10 +4,10 @@ The paper states these parameters (Section 3.2): 3400 samples of class 0 and 260
 dimensions, their distribution over three clients, and a network with four ReLU neurons. It draws the 8 largest of the
 network's 20 weights. Learning rate, batch size and lambda come from its experiments with ten classes (Section 5.1).
 
-Posy chooses the rest. The centres come from N(0, I) and the samples from N(centre, I). The layers have biases, which
-are trained and averaged but not drawn. All clients start from the same initialisation, PyTorch's. Each client takes the
-same number of steps, on batches drawn with replacement. There is one round, which averages all layers class-wise, with
-shares read off the output weights.
+Posy chooses the other parameters. The centres come from N(0, I) and the samples from N(centre, I). The layers have
+biases, which are trained and averaged but not drawn. All clients start from the same initial weights, drawn as PyTorch
+does by default. Each client takes the same number of steps, on batches drawn with replacement. There is one round. It
+averages all layers class-wise, with class shares from the output weights.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ BoolArray = npt.NDArray[np.bool_]
 A = TypeVar("A", FloatArray, BoolArray)
 
 COUNTS = np.array([(2700, 300), (200, 1800), (500, 500)])
-"""Samples of each class on each client."""
+"""Number of samples of each class on each client."""
 INPUTS, NEURONS, CLASSES = 3, 4, 2
 LARGEST = 8
 """Number of weights in the critical pathways of a network."""
@@ -122,7 +122,7 @@ def weights_of(model: FloatArray) -> Layers[FloatArray]:
 
 
 def critical(weights: Layers[FloatArray], number: int = LARGEST) -> Layers[BoolArray]:
-    """Return which weights are the ``number`` largest by magnitude; among equals, the first."""
+    """Return masks of the ``number`` largest weights by magnitude; of equal weights, the first."""
     sizes = np.abs(np.concatenate([weights.hidden.ravel(), weights.output.ravel()]))
     chosen = np.zeros(len(sizes), bool)
     chosen[np.argsort(-sizes, kind="stable")[:number]] = True
@@ -149,8 +149,8 @@ def _network() -> nn.Sequential:
 
 def _batches(samples: Samples, steps: int, rng: np.random.Generator) -> Samples:
     """Draw the batches of a client: inputs ``(steps, B, 3)`` and labels ``(steps, B)``."""
-    drawn = rng.integers(len(samples.y), size=(steps, BATCH))
-    return Samples(samples.x[drawn], samples.y[drawn])
+    indices = rng.integers(len(samples.y), size=(steps, BATCH))
+    return Samples(samples.x[indices], samples.y[indices])
 
 
 @contextmanager
@@ -191,6 +191,6 @@ def _trained(start: list[Tensor], batches: Batch, shares: Tensor, strengths: Ten
     for step in range(batches.x.shape[1]):
         total = losses(tensors, batches.x[:, step], batches.y[:, step], shares, strengths).sum()
         gradients = torch.autograd.grad(total, tensors)
-        moved = [tensor - RATE * gradient for tensor, gradient in zip(tensors, gradients, strict=True)]
-        tensors = [tensor.detach().requires_grad_() for tensor in moved]
+        updated = [tensor - RATE * gradient for tensor, gradient in zip(tensors, gradients, strict=True)]
+        tensors = [tensor.detach().requires_grad_() for tensor in updated]
     return torch.cat([tensor.detach().flatten(1) for tensor in tensors], dim=1).numpy()

@@ -1,4 +1,4 @@
-"""Record the numbers of a run for a paper's tables and figures, and read them."""
+"""Record and read the numbers of a run for a paper's tables and figures."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 
 MOST_CLIENTS = 40
-"""Largest number of clients for which a run records a curve per client."""
+"""Maximum number of clients for which a run records a curve per client."""
 SPREADS = ("mean", "std", "min", "max", "tenth", "weighted", "jain")
 """Statistics over the clients in a summary."""
 POINTS = ("served", "local", "own")
@@ -37,7 +37,7 @@ def collect(path: Path) -> None:
     ``rounds`` maps the name of a number to its values by round; for a measure over the clients, it holds the mean.
     ``clients`` holds each client's loss on its training samples by round: the loss of the served model with
     ``evaluate-training``, else the loss in training. ``heads`` ``(M, C)`` holds the L2 norm of each row of the output
-    layer of the clients' stored models, if there are any.
+    layer in the clients' stored models, if they exist.
     """
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
     rounds: dict[str, list[Any]] = {}
@@ -70,7 +70,7 @@ def recorded_numbers(path: Path) -> dict[str, Any]:
 
 
 def measured(path: Path, measure: str) -> float | None:
-    """Return a number of a finished run, accuracies in %, or None for a missing number.
+    """Return a number of a finished run (accuracies in %), or None if it is missing.
 
     ``measure`` has one of these forms:
 
@@ -97,7 +97,7 @@ def measured(path: Path, measure: str) -> float | None:
 
 
 def partial_coverage(path: Path, measure: str) -> str:
-    """Return the number of clients that a number of a finished run covers, if they cannot represent all clients.
+    """Return how many clients a number of a finished run covers, if they are too few to represent all clients.
 
     For example ``3 of 30 clients`` if only the cohort of the last round has local models.
     """
@@ -116,19 +116,19 @@ def _over_clients(summary: Mapping[str, Any], words: Sequence[str]) -> Mapping[s
 
 
 def check_measure(measure: str, where: str) -> str:
-    """Return a valid measure unchanged; raise :class:`SettingsError` for others."""
+    """Return a valid measure unchanged; raise :class:`SettingsError` for an invalid measure."""
     words = measure.split()
     over_clients = len(words) in (2, 3) and words[0] in POINTS and words[1] in WHICH and {*words[2:]} <= {*SPREADS}
     if measure in (*POOLED, *TOTALS, PARAMETERS) or over_clients or (len(words) == 2 and words[0] == "round"):
         return measure
-    raise SettingsError(f"measure = {measure!r} in {where} is not a number of a run; use for example `served last`")
+    raise SettingsError(f"measure = {measure!r} in {where} is not a number of a run; use, for example, `served last`")
 
 
 def in_percent(measure: str) -> bool:
     """Return whether a measure is an accuracy."""
     words = measure.split()
-    of_a_round = words[0] == "round" and words[-1].endswith("accuracy")
-    return measure in POOLED or of_a_round or (words[0] in POINTS and words[-1] != "jain")
+    is_round_accuracy = words[0] == "round" and words[-1].endswith("accuracy")
+    return measure in POOLED or is_round_accuracy or (words[0] in POINTS and words[-1] != "jain")
 
 
 def curve(path: Path, key: str) -> list[tuple[int, float]]:

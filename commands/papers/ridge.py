@@ -1,9 +1,9 @@
 """PPFE's Figure 3: test error of PPFE, of local training and of FedAvg on linear regression (Section 6.1).
 
 A linear model has no layers to personalise one by one. Here a model is a shared part plus a personal deviation. The
-ridge penalty of the deviation is the complexity parameter alpha_t. It falls from stage to stage: stage 1 is FedAvg, and
-the last stage is nearly local. Each stage fits y itself on reweighted samples, so that the members' mean, weighted by
-beta, replaces the sum of Eq. 8.
+ridge penalty of the deviation is the complexity parameter alpha_t, which decreases from stage to stage: stage 1 is
+FedAvg, and the last stage is nearly local training. Each stage fits y itself on reweighted samples. The sum of Eq. 8 is
+therefore replaced by the members' mean, weighted by beta.
 
 The paper prints only the four stages, K, and, for Figure 3b, n. Posy chooses the dimension, the covariances, all
 variances, r_p and n of Figure 3a, the grid of penalties, and alpha_t. The true weights are known, so the errors are
@@ -55,33 +55,37 @@ class Errors(NamedTuple):
 def simulate(
     seed: int, clients: int = USUAL_CLIENTS, ratio: float | None = USUAL_RATIO, noise: float = NOISE
 ) -> Errors:
-    """Return the methods' errors, each with the penalty that has the least error on the validation samples.
+    """Return the error of each method with the penalty that has the least error on the validation samples.
 
     With ``ratio`` None, each client draws a separate ratio from U(0, 1). In local training, each client chooses a
     penalty. PPFE and FedAvg use the same penalty for all clients, with the least mean error. Training never uses the
     validation samples.
     """
     federation = draw_federation(seed, clients, ratio, noise)
-    num_held_out = round(VALIDATION * SAMPLES)
-    held_x, x = np.split(federation.x, [num_held_out], axis=1)
-    held_y, y = np.split(federation.y, [num_held_out], axis=1)
+    num_validation = round(VALIDATION * SAMPLES)
+    validation_x, x = np.split(federation.x, [num_validation], axis=1)
+    validation_y, y = np.split(federation.y, [num_validation], axis=1)
 
     def chosen(candidates: Sequence[Array]) -> Array:
-        return min(candidates, key=lambda weights: float(squares(held_x, held_y, weights).mean()))
+        return min(candidates, key=lambda weights: float(squares(validation_x, validation_y, weights).mean()))
 
     gram, moment = moments(x, y)
-    alone = np.stack([ridge(gram, moment, penalty) for penalty in PENALTIES])
-    validation = np.stack([squares(held_x, held_y, weights).mean(axis=1) for weights in alone])
-    local = alone[validation.argmin(axis=0), np.arange(clients)]
-    fedavg = chosen([average(weights) for weights in alone])
+    local_weights = np.stack([ridge(gram, moment, penalty) for penalty in PENALTIES])
+    validation_errors = np.stack(
+        [squares(validation_x, validation_y, weights).mean(axis=1) for weights in local_weights]
+    )
+    local = local_weights[validation_errors.argmin(axis=0), np.arange(clients)]
+    fedavg = chosen([average(weights) for weights in local_weights])
     ppfe = chosen([ensemble(x, y, fedavg, [alpha * penalty for alpha in COMPLEXITIES]) for penalty in PENALTIES])
-    return Errors(*(expected_error(federation, weights) for weights in (ppfe, local, fedavg, chosen(list(alone)))))
+    return Errors(
+        *(expected_error(federation, weights) for weights in (ppfe, local, fedavg, chosen(list(local_weights))))
+    )
 
 
 def draw_federation(seed: int, clients: int, ratio: float | None, noise: float = NOISE) -> Federation:
     """Draw clients by Eq. 15 and 16, with Wishart covariances of 2 d degrees of freedom and mean identity.
 
-    A seed gives the same samples and components for every ``ratio``.
+    A seed gives the same inputs and components for every ``ratio``.
     """
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=DIMENSION) / np.sqrt(DIMENSION)
@@ -115,7 +119,7 @@ def moments(x: Array, y: Array, importance: Array | None = None) -> tuple[Array,
 
 
 def ridge(gram: Array, moment: Array, penalty: float) -> Array:
-    """Return each client's weights ``(K, d)`` of least mean squared error plus ``penalty ||w||^2``.
+    """Return each client's weights ``(K, d)``, which minimise the mean squared error plus ``penalty ||w||^2``.
 
     Without a penalty, return the least-squares solution of minimum norm.
     """
@@ -130,21 +134,21 @@ def average(weights: Array) -> Array:
 def personalise(gram: Array, moment: Array, penalty: float) -> Array:
     """Return the clients' weights ``(K, d)`` that minimise Eq. 6, with ``penalty`` on their deviation.
 
-    The deviation is from the shared weights: the clients' mean, to which rounds of exact local training and averaging
-    converge.
+    The deviation is the difference from the shared weights. These are the clients' mean, to which rounds of exact local
+    training and averaging converge.
     """
     inverse = _inverse(gram, penalty)
-    alone, shrinkage = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram
+    solutions, shrinkage = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram
     # Given the shared weights s, a client has s + (G + penalty I)^-1 (b - G s), whose mean over the clients is s.
-    shared = np.linalg.lstsq(shrinkage.sum(axis=0), alone.sum(axis=0), rcond=None)[0]
-    return shared + alone - shrinkage @ shared
+    shared = np.linalg.lstsq(shrinkage.sum(axis=0), solutions.sum(axis=0), rcond=None)[0]
+    return shared + solutions - shrinkage @ shared
 
 
 def reweight(losses: Array, importance: Array) -> tuple[Array, Array]:
     """Return beta ``(K,)`` and new sample weights ``(K, n)``: Algorithm 1, Reweight, with losses in [0, 1].
 
-    It equals :func:`posy.client_app.ppfe.reweight` for all clients at once, except that epsilon stays within (0, 1/2).
-    No beta is then infinite or negative.
+    This is :func:`posy.client_app.ppfe.reweight` for all clients at once, except that epsilon stays within (0, 1/2), so
+    that each beta is finite and positive.
     """
     error = np.clip((importance * losses).sum(axis=1) / importance.sum(axis=1), 1e-6, 0.5 - 1e-6)
     beta = 0.5 * np.log((1 - error) / error)
@@ -155,10 +159,10 @@ def reweight(losses: Array, importance: Array) -> tuple[Array, Array]:
 def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> Array:
     """Return the weights ``(K, d)`` of PPFE's ensemble: stage 1 is ``fedavg`` ``(K, d)``, later stages have a penalty.
 
-    The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Only this value
-    bounds squared errors, and beta measures the accuracy of the stages. The coefficient of a stage depends on the error
-    of the ensemble with this stage (line 21). For this error, the stage enters with the coefficient from its error
-    alone, as in Posy's PPFE.
+    The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Larger squared
+    errors count as this maximum, so beta measures the accuracy of all stages on the same scale. The coefficient of a
+    stage depends on the error of the ensemble with this stage (line 21). To compute this error, the stage gets the
+    coefficient of its error alone, as in Posy's PPFE.
     """
     bound = (y**2).max(axis=1, keepdims=True)
 

@@ -21,7 +21,7 @@ from posy.strategies.registry import PAPERS, declared, read_settings
 PAGES = Path("docs/papers")
 """Folder of the papers' pages, relative to the working directory."""
 OWN = Path("results/papers")
-"""Folder for runs and pages with custom settings that decide the results."""
+"""Folder for runs and pages with command-line settings that affect the results."""
 COLUMNS = (
     *("claims", *OUTCOMES),
     *("numbers reproduced", "differ", "drawn", "not run"),
@@ -47,7 +47,7 @@ def list_papers() -> int:
 def show_paper(name: str, overrides: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> int:
     """Draw a paper's page from the finished runs, and print the state of its tables and figures.
 
-    With the settings ``overrides`` of the command line, use the runs in ``folder`` if it is not None.
+    The settings ``overrides`` come from the command line. If ``folder`` is not None, use the runs in it.
     """
     comparisons = write(name, folder or PAGES, overrides, folder)
     pictures = pictures_in(folder or PAGES)
@@ -66,11 +66,11 @@ def _line(comparison: Comparison, pictures: Sequence[str]) -> tuple[str, str, st
 def run_part(
     name: str, part: str, scale: str, overrides: Mapping[str, Scalar], jobs: int, seeds: int | None = None
 ) -> int:
-    """Run the missing runs of a paper's table or figure, or of all of them, then draw the paper's page.
+    """Run the missing runs of a paper's table or figure, or of all, then draw the paper's page.
 
-    With ``seeds``, use the seeds 0 to ``seeds`` - 1 instead of the file's. Skip and list the runs without their data
-    set. With settings that decide the results, runs and page go into a separate folder. Return the exit status, which
-    is 1 if a run has failed.
+    With ``seeds``, use the seeds 0 to ``seeds`` - 1 instead of the file's. Skip and list runs whose data set is
+    missing. With settings that affect the results, runs and page go into a separate folder. Return the exit status,
+    which is 1 if a run failed.
     """
     if scale not in SCALES:
         raise SettingsError(f"--scale {scale}: it must be {' or '.join(SCALES)}")
@@ -102,14 +102,13 @@ def run_part(
 
 
 def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
-    """Run the missing runs of some seeds; record in ``absent`` the reason for skipped runs, by data set."""
+    """Run the missing runs of some seeds; record in ``absent`` why runs are skipped, by data set."""
     restore_runs(plan)
     wanted = [cell for cell in plan.cells if cell.seed in seeds]
     possible = {cell for cell in wanted if _data_is_there(cell, absent)}
     print(f"{title}: {len(possible)} of {len(wanted)} runs are available", flush=True)
     stored, elsewhere = archive.read(plan.output), archived_elsewhere(plan)
-    # A run of another table stays in its archive. Runs with other seeds or under another name stay in
-    # this archive.
+    # A run of another table stays in the archive of that table. Runs with other seeds or names stay in this archive.
     cells = tuple(
         cell
         for cell in plan.cells
@@ -140,4 +139,4 @@ def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
 
 
 _READ: set[tuple[str, str]] = set()
-"""Readable data sets, with their directories."""
+"""Data sets that were readable, with their directories."""

@@ -11,11 +11,11 @@ from scipy import stats
 LEVEL = 0.05
 """Significance level of all tests."""
 ROUNDING = 1e-12
-"""Numbers are equal if their standard deviation is at most this fraction of their mean."""
+"""Posy treats numbers as equal if their standard deviation is at most this fraction of their mean."""
 SPREADS, UNITS = 2.0, 2.0
-"""Largest distance at which a number agrees with the paper's: in standard deviations, and at most in units."""
+"""Largest distance at which a number agrees with the paper's: in standard deviations, and in units."""
 FEW = 3
-"""Fewest pairs for the outcome ``within the noise``: with two pairs, a significant difference is 13 times its error."""
+"""Fewest pairs for the outcome ``within the noise``: with two pairs, significance takes 13 standard errors."""
 OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
 """Possible outcomes of a claim."""
 
@@ -48,8 +48,8 @@ def distances(values: Mapping[int, float]) -> dict[int, float]:
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
     """Return whether a number agrees with the paper's, within one unit, or two units if the noise is large enough.
 
-    Two units suffice if they are within two standard deviations. The standard deviation combines Posy's and the
-    paper's over its runs (``spread``; None if the paper prints none), whose squares add.
+    Two units are enough if they are within two standard deviations. The standard deviation combines Posy's and the
+    paper's over its runs (``spread``; None if the paper prints none): their squares add.
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
     return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
@@ -78,21 +78,22 @@ def verdict(
 ) -> Verdict:
     """Judge a claim by the differences between its rows, in the claimed direction.
 
-    The claim is confirmed if it holds for every pair of rows with differences. A method that is above all other
-    methods but one is not above all. The claim holds for a pair if the mean difference is significantly above ``by``
-    (two-sided t-test, 5 %). The claim is refuted if the mean difference of any pair is significantly below ``by``,
-    with Holm's correction for the number of pairs.
+    The claim is confirmed if it holds for every pair of rows with differences. A claim that a method is above all
+    other methods is not confirmed if one method is above it. The claim holds for a pair if the mean difference is
+    significantly above ``by`` (two-sided t-test, 5 %). The claim is refuted if the mean difference of any pair is
+    significantly below ``by``, with Holm's correction for the number of pairs.
 
     With ``within``, the claim holds for a pair if the absolute mean difference is significantly below ``within`` (two
-    one-sided t-tests, 5 % each: Schuirmann, 1987). The claim is refuted if it is significantly above.
+    one-sided t-tests, 5 % each: Schuirmann, 1987). The claim is refuted if this difference is significantly above
+    ``within``.
 
     Parameters
     ----------
     differences : mapping of str to sequence of float
         Differences by the names of the two rows. Each is between two runs with the same seed and variant.
     but : int
-        Number of lower rows that may be above the row; the highest ones are ignored. With 1, the claim is that the row
-        is first or second.
+        Number of lower rows that may be above the row; the test ignores the highest ones. With 1, the claim is that the
+        row is first or second.
     """
     ran = sorted((statistics.fmean(values), of) for of, values in differences.items() if values)
     results = {of: _compared(differences[of], by, within) for _, of in ran[but:]}
