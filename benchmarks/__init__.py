@@ -1,1 +1,1 @@
-"""Measurements; each script prints JSON."""
+"""Benchmarks, and the modules that they share."""

@@ -2,9 +2,9 @@
 
 The split has the format of PFLlib's scripts: Dirichlet draws assign the classes, 75 % of each client's samples are for
 training, and the files hold pickled dicts. Posy and the programs of :mod:`benchmarks.plain` read the same directory.
-For each method and evaluated round, the report (JSON) holds the accuracies of both over the seeds (mean over the
-clients, weighted by their samples), their gap, and the spread over the seeds. A second file (``.jsonl``) stores each
-finished curve. Posy does not compute these curves again, so you can resume an interrupted run and add methods.
+For each method and evaluated round, the report (JSON) contains the accuracies of both sides over the seeds (mean over
+the clients, weighted by their samples), their gap, and the spread over the seeds. A second file (``.jsonl``) stores
+each finished curve. The script does not repeat these curves, so you can resume an interrupted run and add methods.
 """
 
 import json
@@ -78,7 +78,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "cfl": {"cfl_eps1": plain.CFL_EPS1, "cfl_eps2": plain.CFL_EPS2},
     "fedpac": {"fedpac_strength": plain.PAC_LAMBDA, "fedpac_head_lr": plain.PAC_HEAD_LR},
 }
-"""The methods, with the settings that make Posy equal to the plain programs."""
+"""The methods, with the settings that make Posy match the plain programs."""
 
 
 # -- the split -------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def point_of(method: str) -> str:
     if method == "fedproto":
         return "served"  # as in PFLlib: the client's network with the prototypes that it has just received
     if method in ("fedper", "fedrep", "lg-fedavg"):
-        return "local"  # their plain program yields the trained models
+        return "local"  # the plain program of these methods yields the trained models
     return settings_class(method).point
 
 
@@ -166,7 +166,7 @@ def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) ->
 
 
 class Work:
-    """A file of finished curves, one JSON line each, from which an interrupted run resumes."""
+    """A file of finished curves, one JSON line each, which lets an interrupted run resume."""
 
     def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
         self.path, self.conditions = path, conditions
@@ -233,7 +233,7 @@ def main(
     every: int = 2,
     seeds: list[int] = typer.Option([0, 1, 2]),  # noqa: B008 - typer's form
     methods: list[str] = typer.Option(list(METHODS)),  # noqa: B008
-    drop_last: bool = typer.Option(False, help="plain programs skip an incomplete last batch, as in PFLlib"),
+    drop_last: bool = typer.Option(False, help="the plain programs skip an incomplete last batch, as in PFLlib"),
     picture: Path | None = None,
 ) -> None:
     """Compute the missing curves, add the methods to the report OUTPUT (JSON), and draw all methods of the report."""
@@ -257,12 +257,12 @@ def main(
         work = Work(output.with_suffix(".jsonl"), split | {"every": every, "drop_last": drop_last})
         with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
             for method in methods:
-                waiting = {
+                seed_of_future = {
                     pool.submit(plain_curve, method, folder, rounds, every, seed, drop_last): seed
                     for seed in work.missing(method, "plain", seeds)
                 }
-                for future in as_completed(waiting):
-                    work.add(method, "plain", waiting[future], future.result())
+                for future in as_completed(seed_of_future):
+                    work.add(method, "plain", seed_of_future[future], future.result())
                 for seed in work.missing(method, "posy", seeds):
                     work.add(method, "posy", seed, posy_curve(method, folder, rounds, every, seed))
                 sides = (work.table(method, side, seeds) for side in ("plain", "posy"))

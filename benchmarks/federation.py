@@ -1,10 +1,10 @@
-"""Measure the overhead of a round over gRPC, and the growth of memory over many rounds. Prints JSON.
+"""Measure the overhead of a round over gRPC, and the growth of memory over many rounds, and print JSON.
 
 The benchmark starts real processes on this machine: a SuperLink with TLS, node authentication and a database, and
 SuperNodes. FedAvg trains the 4-layer CNN (0.6 M parameters) on CIFAR-10. The overhead of a round is the time of the
-round minus the time of the same round in one process, divided by the number of cores (at most one per node). For
-comparison, the benchmark sends the same bytes once through a local socket. It reports the CPU seconds of each kind of
-process, which hardly depend on other programs on the machine.
+round minus its training time. The training time is the time of the same round in one process, divided by the number of
+cores (at most one per node). For comparison, the benchmark sends the same bytes once through a local socket. It reports
+the CPU seconds of each kind of process, which hardly depend on other programs on the machine.
 
 ``--volatile`` starts a SuperLink that keeps its state in memory, and ``--stock`` starts Flower's SuperLink. With
 ``--memory``, the nodes train a linear model on digits. The benchmark then compares the memory of the SuperLink, and of
@@ -12,8 +12,8 @@ the nodes with their workers, after round 5 and after the last round. It uses PS
 ``--nodes`` sets the number of nodes.
 
 With ``--secure``, the benchmark compares a plain run with a run under secure aggregation, in which all sites sign their
-keys. It reports the additional seconds of a round: the stages of survivors and of the shares of masks, for training and
-for evaluation. ``--neighbours`` is the setting ``secure-neighbours``.
+keys. It reports the additional seconds of a round, for training and evaluation together. In the additional stages, the
+sites sign the list of survivors and reveal the shares of masks. ``--neighbours`` is the setting ``secure-neighbours``.
 
 Targets: an overhead of less than 3 s per round for 5 nodes on 2 cores, at most 2.2 times the CPU seconds of a SuperLink
 with its state in memory, a memory growth of at most 10 %, and less than 1 s per round for masks with 5 nodes.
@@ -41,7 +41,7 @@ from posy.commands.launch import run_in_process
 from posy.forked import cores
 
 WARM_ROUNDS = 2
-"""Rounds that the medians ignore, because they load code and data."""
+"""Number of first rounds that the medians ignore, because these rounds load code and data."""
 SETTLED_ROUND = 5
 CHUNK = 1 << 20
 
@@ -50,10 +50,10 @@ def main(
     data_dir: Path = Path("datasets"),
     nodes: int = 0,
     rounds: int = 0,
-    volatile: bool = typer.Option(False, help="a SuperLink without a database"),
-    stock: bool = typer.Option(False, help="Flower's own SuperLink"),
-    memory: bool = typer.Option(False, help="growth of memory instead of time"),
-    secure: bool = typer.Option(False, help="cost of secure aggregation instead of delivery"),
+    volatile: bool = typer.Option(False, help="start a SuperLink without a database"),
+    stock: bool = typer.Option(False, help="start Flower's own SuperLink"),
+    memory: bool = typer.Option(False, help="measure the growth of memory instead of time"),
+    secure: bool = typer.Option(False, help="measure the cost of secure aggregation instead of delivery"),
     neighbours: int = typer.Option(0, help="with --secure: neighbours of each client; 0: all"),
 ) -> None:
     """Start a federation, measure it, and print JSON."""
@@ -78,11 +78,11 @@ def main(
 
 
 def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> dict[str, Any]:
-    """Return the seconds of a round over gRPC, of its training, of its overhead, and of moving its bytes."""
+    """Return the seconds of a round over gRPC, of its training and overhead, and of sending its bytes once."""
     config = run_settings(nodes, rounds, data_dir)
     words = [f"{key}={value}" for key, value in config.items()]
     cpu = {}
-    # One round more than measured: the benchmark reads the CPU times during the run.
+    # Run one round more than measured, because the benchmark reads the CPU times during the run.
     words = [word if not word.startswith("num-server-rounds") else f"num-server-rounds={rounds + 1}" for word in words]
     process = deployment.submit("speed", *words, "save-models=false")
     for number in (WARM_ROUNDS, rounds):
@@ -97,16 +97,16 @@ def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> di
         for name in ("speed", "plain")
     )
     last = deployment.rounds("speed")[rounds - 1]
-    spent = {name: (cpu[rounds][name] - cpu[WARM_ROUNDS][name]) / (rounds - WARM_ROUNDS) for name in cpu[rounds]}
-    round_seconds, training = statistics.median(over_grpc), statistics.median(one_process) / min(nodes, cores())
+    cpu_spent = {name: (cpu[rounds][name] - cpu[WARM_ROUNDS][name]) / (rounds - WARM_ROUNDS) for name in cpu[rounds]}
+    round_seconds, training_seconds = statistics.median(over_grpc), statistics.median(one_process) / min(nodes, cores())
     messages = 2 * nodes  # one to train and one to evaluate each client
     return {
         "round-seconds": round(round_seconds, 3),
         "round-seconds-range": [round(min(over_grpc), 3), round(max(over_grpc), 3)],
-        "training-seconds": round(training, 3),
-        "overhead-seconds": round(round_seconds - training, 3),
-        "overhead-seconds-per-message": round((round_seconds - training) / messages, 3),
-        "cpu-seconds-per-round": {name: round(seconds, 3) for name, seconds in spent.items()},
+        "training-seconds": round(training_seconds, 3),
+        "overhead-seconds": round(round_seconds - training_seconds, 3),
+        "overhead-seconds-per-message": round((round_seconds - training_seconds) / messages, 3),
+        "cpu-seconds-per-round": {name: round(seconds, 3) for name, seconds in cpu_spent.items()},
         "bytes": last["bytes_up"] + last["bytes_down"],
         "moving-the-bytes-once-seconds": round(moving(last["bytes_up"] + last["bytes_down"]), 3),
         "dropped": deployment.summary("speed")["dropped"],
@@ -123,7 +123,7 @@ def run_settings(nodes: int, rounds: int, data_dir: Path) -> dict[str, Any]:
 
 
 def masks(deployment: Deployment, nodes: int, rounds: int, data_dir: Path, neighbours: int) -> dict[str, Any]:
-    """Return the seconds and bytes of a round without and with secure aggregation, and the additional seconds."""
+    """Return the seconds and bytes of a round with and without secure aggregation, and the additional seconds."""
     names = [f"node-{i}" for i in range(nodes)]
     words = [f"{key}={value}" for key, value in run_settings(nodes, rounds, data_dir).items()]
     keys = ["signing-key=certificates/{name}.key", "trusted-keys=certificates"]
@@ -151,7 +151,7 @@ def masks(deployment: Deployment, nodes: int, rounds: int, data_dir: Path, neigh
 
 
 def moving(size: int) -> float:
-    """Return the seconds that ``size`` bytes take through a local socket."""
+    """Return the seconds that it takes to send ``size`` bytes through a local socket."""
     data = bytes(CHUNK)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -174,12 +174,12 @@ def moving(size: int) -> float:
 def growth(deployment: Deployment, nodes: int, rounds: int) -> dict[str, Any]:
     """Return the memory of the SuperLink and the nodes after round 5 and after the last round, and its growth."""
     words = ["method=fedavg", "dataset=digits", "model=linear", "device=cpu", f"num-clients={nodes}"]
-    # One round more than measured: the benchmark reads the memory during the run.
+    # Run one round more than measured, because the benchmark reads the memory during the run.
     process = deployment.submit("memory", *words, f"num-server-rounds={rounds + 1}", "save-models=false")
-    memory, spent = {}, {}
+    memory, cpu_spent = {}, {}
     for number in (SETTLED_ROUND, rounds):
         wait_for_round(deployment, process, "memory", number)
-        memory[number], spent[number] = resident(deployment), cpu(deployment.superlink())
+        memory[number], cpu_spent[number] = resident(deployment), cpu(deployment.superlink())
     process.wait()
     first, last = memory[SETTLED_ROUND], memory[rounds]
     percent = {name: round(100 * (last[name] / first[name] - 1), 2) for name in first}
@@ -200,13 +200,13 @@ def growth(deployment: Deployment, nodes: int, rounds: int) -> dict[str, Any]:
         "nodes-growth-percent-mean": round(statistics.mean(of_nodes), 2),
         "nodes-growth-percent-max": max(of_nodes),
         "messages": messages,
-        "superlink-cpu-seconds-per-message": round((spent[rounds] - spent[SETTLED_ROUND]) / messages, 4),
+        "superlink-cpu-seconds-per-message": round((cpu_spent[rounds] - cpu_spent[SETTLED_ROUND]) / messages, 4),
         "dropped": deployment.summary("memory")["dropped"],
     }
 
 
 def wait_for_round(deployment: Deployment, process: "subprocess.Popen[bytes]", run: str, number: int) -> None:
-    """Wait until ``number`` rounds of a run are finished. Exit if the run ends earlier."""
+    """Wait until ``number`` rounds of a run are finished, or exit if the run ends earlier."""
     while len(deployment.rounds(run)) < number:
         if process.poll() is not None:
             raise SystemExit(f"the run ended early: {deployment.log(f'run-{run}')}")
@@ -214,7 +214,7 @@ def wait_for_round(deployment: Deployment, process: "subprocess.Popen[bytes]", r
 
 
 def cpu_seconds(deployment: Deployment) -> dict[str, float]:
-    """Return the CPU seconds so far of the SuperLink, the ServerApp, the nodes (without workers) and the workers."""
+    """Return the CPU seconds used so far by the SuperLink, the ServerApp, the nodes (without workers) and workers."""
     return {
         "superlink": cpu(deployment.superlink()),
         "server-app": cpu(deployment.server()),
@@ -224,7 +224,7 @@ def cpu_seconds(deployment: Deployment) -> dict[str, float]:
 
 
 def cpu(process: int) -> float:
-    """Return the CPU seconds of a process, in user and in system mode."""
+    """Return the CPU seconds of a process, in user and system mode together."""
     fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -238,7 +238,7 @@ def resident(deployment: Deployment) -> dict[str, float]:
 
 
 def pss(process: int) -> float:
-    """Return the memory (PSS) of a process in MiB, with its part of the shared memory."""
+    """Return the memory (PSS) of a process in MiB, including its share of the shared memory."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8")
     return int(next(line for line in lines.splitlines() if line.startswith("Pss:")).split()[1]) / 1024
 

@@ -1,10 +1,10 @@
-"""Measures how much accuracy JPEG compression costs: ``python -m benchmarks.jpeg --data-dir datasets``.
+"""Measure how much accuracy JPEG compression costs: ``python -m benchmarks.jpeg --data-dir datasets``.
 
 cifar10.npz in the data folder holds images stored as JPEG, from which the originals cannot be recovered. The benchmark
-compresses them once and twice more with the same options (quality 75, colours at half the resolution). Each compression
-shifts the block grid, because a second compression of the same block hardly changes it. The cost of the additional
-compressions indicates the cost of the first. Clients of PPFE's CIFAR-10 setting (two classes, 150 training samples)
-train on each version, alone, or together and then alone.
+compresses the images once or twice more with the same options (quality 75, colours at half the resolution). Each
+compression shifts the block grid, because a second compression of the same block hardly changes it. The cost of the
+additional compressions indicates the cost of the first. Clients of PPFE's CIFAR-10 setting (two classes, 150 training
+samples) train on each version, either alone, or first together and then alone.
 """
 
 import io
@@ -30,15 +30,15 @@ Images = npt.NDArray[np.uint8]
 FOLDER = "POSY_JPEG_DATA"
 QUALITY, HALF_COLOURS = 75, "4:2:0"
 BORDERS = (5, 2)
-"""Pixels of padding around an image in each additional compression. They shift the block grid, modulo 8."""
+"""Pixels of padding around an image in each additional compression, which shift the block grid (modulo 8)."""
 METHODS = {"local": {}, "fedavg-ft": {"fedavg_ft_epochs": 5}}
 SEEDS = (0, 1, 2)
 CLIENTS, ROUNDS = 12, 16
-"""In the paper's setting a client also participates in 16 rounds."""
+"""In the paper's setting, a client also participates in 16 rounds."""
 
 
 def compressed(images: Images, border: int) -> Images:
-    """Return images ``(n, H, W, 3)`` after JPEG compression with blocks that start ``border`` pixels outside."""
+    """Return images ``(n, H, W, 3)`` after JPEG compression; the blocks start ``border`` pixels outside the image."""
     padded = np.pad(images, ((0, 0), (border, border), (border, border), (0, 0)), mode="reflect")
     decoded = np.empty_like(padded)
     for index, image in enumerate(padded):

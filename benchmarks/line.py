@@ -1,11 +1,11 @@
-"""A slow and unreliable line between nodes and the Fleet API of a SuperLink on this machine.
+"""Simulate a slow and unreliable line between nodes and the Fleet API of a SuperLink on this machine.
 
 The proxy decrypts the traffic with the SuperLink's certificate to identify calls, each of which is an HTTP/2 stream. It
 delays every frame. A share of the calls fails in one of two ways, with equal probability:
 
 - The proxy cuts the connection, with all its active calls. gRPC reports UNAVAILABLE.
-- The proxy resets the stream after the SuperLink replies, so the work is done but its result is lost. gRPC reports
-  INTERNAL.
+- The proxy resets the stream after the SuperLink replies, so the SuperLink has done the work but the reply is lost.
+  gRPC reports INTERNAL.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ PREFACE = 24
 HEAD = 9
 """Bytes of a frame header: three for the length, one for the type, one for the flags, and four for the stream."""
 MAX_IN_TRANSIT = 16
-"""Most frames in transit in each direction, of 16 KiB."""
+"""Maximum number of frames in transit in each direction, of 16 KiB each."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Quality:
     failing: float = 0.0
     """Share of the calls that fail."""
     cut_after: float = float("inf")
-    """Bytes after which a connection is cut."""
+    """Bytes after which the proxy cuts a connection."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Counts:
     connections: int = 0
     calls: int = 0
     failed: int = 0
-    """Calls that were reset, or active when their connection was cut."""
+    """Calls that the proxy reset, or that were active when it cut their connection."""
     cuts: int = 0
     up: int = 0
     """Bytes from nodes to the SuperLink."""
@@ -79,10 +79,10 @@ class Line(threading.Thread):
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._random = random.Random(seed)
-        self._towards_nodes = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self._towards_nodes.load_cert_chain(certificates / "server.pem", certificates / "server.key")
-        self._onwards = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
-        for context in (self._towards_nodes, self._onwards):
+        self._node_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._node_tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+        self._superlink_tls = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+        for context in (self._node_tls, self._superlink_tls):
             context.set_alpn_protocols(["h2"])
         self._loop = asyncio.new_event_loop()
         self._listening = threading.Event()
@@ -98,9 +98,7 @@ class Line(threading.Thread):
 
     def run(self) -> None:
         """Serve until :meth:`__exit__` stops the loop."""
-        server = self._loop.run_until_complete(
-            asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._towards_nodes)
-        )
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._node_tls))
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._listening.set()
         self._loop.run_forever()
@@ -118,18 +116,18 @@ class Line(threading.Thread):
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.counts.connections += 1
         try:
-            onwards = await asyncio.open_connection(self._host, self._port, ssl=self._onwards)
+            upstream = await asyncio.open_connection(self._host, self._port, ssl=self._superlink_tls)
         except OSError:  # the SuperLink is unreachable
             writer.transport.abort()
             return
-        connection = Connection(writer, onwards[1])
+        connection = Connection(writer, upstream[1])
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # cancelled: shutdown
-            onwards[1].write(await reader.readexactly(PREFACE))
+            upstream[1].write(await reader.readexactly(PREFACE))
             await asyncio.gather(
-                self._forward(connection, reader, onwards[1], up=True),
-                self._forward(connection, onwards[0], writer, up=False),
+                self._forward(connection, reader, upstream[1], up=True),
+                self._forward(connection, upstream[0], writer, up=False),
             )
-        for end in (writer, onwards[1]):
+        for end in (writer, upstream[1]):
             end.transport.abort()
 
     async def _forward(

@@ -1,4 +1,4 @@
-"""A federation of real processes on this machine, with TLS and node authentication, for tests and measurements."""
+"""Start a federation of real processes on this machine, with TLS and node authentication, for tests and benchmarks."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ from posy.settings import LaunchError
 
 POSY = (sys.executable, "-P", "-m", "posy.commands.cli")
 START_SECONDS = 600.0
-"""Upper limit for the start of a process, even on a busy machine."""
+"""Timeout for the start of a process in seconds, even on a busy machine."""
 MOST_SECONDS = 1200.0
-"""Upper limit for a command, even with a dozen at the same time."""
+"""Timeout of a command in seconds, even with a dozen commands at the same time."""
 
 
 class ProcessGroup:
-    """`posy` commands that run in a folder, with a log each. The folder holds everything that they write."""
+    """Runs `posy` commands in a folder, with one log per command. The commands write only into this folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class ProcessGroup:
         self._log_starts: dict[str, int] = {}  # length of each log at the start of its process
 
     def environment(self) -> dict[str, str]:
-        """Return the environment for processes with this code and with separate files."""
+        """Return the environment for processes that run this code and keep their files in the folder."""
         temporary, home = self.folder / "tmp", self.folder / "home"
         temporary.mkdir(exist_ok=True)
         changes = {"PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "FLWR_HOME": str(home)}
@@ -59,7 +59,7 @@ class ProcessGroup:
         return process
 
     def posy(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Run a `posy` command to its end, or raise :class:`LaunchError` if it fails."""
+        """Run a `posy` command until it ends, or raise :class:`LaunchError` if it fails."""
         result = subprocess.run(
             [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=False,
             timeout=MOST_SECONDS,
@@ -71,7 +71,7 @@ class ProcessGroup:
         return result
 
     def ended(self, name: str, seconds: float = MOST_SECONDS) -> int:
-        """Wait for the end of a process and return its status; after a timeout raise :class:`LaunchError` with logs."""
+        """Wait for the end of a process and return its status, or raise :class:`LaunchError` with logs on a timeout."""
         try:
             return self.processes[name].wait(seconds)
         except subprocess.TimeoutExpired:
@@ -88,11 +88,11 @@ class ProcessGroup:
         return self.log(name)[self._log_starts.get(name, 0) :]
 
     def until(self, true: Callable[[], Any], name: str, seconds: float = START_SECONDS) -> None:
-        """Wait until ``true`` returns a true value; after a timeout raise :class:`LaunchError` with a log."""
+        """Wait until ``true`` returns a true value, or raise :class:`LaunchError` with a log on a timeout."""
         end = time.monotonic() + seconds
         while not true():
             if time.monotonic() > end:
-                raise LaunchError(f"{name}: not after {seconds:g} s; its log:\n{self.log(name)[-3000:]}")
+                raise LaunchError(f"{name}: not ready after {seconds:g} s; its log:\n{self.log(name)[-3000:]}")
             time.sleep(0.1)
 
     def forked(self, part: str) -> dict[str, int]:
@@ -119,8 +119,8 @@ class ProcessGroup:
 class Deployment(ProcessGroup):
     """A running SuperLink, with methods that start and stop nodes and runs.
 
-    ``folder`` holds keys, states, logs and results. The SuperLink has the keys of the nodes ``names``, but not the key
-    ``stranger``. `posy superlink` gets the ``options``.
+    ``folder`` contains keys, states, logs and results. The SuperLink knows the keys of the nodes ``names``, but not the
+    key ``stranger``. ``options`` are options of `posy superlink`.
     """
 
     def __init__(self, folder: Path, names: list[str], *options: str) -> None:
@@ -156,7 +156,7 @@ class Deployment(ProcessGroup):
         return self.start(name, "supernode", *where, *keys, *words)
 
     def ready(self, name: str, count: int = 1) -> bool:
-        """Return whether ``count`` nodes of a command are connected with warm workers, since its last start."""
+        """Return whether ``count`` nodes have connected and have warm workers since the last start of a command."""
         log = self.log_since_start(name)
         return log.count("SuperNode ID") >= count and log.count("is ready") >= count
 
@@ -209,7 +209,7 @@ class Deployment(ProcessGroup):
 
 
 def child(process: int, *words: str) -> int:
-    """Return the child process with one of the words in its command line; raise :class:`LookupError` if not unique."""
+    """Return the child process with one of the words in its command line; raise :class:`LookupError` otherwise."""
     matching = [number for number, command in children(process).items() if any(word in command for word in words)]
     if len(matching) != 1:
         raise LookupError(f"{len(matching)} processes {' or '.join(words)}")

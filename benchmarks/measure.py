@@ -1,4 +1,4 @@
-"""Shared measurements: the speed of a bare PyTorch loop, as the limit, and of federated runs, from their records."""
+"""Measure the speed of a bare PyTorch loop, which is the limit, and of federated runs, from their records."""
 
 import json
 import multiprocessing
@@ -54,7 +54,7 @@ PRINT_SECONDS = "print(json.dumps([imported - begun, time.perf_counter() - impor
 """The parts of a program: imports, a run in one process or in Flower's simulation, and the output of their seconds."""
 CLIENTS_PER_GPU = 4
 BARE_SECONDS = 1.0
-"""Shortest time of a measurement of the bare loop, which repeats passes over the data until then."""
+"""Minimum time of a measurement of the bare loop, which repeats passes over the data until then."""
 
 
 def machine() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
-    """Train the method's network on some clients' batches with plain PyTorch. Like Posy, it keeps freed memory."""
+    """Train the method's network on some clients' batches with plain PyTorch; like Posy, keep freed memory."""
     torch.set_num_threads(1)
     workspace = Workspace(read_settings(config))
     size = workspace.settings.train.batch_size
@@ -111,7 +111,7 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
 def bare_speed(config: dict[str, Any]) -> float:
     """Return samples per second of the bare loop over the clients of one round, with the network of the method.
 
-    On a CPU it runs one process with one thread per core, each with about the same work. On a GPU it runs one process.
+    On a CPU, it runs one single-threaded process per core, each with about the same work; on a GPU, one process.
     """
     workspace = Workspace(read_settings(config))
     processes = cores() if workspace.device.type == "cpu" else 1
@@ -139,8 +139,8 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
     dict
         ``seconds`` of the training phase, median without the first round; ``messages`` of the phase; ``samples``
         trained in it; ``aggregation`` seconds, and ``bytes`` of the second round; median of the ``evaluation`` seconds;
-        seconds of ``imports``, and of ``start_up`` and end outside the rounds; ``cpu`` seconds of all; ``peak_mib`` of
-        the largest process.
+        seconds of ``imports``, and of ``start_up`` and end outside the rounds; ``cpu`` seconds of the process;
+        ``peak_mib`` of the largest process.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
@@ -161,7 +161,7 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
         rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
         clients = pd.read_csv(path / "clients.csv")
     trained = clients[clients["round"] == rounds]
-    if "train_loss" in trained:  # with secure aggregation the record has no losses of single clients
+    if "train_loss" in trained:  # with secure aggregation, the record contains no losses of individual clients
         trained = trained[trained["train_loss"].notna()]
     evaluation = [row["seconds"]["evaluate"] for row in rows if "evaluate" in row["seconds"]]
     return {

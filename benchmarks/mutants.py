@@ -1,11 +1,11 @@
-"""Measure the share of faults that the tests notice, in a seeded sample of faults in strategies/ and client_app/.
+"""Measure the share of faults that the tests detect, in a seeded sample of faults in strategies/ and client_app/.
 
-``python -m benchmarks.mutants OUTPUT.jsonl --count 150`` draws mutants: places in a function at which a comparison, an
-operator, a constant, a return value, a condition or an argument is changed. For each mutant, it runs the tests of the
+``python -m benchmarks.mutants OUTPUT.jsonl --count 150`` draws mutants. A mutant changes a comparison, an operator, a
+constant, a return value, a condition or an argument in a function. For each mutant, the command runs the tests of the
 module in a copy of the working tree until one fails, and appends the outcome. An interrupted measurement resumes.
 
 To compare two versions of the tests, measure the older version, then run the command with ``--again OLD.jsonl`` and
-another output in the newer version: it takes the mutants that were caught, and first runs the test that failed.
+another output in the newer version. It repeats the caught mutants, and runs the test that failed first.
 """
 
 import ast
@@ -36,7 +36,7 @@ EXAMPLES = ("fedfew", "ppfe", "scaffold", "fedrep", "fedamp")
 LOADED = ("torch", "scipy.optimize", "sklearn.datasets", "hypothesis", "pandas", "flwr.app", "flwr.serverapp.strategy")
 """Modules that are imported once, before the tests of each mutant run in a forked process."""
 SECONDS = 1800.0
-"""Longest time for the tests of a mutant, on a busy machine."""
+"""Timeout for the tests of a mutant in seconds, even on a busy machine."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -55,14 +55,14 @@ class Mutant(NamedTuple):
     kind: str
     original: str
     number: int
-    """Number of equal faults before it in the function."""
+    """Number of identical faults before it in the function."""
     start: int
     """Offset of the part in the file, in bytes."""
     replacement: str
 
     @property
     def key(self) -> str:
-        """Its name, which stays the same while other parts of the file change."""
+        """Its name, which does not change with other parts of the file."""
         return "|".join([self.file, self.function, self.kind, self.original, str(self.number)])
 
     def applied(self, source: bytes) -> bytes:
@@ -101,7 +101,7 @@ def faults(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
 
 
 def is_text(*nodes: ast.expr) -> bool:
-    """Return whether one of the expressions is a text in quotes."""
+    """Return whether one of the expressions is a string literal."""
     return any(
         isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str)) for n in nodes
     )
@@ -113,7 +113,7 @@ def is_starred(*nodes: ast.expr) -> bool:
 
 
 def nodes_in(node: ast.AST, name: str = "", inside: bool = False) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the nodes of all function bodies, each with the name of its function, without errors and annotations."""
+    """Yield each node in a function with the function's name; skip raised errors, f-strings and annotations."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         name = f"{name}.{node.name}".lstrip(".")
         inside = inside or isinstance(node, ast.FunctionDef)
@@ -171,15 +171,15 @@ def collected(root: Path) -> list[str]:
 
 
 def plain(name: str) -> str:
-    """Return a name without case and separators: ``pFedMe``, ``lg_fedavg`` and ``lg-fedavg`` have several forms."""
+    """Return a name in lower case without separators, so that ``lg_fedavg`` and ``LG-FedAvg`` match."""
     return name.lower().replace("-", "").replace("_", "")
 
 
 def covering_tests(file: str, root: Path, tests: list[str]) -> list[str]:
     """Return the tests of a module, the most specific first.
 
-    These are the tests with its name. For a module that all methods use, they include the files that import it, and
-    the tests that run every method, for a few methods.
+    The name of the module selects the tests. For a module that all methods use, they include the tests in files that
+    import it, and the tests that run every method, for a few methods.
     """
     module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
     name = plain(stem)
@@ -200,13 +200,13 @@ def covering_tests(file: str, root: Path, tests: list[str]) -> list[str]:
 
 
 class Failures:
-    """A plugin of pytest that notes the first failure in a file."""
+    """A plugin for pytest that records a failed test in a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note a test that fails."""
+        """Record the test if it failed."""
         if report.failed:
             self.file.write_text(report.nodeid, encoding="utf-8")
 
@@ -215,21 +215,21 @@ class Failures:
 
 def outcome_of(mutant: Mutant, root: Path, tests: list[str], seconds: int) -> dict[str, Any]:
     """Run tests with a fault in a forked process, for at most ``seconds`` of CPU time, and return the outcome."""
-    file, note = root / mutant.file, root / "failed.txt"
+    file, failure_file = root / mutant.file, root / "failed.txt"
     source = file.read_bytes()
-    note.write_text("", encoding="utf-8")
+    failure_file.write_text("", encoding="utf-8")
     file.write_bytes(mutant.applied(source))
     process = os.fork()
     if not process:
-        run_tests(root, tests, seconds, note)
+        run_tests(root, tests, seconds, failure_file)
     try:
         status = status_of(process)
     finally:
         file.write_bytes(source)
         shutil.rmtree(root / "temporary", ignore_errors=True)
-    failed = note.read_text(encoding="utf-8")
+    failed_test = failure_file.read_text(encoding="utf-8")
     outcomes = {0: "survived", -signal.SIGKILL: "stopped", -signal.SIGXCPU: "stopped"}
-    return {"key": mutant.key, "outcome": outcomes.get(status, "caught"), "test": failed, "tests": len(tests)}
+    return {"key": mutant.key, "outcome": outcomes.get(status, "caught"), "test": failed_test, "tests": len(tests)}
 
 
 def run_tests(root: Path, tests: list[str], seconds: int, note: Path) -> None:
@@ -248,7 +248,7 @@ def run_tests(root: Path, tests: list[str], seconds: int, note: Path) -> None:
 
 
 def status_of(process: int) -> int:
-    """Return the exit status of a process, which ends after :data:`SECONDS` at the latest."""
+    """Wait for a process, kill it after :data:`SECONDS`, and return its exit status."""
     end = time.monotonic() + SECONDS
     while True:
         finished, status = os.waitpid(process, os.WNOHANG)
@@ -268,7 +268,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def sample(root: Path, count: int, seed: int, again: Path | None) -> list[tuple[Mutant, str]]:
-    """Return mutants, each with the test that caught it before, if there is one."""
+    """Return mutants, each with the test that caught it earlier, or with an empty text."""
     mutants = all_mutants(root)
     if again is None:
         random.Random(seed).shuffle(mutants)
@@ -293,11 +293,11 @@ def main(
     count: Annotated[int, typer.Option(help="number of mutants")] = 150,
     seed: Annotated[int, typer.Option(help="seed of the sample")] = 0,
     seconds: Annotated[int, typer.Option(help="CPU time for the tests of a mutant")] = 90,
-    again: Annotated[Path | None, typer.Option(help="outcomes of earlier tests; repeat the caught mutants")] = None,
+    again: Annotated[Path | None, typer.Option(help="file of earlier outcomes; repeat its caught mutants")] = None,
 ) -> None:
     """Append the outcome of each mutant to OUTPUT and print the share of caught mutants."""
     output = output.absolute()
-    done = {row["key"] for row in read(output)}
+    measured_keys = {row["key"] for row in read(output)}
     with tempfile.TemporaryDirectory(prefix="posy-mutants-") as folder:
         root = copy_of_tree(Path(folder))
         os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -309,7 +309,7 @@ def main(
         for module in LOADED:
             import_module(module)
         for mutant, test in chosen:
-            if mutant.key not in done:
+            if mutant.key not in measured_keys:
                 relevant = dict.fromkeys([*({test} & {*tests}), *covering_tests(mutant.file, root, tests)])
                 row = outcome_of(mutant, root, list(relevant), seconds)
                 with output.open("a", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ from posy.data.task import Task
 
 
 def small_cnn(task: Task) -> nn.Module:
-    """Return a network of 22,058 parameters for 3×32×32 pixels: 16 and 32 channels, and a head."""
+    """Return a network with 22,058 parameters for images of 3×32×32: layers of 16 and 32 channels, and a head."""
     return nn.Sequential(
         nn.Conv2d(task.input_shape[0], 16, 5),
         nn.ReLU(),

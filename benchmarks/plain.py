@@ -1,7 +1,7 @@
 """Plain PyTorch programs of published methods, for :mod:`benchmarks.curves`.
 
 The programs use neither Posy nor Flower. Each follows the pseudocode of its paper, on flat vectors of parameters. If
-the paper leaves a detail open, a comment names the source of the choice. The source is usually PFLlib, which also
+the paper omits a detail, a comment names the source of the choice. The source is usually PFLlib, which also
 defines the format of the splits. As in PFLlib, all means over clients weight them by their samples.
 
 A program is a generator. After each round, it yields the models to evaluate: the models that the clients receive next,
@@ -29,16 +29,16 @@ MODELS, MU = 3, 0.01
 PROX_MU = 1.0  # the largest value in the paper: with 0.001 the reported results equal FedAvg's
 DITTO_LAMBDA = 1.0
 APFL_ALPHA, APFL_ADAPTIVE = 0.5, True
-# FedAMP: squared distances of models are 0.1 to 0.4 after a round. With this choice clients keep weight on themselves.
+# FedAMP: squared distances of models are 0.1 to 0.4 after a round. Clients then keep some weight on themselves.
 AMP_ALPHA, AMP_LAMBDA, AMP_SIGMA = 0.02, 0.1, 0.3
-# pFedMe: PFLlib's learning rate of the personal steps. With the paper's 0.09, this network diverges in round 2.
+# pFedMe: PFLlib's learning rate for the personal steps. With the paper's 0.09, this network diverges in round 2.
 PFEDME_LAMBDA, PFEDME_STEPS, PFEDME_LR, PFEDME_BETA = 15.0, 5, 0.01, 1.0
 PER_ALPHA = 0.01
 FOMO_MODELS, FOMO_EPSILON, FOMO_DECAY = 4, 0.3, 0.05
 ALA_ETA, ALA_SAMPLE = 1.0, 0.8
 SCAFFOLD_LR = 1.0
 PROTO_LAMBDA = 1.0
-# CFL: the updates of the first round have norms of 0.04 to 0.5. The published bounds (0.4, 1.6) would split nothing.
+# CFL: the updates of the first round have norms of 0.04 to 0.5. The published bounds (0.4, 1.6) would split no cluster.
 CFL_EPS1, CFL_EPS2 = 0.4, 0.3
 PAC_LAMBDA, PAC_HEAD_LR = 1.0, 0.1
 
@@ -82,7 +82,7 @@ def network(example: Tensor, classes: int) -> nn.Sequential:
 
 
 def head_size(model: nn.Sequential) -> int:
-    """Return the number of parameters of the output layer, the last ones of the vector."""
+    """Return the number of parameters of the output layer, which are the last in the vector."""
     return sum(p.numel() for p in model[-1].parameters())
 
 
@@ -93,7 +93,7 @@ def shares_of(clients: list[Client]) -> Tensor:
 
 
 def batches(client: Client, size: int | None = None) -> list[list[Tensor]]:
-    """Return a client's shuffled mini-batches of a round."""
+    """Return a client's shuffled mini-batches for one round."""
     size = size or BATCH
     drop_last = client.drop_last and len(client.y_train) >= size
     loader = DataLoader(TensorDataset(client.x_train, client.y_train), size, shuffle=True, drop_last=drop_last)
@@ -108,7 +108,7 @@ def train(
     layers: nn.Module | None = None,
     lr: float | None = None,
 ) -> tuple[Tensor, float]:
-    """Train all or some layers for a round. Return the new parameters, and the mean loss of the last epoch."""
+    """Train all or some layers for a round, and return the new parameters and the mean loss of the last epoch."""
     vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of the copy, changed in place
     optimiser = torch.optim.SGD((layers or model).parameters(), lr=lr or LR)
     losses = []
@@ -125,7 +125,7 @@ def train(
 
 
 def pull(strength: float, centre: Tensor) -> Penalty:
-    """Return strength / 2 times the squared distance to a model."""
+    """Return a penalty: strength / 2 times the squared distance to a model."""
     return lambda model, *_: strength / 2 * (parameters_to_vector(model.parameters()) - centre).square().sum()
 
 
@@ -163,7 +163,7 @@ def training_loss(model: nn.Sequential, parameters: Tensor, client: Client) -> f
 def fedavg(
     model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor, mu: float = 0.0
 ) -> Iterator[list[Scored]]:
-    """Yield the served models: the average; FedProx (Li et al., 2020, Algorithm 2) pulls the clients towards it."""
+    """Yield the served average model; FedProx (Li et al., 2020, Algorithm 2) pulls the clients towards it."""
     average = starts[0]
     while True:
         penalty = pull(mu, average) if mu else None
@@ -181,7 +181,7 @@ def scaffold(
         trained, changed = [], []
         for client, client_control in zip(clients, controls, strict=True):
             correction = control - client_control
-            # the gradient of this product with the parameters is the correction
+            # the gradient of this product with respect to the parameters is the correction
             penalty: Penalty = lambda net, *_, c=correction: c @ parameters_to_vector(net.parameters())  # noqa: E731
             trained.append(train(model, average, client, penalty)[0])
             changed.append((average - trained[-1]) / (len(batches(client)) * LR) - control)
@@ -193,10 +193,10 @@ def scaffold(
 
 
 def cfl(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the served models of CFL (Sattler et al., 2020): one per cluster, split where the updates diverge."""
+    """Yield the served models of CFL (Sattler et al., 2020): one per cluster, which splits if its updates diverge."""
     clusters = [(list(range(len(clients))), starts[0])]
     while True:
-        after: list[tuple[list[int], Tensor]] = []
+        next_clusters: list[tuple[list[int], Tensor]] = []
         for members, start in clusters:
             changes = torch.stack([train(model, start, clients[i])[0] - start for i in members])
             weights = shares[members] / shares[members].sum()
@@ -204,14 +204,14 @@ def cfl(model: nn.Sequential, starts: list[Tensor], clients: list[Client], share
             close = float((weights @ changes).norm()) < CFL_EPS1
             if len(members) > 1 and close and float(changes.norm(dim=1).max()) > CFL_EPS2:
                 unit = F.normalize(changes.double())
-                # the largest similarity between two parts is smallest if the most similar clients are joined first
+                # joining the most similar clients first minimises the largest similarity between the two parts
                 distances = (1 - unit @ unit.T)[tuple(np.triu_indices(len(members), 1))].numpy()
                 labels = fcluster(linkage(distances, "single"), 2, "maxclust")
                 parts = [np.flatnonzero(labels == label).tolist() for label in (1, 2)]
             for part in parts:
                 share = weights[part] / weights[part].sum()
-                after.append(([members[i] for i in part], start + share @ changes[part]))
-        clusters = after
+                next_clusters.append(([members[i] for i in part], start + share @ changes[part]))
+        clusters = next_clusters
         served = {i: average for members, average in clusters for i in members}
         yield [served[i] for i in range(len(clients))]
 
@@ -227,10 +227,10 @@ def personal_layers(
     personal_head: bool = True,
     in_turn: bool = False,
 ) -> Iterator[list[Scored]]:
-    """Yield the trained models of methods whose output layer, or all other layers, stay on the client.
+    """Yield the trained models of methods that keep the output layer, or all other layers, on the client.
 
     FedPer (Arivazhagan et al., 2019, Algorithms 1 and 2) and LG-FedAvg (Liang et al., 2020, Algorithm 1) train all
-    layers together. FedPer's output layer is personal, and LG-FedAvg's other layers are. FedRep (Collins et al., 2021,
+    layers together. In FedPer the output layer is personal, in LG-FedAvg the others. FedRep (Collins et al., 2021,
     Algorithm 1) first trains the personal output layer, then the other layers.
     """
     head = head_size(model)
@@ -253,7 +253,7 @@ def personal_layers(
 def fedbabu(
     model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor
 ) -> Iterator[list[Scored]]:
-    """Yield the fine-tuned models of FedBABU (Oh et al., 2022, Algorithm 1): rounds train the body alone."""
+    """Yield the fine-tuned models of FedBABU (Oh et al., 2022, Algorithm 1); rounds train only the body."""
     average = starts[0]
     while True:
         average = shares @ torch.stack([train(model, average, client, layers=model[:-1])[0] for client in clients])
@@ -289,7 +289,7 @@ def fedpac(model: nn.Sequential, starts: list[Tensor], clients: list[Client], sh
 
 
 def head_weights(client: int, means: Tensor, spreads: Tensor) -> Tensor:
-    """Return the weights ``(M,)`` of all heads in a client's head, which minimise the estimated error of FedPAC."""
+    """Return the weights ``(M,)`` of all heads in a client's head, which minimise the error that FedPAC estimates."""
     differences = means[client] - means
     matrix = (differences @ differences.T + spreads.diag()).numpy()
     matrix = matrix / np.abs(matrix).max()
@@ -310,7 +310,7 @@ def head_weights(client: int, means: Tensor, spreads: Tensor) -> Tensor:
 
 
 def ditto(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the personal models of Ditto (Li et al., 2021, Algorithm 1), pulled towards the received model."""
+    """Yield the personal models of Ditto (Li et al., 2021, Algorithm 1), each pulled towards the received model."""
     average, personal = starts[0], starts[:1] * len(clients)
     while True:
         trained = torch.stack([train(model, average, client)[0] for client in clients])
@@ -381,7 +381,7 @@ def per_fedavg(
                 w = w - LR * gradient(model, adapted, x[-half:], y[-half:])
             trained.append(w)
         average = shares @ torch.stack(trained)
-        # PFLlib adapts on one batch, which gives less accurate models than both batches
+        # PFLlib adapts on one batch; both batches give more accurate models
         adapting = [batches(client, 2 * BATCH)[0] for client in clients]
         yield [average - PER_ALPHA * gradient(model, average, x, y) for x, y in adapting]
 
@@ -453,10 +453,10 @@ def mix(
 ) -> Tensor:
     """Learn the weights of the global head in place, and return the mixture (FedALA, Eqs. 4 and 5)."""
     head = len(weights)
-    used = int(ALA_SAMPLE * len(client.y_train))
-    begin = random.randint(0, len(client.y_train) - used)  # PFLlib: consecutive samples, in their order
-    size = min(BATCH, used)
-    starts = range(begin, begin + used - size + 1, size)
+    num_used = int(ALA_SAMPLE * len(client.y_train))
+    begin = random.randint(0, len(client.y_train) - num_used)  # PFLlib: consecutive samples in their original order
+    size = min(BATCH, num_used)
+    starts = range(begin, begin + num_used - size + 1, size)
     difference = (average - local)[-head:]
 
     def mixture() -> Tensor:
@@ -468,7 +468,7 @@ def mix(
             x, y = (samples[start : start + size] for samples in (client.x_train, client.y_train))
             slope = gradient(model, mixture(), x, y)[-head:]
             weights.copy_((weights - ALA_ETA * slope * difference).clamp(0, 1))
-        losses.append(float(F.cross_entropy(model(x).detach(), y)))  # the last batch, before its step
+        losses.append(float(F.cross_entropy(model(x).detach(), y)))  # loss of the last batch, before its step
         # PFLlib: in the first round, repeat until the losses of ten passes hardly differ
         if not until_settled or (len(losses) > 10 and np.std(losses[-10:]) < 0.1):
             return mixture()
@@ -483,7 +483,7 @@ def fedproto(
     prototypes = torch.empty(0)
 
     def distance(net: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
-        # PFLlib: the distance of each sample's features, as a mean over samples and features
+        # PFLlib: the mean over samples and features of the squared distances
         return PROTO_LAMBDA * F.mse_loss(net[:-1](x), prototypes[y])
 
     for number in count():
@@ -491,7 +491,7 @@ def fedproto(
         models = [train(model, start, client, penalty)[0] for client, start in zip(clients, models, strict=True)]
         members = [F.one_hot(client.y_train, classes).float() for client in clients]
         client_features = [features(model, each, client.x_train) for client, each in zip(clients, models, strict=True)]
-        # intent of Eq. 6: the mean over all samples of a class on all clients
+        # as Eq. 6 intends: the mean over all samples of a class on all clients
         prototypes = torch.cat(members).T @ torch.cat(client_features) / torch.cat(members).sum(0)[:, None]
         yield [Nearest(each, prototypes.nan_to_num(torch.inf)) for each in models]
 
@@ -508,7 +508,7 @@ def row_share(weight: Tensor) -> Tensor:
 def cwfedavg(
     model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor
 ) -> Iterator[list[Scored]]:
-    """Yield the served models of cwFedAvg: the average, with a personal mixture of output layers."""
+    """Yield the served models of cwFedAvg: the average model with a personal mixture of output layers."""
     *_, bias = model.parameters()
     classes = len(bias)
     head = head_size(model)
@@ -534,7 +534,7 @@ def cwfedavg(
 
 
 def fedfew(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the served models of FedFew (Algorithm 1): of K models, the one with the least training loss."""
+    """Yield the served models of FedFew (Algorithm 1): for each client, the model of least training loss among K."""
     models = starts
     while True:
         results = [[train(model, start, client) for start in models] for client in clients]

@@ -1,10 +1,10 @@
-"""Measures the accuracy of honest clients if two of ten clients attack, for each attack and each defence.
+"""Measure the accuracy of honest clients when two of ten clients attack, for each attack and each defence.
 
 ``python -m benchmarks.poisoning digits`` trains FedAvg on ten clients in this process. The attackers flip the labels of
 their training samples, or change their updates: they reverse and triple them (sign flip), or scale them ten times.
 Each finished run is one line of a file (``.jsonl``). A restart skips finished runs with the same number of rounds, and
-draws the figure. A run whose training diverges has no accuracy. The figure leaves the cell of such an attack and
-defence empty, and the table says how many seeds diverged.
+draws the figure. A run whose training diverges has no accuracy. In the figure, the cell of such an attack and
+defence is empty, and the table shows how many seeds diverged.
 """
 
 import json
@@ -52,7 +52,7 @@ ATTACKS: dict[str, tuple[bool, Change | None]] = {
     "sign flip": (False, reversed_update),
     "scaled update": (True, scaled_update),
 }
-"""Whether the attackers flip their labels, and the change of their updates."""
+"""By attack: whether the attackers flip their labels, and how they change their updates."""
 DEFENCES: dict[str, dict[str, Any]] = {
     "none": {},
     "norm bound": {"max-norm-ratio": 3.0},
@@ -93,9 +93,9 @@ class PoisoningGrid(InProcessGrid):
         replies = super()._answers(messages, end)
         if self.change is None:
             return replies
-        sent = {message.metadata.message_id: message for message in messages}
+        message_by_id = {message.metadata.message_id: message for message in messages}
         for reply in replies:
-            message = sent[reply.metadata.reply_to_message_id]
+            message = message_by_id[reply.metadata.reply_to_message_id]
             if reply.has_error() or message.metadata.message_type != MessageType.TRAIN:
                 continue
             if message.content.config_records["config"]["client"] in ATTACKERS:
@@ -128,7 +128,7 @@ def write_data(folder: Path, settings: dict[str, Any], flips: bool) -> dict[str,
 
 
 def accuracy(settings: dict[str, Any], attack: str, defence: str) -> dict[str, Any]:
-    """Run one cell, and return the honest clients' mean accuracy with the served model, and the limited clients.
+    """Run one cell, and return the honest clients' mean accuracy with the served model, and the limited updates.
 
     The accuracy is None if the training diverged.
     """
@@ -191,10 +191,12 @@ def cell_text(values: Sequence[float]) -> str:
 def main(
     dataset: Annotated[str, typer.Argument(help=f"One of {', '.join(DATASETS)}.")] = "digits",
     data_dir: Annotated[Path, typer.Option(help="Folder with the data sets.")] = Path("datasets"),
-    seeds: Annotated[int, typer.Option(help="Number of seeds, from 0 on.")] = len(SEEDS),
+    seeds: Annotated[int, typer.Option(help="Number of seeds, starting at 0.")] = len(SEEDS),
     rounds: Annotated[int, typer.Option(help="Rounds of a run; 0: the rounds of the benchmark.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
-    figure: Annotated[Path | None, typer.Option(help="The figure; default: docs/poisoning-DATASET.png.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="File of the figure; default: docs/poisoning-DATASET.png.")
+    ] = None,
 ) -> None:
     """Run the missing cells, print the accuracies, and draw the figure."""
     report = output / f"poisoning-{dataset}.jsonl"

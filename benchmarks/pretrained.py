@@ -1,4 +1,4 @@
-"""Measures the benefit of pretrained weights: ``python -m benchmarks.pretrained --data-dir datasets``.
+"""Measure the benefit of pretrained weights: ``python -m benchmarks.pretrained --data-dir datasets``.
 
 A network trains centrally on a part of CIFAR-10 for a few epochs. Clients with other images then start from its
 weights, from its weights with frozen convolutions, or from random weights. The benchmark reports served and local
@@ -29,7 +29,7 @@ COMMON = {"model": "cnn", "batch_size": 10, "lr": 0.005, "evaluate_every": 5, "c
 
 
 def images(begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``count`` images of the training set from ``begin`` on, in a fixed random order, and their classes."""
+    """Return ``count`` images of the training set from index ``begin``, in a fixed random order, and their classes."""
     archive = NpzFile(Path(os.environ[FOLDER]) / "cifar10.npz")
     chosen = np.random.default_rng(0).permutation(50_000)[begin : begin + count]
     return archive.read("x_train")[chosen], archive.read("y_train")[chosen]
@@ -41,7 +41,7 @@ def central() -> tuple[np.ndarray, np.ndarray]:
 
 
 def federated() -> tuple[np.ndarray, np.ndarray]:
-    """Return the clients' images and classes, which do not overlap with central training."""
+    """Return the clients' images and classes, which do not overlap with the images for central training."""
     return images(CENTRAL, FEDERATED)
 
 

@@ -4,8 +4,8 @@ Each run has 100 clients and a budget (ε, δ) for the whole run. The script app
 lines and skips the runs that the file contains, so you can resume an interrupted measurement and add runs. The figure
 has a panel for each data set and a line for each mode. The dashed line is FedAvg without noise.
 
-The settings of each mode are not tuned. ``dp-scores=exact`` publishes the accuracy, which the budget does not
-cover, because the data are public.
+The settings of each mode are not tuned. ``dp-scores=exact`` publishes the exact accuracy. The budget does
+not cover it, which is acceptable because the data are public.
 """
 
 import json
@@ -61,7 +61,7 @@ Key = tuple[str, str, float, int]
 
 
 def settings_of(key: Key, clients: int, delta: float, rounds: int) -> dict[str, Any]:
-    """Return the settings of a run; ``rounds`` = 0 keeps the rounds of the tables above."""
+    """Return the settings of a run; if ``rounds`` is 0, use the rounds in ``SHARED`` and ``MODES``."""
     dataset, mode, epsilon, seed = key
     settings: dict[str, Any] = {
         **{"method": "fedavg", "num_clients": clients, "partition": "iid", "seed": seed},
@@ -76,9 +76,9 @@ def settings_of(key: Key, clients: int, delta: float, rounds: int) -> dict[str, 
 
 
 def measured(settings: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
-    """Run one federation, and return the accuracy of the served model in the last round and the spent ε.
+    """Run one federation, and return the accuracy of the served model in the last round, and the spent ε.
 
-    A diverged run also has an accuracy, near the share of the largest class.
+    A diverged run also has an accuracy, which is close to the share of the largest class.
     """
     with tempfile.TemporaryDirectory() as output, redirect_stdout(sys.stderr):
         with suppress(DivergedError):
@@ -127,9 +127,9 @@ def main(
     seeds: list[int] = typer.Option([0, 1, 2]),  # noqa: B008
     clients: int = 100,
     delta: float = 1e-5,
-    rounds: int = typer.Option(0, help="communication rounds; 0: the rounds in the script"),
+    rounds: int = typer.Option(0, help="communication rounds; 0: the rounds that the script sets"),
     data_dir: Path = Path("datasets"),
-    picture: Path | None = typer.Option(None, help="for example docs/privacy-accuracy.png"),  # noqa: B008
+    picture: Path | None = typer.Option(None, help="file of the figure, for example docs/privacy-accuracy.png"),  # noqa: B008
 ) -> None:
     """Measure the missing runs, append them to OUTPUT (JSON lines), and draw the runs of these settings."""
     keys: list[Key] = [

@@ -1,7 +1,7 @@
-"""Measures time and memory of one server step over M stacked models.
+"""Measure the time and memory of one server step over M stacked models.
 
 ``python -m benchmarks.server_step`` prints JSON. For each M it contains the median time in seconds, and the ratio of
-peak memory to the memory of the stacked updates. The time grows as a power of M, whose exponent is also printed. Each
+peak memory to the memory of the stacked updates. It also contains the exponent with which the time grows in M. Each
 measurement runs in a separate process. Targets for M = 100, d = 0.6 M: FedACS below 1 s, cwFedAvg (output) and FedFew
 below 0.5 s, memory at most 2.5 times the stacked updates.
 """
@@ -30,7 +30,7 @@ CLASSES, EMBEDDING, MODELS = 10, 512, 3
 
 
 def cwfedavg(rows: np.ndarray, n: np.ndarray) -> Any:
-    """Average the output layer class-wise and the other layers as FedAvg does. Mix a head for each client."""
+    """Average the output layer class-wise and the other layers as FedAvg does, and mix a head for each client."""
     width = CLASSES * EMBEDDING
     heads = rows[:, -width:]
     distributions = weight_distribution(heads.reshape(len(rows), CLASSES, EMBEDDING))
@@ -39,7 +39,7 @@ def cwfedavg(rows: np.ndarray, n: np.ndarray) -> Any:
 
 
 def fedfew(rows: np.ndarray, n: np.ndarray) -> Any:
-    """Apply the K = 3 updates of every client. This benchmark uses the same rows for all three."""
+    """Apply the K = 3 updates of every client, which are the same rows in this benchmark."""
     losses = np.random.default_rng(1).random((len(rows), MODELS))
     weights = stch_weights(weighted_losses(losses, n), 0.01)
     deltas = [np.broadcast_to(row, (MODELS, len(row))) for row in rows]

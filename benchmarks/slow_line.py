@@ -1,4 +1,4 @@
-"""Measures runs over a slow line: their completion, their losses, and the time of a round beyond its transmission.
+"""Measure runs over a slow line: whether they complete, their lost replies, and the time of a round.
 
 Five nodes with a CNN of 0.6 M parameters reach their SuperLink through :mod:`benchmarks.line`. The round trip takes
 100 ms, each node has 5 Mbit/s in each direction, and 1 % of the calls fail. ``--cut-after 2e6`` also cuts every
@@ -51,7 +51,7 @@ def main(
 
 
 def run_over(deployment: Deployment, line: Line, nodes: int, rounds: int) -> dict[str, Any]:
-    """Return the duration and the losses of a run over the line."""
+    """Return the duration and the lost replies of a run over the line."""
     config = {
         "method": "fedavg", "dataset": deployment.folder / "data.npz", "model": "cnn", "device": "cpu",
         "batch-size": 50, "num-clients": nodes, "num-server-rounds": rounds, "save-models": "false",
@@ -60,13 +60,13 @@ def run_over(deployment: Deployment, line: Line, nodes: int, rounds: int) -> dic
     summary = deployment.run("slow", *(f"{key}={value}" for key, value in config.items()), timeout=1800.0)
     counts = {key: count - before[key] for key, count in line.facts().items()}
     seconds = [sum(row["seconds"].values()) for row in deployment.rounds("slow")]
-    needed = (counts["up"] + counts["down"]) / nodes / rounds / line.quality.bytes_per_second
+    transmission_seconds = (counts["up"] + counts["down"]) / nodes / rounds / line.quality.bytes_per_second
     return {
         "nodes": nodes,
         "rounds": summary["rounds"],
         "round-seconds": [round(value, 1) for value in seconds],
         "round-seconds-median": round(median(seconds[WARM_ROUNDS:]), 2),
-        "seconds-that-the-bytes-need": round(needed, 2),
+        "seconds-that-the-bytes-need": round(transmission_seconds, 2),
         "dropped": summary["dropped"],
         "missing": summary["missing"],
         "line": counts,

@@ -4,17 +4,18 @@ The bare loop runs in one process per core. Each process has one thread and a pa
 JSON.
 
 ``python -m benchmarks.speed methods`` trains the 4-layer CNN on CIFAR-10 with 20 clients, Dir(0.1), batch 10 and one
-epoch. The limit is the faster of two bare loops, before and after the federated runs. Targets: FedAvg reaches at least
-0.7 of the limit. FedFew with K = 3 takes at most 3.2 times as long as with one model. The regulariser makes cwFedAvg at
-most 1.1 times slower. For FedDRM, whose network has a second branch, the limit is a bare loop that also trains it.
+epoch. The limit is the faster of two bare loops, one before and one after the federated runs. Targets: FedAvg reaches
+at least 0.7 of the limit. FedFew with K = 3 takes at most 3.2 times as long as with one model. The regulariser makes
+cwFedAvg at most 1.1 times slower. For FedDRM, whose network has a second branch, the limit is a bare loop that also
+trains it.
 
 ``python -m benchmarks.speed secure`` measures the cost of secure aggregation per round of the CNN, with all clients in
 one process.
 
 ``python -m benchmarks.speed engines`` also measures the overhead of a message and the peak memory, for each workload,
 number of clients and engine. The overhead is the time of a message minus the time of one step on one sample, in runs
-that train only this step. For comparison, the report holds the unavoidable time to copy a model in and its result out.
-With 1,000 clients, 10 % train in a round. A CPU skips the workloads that would take too long.
+that train only this step. For comparison, the report contains the unavoidable time to copy a model in and its result
+out. With 1,000 clients, 10 % train in a round. On a CPU, the command skips workloads that would take too long.
 """
 
 import json
@@ -57,9 +58,9 @@ ENGINES: dict[str, tuple[str, bool]] = {
     "in-process": ("loop", False),
     "in-process, vectorised": ("vmap", False),
 }
-"""The setting ``stack``, and whether Ray transports the messages."""
+"""By engine: the setting ``stack``, and whether Ray transports the messages."""
 SHORT = 10
-"""Factor on the number of rounds if a round takes milliseconds: new processes are slow in the first few rounds."""
+"""Factor by which fast workloads run more rounds, because new processes are slow in the first few rounds."""
 TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
 
 app = typer.Typer()
@@ -70,7 +71,7 @@ def methods(
     data_dir: Path = Path("datasets"),
     samples: int = 12_000,
     rounds: int = 4,
-    ray: bool = typer.Option(False, help="in Flower's simulation instead of one process"),
+    ray: bool = typer.Option(False, help="use Flower's simulation instead of one process"),
 ) -> None:
     """Measure the methods."""
     config: dict[str, Any] = {
@@ -115,26 +116,26 @@ def secure(
     neighbours: int = typer.Option(0, help="neighbours of each client; 0: all"),
     rounds: int = 20,
 ) -> None:
-    """Measure the cost of secure aggregation per round, in which every round is evaluated."""
+    """Measure the cost of secure aggregation per round, with an evaluation in every round."""
     for number in clients:
-        near = neighbours if neighbours < number else 0
+        num_neighbours = neighbours if neighbours < number else 0
         config: dict[str, Any] = {
             "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 40 * number,
             "num-clients": number, "partition": "iid", "model": "cnn", "local-steps": 1, "stack": "loop",
             "test-set": "pooled", "evaluate-every": 1,
         }  # fmt: skip
-        masked = {"secure-aggregation": True, "secure-neighbours": near}
+        masked = {"secure-aggregation": True, "secure-neighbours": num_neighbours}
         plain, secured = federated(config, rounds), federated(config | masked, rounds)
-        more = {phase: secured[phase] - plain[phase] for phase in ("seconds", "aggregation", "evaluation")}
+        extra = {phase: secured[phase] - plain[phase] for phase in ("seconds", "aggregation", "evaluation")}
         report = {
             "machine": machine(),
             "clients": number,
-            "neighbours": near or number - 1,
+            "neighbours": num_neighbours or number - 1,
             "more_cpu_seconds_a_round": round((secured["cpu"] - plain["cpu"]) / rounds, 3),
-            "more_seconds_a_round": round(sum(more.values()), 3),
+            "more_seconds_a_round": round(sum(extra.values()), 3),
             "of_them": {
-                "training": round(more["seconds"] + more["aggregation"], 3),
-                "evaluation": round(more["evaluation"], 3),
+                "training": round(extra["seconds"] + extra["aggregation"], 3),
+                "evaluation": round(extra["evaluation"], 3),
             },
             "bytes_a_round": {"plain": plain["bytes"], "secure": secured["bytes"]},
         }
@@ -148,7 +149,7 @@ def engines(
     only: list[str] = typer.Option(list(WORKLOADS), help="workloads to measure"),  # noqa: B008 - typer's form
     engine: list[str] = typer.Option(list(ENGINES), help="engines to measure"),  # noqa: B008
 ) -> None:
-    """Measure the engines. Each result also appears at once on stderr."""
+    """Measure the engines; also print each result to stderr as soon as it is available."""
     report: dict[str, Any] = {"machine": machine(), "workloads": {}}
     for workload, clients in product(only, (10, 100, 1000)):
         if (workload, clients) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
@@ -190,7 +191,7 @@ def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> flo
 
 
 def measured(workload: str, clients: int, data_dir: str, rounds: int, engines: Sequence[str]) -> dict[str, Any]:
-    """Measure engines on one workload. Each limit is the mean of the bare loops before and after the engine's run."""
+    """Measure engines on one workload; each limit is the mean of the bare loops before and after the engine's run."""
     config = {
         "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
         "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,

@@ -1,4 +1,4 @@
-"""Measures how much models that train in parallel differ from models that train sequentially.
+"""Measure how much models that train in parallel differ from models that train sequentially.
 
 ``python -m benchmarks.stacking`` runs every method on digits with ``stack=loop`` and ``stack=vmap``, for three seeds.
 It prints the largest difference ||a - b|| / ||a|| between stored models of the server and the clients. With
@@ -57,7 +57,7 @@ def main(
     jobs: int = typer.Option(1, help="number of methods that run at once"),
 ) -> None:
     """Print a row for each method."""
-    print(f"{machine()}, {ROUNDS} rounds, side by side on {device}", flush=True)
+    print(f"{machine()}, {ROUNDS} rounds, in parallel on {device}", flush=True)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for line in pool.map(row, METHODS, repeat(device)):
             print(line, flush=True)

@@ -1,7 +1,7 @@
-"""Runs three sites, of which one has a damaged image and one is killed and restarted, and documents the output.
+"""Run three sites, one with a damaged image and one that is killed and restarted, and document the output.
 
 ``python -m benchmarks.three_sites`` starts a SuperLink and three SuperNodes with TLS and node authentication on this
-machine. It submits a run and writes the output that the user sees into docs/three-sites.md.
+machine. It submits a run, and writes the output of the commands into docs/three-sites.md.
 """
 
 import re
@@ -20,7 +20,7 @@ from posy.data.settings import DataSettings
 
 NAMES = ("site-a", "site-b", "site-c")
 CLASSES = {"site-a": range(10), "site-b": range(7), "site-c": range(3, 10)}
-"""The digits that each site has."""
+"""The digits at each site."""
 IMAGES = 180
 SETTINGS = (
     "dataset=sites",
@@ -54,11 +54,11 @@ def make_sites(folder: Path) -> None:
 def transcript(folder: Path) -> list[tuple[str, str]]:
     """Run the commands, and return each command with its output."""
     make_sites(folder)
-    shown: list[tuple[str, str]] = []
+    outputs: list[tuple[str, str]] = []
     deployment = Deployment(folder, list(NAMES))
     try:
         site_b = [f"data={folder / 'site-b'}", "skip-unreadable=true"]
-        shown.append((f"posy check-site {' '.join(site_b)}", deployment.posy("check-site", *site_b).stdout))
+        outputs.append((f"posy check-site {' '.join(site_b)}", deployment.posy("check-site", *site_b).stdout))
         for name in NAMES:
             node(deployment, name)
         for name in NAMES:
@@ -68,14 +68,16 @@ def transcript(folder: Path) -> list[tuple[str, str]]:
         print("site-c is killed", file=sys.stderr)
         deployment.kill("site-c")
         deployment.until(lambda: len(deployment.rounds("three-sites")) >= 9, "run", 300)
-        print("site-c is started again", file=sys.stderr)
+        print("site-c is restarted", file=sys.stderr)
         node(deployment, "site-c")
         run.wait(600)
-        shown.append((f"posy run {' '.join([*deployment.where, *SETTINGS])}", deployment.log("run")))
-        shown.append((f"posy status {' '.join(deployment.where)}", deployment.posy("status", *deployment.where).stdout))
+        outputs.append((f"posy run {' '.join([*deployment.where, *SETTINGS])}", deployment.log("run")))
+        outputs.append(
+            (f"posy status {' '.join(deployment.where)}", deployment.posy("status", *deployment.where).stdout)
+        )
     finally:
         deployment.stop()
-    return shown
+    return outputs
 
 
 def node(deployment: Deployment, name: str) -> None:
@@ -84,11 +86,11 @@ def node(deployment: Deployment, name: str) -> None:
     deployment.node(name, *words, *(["skip-unreadable=true"] if name == "site-b" else []))
 
 
-def page(shown: list[tuple[str, str]], folder: Path) -> str:
+def page(outputs: list[tuple[str, str]], folder: Path) -> str:
     """Return the transcript as Markdown, with example paths instead of the paths of this machine."""
     hardware = machine()
     parts = [
-        "# Three sites, one damaged image, one site killed and brought back\n",
+        "# Three sites, one damaged image, one site killed and restarted\n",
         "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three SuperNodes, each in a "
         f"separate process, with TLS and node authentication ({hardware['cores']} cores of an {hardware['cpu']}, "
         f"{hardware['date']}). site-b has a damaged image, which its node skips. The benchmark kills site-c with "
@@ -98,14 +100,14 @@ def page(shown: list[tuple[str, str]], folder: Path) -> str:
         "[limits](runs.md#clients-that-send-wrong-models) large updates and large weights, and the table at the end of "
         "the run names the affected sites.\n",
     ]
-    for command, output in shown:
+    for command, output in outputs:
         text = re.sub(r"\x1b\[[0-9;]*m", "", output).replace(str(folder), "/srv").rstrip()
         parts.append(f"```console\n$ {command.replace(str(folder), '/srv')}\n{text}\n```\n")
     return "\n".join(parts)
 
 
 def main() -> None:
-    """Write the page."""
+    """Run the three sites and write docs/three-sites.md."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="posy-sites-", ignore_cleanup_errors=True) as folder:
         Path("docs/three-sites.md").write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
