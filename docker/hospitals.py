@@ -1,7 +1,7 @@
-"""Write the patients of hospitals: ``python hospitals.py FILE.csv ...`` divides scikit-learn's breast cancer data.
+"""Divide scikit-learn's breast cancer data among hospitals: ``python hospitals.py FILE.csv ...``.
 
-Each file has a number for each patient, ten measurements of cell nuclei, and the diagnosis. The first hospital has the
-smallest share of malignant tumours, and the last hospital has the largest.
+Each row of a file has a patient's number, ten measurements of cell nuclei, and the diagnosis. The first hospital has
+the smallest share of malignant tumours, and the last hospital has the largest.
 """
 
 import csv
@@ -13,11 +13,11 @@ import numpy as np
 from sklearn.datasets import load_breast_cancer
 
 MEASUREMENTS = 10
-"""The first columns of the data are means over the nuclei. The others are their errors and extremes."""
+"""Number of columns to use: the first are means over the nuclei, and the others are their errors and extremes."""
 
 
 def write_patients(files: Sequence[Path]) -> None:
-    """Write one part of the patients into each file."""
+    """Write a part of the patients into each file."""
     data = load_breast_cancer()
     weights = np.arange(2, 2 + len(files))
     hospitals: list[list[int]] = [[] for _ in files]
