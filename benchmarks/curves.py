@@ -85,7 +85,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def write_split(folder: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], clients: int, alpha: float, seed: int) -> None:
-    """Write a PFLlib directory of uint8 images ``(N, H, W, C)``: a Dirichlet draw assigns each class to clients."""
+    """Write a PFLlib directory of uint8 images ``(N, H, W, C)``: Dirichlet draws divide each class among clients."""
     x = (x.transpose(0, 3, 1, 2) / 127.5 - 1).astype(np.float32)
     generator = np.random.default_rng(seed)
     indices_of: list[list[int]] = [[] for _ in range(clients)]

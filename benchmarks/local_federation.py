@@ -209,7 +209,7 @@ class Deployment(ProcessGroup):
 
 
 def child(process: int, *words: str) -> int:
-    """Return the child process with one of the words in its command line; raise :class:`LookupError` otherwise."""
+    """Return the only child process with one of the words in its command; raise :class:`LookupError` otherwise."""
     matching = [number for number, command in children(process).items() if any(word in command for word in words)]
     if len(matching) != 1:
         raise LookupError(f"{len(matching)} processes {' or '.join(words)}")

@@ -51,7 +51,7 @@ resources = {"num_cpus": 1, "num_gpus": float(sys.argv[2])}
 run_simulation(server, clients, settings["num-clients"], backend_config={"client_resources": resources})
 """
 PRINT_SECONDS = "print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)"
-"""The parts of a program: imports, a run in one process or in Flower's simulation, and the output of their seconds."""
+"""The parts of a program: imports, a run in one process or in Flower's simulation, and the output of the durations."""
 CLIENTS_PER_GPU = 4
 BARE_SECONDS = 1.0
 """Minimum time of a measurement of the bare loop, which repeats passes over the data until then."""

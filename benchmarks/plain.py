@@ -230,7 +230,7 @@ def personal_layers(
     """Yield the trained models of methods that keep the output layer, or all other layers, on the client.
 
     FedPer (Arivazhagan et al., 2019, Algorithms 1 and 2) and LG-FedAvg (Liang et al., 2020, Algorithm 1) train all
-    layers together. In FedPer the output layer is personal, in LG-FedAvg the others. FedRep (Collins et al., 2021,
+    layers together. FedPer keeps the output layer, and LG-FedAvg keeps the other layers. FedRep (Collins et al., 2021,
     Algorithm 1) first trains the personal output layer, then the other layers.
     """
     head = head_size(model)
@@ -289,7 +289,7 @@ def fedpac(model: nn.Sequential, starts: list[Tensor], clients: list[Client], sh
 
 
 def head_weights(client: int, means: Tensor, spreads: Tensor) -> Tensor:
-    """Return the weights ``(M,)`` of all heads in a client's head, which minimise the error that FedPAC estimates."""
+    """Return the weights ``(M,)`` of the heads in a client's head, which minimise the error that FedPAC estimates."""
     differences = means[client] - means
     matrix = (differences @ differences.T + spreads.diag()).numpy()
     matrix = matrix / np.abs(matrix).max()

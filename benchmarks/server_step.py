@@ -39,7 +39,7 @@ def cwfedavg(rows: np.ndarray, n: np.ndarray) -> Any:
 
 
 def fedfew(rows: np.ndarray, n: np.ndarray) -> Any:
-    """Apply the K = 3 updates of every client, which are the same rows in this benchmark."""
+    """Apply the K = 3 updates of every client; in this benchmark, the three updates are equal."""
     losses = np.random.default_rng(1).random((len(rows), MODELS))
     weights = stch_weights(weighted_losses(losses, n), 0.01)
     deltas = [np.broadcast_to(row, (MODELS, len(row))) for row in rows]

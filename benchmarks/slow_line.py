@@ -1,8 +1,8 @@
-"""Measure runs over a slow line: whether they complete, their lost replies, and the time of a round.
+"""Measure runs over a slow line: whether they complete, the lost replies, and the time of a round.
 
-Five nodes with a CNN of 0.6 M parameters reach their SuperLink through :mod:`benchmarks.line`. The round trip takes
-100 ms, each node has 5 Mbit/s in each direction, and 1 % of the calls fail. ``--cut-after 2e6`` also cuts every
-connection after 2 MB. The benchmark prints JSON.
+Five nodes with a CNN of 0.6 M parameters reach their SuperLink through :mod:`benchmarks.line`. The round trip takes 100
+ms, each node has 5 Mbit/s in each direction, and 1 % of the calls fail. ``--cut-after 2e6`` also cuts every connection
+after 2 MB. The benchmark prints JSON, which also contains the transmission time of a round.
 """
 
 import json

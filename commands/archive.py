@@ -46,7 +46,7 @@ class Place(Protocol):
         """Return the summary of its run if the run has the same settings and one of the statuses, else None."""
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether a run with the settings ``ran`` used the settings of this cell."""
+        """Return whether the settings ``ran`` of a run match this cell."""
 
 
 P = TypeVar("P", bound=Place)
@@ -105,7 +105,7 @@ def write(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def store(folder: Path, cells: Iterable[Place]) -> None:
-    """Write the archive of cells with finished runs, in their order."""
+    """Write an archive of cells with finished runs, in the order of the cells."""
     content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # the same cells give the same bytes
     replace(folder / FILE, lambda temporary: temporary.write_bytes(content))
 

@@ -25,7 +25,7 @@ from posy.paths import expanded
 FAR = 10.0
 """Distance of a value from the mean of its feature, in standard deviations, above which Posy lists the feature."""
 SHOWN = 20
-"""Maximum number of lines that Posy prints of a list."""
+"""Maximum number of lines of a list that Posy prints."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
         If a setting or the data is wrong.
     """
     run_folders: list[Path] = []
-    if not settings.get("resume"):  # before the import of PyTorch; a resumed run has stored settings
+    if not settings.get("resume"):  # check before importing PyTorch; a resumed run uses stored settings
         read_settings(settings, where)
     try:
         record_in_process(settings, where, run_folders.append)

@@ -46,7 +46,7 @@ class RunLog:
         self.rounds = 0
         """The last finished round in the log; 0 before the first round ends and after the last round."""
         self.reason = ""
-        """Reason why the run failed, if the user caused the error."""
+        """Reason for the failure of the run, if the user caused it."""
         self._verbose = verbose
         self._printing = True
         self._error: list[str] = []

@@ -95,7 +95,7 @@ def fraction_of(plan: Plan) -> float:
 
 
 def space_of(method: str, config: Mapping[str, Scalar]) -> dict[str, BaseDistribution]:
-    """Return the search space of a row: the numbers with a declared range and an effect in its runs."""
+    """Return the search space of a row: the settings that declare a range and have an effect in its runs."""
     space: dict[str, BaseDistribution] = {}
     idle = unmet_conditions({**config, "method": method})
     declarations = declared([method])

@@ -27,7 +27,7 @@ def directory_of(word: str) -> Path:
         return Record.find(word).path
     paths = [path.parent for path in runs.glob("*/summary.json")]
     if not paths:
-        raise SettingsError(f"{runs.absolute()} holds no run; name the directory of a run")
+        raise SettingsError(f"{runs.absolute()} contains no run; name the directory of a run")
     return max(paths, key=lambda path: (path / "summary.json").stat().st_mtime)
 
 

@@ -77,7 +77,7 @@ def test_own_files_lie_in_the_bundle_and_own_keys_are_admitted(
     assert files["own/mine.py"] == MINE.encode()
     config = tomllib.loads(files["pyproject.toml"].decode())["tool"]["flwr"]["app"]["config"]
     assert config["fedmine-strength"] == 0.5
-    assert f"{folder / 'mine.py'} travels with the run as own/mine.py" in capsys.readouterr().out
+    assert f"{folder / 'mine.py'} is sent with the run as own/mine.py" in capsys.readouterr().out
     assert foreign_code(content) == ["own/mine.py"]
 
 

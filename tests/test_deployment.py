@@ -64,13 +64,13 @@ def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path
     make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1)
     assert make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1) == []
     with pytest.raises(
-        SettingsError, match=r"server\.pem exists, but not for 10\.0\.0\.2, two\.example; --renew replaces it"
+        SettingsError, match=r"server\.pem exists, but is not valid for 10\.0\.0\.2, two\.example; --renew replaces it"
     ):
         make_certificates(tmp_path, ["two.example", "10.0.0.2", "one.example"], [], 1)
     for name in ("server.pem", "server.key"):
         (tmp_path / name).unlink()
     (tmp_path / "ca.key").write_text("no key")
-    with pytest.raises(SettingsError, match="holds a file with the name of a certificate or key"):
+    with pytest.raises(SettingsError, match="contains a file that is named like a certificate or key"):
         make_certificates(tmp_path, [], [], 1)
 
 

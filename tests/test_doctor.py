@@ -262,7 +262,7 @@ def test_versions_and_clocks_of_nodes() -> None:
         },
     }
     assert wrong(doctor.check_node_reports(nodes, told)) == [
-        ("warning", f"b has flwr 1.39.7, the server {same['flwr']}"),
+        ("warning", f"b has flwr 1.39.7, but the server has {same['flwr']}"),
         ("warning", "the clock of b is 3 s ahead: set it there (NTP)"),
         ("error", "the clock of c is 400 s behind: set it there (NTP)"),
     ]
@@ -336,7 +336,7 @@ def test_a_server_whose_superlink_is_down(tmp_path: Path, capsys: pytest.Capture
 def test_a_backup_holds_the_registered_keys_while_the_database_is_open(tmp_path: Path) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
     files = made(tmp_path / "certificates", "site-a", "site-b", "site-c")
-    with pytest.raises(SettingsError, match=r"it holds no state\.db; a SuperLink with --volatile writes none"):
+    with pytest.raises(SettingsError, match=r"it contains no state\.db; a SuperLink with --volatile writes none"):
         back_up(state, file)
     state.mkdir()
     link = reopened(state)
@@ -378,7 +378,7 @@ def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be restored"):
         restore(state, tmp_path / "none")
     sqlite3.connect(tmp_path / "empty").execute("CREATE TABLE other (a)").connection.close()
-    with pytest.raises(SettingsError, match="is not a SuperLink's complete database"):
+    with pytest.raises(SettingsError, match="is not a complete database of a SuperLink"):
         restore(state, tmp_path / "empty")
     assert (state / "state.db").read_text() == "mine"
     with pytest.raises(SettingsError, match="cannot be copied"):

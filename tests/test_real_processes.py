@@ -227,7 +227,7 @@ def test_peoples_own_code_travels_with_the_run(
 ) -> None:
     assert together.ended("run-own") == 0, together.log("run-own")
     told = [line.split(" (SHA")[0] for line in together.log("run-own").splitlines() if "travels" in line]
-    assert told == [f"posy: {together.folder / name} travels with the run as own/{name}" for name in sorted(OWN_FILES)]
+    assert told == [f"posy: {together.folder / name} is sent with the run as own/{name}" for name in sorted(OWN_FILES)]
     foreign = ", ".join(f"own/{name}" for name in sorted(OWN_FILES))
     for number in range(CLIENTS):
         assert f"brings code that differs from the installed Posy: {foreign}" in together.log(f"node-{number}")

@@ -83,7 +83,7 @@ def test_the_newest_run_is_found(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert main(["watch"]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
 
 
 def test_a_round_on_a_superlink_comes_with_its_nodes(

@@ -11,7 +11,7 @@ from posy.settings import SettingsError
 from posy.storage import lock, replace
 
 DATABASE = "state.db"
-"""Name of the database in the directory of a SuperLink's state."""
+"""Name of the database in a SuperLink's state directory."""
 VERSION_TABLE = "alembic_version"
 """Table in which Alembic stores the version of the other tables."""
 OWNER_ONLY = 0o700
@@ -25,7 +25,7 @@ def locked_state(state: Path) -> Iterator[int]:
     Raises
     ------
     SettingsError
-        If another user owns the directory, or another SuperLink or one of its processes uses it.
+        If another user owns the directory, or another SuperLink or a process that it left running uses it.
     """
     try:
         state.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def back_up(state: Path, file: Path) -> None:
     """
     database = state / DATABASE
     if not database.is_file():
-        raise SettingsError(f"--state {state}: it holds no {DATABASE}; a SuperLink with --volatile writes none")
+        raise SettingsError(f"--state {state}: it contains no {DATABASE}; a SuperLink with --volatile writes none")
 
     def copy(part: Path) -> None:
         part.unlink(missing_ok=True)

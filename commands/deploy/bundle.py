@@ -55,7 +55,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
         "pyproject.toml": tomli_w.dumps(project).encode(),
     }
     for target, file in sorted(files.items()):
-        print(f"posy: {file} travels with the run as {target} (SHA-256 {sha256_of(file)[:16]}…)")
+        print(f"posy: {file} is sent with the run as {target} (SHA-256 {sha256_of(file)[:16]}…)")
     return build_bundle(content), sent_settings
 
 

@@ -28,7 +28,7 @@ SKEW = datetime.timedelta(minutes=10)
 
 
 class Files:
-    """The files of a directory of certificates."""
+    """The files in a directory of certificates."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,8 +82,9 @@ def make_certificates(
             missing_hosts := set(map(_general_name, hosts)) - hosts_of(read_certificates(files.server)[0])
         ):
             raise SettingsError(
-                f"{files.server} exists, but not for {', '.join(sorted(str(name.value) for name in missing_hosts))}; "
-                "--renew replaces it and adds these hosts"
+                f"{files.server} exists, but is not valid for "
+                f"{', '.join(sorted(str(name.value) for name in missing_hosts))}; --renew replaces it and adds these "
+                "hosts"
             )
         for name in nodes:
             if _lacks(files.node_public(name), files.node_key(name), or_only=files.node_public(name)):
@@ -242,7 +243,7 @@ def _certificate(
     signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
     hosts: Iterable[x509.GeneralName] = (),
 ) -> bytes:
-    """Return a server's certificate for some hosts, signed by ``signer``; without a signer, an authority's."""
+    """Return a server's certificate for some hosts, signed by ``signer``, or an authority's if it is None."""
     start = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, issuer_key = signer or (subject, key)

@@ -52,7 +52,9 @@ def certificates(
             help="On the server: a name or IP address of the SuperLink. Repeatable. localhost is always included.",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="Validity of the certificates.")] = 365,
+    days: Annotated[
+        int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="Validity of the certificates in days.")
+    ] = 365,
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace the key pair of each NODE; without a NODE, replace server.pem.")
     ] = False,
@@ -62,8 +64,8 @@ def certificates(
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
-    Makes the missing files in DIR. Each NODE gets a private key (NODE.key, which only the node may read) and a public
-    key (NODE.pub, for `posy register`). On the server, with --host or without a NODE, the command also makes an
+    Makes the files that are missing in DIR. Each NODE gets a private key (NODE.key, which only the node may read) and a
+    public key (NODE.pub, for `posy register`). On the server, with --host or without a NODE, the command also makes an
     authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files stay unchanged.
     --renew replaces files and keeps the old ones, with the time in their names.
     """
@@ -364,7 +366,8 @@ def audit(
         bool, typer.Option("--anchor", help="Print only the number of events and the last hash, to store elsewhere.")
     ] = False,
     anchored: Annotated[
-        str, typer.Option("--contains", metavar="ANCHOR", help="Check that the log still has the events of an anchor.")
+        str,
+        typer.Option("--contains", metavar="ANCHOR", help="Check that the log still contains the events of an anchor."),
     ] = "",
 ) -> int:
     """Check and print the audit log of a node.

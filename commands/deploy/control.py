@@ -113,7 +113,7 @@ class Control:
         return self._client.build_request("POST", http_path("control", name), content=content, headers=headers)
 
     def nodes(self) -> list[Any]:
-        """Return the registered nodes, sorted by name; the number of a node without a name is its name."""
+        """Return the registered nodes, sorted by name; a node without a name has its number as name."""
         nodes = self.call("ListNodes").nodes_info
         for node in nodes:
             node.name = node.name or str(node.node_id)

@@ -129,7 +129,7 @@ def check_flower() -> Iterator[Finding]:
         )
     else:
         remedy = f"pip install 'flwr>={FLOWER},<1.40'"
-        yield Finding("error", f"flwr {installed} is installed, Posy needs {FLOWER} to 1.{HIGHEST[1]}: {remedy}")
+        yield Finding("error", f"flwr {installed} is installed, but Posy needs {FLOWER} to 1.{HIGHEST[1]}: {remedy}")
 
 
 def check_gpu() -> Iterator[Finding]:
@@ -347,7 +347,7 @@ def check_node_reports(nodes: Sequence[Any], statuses: Mapping[str, Mapping[str,
         for name in VERSIONS:
             node_version, server_version = node_versions.get(name), server_versions[name]
             if node_version and _release(node_version, name) != _release(server_version or "", name):
-                yield Finding("warning", f"{node.name} has {name} {node_version}, the server {server_version}")
+                yield Finding("warning", f"{node.name} has {name} {node_version}, but the server has {server_version}")
         clock = facts.get("clock") or 0.0
         if clock > TOLERATED or clock < -CLOCK_SECONDS:
             level: Level = "error" if clock > AHEAD_SECONDS or clock < -BEHIND_SECONDS else "warning"

@@ -111,7 +111,7 @@ def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -
 
 
 def with_audit(words: Sequence[str], home: Path) -> list[str]:
-    """Add an audit log in ``home`` to a node config with data but without a path for the log."""
+    """Add the path of an audit log in ``home`` to a node config that has data but no path for the log."""
     keys = {word.partition("=")[0] for word in words}
     complete = keys & {AUDIT, "state-dir"} or "data" not in keys
     return [*words, *([] if complete else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]

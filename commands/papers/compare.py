@@ -86,8 +86,8 @@ class Comparison:
     def _drawn_at(self, variant: str) -> list[str]:
         """Return the scales at which the rows of a variant are drawn, the larger scale last.
 
-        A table compares each number with the paper's. A picture compares rows with each other, so all its rows
-        have the scale at which most of them ran. If both scales have equally many rows, it is the larger scale.
+        A table compares each number with the paper's. A picture compares rows with each other, so all its rows have the
+        scale at which most of them ran. On a tie, it is the larger scale.
         """
         rows = {scale: sum(name == variant for name, _ in runs) for scale, runs in self.finished.items()}
         return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
@@ -251,7 +251,7 @@ class Comparison:
         differences: dict[tuple[str, str], list[float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
             of = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
-            # Compare names that include a variant once, not in every variant.
+            # Rows whose names include a variant are compared once, not in every variant.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above, below = (
                     self.values(*_place(name, variant), claim.measure, scale, same_point=claim.same_point)

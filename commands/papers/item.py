@@ -119,7 +119,7 @@ class Item:
 
     @cached_property
     def readings(self) -> dict[str, tuple[str, str]]:
-        """Source row and measure, by row, of the rows with a separate measure or with another row's runs."""
+        """The row whose runs it uses, and the measure, for each row with a separate measure or another row's runs."""
         run = {entry["name"] for entry in self.content.get("runs", [])}
         readings = {}
         for row, entry in self.content.get("read", {}).items():

@@ -24,7 +24,7 @@ def stored_parameters(size: int, classwise: int, num_classes: int) -> int:
 
 
 def millions(layers: str, num_classes: int) -> float:
-    """Return the millions of parameters of a ResNet-18 on cwFedAvg's server, with some ``layers`` class-wise."""
+    """Return the number of parameters of a ResNet-18 on cwFedAvg's server, in millions, with class-wise ``layers``."""
     size, head = _resnet18(num_classes)
     return stored_parameters(size, {WITHOUT: 0, "output": head, "all": size}[layers], num_classes) / 1e6
 
@@ -35,6 +35,6 @@ def _resnet18(num_classes: int) -> tuple[int, int]:
     # The import takes a second, and only one table needs it.
     from torchvision.models import resnet18  # noqa: PLC0415
 
-    with torch.device("meta"):  # sizes without memory
+    with torch.device("meta"):  # only sizes, without allocating memory
         network = resnet18(num_classes=num_classes)
     return tuple(sum(p.numel() for p in part.parameters()) for part in (network, network.fc))

@@ -121,7 +121,7 @@ def pictures_in(folder: Path) -> list[str]:
 
 
 def overview(papers: Mapping[str, Sequence[Comparison]]) -> list[list[str]]:
-    """Return a row for each paper: its number of claims, of claims by outcome, and of numbers by state."""
+    """Return a row for each paper: the numbers of its claims, in total and by outcome, and of its numbers by state."""
     rows = []
     for paper, all_comparisons in papers.items():
         comparisons = [comparison for comparison in all_comparisons if comparison.item.in_paper]
@@ -153,7 +153,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
             if changes := changed(comparison, scale):
                 parts.append(_filled(f"Scale {scale}, in brackets the paper's: {changes}."))
     if item.kind == "partition":
-        parts.append(f"`posy paper {paper} {item.name}`, which runs nothing.")
+        parts.append(f"`posy paper {paper} {item.name}`, which needs no runs.")
     if item.rows and (item.printed or comparison.entries):
         parts.append(table(comparison))
     if (name := _picture(paper, comparison)) in pictures:

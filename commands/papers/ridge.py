@@ -162,7 +162,7 @@ def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> A
     The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Larger squared
     errors count as this maximum, so beta measures the accuracy of all stages on the same scale. The coefficient of a
     stage depends on the error of the ensemble with this stage (line 21). To compute this error, the stage gets the
-    coefficient of its error alone, as in Posy's PPFE.
+    coefficient that follows from its own error, as in Posy's PPFE.
     """
     bound = (y**2).max(axis=1, keepdims=True)
 

@@ -15,7 +15,7 @@ ROUNDING = 1e-12
 SPREADS, UNITS = 2.0, 2.0
 """Largest distance at which a number agrees with the paper's: in standard deviations, and in units."""
 FEW = 3
-"""Fewest pairs for the outcome ``within the noise``: with two pairs, significance takes 13 standard errors."""
+"""Fewest pairs for the outcome ``within the noise``: two pairs are significant only at 13 standard errors."""
 OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
 """Possible outcomes of a claim."""
 
