@@ -101,9 +101,9 @@ def write_split(folder: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], clients:
     for client, indices in enumerate(indices_of):
         order = generator.permutation(indices)
         num_train = round(0.75 * len(order))
-        for split, chosen in (("train", order[:num_train]), ("test", order[num_train:])):
+        for split, rows in (("train", order[:num_train]), ("test", order[num_train:])):
             (folder / split).mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(folder / split / f"{client}.npz", data=np.array({"x": x[chosen], "y": y[chosen]}))
+            np.savez_compressed(folder / split / f"{client}.npz", data=np.array({"x": x[rows], "y": y[rows]}))
     (folder / "config.json").write_text(json.dumps({"num_clients": clients, "num_classes": len(np.unique(y))}))
 
 

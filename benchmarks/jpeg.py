@@ -92,9 +92,9 @@ def main(
     print_table("accuracy after local training", ("method", *STORED, "second costs", "third costs"), table)
 
 
-def _loss(accuracy: dict[str, list[float]], further: int) -> list[float]:
+def _loss(accuracy: dict[str, list[float]], additional: int) -> list[float]:
     """Return the accuracy that an additional compression costs, by seed."""
-    before, after = (accuracy[STORED[i]] for i in (further - 1, further))
+    before, after = (accuracy[STORED[i]] for i in (additional - 1, additional))
     return [b - a for b, a in zip(before, after, strict=True)]
 
 

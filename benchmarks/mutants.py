@@ -304,11 +304,11 @@ def main(
         sys.path[:0] = [str(root), str(root / "tests"), str(root / "tests/programs")]
         sys.dont_write_bytecode = True
         tests = collected(root)
-        chosen = sample(root, count, seed, again.absolute() if again else None)
+        sampled = sample(root, count, seed, again.absolute() if again else None)
         os.chdir(root)
         for module in LOADED:
             import_module(module)
-        for mutant, test in chosen:
+        for mutant, test in sampled:
             if mutant.key not in measured_keys:
                 relevant = dict.fromkeys([*({test} & {*tests}), *covering_tests(mutant.file, root, tests)])
                 row = outcome_of(mutant, root, list(relevant), seconds)

@@ -421,14 +421,14 @@ def fedfomo(
             peers = [n for n in range(len(clients)) if n != i]
             random.shuffle(peers)
             ranked = sorted(peers, key=lambda n: -float(affinity[i, n]))
-            chosen: list[int] = []
-            while len(chosen) < min(FOMO_MODELS, len(peers)):
+            partners: list[int] = []
+            while len(partners) < min(FOMO_MODELS, len(peers)):
                 pool = peers if random.random() < epsilon else ranked
-                chosen.append(next(n for n in pool if n not in chosen))
-            before, candidates = training_loss(model, served[i], client), [i, *chosen]
+                partners.append(next(n for n in pool if n not in partners))
+            served_loss, candidates = training_loss(model, served[i], client), [i, *partners]
             moves = torch.stack([models[n] - served[i] for n in candidates])
             losses = torch.tensor([training_loss(model, models[n], client) for n in candidates])
-            gains = (before - losses) / moves.norm(dim=1)
+            gains = (served_loss - losses) / moves.norm(dim=1)
             affinity[i, candidates] += gains
             weights = gains.clamp(min=0)
             served[i] = served[i] + (weights / weights.sum() @ moves if weights.sum() > 0 else 0)

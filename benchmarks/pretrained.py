@@ -31,8 +31,8 @@ COMMON = {"model": "cnn", "batch_size": 10, "lr": 0.005, "evaluate_every": 5, "c
 def images(begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ``count`` images of the training set from index ``begin``, in a fixed random order, and their classes."""
     archive = NpzFile(Path(os.environ[FOLDER]) / "cifar10.npz")
-    chosen = np.random.default_rng(0).permutation(50_000)[begin : begin + count]
-    return archive.read("x_train")[chosen], archive.read("y_train")[chosen]
+    indices = np.random.default_rng(0).permutation(50_000)[begin : begin + count]
+    return archive.read("x_train")[indices], archive.read("y_train")[indices]
 
 
 def central() -> tuple[np.ndarray, np.ndarray]:

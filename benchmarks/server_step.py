@@ -60,7 +60,7 @@ def measure(name: str, clients: int, parameters: int, repeats: int) -> dict[str,
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((clients, parameters), dtype=np.float32)
     n = rng.integers(10, 1000, clients).astype(np.float64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -69,7 +69,7 @@ def measure(name: str, clients: int, parameters: int, repeats: int) -> dict[str,
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         f"seconds_M={clients}": round(statistics.median(seconds), 4),
-        f"memory_over_stacked_updates_M={clients}": round(1 + (peak - before) / (rows.nbytes / 1024), 3),
+        f"memory_over_stacked_updates_M={clients}": round(1 + (peak - memory_before) / (rows.nbytes / 1024), 3),
     }
 
 

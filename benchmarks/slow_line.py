@@ -56,9 +56,9 @@ def run_over(deployment: Deployment, line: Line, nodes: int, rounds: int) -> dic
         "method": "fedavg", "dataset": deployment.folder / "data.npz", "model": "cnn", "device": "cpu",
         "batch-size": 50, "num-clients": nodes, "num-server-rounds": rounds, "save-models": "false",
     }  # fmt: skip
-    before = line.facts()
+    counts_before = line.facts()
     summary = deployment.run("slow", *(f"{key}={value}" for key, value in config.items()), timeout=1800.0)
-    counts = {key: count - before[key] for key, count in line.facts().items()}
+    counts = {key: count - counts_before[key] for key, count in line.facts().items()}
     seconds = [sum(row["seconds"].values()) for row in deployment.rounds("slow")]
     transmission_seconds = (counts["up"] + counts["down"]) / nodes / rounds / line.quality.bytes_per_second
     return {

@@ -80,9 +80,9 @@ def methods(
         "test-set": "pooled",
     }  # fmt: skip
     trained = sum(map(len, Workspace(read_settings(config)).partition.train))
-    before = bare_speed(config)
+    bare_before = bare_speed(config)
     results = {name: federated(config | RUNS[name], rounds, ray=ray) for name in RUNS}
-    bare = max(before, bare_speed(config))
+    bare = max(bare_before, bare_speed(config))
     table: dict[str, dict[str, Any]] = {
         name: {
             "samples_per_second": round(trained / result["seconds"]),

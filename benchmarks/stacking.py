@@ -43,10 +43,10 @@ def row(method: str, device: str) -> str:
         with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
             pair = [
                 posy.run(
-                    method=method, seed=seed, num_server_rounds=ROUNDS, stack=stack, device=where, max_samples=600,
+                    method=method, seed=seed, num_server_rounds=ROUNDS, stack=stack, device=target, max_samples=600,
                     output_dir=folder,
                 ).models
-                for stack, where in (("loop", "cpu"), ("vmap", device))
+                for stack, target in (("loop", "cpu"), ("vmap", device))
             ]  # fmt: skip
             differences.append(difference(*pair))
     return f"{method:10} " + "  ".join(f"{value:.1e}" for value in differences)

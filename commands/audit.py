@@ -111,8 +111,8 @@ def _is_wanted(event: Mapping[str, Any], run: str, first: datetime | None) -> bo
 
 def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of an event, without unprintable characters, because all texts come from the log."""
-    sent = event.get("sent", {})
-    total = sum(record["bytes"] for record in sent.values())
+    sent_records = event.get("sent", {})
+    total = sum(record["bytes"] for record in sent_records.values())
     decision = event.get("decision", event["event"]) + (f" ({event['error']})" if "error" in event else "")
     cells = {
         "event": str(event["number"]),
@@ -123,15 +123,15 @@ def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
         "message": event.get("type", event["event"]),
         "round": _text(event.get("round")),
         "client": _text(event.get("client")),
-        "sent": ", ".join(_describe(sent)),
-        "bytes": size(total) if sent else "",
+        "sent": ", ".join(_describe(sent_records)),
+        "bytes": size(total) if sent_records else "",
         "decision": decision,
     }
     return tuple(_printable(cells[column]) for column in COLUMNS)
 
 
-def _describe(sent: Mapping[str, Any]) -> Iterator[str]:
-    for name, record in sent.items():
+def _describe(sent_records: Mapping[str, Any]) -> Iterator[str]:
+    for name, record in sent_records.items():
         count = record.get("arrays")
         names = record.get("names", ())
         content = f"{count} arrays" if count is not None else " ".join(names)

@@ -99,8 +99,8 @@ def show(report: Report, console: Console | None = None) -> None:
     if report.statistics:
         title = "training samples; compare these statistics with other sites to detect different units"
         console.print(laid_out(title, ("feature", "mean", "standard deviation"), report.statistics[:SHOWN]))
-        if more := _rest(report.statistics):
-            console.print(Text(f"  {more.strip()}"))
+        if remainder := _rest(report.statistics):
+            console.print(Text(f"  {remainder.strip()}"))
     count = len(report.unreadable)
     unreadable = f"{count} unreadable file{'s' * (count != 1)}, skipped"
     for title, lines in (("warnings", report.warnings), (unreadable, report.unreadable)):
@@ -108,8 +108,8 @@ def show(report: Report, console: Console | None = None) -> None:
             console.print(Text(title, style="bold"))
             for line in lines[:SHOWN]:
                 console.print(Text(f"  {line}"), soft_wrap=True)
-            if more := _rest(lines):
-                console.print(Text(f"  {more.strip()}"))
+            if remainder := _rest(lines):
+                console.print(Text(f"  {remainder.strip()}"))
             console.print()
     console.print(Text("This site can take part."))
 

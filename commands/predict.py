@@ -95,8 +95,8 @@ def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> N
             file=sys.stderr,
         )
     if len(unusual) > MOST_WARNED:
-        more = len(unusual) - MOST_WARNED
-        print(f"posy: warning: {more} more values are far from the training samples", file=sys.stderr)
+        num_hidden = len(unusual) - MOST_WARNED
+        print(f"posy: warning: {num_hidden} more values are far from the training samples", file=sys.stderr)
 
 
 def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[str], list[Any]]:
@@ -133,12 +133,12 @@ def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]
     _, header = next(rows, (0, []))
     texts = preprocessing.sample_kind == "text"
     if texts:
-        wanted = [next((c for c in header if c.lower() == "text"), header[0] if len(header) == 1 else "text")]
+        columns = [next((c for c in header if c.lower() == "text"), header[0] if len(header) == 1 else "text")]
     else:
-        wanted = list(preprocessing.columns) or [name for name in header if name.lower() not in ("label", "group")]
-    if missing := [name for name in wanted if name not in header]:
+        columns = list(preprocessing.columns) or [name for name in header if name.lower() not in ("label", "group")]
+    if missing := [name for name in columns if name not in header]:
         raise DataError(f"{path}: no column {', '.join(missing[:MOST])}; the model takes {preprocessing.describe()}")
-    indices = [header.index(name) for name in wanted]
+    indices = [header.index(name) for name in columns]
     for number, row in rows:
         name = f"{path} row {number}"
         if len(row) != len(header):

@@ -154,9 +154,9 @@ class Cell:
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
         """The settings that affect the results: for each, its value here and its value in runs that predate it."""
-        wanted = read_settings(self.config, self.where or self.name, sources=self.sources).as_config()
-        declarations = declared_for(wanted)
-        return {key: (wanted[key], declarations[key].before) for key in wanted if declarations[key].decides}
+        values = read_settings(self.config, self.where or self.name, sources=self.sources).as_config()
+        declarations = declared_for(values)
+        return {key: (values[key], declarations[key].before) for key in values if declarations[key].decides}
 
 
 @dataclass(frozen=True)
@@ -335,8 +335,8 @@ def plan_of(
             f"the settings of {row} in {file}": of_row,
             where: special[row].get(variant, {}),
         }
-        chosen = {key: value for group in (*groups.values(), overrides) for key, value in group.items()}
-        if clash := sorted(chosen.keys() & {"seed", "output-dir", "run-name"}):
+        merged = {key: value for group in (*groups.values(), overrides) for key, value in group.items()}
+        if clash := sorted(merged.keys() & {"seed", "output-dir", "run-name"}):
             source = at(typed.get(clash[0], where))
             raise SettingsError(f"{clash[0]} {source}: the table itself sets it for each cell; remove {clash[0]}")
         config = _cell_config(groups, overrides, sources, effects)
@@ -545,8 +545,8 @@ def markdown(
     plan: Plan, results: Mapping[Cell, Mapping[str, Any]], table: pd.DataFrame, failures: Mapping[str, str]
 ) -> str:
     """Return the table as Markdown, one section per variant."""
-    chosen = len(table) and table[["served-best", "local-best"]].notna().any(axis=None)
-    points = [point for point in POINTS if not point.endswith("upper-bound" if chosen else "best")]
+    has_best_round = len(table) and table[["served-best", "local-best"]].notna().any(axis=None)
+    points = [point for point in POINTS if not point.endswith("upper-bound" if has_best_round else "best")]
     header = ["method", "seeds", *(point.replace("-", " ") for point in points), "served weighted", "local weighted"]
     header += ["system", "time", "up", "down", "dropped"]
     parts = [f"# {plan.title}"]

@@ -182,11 +182,11 @@ class Control:
 
         Each outage of the SuperLink may last up to ``patience`` seconds.
         """
-        after, unfinished, deadline = 0.0, "", None
+        timestamp, unfinished, deadline = 0.0, "", None
         while True:
             try:
-                for part in self.stream("StreamLogs", run_id=int(number), after_timestamp=after):
-                    after, deadline = part.latest_timestamp, None
+                for part in self.stream("StreamLogs", run_id=int(number), after_timestamp=timestamp):
+                    timestamp, deadline = part.latest_timestamp, None
                     *lines, unfinished = (unfinished + part.log_output).split("\n")
                     for line in lines:
                         show(line + "\n")
@@ -267,9 +267,9 @@ def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, v
     if status:  # the checkpoints are on the SuperLink's machine
         if log.rounds or (log.results and settings.get("resume")):
             folder = [f"output-dir={settings['output-dir']}"] if "output-dir" in settings else []
-            after = f" after round {log.rounds}" if log.rounds else ""
+            position = f" after round {log.rounds}" if log.rounds else ""
             command = resume_command(Path(log.results).name, *folder, *superlink.words())
-            print(f"posy: {outcome}{after}; resume with: {command}", file=sys.stderr)
+            print(f"posy: {outcome}{position}; resume with: {command}", file=sys.stderr)
         elif status == INTERRUPTED:
             print("posy: stopped before the first round ended; start a new run", file=sys.stderr)
     return status

@@ -128,8 +128,10 @@ class Comparison:
 
     def counts_of(self, variant: str) -> Counts | None:
         """Return the class counts of the clients, at the scale of the variant's runs if there are any."""
-        ran = {scale for (name, _), (scale, _) in self.cells.items() if name == variant}
-        counts = [self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not ran or s in ran)]
+        scales = {scale for (name, _), (scale, _) in self.cells.items() if name == variant}
+        counts = [
+            self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not scales or s in scales)
+        ]
         return counts[-1] if counts else None
 
     @cached_property
@@ -184,17 +186,17 @@ class Comparison:
             return Entry(*cell, printed, ours, scale, DIFFERS, f"measured over {partial} only")
         if measure == PARAMETERS:
             same = agrees(ours, printed.value, None, COUNTED * printed.value)
-            why = "" if same else self.item.reason(variant, row)
-            return Entry(*cell, printed, ours, "full", REPRODUCED if same else DIFFERS, why)
+            reason = "" if same else self.item.reason(variant, row)
+            return Entry(*cell, printed, ours, "full", REPRODUCED if same else DIFFERS, reason)
         over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
         unit = 1.0 if in_percent(measure) else HUNDREDTH
         same_value = agrees(ours, printed.value, over_seeds, unit)
         if same_value and scale == "full":
             return Entry(*cell, printed, ours, scale, REPRODUCED, "")
-        why = ("" if same_value else self.item.reason(variant, row)) or (
+        reason = ("" if same_value else self.item.reason(variant, row)) or (
             "" if scale == "full" else "run at scale small"
         )
-        return Entry(*cell, printed, ours, scale, DIFFERS, why, same_value)
+        return Entry(*cell, printed, ours, scale, DIFFERS, reason, same_value)
 
     def _partial(self, variant: str, row: str, measure: str) -> str:
         """Return how many clients a row's number covers, if they are too few to represent all clients."""
@@ -250,7 +252,7 @@ class Comparison:
         """
         differences: dict[tuple[str, str], list[float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
-            of = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
+            pair = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
             # Rows whose names include a variant are compared once, not in every variant.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above, below = (
@@ -260,16 +262,16 @@ class Comparison:
                 if claim.spread:
                     above, below = distances(above), distances(below)
                 if shared := sorted(above.keys() & below.keys()):
-                    differences[of, variant] = [above[seed] - below[seed] for seed in shared]
+                    differences[pair, variant] = [above[seed] - below[seed] for seed in shared]
         return differences
 
 
 def _shared_seeds(ended: Iterable[Cell]) -> set[int]:
     """Return the seeds of ended runs that all rows with runs have in common."""
-    ran: dict[tuple[str, str], set[int]] = {}
+    seeds_of_rows: dict[tuple[str, str], set[int]] = {}
     for cell in ended:
-        ran.setdefault((cell.variant, cell.row), set()).add(cell.seed)
-    return set.intersection(*ran.values()) if ran else set()
+        seeds_of_rows.setdefault((cell.variant, cell.row), set()).add(cell.seed)
+    return set.intersection(*seeds_of_rows.values()) if seeds_of_rows else set()
 
 
 def _dataset(cell: Cell) -> str:

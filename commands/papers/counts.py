@@ -37,8 +37,8 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
     """
     stored, failures = _read(plan.output), {}
     for variant, cell in first_cells(plan).items():
-        wanted = _data_settings(cell)
-        if _matches(stored.get(variant, {}), wanted):
+        expected = _data_settings(cell)
+        if _matches(stored.get(variant, {}), expected):
             continue
         settings = read_settings(cell.config, cell.name)
         try:
@@ -49,7 +49,7 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
         except SettingsError as error:
             failures[variant] = str(error)
         else:
-            stored[variant] = {"data": wanted, "counts": counts.tolist()}
+            stored[variant] = {"data": expected, "counts": counts.tolist()}
     if stored:
         plan.output.mkdir(parents=True, exist_ok=True)
         (plan.output / FILE).write_text(json.dumps(stored), encoding="utf-8")
@@ -73,11 +73,11 @@ def _data_settings(cell: Cell) -> dict[str, Any]:
     return {"seed": cell.seed, **{key: value for key, value in data.items() if declarations[key].decides}}
 
 
-def _matches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+def _matches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     """Return whether stored counts have the wanted settings; a setting that is missing had its earlier value."""
     declarations = declared()
-    earlier_values = {key: declarations[key].before for key in wanted if key in declarations}
-    return "data" in stored and normalised({**earlier_values, **stored["data"]}) == wanted
+    earlier_values = {key: declarations[key].before for key in expected if key in declarations}
+    return "data" in stored and normalised({**earlier_values, **stored["data"]}) == expected
 
 
 def _read(folder: Path) -> dict[str, Mapping[str, Any]]:

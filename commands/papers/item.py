@@ -209,8 +209,8 @@ class Item:
         """Return the settings of a variant of a picture without runs."""
         of_variants = {entry["name"]: entry.get("settings", {}) for entry in self.content.get("variants", [])}
         changes = of_variants.get(variant, {})
-        chosen = {"seed": 0, **self.content.get("settings", {}), **changes, **(overrides or {})}
-        return read_settings(with_experiment(chosen, str(self.file)), str(self.file))
+        config = {"seed": 0, **self.content.get("settings", {}), **changes, **(overrides or {})}
+        return read_settings(with_experiment(config, str(self.file)), str(self.file))
 
     def seeds(self, scale: str, number: int | None = None) -> list[int]:
         """Return the seeds at a scale: the seeds of the file, or 0 to ``number`` - 1."""
@@ -260,8 +260,8 @@ def papers() -> list[str]:
 def items(paper: str) -> list[Item]:
     """Return the tables and figures of a paper, tables first, in the order of their numbers."""
     if paper not in papers():
-        near = nearest(paper, papers())
-        hint = f"did you mean {near}?" if near else f"choose from {', '.join(papers())}"
+        similar = nearest(paper, papers())
+        hint = f"did you mean {similar}?" if similar else f"choose from {', '.join(papers())}"
         raise SettingsError(f"{paper!r} is not a paper; {hint}")
     return [read_item(file) for file in sorted((PAPERS / paper).glob("*.yaml"), key=_number)]
 
@@ -360,18 +360,20 @@ def _archives(results: Path) -> list[Path]:
 
 def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Yield each cell with the archived line of a run that has the same settings, under any name."""
-    wanted: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
+    cells_by_settings: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
     defaults: dict[str, dict[str, Scalar]] = {}
     for cell in cells:
-        wanted.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
+        cells_by_settings.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(
+            cell
+        )
         defaults[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
-    for folder in folders if wanted else ():
+    for folder in folders if cells_by_settings else ():
         for line in _lines(folder):
             run_settings = line["config"]["settings"]
             if run_settings["method"] not in defaults:
                 continue
             method_defaults, run_settings = defaults[run_settings["method"]], normalised(run_settings)
-            for cell in wanted.pop(
+            for cell in cells_by_settings.pop(
                 frozenset((key, run_settings.get(key, method_defaults[key])) for key in method_defaults), []
             ):
                 yield cell, line

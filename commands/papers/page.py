@@ -80,8 +80,10 @@ def changed(comparison: Comparison, scale: str) -> str:
         if list(papers) != [_shown(key, value)]:
             changes.append(f"{key} {_shown(key, value)} ({' or '.join(papers)})")
     for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
-        further = [f"{key} {_shown(key, value)}" for key, value in settings.items() if key not in comparison.decisive]
-        changes += [f"{name}: {', '.join(further)}"] if further else []
+        additional = [
+            f"{key} {_shown(key, value)}" for key, value in settings.items() if key not in comparison.decisive
+        ]
+        changes += [f"{name}: {', '.join(additional)}"] if additional else []
     return ", ".join(changes)
 
 
@@ -146,9 +148,9 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
             f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
             for scale in scales
         )
-        ran = f"; {duration(_seconds(comparison))} of runs" if comparison.cells else ""
+        run_time = f"; {duration(_seconds(comparison))} of runs" if comparison.cells else ""
         points = f"{_points(comparison)}{_seeds(comparison)}"
-        parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{points}."))
+        parts.append(_filled(f"{command}{run_time}. Measured: {'; '.join(item.measures)}{points}."))
         for scale in comparison.scales:
             if changes := changed(comparison, scale):
                 parts.append(_filled(f"Scale {scale}, in brackets the paper's: {changes}."))
@@ -167,7 +169,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
     for entry in comparison.entries:
         if entry.state in (DIFFERS, NOT_RUN):
             reasons.setdefault(f"{entry.state}: {entry.why or 'open'}", []).append(entry)
-    parts += [_filled(f"{_positions(entries, comparison)}: {why}.") for why, entries in reasons.items()]
+    parts += [_filled(f"{_positions(entries, comparison)}: {reason}.") for reason, entries in reasons.items()]
     if comparison.cells:
         results = {cell: cell.summary() or {} for _, cells in comparison.cells.values() for cell in cells}
         parts += [_filled(f"Machine: {line}.") for line in machines(results)]
@@ -176,8 +178,8 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
 
 def _notes(comparison: Comparison) -> list[str]:
     """Return notes: the diverged runs, and the observations in the file of the table or figure."""
-    ran = [cell for plan in comparison.plans.values() for cell in plan.cells] if comparison.item.has_runs else []
-    names = dict.fromkeys(cell.name for cell in ran if cell.summary("diverged") is not None)
+    cells = [cell for plan in comparison.plans.values() for cell in plan.cells] if comparison.item.has_runs else []
+    names = dict.fromkeys(cell.name for cell in cells if cell.summary("diverged") is not None)
     diverged = [f"Diverged, and excluded: {'; '.join(names)}."] if names else []
     observations = [f"Here: {comparison.item.content['here']}"] if "here" in comparison.item.content else []
     return diverged + observations
@@ -231,14 +233,14 @@ def _seeds(comparison: Comparison) -> str:
 
 def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
     """Return the total seconds of the distinct runs at scale small, with the seeds of the files."""
-    ran = {
+    summaries = {
         frozenset(cell.decisive.items()): cell.summary() or {}
         for comparison in comparisons
         for cells in comparison.finished.get("small", {}).values()
         for cell in cells
         if cell.seed in comparison.item.seeds("small")
     }
-    return float(sum(summary["seconds"] for summary in ran.values()))
+    return float(sum(summary["seconds"] for summary in summaries.values()))
 
 
 def _describe(claim: Claim, verdict: Verdict) -> str:
@@ -253,9 +255,9 @@ def _describe(claim: Claim, verdict: Verdict) -> str:
     if verdict.of:
         agreeing = f"as claimed in {verdict.confirmed} of {verdict.compared}"
         details = [f"{verdict.of}: {details[0]}", details[1], agreeing]
-    why = f": {claim.why}" if claim.why and verdict.word not in ("confirmed", "not run") else ""
+    explanation = f": {claim.why}" if claim.why and verdict.word not in ("confirmed", "not run") else ""
     scale = " at scale small" if verdict.scale == "small" else ""
-    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(details)}){why}"
+    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(details)}){explanation}"
 
 
 def _outcome(verdict: Verdict) -> str:

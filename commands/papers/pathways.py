@@ -124,9 +124,9 @@ def weights_of(model: FloatArray) -> Layers[FloatArray]:
 def critical(weights: Layers[FloatArray], number: int = LARGEST) -> Layers[BoolArray]:
     """Return masks of the ``number`` largest weights by magnitude; of equal weights, the first."""
     sizes = np.abs(np.concatenate([weights.hidden.ravel(), weights.output.ravel()]))
-    chosen = np.zeros(len(sizes), bool)
-    chosen[np.argsort(-sizes, kind="stable")[:number]] = True
-    hidden, output = np.split(chosen, [weights.hidden.size])
+    mask = np.zeros(len(sizes), bool)
+    mask[np.argsort(-sizes, kind="stable")[:number]] = True
+    hidden, output = np.split(mask, [weights.hidden.size])
     return Layers(hidden.reshape(weights.hidden.shape), output.reshape(weights.output.shape))
 
 

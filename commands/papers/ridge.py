@@ -176,8 +176,8 @@ def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> A
     for penalty in penalties:
         gram, moment = moments(x, y, importance)
         members.append(personalise(gram, moment, penalty))
-        alone, _ = reweight(losses(members[-1]), importance)
-        beta, importance = reweight(losses(_combined(members, [*betas, alone])), importance)
+        single_beta, _ = reweight(losses(members[-1]), importance)
+        beta, importance = reweight(losses(_combined(members, [*betas, single_beta])), importance)
         betas.append(beta)
     return _combined(members, betas)
 

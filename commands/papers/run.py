@@ -74,17 +74,17 @@ def run_part(
     """
     if scale not in SCALES:
         raise SettingsError(f"--scale {scale}: it must be {' or '.join(SCALES)}")
-    wanted = items(name) if part == "all" else [item(name, part)]
-    other = [entry.name for entry in wanted if scale not in entry.scales]
+    selected = items(name) if part == "all" else [item(name, part)]
+    other = [entry.name for entry in selected if scale not in entry.scales]
     if part in other:
         raise SettingsError(f"--scale {scale}: {part} goes beyond the paper and has one size; use --scale full")
     if other:
         print(f"skipped, because they have one size (--scale full): {', '.join(other)}", flush=True)
-        wanted = [entry for entry in wanted if scale in entry.scales]
+        selected = [entry for entry in selected if scale in entry.scales]
     folder = OWN / name if any(declared()[key].decides for key in overrides) else None
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
-    for entry in wanted:
+    for entry in selected:
         if not (entry.has_runs or entry.counts_classes):
             continue
         plan = entry.plan(scale, overrides, folder, seeds)
@@ -104,11 +104,11 @@ def run_part(
 def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
     """Run the missing runs of some seeds; record in ``absent`` why runs are skipped, by data set."""
     restore_runs(plan)
-    wanted = [cell for cell in plan.cells if cell.seed in seeds]
-    possible = {cell for cell in wanted if _data_is_there(cell, absent)}
-    print(f"{title}: {len(possible)} of {len(wanted)} runs are available", flush=True)
+    requested = [cell for cell in plan.cells if cell.seed in seeds]
+    possible = {cell for cell in requested if _data_is_there(cell, absent)}
+    print(f"{title}: {len(possible)} of {len(requested)} runs are available", flush=True)
     stored, elsewhere = archive.read(plan.output), archived_elsewhere(plan)
-    # A run of another table stays in the archive of that table. Runs with other seeds or names stay in this archive.
+    # Runs of other tables stay in the archives of these tables. Runs with other seeds or names stay in this archive.
     cells = tuple(
         cell
         for cell in plan.cells

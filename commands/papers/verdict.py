@@ -95,19 +95,19 @@ def verdict(
         Number of lower rows that may be above the row; the test ignores the highest ones. With 1, the claim is that the
         row is first or second.
     """
-    ran = sorted((statistics.fmean(values), of) for of, values in differences.items() if values)
-    results = {of: _compared(differences[of], by, within) for _, of in ran[but:]}
+    means = sorted((statistics.fmean(values), pair) for pair, values in differences.items() if values)
+    results = {pair: _compared(differences[pair], by, within) for _, pair in means[but:]}
     if not results:
         return Verdict("not run")
-    words = {of: word for of, (word, _, _) in results.items()}
-    below = sorted((results[of][1], of) for of, word in words.items() if word == "refuted")
+    words = {pair: word for pair, (word, _, _) in results.items()}
+    below = sorted((results[pair][1], pair) for pair, word in words.items() if word == "refuted")
     rejected = itertools.takewhile(lambda each: each[1][0] * (len(results) - each[0]) < LEVEL, enumerate(below))  # Holm
-    words |= {of: _undecided(results[of][2].seeds) for _, of in below[len(list(rejected)) :]}
+    words |= {pair: _undecided(results[pair][2].seeds) for _, pair in below[len(list(rejected)) :]}
     overall = next((w for w in ("refuted", "too few runs", "within the noise") if w in words.values()), "confirmed")
-    deciding = {of: results[of][2] for of, word in words.items() if word == overall}
-    of, decisive = min(deciding.items(), key=lambda each: each[1].mean if within is None else -abs(each[1].mean))
+    deciding = {pair: results[pair][2] for pair, word in words.items() if word == overall}
+    pair, decisive = min(deciding.items(), key=lambda each: each[1].mean if within is None else -abs(each[1].mean))
     confirmed = list(words.values()).count("confirmed")
-    return Verdict(overall, decisive.mean, decisive.std, decisive.seeds, of, confirmed, len(words))
+    return Verdict(overall, decisive.mean, decisive.std, decisive.seeds, pair, confirmed, len(words))
 
 
 def _compared(differences: Sequence[float], by: float, within: float | None) -> tuple[str, float, Number]:
