@@ -27,9 +27,9 @@ Unit = Literal["client", "sample"]
 MODES = ("local", "central", "sample")
 """Modes of differential privacy, as in the setting ``dp``."""
 CANCELLATION = 1e-6
-"""Relative difference of two probabilities below which 50 digits are needed to subtract them."""
+"""Relative difference of two probabilities below which their subtraction needs 50 digits."""
 ORDERS = (*np.arange(1.25, 5, 0.25), *range(5, 65), 80, 96, 128, 192, 256, 512, 1024)
-"""Orders of the Rényi divergences. A coarser grid is safe: each order gives a valid ε, and the least one counts."""
+"""Orders of the Rényi divergences. A coarser grid is safe: each order gives a valid ε, and Posy takes the smallest."""
 TOLERANCE = 1e-9
 """Relative error of ε that a comparison with a budget ignores."""
 
@@ -62,8 +62,8 @@ class Event:
 
     def __post_init__(self) -> None:
         """Check the values, which may come from a file."""
-        numbers = self.noise_multiplier > 0 and self.count >= 0 and 0 < self.sampling <= 1
-        if self.mode not in MODES or not numbers or math.isnan(self.noise_multiplier):
+        in_range = self.noise_multiplier > 0 and self.count >= 0 and 0 < self.sampling <= 1
+        if self.mode not in MODES or not in_range or math.isnan(self.noise_multiplier):
             raise BudgetError(f"{self} is not an event: mode, noise multiplier, count or sampling is out of range")
 
 
@@ -101,8 +101,8 @@ def _log_delta_exact(noise_multiplier: float, epsilon: float) -> float:
 def noise_multiplier_for(epsilon: float, delta: float) -> float:
     """Return the smallest noise multiplier of the Gaussian mechanism for (ε, δ) (Balle & Wang, 2018, Algorithm 1).
 
-    The standard deviation of the noise is this number times the L2 sensitivity. It is exact for every ε, and the
-    condition on δ holds at the returned number.
+    The standard deviation of the noise is this number times the L2 sensitivity. The number is exact for every ε, and it
+    satisfies the condition on δ.
     """
     return _least(lambda z: log_delta(z, epsilon) - math.log(delta))
 
@@ -131,7 +131,7 @@ def _least(excess: Callable[[float], float]) -> float:
 
 
 def composed(events: Iterable[Event]) -> float:
-    """Return the noise multiplier of the one Gaussian mechanism that equals some events without subsampling."""
+    """Return the noise multiplier of the single Gaussian mechanism that is equal to events without subsampling."""
     precision = math.fsum(event.count / event.noise_multiplier**2 for event in events)
     return precision**-0.5 if precision > 0 else math.inf
 
@@ -140,7 +140,7 @@ def composed(events: Iterable[Event]) -> float:
 
 
 def as_unit(event: Event, unit: Unit) -> Event | None:
-    """Return an event as a mechanism for another unit of privacy; None if it gives no guarantee for the unit.
+    """Convert an event to a unit of privacy; return None if the event gives no guarantee for this unit.
 
     A client's reply with local noise hides any change of its data, and therefore also the change of one sample. A
     central event hides whether a client takes part, at distance C. The change of one sample may reverse the client's
@@ -152,7 +152,7 @@ def as_unit(event: Event, unit: Unit) -> Event | None:
 
 
 def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float:
-    """Return the ε that some events have spent together, for δ; infinity if one of them gives no guarantee.
+    """Return the ε that events have spent together at δ; infinity if one of them gives no guarantee.
 
     Parameters
     ----------
@@ -184,13 +184,13 @@ def _spent(events: tuple[Event, ...], delta: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _renyi_divergences(noise_multiplier: float, sampling: float) -> npt.NDArray[np.float64]:
-    """Return the Rényi divergences of one use at :data:`ORDERS`; infinity if the library finds no number."""
+    """Return the Rényi divergences of one use at :data:`ORDERS`; infinity where the library cannot compute one."""
     library = accountant_library()
     gaussian = library.GaussianDpEvent(noise_multiplier)
     mechanism = gaussian if sampling == 1 else library.PoissonSampledDpEvent(sampling, gaussian)
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # the library warns about each order without a number, although the rest suffices
+    logger.setLevel(logging.ERROR)  # the library warns about each order that it skips, but the other orders suffice
     try:
         return library.rdp.RdpAccountant(ORDERS).compose(mechanism).rdp
     finally:
@@ -212,7 +212,7 @@ def accountant_library() -> Any:
 
 @lru_cache(maxsize=4096)
 def sampled_noise_multiplier(epsilon: float, delta: float, sampling: float, count: int) -> float:
-    """Return the smallest noise multiplier with which ``count`` uses with Poisson subsampling have (ε, δ).
+    """Return the smallest noise multiplier at which ``count`` uses with Poisson subsampling satisfy (ε, δ).
 
     The result exceeds the exact number by at most one part in a thousand.
     """
@@ -251,8 +251,8 @@ def ledger_line(event: Event, **facts: Any) -> str:
 def read_ledger(text: str) -> list[tuple[Event, Mapping[str, Any]]]:
     """Return the events of a ledger with their further facts.
 
-    An interrupted write may leave a last line without its end. The caller writes a line before it releases anything, so
-    the last line then describes no release, and it is ignored.
+    An interrupted write may leave an incomplete last line. The caller writes each line before the release that the line
+    describes. An incomplete line therefore describes no release, and the function ignores it.
 
     Raises
     ------

@@ -7,7 +7,7 @@ from functools import cache
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Options of glibc's ``mallopt`` (malloc.h): freed bytes to keep, and the size from which it maps blocks."""
 THRESHOLD_BYTES = 1 << 30
-"""Value of both options in bytes. Below it, freed memory stays with this process."""
+"""Value of both options in bytes. This process keeps freed memory up to this size."""
 USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables with which a user sets these options of glibc."""
 

@@ -1,4 +1,4 @@
-"""The ClientApp, as ``pyproject.toml`` names it for Flower."""
+"""The ClientApp that ``pyproject.toml`` names for Flower."""
 
 # A simulation loads both apps at once, in two threads; see posy/serverapp.py.
 import posy  # noqa: F401

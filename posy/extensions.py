@@ -33,9 +33,9 @@ def key_prefix(method: str) -> str:
 def located(text: str) -> str:
     """Return ``file.py:name`` with the absolute path of the file that contains ``module:name``.
 
-    The path is relative to the directory where the run was started. Without such a file, the text names an installed
-    module and stays the same. A file in the bundle, ``own/file.py:name``, has this name on every machine. Outside the
-    bundle, for example when a user loads the models of the run, it means the user's ``file.py``.
+    Posy looks for the file in the directory where the run was started. If the file does not exist, the text names an
+    installed module, and the function returns it unchanged. ``own/file.py:name`` names a file in the bundle on every
+    machine. Outside the bundle, for example when a user loads the models of the run, it names the user's ``file.py``.
     """
     module, _, name = text.rpartition(":")
     if module.startswith(f"{BUNDLED}/"):
@@ -67,18 +67,18 @@ def local_imports(file: Path) -> list[Path]:
         for node in ast.walk(ast.parse(queue.pop().read_bytes())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for first in {name.partition(".")[0] for name in names} - {""}:
-                module, package = file.parent / f"{first}.py", file.parent / first
+            for root in {name.partition(".")[0] for name in names} - {""}:
+                module, package = file.parent / f"{root}.py", file.parent / root
                 parts = [module] if is_file(module) else []
                 parts = sorted(package.rglob("*.py")) if is_file(package / "__init__.py") else parts
-                fresh = [part for part in parts if part not in files]
-                files += fresh
-                queue += fresh
+                new_files = [part for part in parts if part not in files]
+                files += new_files
+                queue += new_files
     return files
 
 
 def module_of(text: str, key: str) -> ModuleType:
-    """Return the module of ``module:name``. The setting ``key`` names it, for error messages.
+    """Return the module of ``module:name``. Error messages name the setting ``key``.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def format_error(error: Exception) -> str:
 
 _LONGEST = 300
 """Largest number of characters to quote from an exception."""
-_TRAVELLED = (
+_BUNDLED_HINT = (
     "; it was submitted with the run: to use the models of the run, change to the folder of this file; to resume the "
     "run on a SuperLink, repeat the settings that name custom code"
 )
@@ -127,9 +127,9 @@ def _module(name: str, setting: str) -> ModuleType:
             return importlib.import_module(name)
         path = _BUNDLE / name
         if not is_file(path):
-            travelled = name.startswith(f"{BUNDLED}/")
-            missing = f"the file {path.name if travelled else path} does not exist"
-            raise SettingsError(f"{setting}: {missing}{_TRAVELLED * travelled}")
+            is_bundled = name.startswith(f"{BUNDLED}/")
+            problem = f"the file {path.name if is_bundled else path} does not exist"
+            raise SettingsError(f"{setting}: {problem}{_BUNDLED_HINT * is_bundled}")
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # last, so that local modules replace no installed module
         spec = importlib.util.spec_from_file_location(f"{CUSTOM_MODULE}{path.stem}", path)

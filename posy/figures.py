@@ -56,7 +56,7 @@ _STYLE: Any = {
     "grid.color": _FAINT,
     "legend.frameon": False,
 }
-_COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # 1 sample differs from none
+_COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # makes 1 sample visible
 MOST_TICKS = 8
 """Largest number of values on a logarithmic axis that each have a label."""
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
@@ -151,10 +151,10 @@ def client_accuracies(served: Sequence[float | None], local: Sequence[float | No
                 label = f"{name}, mean {100 * mean:.2f} %"
                 axes.plot(x, values[order], marker, color=colour, markersize=size, markeredgewidth=0, label=label)
                 axes.axhline(mean, color=colour, linewidth=1, linestyle="--", zorder=0)
-        few = len(order) <= 40
-        if few:
+        is_small = len(order) <= 40
+        if is_small:
             axes.set_xticks(x, [str(i) for i in order], fontsize=9 if len(order) <= 25 else 7)
-        axes.set(xlabel=f"{'client' if few else f'{len(order)} clients'}, by accuracy", ylabel="accuracy")
+        axes.set(xlabel=f"{'client' if is_small else f'{len(order)} clients'}, by accuracy", ylabel="accuracy")
         axes.set_xlim(-0.6, len(order) - 0.4)
         axes.yaxis.set_major_formatter(_PERCENT)
         _legend(axes, 2, markerscale=max(1.0, 6 / dot))
@@ -173,7 +173,7 @@ def routing(matrix: npt.NDArray[Any], path: Path) -> None:
 
 
 def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
-    """Draw heat maps side by side, at most four a row. Small maps show their values. Empty maps are skipped."""
+    """Draw heat maps side by side, at most four per row. Small maps show their values. Empty maps are skipped."""
     panels = [panel for panel in panels if np.isfinite(_numbers(panel.matrix)).any()]
     if not panels:
         return
@@ -181,14 +181,14 @@ def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
     across = math.ceil(len(panels) / down)
     width = max(_WIDTH, 4.0 * across)
     rows, columns = np.shape(panels[0].matrix)
-    inner = width / across - 1.5  # width of the cells in inches
-    height = inner * float(np.clip(rows / columns, *((0.5, 0.8) if across == 1 else (0.75, 1.0))))
+    map_width = width / across - 1.5  # width of the cells in inches
+    height = map_width * float(np.clip(rows / columns, *((0.5, 0.8) if across == 1 else (0.75, 1.0))))
     with _figure(path, width, (height + 0.8) * down + 0.4) as figure:
         figure.suptitle(title, x=0.01, ha="left")
         grid = figure.subplots(down, across, squeeze=False)
         for axes, panel in zip(grid.flat, panels, strict=False):
             bar = figure.colorbar(
-                _draw(axes, panel, height, inner), ax=axes, fraction=0.08, pad=0.02, label=panel.label
+                _draw(axes, panel, height, map_width), ax=axes, fraction=0.08, pad=0.02, label=panel.label
             )
             bar.outline.set_visible(False)
         for axes in grid.flat[len(panels) :]:
@@ -247,11 +247,11 @@ def small_multiples(
         return
     across = min(columns, len(drawn))
     down = math.ceil(len(drawn) / across)
-    high = 1.75 if columns > 2 else 3.0
+    panel_height = 1.75 if columns > 2 else 3.0
     levels = {panel: (dashed or {}).get(panel, {}) for panel in drawn}
-    names = dict.fromkeys(name for named in (drawn, levels) for lines in named.values() for name in lines)
+    names = dict.fromkeys(name for line_groups in (drawn, levels) for lines in line_groups.values() for name in lines)
     styles = {name: _line_style(index, len(names), 100) for index, name in enumerate(names)}
-    with _figure(path, _WIDTH, high * down + 0.9) as figure:
+    with _figure(path, _WIDTH, panel_height * down + 0.9) as figure:
         figure.suptitle(title, x=0.01, ha="left")
         ends = [max(point[0] for band in lines.values() for point in band) for lines in drawn.values()]
         grid = figure.subplots(down, across, squeeze=False, sharex=max(ends) <= 4 * min(ends), sharey=not apart)
@@ -363,12 +363,12 @@ def images(pictures: Mapping[str, npt.ArrayLike], path: Path, *, title: str = ""
 def branches(
     networks: Mapping[str, tuple[Sequence[str], int]], path: Path, *, title: str = "", names: tuple[str, str]
 ) -> None:
-    """Draw a panel for each two-branch network: the names of its blocks, and how many both branches share."""
+    """Draw a panel for each two-branch network: the names of its blocks, and the blocks that both branches share."""
     with _figure(path, _WIDTH, 3.6) as figure:
         figure.suptitle(title, x=0.01, ha="left")
         grid = figure.subplots(1, len(networks), squeeze=False, sharey=True)
-        for axes, (about, (blocks, shared)) in zip(grid.flat, networks.items(), strict=True):
-            axes.set_title(about, fontsize=9)
+        for axes, (panel_title, (blocks, shared)) in zip(grid.flat, networks.items(), strict=True):
+            axes.set_title(panel_title, fontsize=9)
             axes.set_axis_off()
             for height, block in enumerate(blocks):
                 boxes = [(0.0, 2.0, _AXIS)]
@@ -434,7 +434,7 @@ def scatters(
 def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Return the clients ``(M,)`` in an order that puts clients with similar class counts ``(M, C)`` side by side.
 
-    This is the order of the leaves in average-linkage clustering of p_i under the total variation distance.
+    This is the leaf order of average-linkage clustering of the class shares under the total variation distance.
     """
     table = _numbers(counts)
     if len(table) < 3:
@@ -452,9 +452,9 @@ def _draw_bands(
     """Draw lines with their bands. Lines named in ``points`` are drawn as separate points."""
     for label, band in lines.items():
         x, y, half = _numbers(band).reshape(-1, 3).T
-        few = {"marker": "o", "markersize": 3.5} if len(x) <= 12 else {}
-        few = {"marker": "D", "markersize": 5, "linestyle": ""} if label in points else few
-        axes.plot(x, y, label=label, **{**styles[label], "linewidth": 1.6, **few})
+        marker_style = {"marker": "o", "markersize": 3.5} if len(x) <= 12 else {}
+        marker_style = {"marker": "D", "markersize": 5, "linestyle": ""} if label in points else marker_style
+        axes.plot(x, y, label=label, **{**styles[label], "linewidth": 1.6, **marker_style})
         axes.fill_between(x, y - half, y + half, color=styles[label]["color"], alpha=0.2, linewidth=0)
 
 
@@ -491,8 +491,8 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
             continue
         axis.set_major_locator(_whole_numbers())
         if texts:
-            named = dict(enumerate(texts))
-            axis.set_major_formatter(FuncFormatter(lambda x, _, named=named: named.get(round(x), "")))
+            tick_names = dict(enumerate(texts))
+            axis.set_major_formatter(FuncFormatter(lambda x, _, tick_names=tick_names: tick_names.get(round(x), "")))
     if len(panel.xticks) <= 30 and sum(map(len, panel.xticks)) > 40:
         axes.tick_params(axis="x", rotation=45)
     values = matrix[~hidden]
@@ -525,11 +525,13 @@ def _draw_network(axes: Axes, layers: Sequence[tuple[npt.NDArray[np.float64], np
     heights = [(size - 1) / 2 - np.arange(size) for size in sizes]  # the first node is at the top
     largest = max(float(np.abs(weights).max()) for weights, _ in layers)
     for layer, (weights, marked) in enumerate(layers):
-        for (to, of), weight in np.ndenumerate(weights):
-            colour = (COLOURS[2] if weight > 0 else COLOURS[1]) if marked[to, of] else _FAINT
+        for (target, source), weight in np.ndenumerate(weights):
+            colour = (COLOURS[2] if weight > 0 else COLOURS[1]) if marked[target, source] else _FAINT
             width = 0.4 + (4.0 * abs(weight) / largest if largest > 0 else 0.0)
-            ends = heights[layer][of], heights[layer + 1][to]
-            axes.plot((layer, layer + 1), ends, color=colour, linewidth=width, zorder=2 if marked[to, of] else 1)
+            ends = heights[layer][source], heights[layer + 1][target]
+            axes.plot(
+                (layer, layer + 1), ends, color=colour, linewidth=width, zorder=2 if marked[target, source] else 1
+            )
     for layer, ys in enumerate(heights):
         axes.scatter([layer] * len(ys), ys, s=110, facecolor="white", edgecolor=_INK, linewidths=0.8, zorder=3)
     for number, height in enumerate(heights[-1]):

@@ -35,13 +35,13 @@ from posy.words import one_line
 R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRecord)
 
 FLOWER = "1.39"
-"""Version of Flower with which Posy starts warm nodes and its own SuperLink; other versions get Flower's."""
+"""Version of Flower for Posy's warm nodes and SuperLink. With other versions, Posy starts Flower's own."""
 LOWEST, HIGHEST = (1, 39), (1, 42)
 """Lowest and highest release of Flower that Posy supports."""
 CLOCK_SECONDS = 60.0
 """Tolerated clock skew between two machines. Messages live this much longer than round-timeout."""
 MAX_REASON = 300
-"""Largest number of characters of a shown reason."""
+"""Largest number of characters of a reason in a message."""
 UNANSWERED = 1000
 """Code of Posy's own errors, for messages without a reply."""
 PING = "ping"
@@ -95,7 +95,7 @@ class ErrorsOnOneLine(logging.Filter):
         self._explained = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replace a record with the traceback of such an exception by its message, and drop the exit code after it."""
+        """Replace the traceback of such an exception with its message, and drop the exit code that follows."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, self.kinds):
             record.msg, record.args = "%s: %s", (record.getMessage(), " ".join(str(error).split()))
@@ -116,7 +116,7 @@ PLAIN: dict[type, set[type]] = {
 
 @cache
 def versions() -> dict[str, str | None]:
-    """Return the installed versions that decide the results of a run, by name of the package."""
+    """Return the installed versions that affect the results of a run, by package name."""
     installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("posy", "flwr", "torch", "numpy"):
         try:
@@ -127,11 +127,11 @@ def versions() -> dict[str, str | None]:
 
 
 def isolate_simulation() -> None:
-    """Make Ray's actors import this code; call it before Ray starts, when Flower loads the ClientApp.
+    """Make Ray's actors import this code. Call this function before Ray starts, when Flower loads the ClientApp.
 
-    Ray puts the working directory of the process that starts it first on the actors' import path. In a simulation,
-    this is the directory of the first ``flwr run``. A ``client_app/`` in this directory would run in place of the
-    submitted app. An environment variable stores the directory for relative paths.
+    The actors' import path begins with the working directory of the process that starts Ray. In a simulation, this is
+    the directory of the first ``flwr run``. A ``client_app/`` in this directory would run in place of the submitted
+    app. An environment variable stores the directory for relative paths.
     """
     if in_simulation():
         os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))
@@ -159,37 +159,37 @@ def raised(reason: str) -> str:
 
 def failure(error: Error) -> str:
     """Return the reason why a message has no proper reply, without ids, so that equal failures have equal texts."""
-    words = FAILURES.get(error.code, f"error {error.code}: {{}}")
-    return words.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
+    template = FAILURES.get(error.code, f"error {error.code}: {{}}")
+    return template.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
 
 
 def retries_of(grid: Grid) -> Any:
-    """Return the object that repeats the failed calls of a grid; None for a grid without another process."""
+    """Return the object that retries the failed calls of a grid; None for a grid in this process."""
     return getattr(grid, "_retry_invoker", None)
 
 
 class Outages:
     """Count the failed connections of a grid to its SuperLink, which the grid retries.
 
-    A slow or refused reply is not an outage, because the SuperLink still has its state. A grid without another process
-    has no outages.
+    A slow or refused reply is not an outage, because the SuperLink still has its state. A grid in this process has no
+    outages.
     """
 
     def __init__(self, grid: Grid) -> None:
         self.count = 0
         invoker = retries_of(grid)
         if invoker is not None:
-            self._noted = invoker.on_backoff
+            self._previous_callback = invoker.on_backoff
             invoker.on_backoff = self._note
 
     def _note(self, state: Any) -> None:
         self.count += isinstance(state.exception, httpx.ConnectError)
-        if self._noted is not None:
-            self._noted(state)
+        if self._previous_callback is not None:
+            self._previous_callback(state)
 
 
 PushError = ObjectPushError
-"""Raised by a grid if the SuperLink does not take a part of a message."""
+"""Raised by a grid if the SuperLink does not accept a part of a message."""
 
 
 def identity() -> int:
@@ -238,7 +238,7 @@ def encoded(content: RecordDict) -> bytes:
 
 
 def decoded(data: bytes) -> RecordDict:
-    """Return the records from the bytes that :func:`encoded` returns."""
+    """Return the records in the bytes that :func:`encoded` returns."""
     return recorddict_from_proto(_RecordDictProto.FromString(data))
 
 
@@ -250,8 +250,8 @@ ClientAppCallable = Callable[[Message, Context], Message]
 class Array(flwr.app.Array):
     """A Flower array that is serialised only when a transport asks for its bytes, and only once.
 
-    A strategy and the clients of one process share the array without a copy, so that readers may not write to it. On
-    the wire it is an ordinary ``Array``, which requires this name of the class. A scalar keeps its shape ``()``.
+    A strategy and the clients of one process share the array without a copy, so readers must not write to it. On the
+    wire it is an ordinary ``Array``, so the class must have the same name. A scalar keeps its shape ``()``.
     """
 
     def __init__(self, ndarray: npt.NDArray[Any]) -> None:
@@ -270,7 +270,7 @@ class Array(flwr.app.Array):
         return data
 
     def forget_bytes(self) -> None:
-        """Free the serialised bytes; they are made again when a transport asks for them."""
+        """Free the serialised bytes; the array creates them again when a transport asks for them."""
         self.__dict__.pop("_data", None)
 
     def numpy(self) -> npt.NDArray[Any]:

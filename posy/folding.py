@@ -1,7 +1,7 @@
 """Pack the content of messages into few objects.
 
 Flower sends each record, each array and each chunk of an array as a separate object. Each object costs four calls on
-its way from the ServerApp to the client's process. A folded content has one record for all small parts, and one record
+its way from the ServerApp to the client's process. Folded content has one record for all small parts, and one record
 for each piece of a large array.
 """
 
@@ -15,10 +15,10 @@ from posy.flower import UNANSWERED, ClientAppCallable, decoded, encoded, with_co
 from posy.flower import Array as SharedArray
 
 APART_BYTES = 1 << 16
-"""Size in bytes from which an array has separate pieces. Clients that receive the same array share its pieces."""
+"""Size in bytes from which Posy divides an array into pieces. Clients that receive the same array share its pieces."""
 PIECE_BYTES = 1_800_000
-"""Bytes of a piece. A failed call restarts, so larger pieces would never arrive on a connection that breaks every 2
-MB."""
+"""Size of a piece in bytes. A failed call restarts from the beginning. Larger pieces would therefore never arrive on a
+connection that breaks every 2 MB."""
 REST = "folded"
 """Name of the record with all content except the large arrays, and of its only key."""
 

@@ -58,7 +58,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class Parcel(NamedTuple):
-    """Arrays, and a head with the other data, of any type that can be pickled."""
+    """Arrays, and a head with all other data, which can be any object that can be pickled."""
 
     head: Any
     arrays: Sequence[Array]
@@ -243,21 +243,21 @@ class Workers:
 
     def _fork(self) -> Worker:
         context = multiprocessing.get_context("fork")
-        ours, worker_end = context.Pipe()
+        parent_end, worker_end = context.Pipe()
         shelves = [Shelf() for _ in range(BUNDLES_PER_WORKER)]
-        unused = [ours, *(worker.connection for worker in self._workers)]
+        unused = [parent_end, *(worker.connection for worker in self._workers)]
         done = mmap(-1, 1)
         arguments = worker_end, shelves, done, unused
         process = context.Process(target=self._serve, args=arguments, name="posy-client", daemon=True)
         process.start()
         worker_end.close()
-        return Worker(process, ours, shelves, done)
+        return Worker(process, parent_end, shelves, done)
 
     def _serve(
         self, connection: Connection, shelves: Sequence[Shelf], done: mmap, unused: Sequence[Connection]
     ) -> None:
         """Run in a worker process: answer parcels until the parent process ends."""
-        for number in ENDING:  # Ctrl-C reaches all processes of a terminal, but the parent ends its workers
+        for number in ENDING:  # Ctrl-C reaches the workers too, but the parent ends them
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
         for unused_connection in unused:
             unused_connection.close()
@@ -324,13 +324,13 @@ class Workers:
             self._workers.remove(worker)
             fatal = groups[min(worker.done[0], len(groups) - 1)]
             code = worker.end()
-            how = f"by signal {-code}" if code < 0 else f"with status {code}"
+            cause = f"by signal {-code}" if code < 0 else f"with status {code}"
             # The groups before the fatal one were done, but their answers are lost.
             lost = [group for bundle, _ in worker.bundles for group in bundle if group is not fatal]
             if len(fatal) > 1:  # retry each parcel alone, to identify the fatal one
                 lost = [[number] for number in fatal] + lost
             waiting.extendleft(reversed(lost))
-            return {fatal[0]: WorkerDiedError(f"its process died {how}")} if len(fatal) == 1 else {}
+            return {fatal[0]: WorkerDiedError(f"its process died {cause}")} if len(fatal) == 1 else {}
         worker.bundles.popleft()
         answers_by_number: dict[int, Parcel | Exception] = {}
         for number, answer in zip((number for group in groups for number in group), answers, strict=True):

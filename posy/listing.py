@@ -31,13 +31,13 @@ def laid_out(
     title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
 ) -> Table:
     """Return a table for a console, without a header if it has no title. Columns in ``right`` are right-aligned."""
-    shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=title is not None)
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=title is not None)
     for number, column in enumerate(columns):
         key = number == 0 and max((len(row[0]) for row in rows), default=0) < WIDTH // 2  # do not break names
-        shown.add_column(column, justify="right" if column in right else "left", no_wrap=key, overflow="fold")
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=key, overflow="fold")
     for row in rows:
-        shown.add_row(*map(Text, row))
-    return shown
+        table.add_row(*map(Text, row))
+    return table
 
 
 def as_lines(table: Table) -> list[str]:

@@ -51,7 +51,9 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
     """
     a, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     if a.ndim != 1 or a.shape != w.shape:
-        raise ValueError(f"values and weights must be two lists of one length, not of shapes {a.shape} and {w.shape}")
+        raise ValueError(
+            f"values and weights must be lists of equal length, but have the shapes {a.shape} and {w.shape}"
+        )
     if not len(a):
         return None
     if not np.isfinite(a).all():
@@ -60,19 +62,19 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
         raise ValueError("weights must be finite, not negative, and not all 0")
     low, high = float(a.min()), float(a.max())
     scale = max(abs(low), abs(high)) or 1.0
-    unit = a / scale  # squares of a diverged loss would overflow
+    scaled = a / scale  # squares of a diverged loss would overflow
     # Clip the means, because rounding can move them out of [min, max].
     lowest = np.sort(a)[: math.ceil(len(a) / 10)]
     mean, tenth, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), lowest.mean(), a @ (w / w.sum())))
-    std, squares = scale * float(unit.std()), float(unit @ unit)
-    jain = min(1.0, float(unit.sum()) ** 2 / (len(a) * squares)) if squares else None
+    std, squares = scale * float(scaled.std()), float(scaled @ scaled)
+    jain = min(1.0, float(scaled.sum()) ** 2 / (len(a) * squares)) if squares else None
     return Spread(mean=mean, std=std, min=low, max=high, tenth=tenth, weighted=weighted, jain=jain, clients=len(a))
 
 
 def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
     """Return the class that most models predict for each sample, ``(n,)``. Ties go to the lowest class.
 
-    ``predictions`` contains the predicted classes ``(n,)``, 0..C-1, of each model, and at least one model.
+    ``predictions`` contains the predicted classes ``(n,)``, 0..C-1, of each model. It must not be empty.
     """
     votes: Any = sum(np.eye(num_classes, dtype=np.int32)[predicted] for predicted in predictions)  # (n, C)
     winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first maximum
@@ -108,8 +110,8 @@ def chosen(evaluations: Sequence[Evaluation], validation: Sequence[Evaluation]) 
 def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any] | None:
     """Return the mean of each measure over the evaluations of the last rounds, or None without evaluations.
 
-    ``evaluations`` is their number. ``deviation`` contains the standard deviations of the clients' ``mean`` and
-    ``weighted`` mean over them. A measure is None if one of its values is None.
+    The entry ``evaluations`` is the number of these evaluations. ``deviation`` contains the standard deviations of
+    ``mean`` and ``weighted`` over these evaluations. A measure is None if one of its values is None.
 
     Parameters
     ----------

@@ -2,8 +2,8 @@
 
 A client may fail: its training diverges, its data cannot be read, or its memory is full. The server then drops its
 reply, and the run continues. Any other exception of a client is a mistake in the code of the method. In process and in
-a simulation it ends the run with a traceback. On a real node, the node's log has the traceback, and the server receives
-the type of the exception with file and line.
+a simulation, the exception ends the run with a traceback. On a real node, the node's log has the traceback, and the
+server receives the type of the exception with file and line.
 """
 
 import traceback
@@ -19,7 +19,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class MethodError(RuntimeError):
-    """The code of a method has raised an exception on a client. The message names the place, or is a traceback."""
+    """The code of a method raised an exception on a client. The message contains file and line, or the traceback."""
 
 
 def is_failure(error: BaseException) -> bool:
@@ -27,14 +27,14 @@ def is_failure(error: BaseException) -> bool:
 
     Failures are Posy's exceptions, and exceptions about files, connections and memory.
     """
-    posys = type(error).__module__.partition(".")[0] == "posy" and not isinstance(error, MethodError)
-    return posys or isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_posy_error = type(error).__module__.partition(".")[0] == "posy" and not isinstance(error, MethodError)
+    return is_posy_error or isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def place_of(error: BaseException, *, outside: bool = True) -> str:
-    """Return file and line in Posy or in custom code that have raised an exception, without the file's folder.
+    """Return the file and line in Posy or in custom code that raised an exception, without the file's folder.
 
-    With ``outside`` False, the file is one of Posy or of the run's bundle: the name of a site's file stays private.
+    With ``outside`` False, the function skips files outside Posy and the bundle: the names of a site's files stay private.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)

@@ -11,7 +11,7 @@ N, and the analysis of the continuous mechanism holds without change for all dim
 ⌊N⌋ has two parts. A table of 128-bit integers gives the probability of each interval [m/256, (m + 1)/256) of |N|/σ,
 and a 128-bit uniform number selects one. Rejection sampling selects one of 2¹⁶ cells in the interval. The probability
 of each multiple differs from its exact value by a factor within 1 ± 2⁻⁴⁵, up to 13 σ. Beyond 13 σ the table ends,
-which changes a distribution by less than 2⁻¹²⁵. For 10⁷ parameters and 100 rounds both change ε by less than 10⁻⁸.
+which changes the distribution by less than 2⁻¹²⁵. For 10⁷ parameters and 100 rounds both change ε by less than 10⁻⁸.
 """
 
 import math
@@ -25,13 +25,13 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 Steps = npt.NDArray[np.int64]
 """Multiples of the grid."""
 INTERVALS, CELLS = 256, 2**16
-"""Intervals of a standard deviation, and cells of an interval."""
+"""Number of intervals in a standard deviation, and of cells in an interval."""
 GRID = INTERVALS * CELLS
-"""Multiples of the grid in a standard deviation: 2²⁴."""
+"""Number of grid steps in a standard deviation: 2²⁴."""
 LAST = 13 * INTERVALS
 """Number of intervals in the table."""
 BLOCK = 2**20
-"""Number of values that are drawn at a time."""
+"""Number of values drawn at a time."""
 
 
 class SecureGenerator:
@@ -40,7 +40,7 @@ class SecureGenerator:
     Parameters
     ----------
     key : bytes, optional
-        32 bytes; by default from the operating system. Only tests give a key.
+        32 bytes; by default from the operating system. Only tests pass a key.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
@@ -51,7 +51,7 @@ class SecureGenerator:
         return np.frombuffer(self._encryptor.update(bytes(8 * count)), "<u8").astype(np.uint64, copy=False)
 
     def chosen(self, count: int, probability: float) -> npt.NDArray[np.int64]:
-        """Return the indices below ``count`` that a Poisson sample contains, each with the same probability."""
+        """Return a Poisson sample of the indices below ``count``, which contains each index with ``probability``."""
         if probability >= 1:
             return np.arange(count)
         return np.flatnonzero(self.words(count) < np.uint64(int(probability * 2**64)))
@@ -68,9 +68,9 @@ class SecureGenerator:
         while len(pending):
             words, bounds = self.words(len(pending)), interval[pending]
             cell = (words & np.uint64(CELLS - 1)).astype(np.int64)
-            # The density of the cell over the density at the left end of its interval, which is the largest.
-            inside = (cell + 0.5) / CELLS
-            density = np.exp(inside * (inside + 2 * bounds) / (-2 * INTERVALS**2))
+            # The density of the cell, divided by the density at the left end of its interval, where it is largest.
+            position = (cell + 0.5) / CELLS
+            density = np.exp(position * (position + 2 * bounds) / (-2 * INTERVALS**2))
             accepted = (words >> np.uint64(17)).astype(np.float64) < density * 2**47
             indices = pending[accepted]
             magnitude[indices] = bounds[accepted] * CELLS + cell[accepted]
@@ -79,7 +79,7 @@ class SecureGenerator:
         return np.where(negative, -magnitude - 1, magnitude)
 
     def _intervals(self, count: int) -> Steps:
-        """Return the intervals ``(count,)`` of |N|: the number of bounds whose tail exceeds a 128-bit number."""
+        """Return the interval of each |N| ``(count,)``: the number of bounds whose tail exceeds a 128-bit number."""
         tails = tail_table()
         high = _high_words()
         words = self.words(count)
@@ -103,7 +103,7 @@ def tail_table() -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def _high_words() -> npt.NDArray[np.uint64]:
-    """Return the upper 64 bits of the table, the smallest first."""
+    """Return the upper 64 bits of the table's entries, the smallest first."""
     return np.array([tail >> 64 for tail in reversed(tail_table())], np.uint64)
 
 
@@ -122,7 +122,7 @@ def perturb(
         Source of the noise; by default a new one.
     """
     if not 0 < deviation < math.inf:
-        raise ValueError(f"a standard deviation of {deviation}")
+        raise ValueError(f"the standard deviation of the noise must be positive and finite, not {deviation}")
     generator = generator or SecureGenerator()
     return from_steps(to_steps(values, deviation) + generator.gaussian(len(values)), deviation)
 
@@ -142,5 +142,5 @@ def to_steps(values: npt.NDArray[np.float64], deviation: float) -> Steps:
 
 
 def from_steps(steps: Steps, deviation: float) -> npt.NDArray[np.float64]:
-    """Return the centres of the cells that begin at some multiples of ``deviation`` / 2²⁴."""
+    """Return the centres of the cells that begin at the multiples ``steps`` of ``deviation`` / 2²⁴."""
     return np.multiply(steps + 0.5, deviation / GRID, dtype=np.float64)

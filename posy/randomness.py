@@ -23,7 +23,7 @@ def seed_of(seed: int, purpose: str, *key: int) -> int:
 
 
 def model_seed(seed: int, number: int) -> int:
-    """Return the seed of the initial weights of one of several models; the first has the seed of a single model."""
+    """Return the seed of the initial weights of model ``number``; model 0 has the seed of the run itself."""
     return seed_of(seed, "model", number) if number else seed
 
 
@@ -47,7 +47,7 @@ def own_generator(device: "torch.device | None" = None) -> Iterator[Callable[[in
     gpus = [device] if device is not None and device.type == "cuda" else []
 
     def seed(number: int) -> None:
-        # Not torch.manual_seed, which would seed all accelerators' generators too.
+        # torch.manual_seed would also seed the generators of all accelerators.
         torch.default_generator.manual_seed(number)
         for gpu in gpus:
             with torch.cuda.device(gpu):

@@ -143,8 +143,9 @@ class Setting:
     """Source of the default: the paper's section or table, or a file of the authors' program."""
     needs: str = field(default="", kw_only=True)
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
-    ``optimizer = adam | adamw and local-steps = 0``. It joins comparisons of a key (``=``, ``!=``, ``>`` or ``<``) by
-    ``and`` and then by ``or``. ``|`` separates alternatives of one comparison, and ``""`` is the empty text.
+    ``optimizer = adam | adamw and local-steps = 0``. It combines comparisons of a key (``=``, ``!=``, ``>`` or ``<``)
+    with ``and`` and ``or``; ``and`` binds more tightly. ``|`` separates alternatives of one comparison, and ``""`` is
+    the empty text.
     ``{method}`` in a key means the method's name, for a setting that several methods inherit. Any value but the default
     is an error while the condition is false."""
     limit: str = field(default="", kw_only=True)
@@ -224,8 +225,8 @@ class Setting:
         """
         if not self.limit:
             return math.inf
-        key, less = parse_limit(self.limit)
-        return max(float(values[key]) - less, self.minimum)
+        key, offset = parse_limit(self.limit)
+        return max(float(values[key]) - offset, self.minimum)
 
     @property
     def described(self) -> str:
@@ -265,9 +266,9 @@ class Setting:
         raise SettingsError(f"{key} = {shown(value)} {at(where)}: it must be {allowed} ({self.help}){hint}")
 
 
-def _declares(about: Callable[P, Setting]) -> Callable[P, Any]:
+def _declares(make_setting: Callable[P, Setting]) -> Callable[P, Any]:
     def declare(*args: P.args, **kwargs: P.kwargs) -> Any:
-        declared = about(*args, **kwargs)
+        declared = make_setting(*args, **kwargs)
         return field(default=declared.default, metadata={"setting": declared})
 
     return declare
@@ -313,7 +314,7 @@ def check_conditions(settings: Mapping[str, Setting], declarations: Mapping[str,
     Parameters
     ----------
     settings : mapping
-        The settings whose conditions and limits are checked, by key.
+        The settings to check, by key.
     declarations : mapping
         The settings that a condition or limit may name, by key.
 
@@ -377,8 +378,8 @@ def at(where: str) -> str:
 def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """Return an error message that names the sources of the settings that it quotes as ``key = value``.
 
-    Each source is named once, after the first setting from it. If the message quotes none of the settings and begins
-    with the key of one, its source follows the message.
+    The function adds each source once, after the first setting from it. If the message quotes no setting but begins
+    with the key of a setting, the source of this setting follows the message.
 
     Parameters
     ----------
@@ -394,12 +395,12 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
         forms = "|".join(re.escape(form) for form in sorted(_forms(values[key]), key=len, reverse=True))
         if first := re.search(rf"(?<![\w-]){re.escape(key)} = (?:{forms})(?![\w'-]|\.\d)", message):
             quotations.append((first.end(), at(sources[key])))
-    text, end, named = "", 0, set()
+    text, end, named_sources = "", 0, set()
     for position, source in sorted(quotations):
         text, end = text + message[end:position], position
-        if source not in named and not re.match(" (in|on) ", message[end:]):
+        if source not in named_sources and not re.match(" (in|on) ", message[end:]):
             text += f" {source}"
-        named.add(source)
+        named_sources.add(source)
     text += message[end:]
     subject = re.match(r"[a-z][\w-]*(?= = |: )", message)
     if not quotations and subject and (key := subject[0]) in sources:
@@ -413,7 +414,7 @@ def _forms(value: Any) -> set[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: on one line, a truth value as a user types it, a long text shortened."""
+    """Return a value for a message: on one line, true and false as users type them, and long texts shortened."""
     if isinstance(value, bool):
         return str(value).lower()
     try:
@@ -455,6 +456,6 @@ def suggestions(word: str, candidates: Iterable[str], most: int = 3, cutoff: flo
 def suggest_keys(key: str, declarations: Mapping[str, Setting]) -> str:
     """Return the settings that an unknown key may mean, joined by `or`, or an empty text."""
     word = key.lower().replace("_", "-")
-    same = [name for name, setting in declarations.items() if word == name or word in setting.synonyms]
-    parts = [name for name in declarations if name.endswith(f"-{word}")]  # for example mu or models
-    return " or ".join((same or parts)[:3]) or nearest(word, declarations)
+    exact_matches = [name for name, setting in declarations.items() if word == name or word in setting.synonyms]
+    suffix_matches = [name for name in declarations if name.endswith(f"-{word}")]  # the user may omit the method
+    return " or ".join((exact_matches or suffix_matches)[:3]) or nearest(word, declarations)

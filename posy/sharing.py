@@ -1,4 +1,4 @@
-"""Caches by identity: a model for many clients is one object, which Posy processes once."""
+"""Caches by identity: Posy processes a model once if many clients receive the same object."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -25,13 +25,13 @@ def interruptible() -> Iterator[None]:
         _interrupted.append(number)
         raise KeyboardInterrupt
 
-    heeded = [ending for ending in ENDING if signal.getsignal(ending) is not signal.SIG_IGN]
-    before = {ending: signal.signal(ending, interrupt) for ending in heeded}
+    active = [ending for ending in ENDING if signal.getsignal(ending) is not signal.SIG_IGN]
+    handlers = {ending: signal.signal(ending, interrupt) for ending in active}
     try:
         yield
     finally:
         _interrupted.clear()
-        for ending, handler in before.items():
+        for ending, handler in handlers.items():
             signal.signal(ending, handler)
 
 
@@ -44,25 +44,25 @@ def deferred_signals() -> Iterator[None]:
     if current_thread() is not main_thread():  # only the main thread receives signals
         yield
         return
-    before: dict[signal.Signals, Callable[[int, Any], Any]] = {}
-    noted: list[int] = []
+    handlers: dict[signal.Signals, Callable[[int, Any], Any]] = {}
+    received: list[int] = []
 
     def note(number: int, frame: Any) -> None:
-        noted.append(number)
-        if len(noted) > 1:
-            before[signal.Signals(number)](number, frame)
+        received.append(number)
+        if len(received) > 1:
+            handlers[signal.Signals(number)](number, frame)
 
     for ending in ENDING:
         handler = signal.getsignal(ending)
         if callable(handler):  # neither the default action nor ignored
-            before[ending] = handler
+            handlers[ending] = handler
             signal.signal(ending, note)
     try:
         yield
     finally:
-        for ending, handler in before.items():
+        for ending, handler in handlers.items():
             signal.signal(ending, handler)
-    if noted:
-        signal.raise_signal(noted[0])
+    if received:
+        signal.raise_signal(received[0])
     if _interrupted:
         raise KeyboardInterrupt

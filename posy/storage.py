@@ -63,7 +63,7 @@ def append(path: Path, text: str) -> None:
 def exclusive(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, and create the file if necessary. Wait until other processes release it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # other readers could lock it
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # any user who can read the file could lock it
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -106,7 +106,7 @@ def write_arrays(
     def save(temporary: Path) -> None:
         try:
             safetensors.numpy.save_file(dense, temporary, content)
-        except SafetensorError as error:  # for example for a full disk
+        except SafetensorError as error:  # for example, the disk is full
             raise OSError(f"{path} cannot be written: {error}") from error
 
     replace(path, save, durable=durable)
@@ -174,7 +174,7 @@ def plain(value: Any) -> Any:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a text is a plain name of a file or folder, which cannot refer to another folder."""
+    """Return whether a text is a plain file or folder name that cannot refer to another folder."""
     return (
         name not in ("", ".", "..")
         and name == name.strip()

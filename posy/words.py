@@ -9,16 +9,16 @@ def title(client: int, name: str = "") -> str:
 
 
 def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
-    """Return subject and verb of a sentence about clients, which names at most the first ``most`` of them.
+    """Return the subject and verb of a sentence about clients, with the names of at most the first ``most`` clients.
 
     Examples: ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.
     ``names`` contains the names of clients that have one, and ``total`` is the number of clients of the run.
     """
-    chosen = list(clients)
-    if len(chosen) > most:
-        first = ", ".join(names.get(client, str(client)) for client in chosen[:most])
-        return f"{len(chosen)} of {total} clients ({first}, …) are"
-    *first_titles, last = (title(client, names.get(client, "")) for client in chosen)
+    indices = list(clients)
+    if len(indices) > most:
+        first = ", ".join(names.get(client, str(client)) for client in indices[:most])
+        return f"{len(indices)} of {total} clients ({first}, …) are"
+    *first_titles, last = (title(client, names.get(client, "")) for client in indices)
     return f"{', '.join(first_titles)} and {last} are" if first_titles else f"{last} is"
 
 

@@ -36,7 +36,7 @@ class _Loader(Composer, yaml.CSafeLoader):
 
     def __init__(self, text: str) -> None:
         yaml.CSafeLoader.__init__(self, text)
-        Composer.__init__(self)  # libyaml parses and Python composes, which is four times as fast
+        Composer.__init__(self)  # four times as fast as a parser in Python
         self._depth = 0
         self._sizes: dict[int, tuple[yaml.Node, int, int]] = {}
 
@@ -58,15 +58,15 @@ class _Loader(Composer, yaml.CSafeLoader):
             sizes = [self._sizes[id(child)] for children in groups for child in children]
             count, depth = 1 + sum(size[1] for size in sizes), 1 + max((size[2] for size in sizes), default=0)
             if count > MAX_NODES or depth > MAX_DEPTH:
-                raise ConstructorError(None, None, f"it holds more than {MAX_NODES} values, with its aliases", mark)
+                raise ConstructorError(None, None, f"it has more than {MAX_NODES} values, including aliases", mark)
             self._sizes[id(node)] = node, count, depth
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping, and reject duplicate keys, of which PyYAML would silently use the last."""
+        """Construct a mapping, and reject duplicate keys; PyYAML would silently use the last value."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-            raise ConstructorError(None, None, f"{', '.join(twice)} given twice", node.start_mark)
+        if duplicates := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise ConstructorError(None, None, f"{', '.join(duplicates)} given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -89,7 +89,7 @@ for _tag, _pattern in _PATTERNS:
 
 
 def parse(text: str) -> Any:
-    """Return the content of YAML. Raise :class:`ValueError` with one line if it is malformed or exceeds the limits."""
+    """Return the content of YAML. Raise :class:`ValueError` if it is malformed or exceeds the limits."""
     loader = None
     try:
         loader = _Loader(text)
@@ -131,4 +131,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 _parsed = lru_cache(maxsize=1024)(parse)
-"""Cached content of YAML, which callers may not change. A table reads the file of a run several times."""
+"""Cached content of YAML, which callers must not change. A table reads the file of a run several times."""

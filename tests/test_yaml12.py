@@ -67,7 +67,7 @@ HARMFUL = {
     "deep": ("a: " + "[" * 5000 + "]" * 5000, "nested more than 50 deep"),
     "indented": ("".join(" " * i + "a:\n" for i in range(500)), "nested more than 50 deep"),
     "laughs": (LAUGHS, "more than 200000 values"),
-    "chain": ("a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000)), "with its aliases"),
+    "chain": ("a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000)), "including aliases"),
     "itself": ("a: &a [*a]", "an alias that contains itself"),
     "int": ("a: !!int b", "invalid literal"),
     "timestamp": ("a: !!timestamp b", "not valid YAML"),
