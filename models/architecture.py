@@ -32,7 +32,7 @@ class Architecture:
 
     model: str
     task: Task
-    ranks: tuple[tuple[str, int], ...] = ()  # ranks of the fully connected layers that are two factors
+    ranks: tuple[tuple[str, int], ...] = ()  # ranks of the low-rank fully connected layers
     extension: tuple[Extend, tuple[tuple[str, Any], ...]] | None = None  # further layers of a method; see `extended`
     linear_init: str = "default"  # initial weights of linear layers: default or kaiming
     weights: "Weights | None" = None  # initial weights; None: random
@@ -61,9 +61,8 @@ class Architecture:
         Parameters
         ----------
         extend : callable
-            Receives the chain of layers. It returns this chain, with other layers, or a module whose attribute
-            ``model`` is the chain and whose property ``layers`` has the further layers by name. The arguments must be
-            hashable.
+            Receives the chain of layers. It returns the changed chain, or a module whose attribute ``model`` is the
+            chain and whose property ``layers`` has the further layers by name. The arguments must be hashable.
         """
         return replace(self, extension=(extend, tuple(sorted(arguments.items()))))
 
@@ -151,7 +150,7 @@ class Architecture:
 
 
 def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Architecture:
-    """Return the architecture with the ranks of a reduced model's stored tensors."""
+    """Return the plain architecture with the ranks of a stored reduced model."""
     names = {layer: _chain(plain).stem(layer) for layer in plain.fully_connected}
     down = {layer: arrays.get(stem + "down.weight") for layer, stem in names.items()}
     return replace(plain, ranks=tuple((layer, len(factor)) for layer, factor in down.items() if factor is not None))
@@ -187,9 +186,9 @@ def architecture_for(
         return plain
     chain = _chain(plain)
     allowed = tuple(layer for layer in chain.layer_names[:-1] if any(True for _ in chain.layer(layer).parameters()))
-    if wrong := [layer for layer in names if layer not in allowed]:
+    if invalid := [layer for layer in names if layer not in allowed]:
         raise SettingsError(
-            f"frozen = {frozen!r}: {wrong[0]!r} is not a layer of model = {name!r} that can be frozen; allowed are "
+            f"frozen = {frozen!r}: {invalid[0]!r} is not a layer of model = {name!r} that can be frozen; allowed are "
             f"{', '.join(allowed) or 'none'}"
         )
     return replace(plain, frozen=tuple(layer for layer in allowed if layer in names))

@@ -34,7 +34,7 @@ def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | 
 
 
 def count_parameters(name: str, task: Task) -> int:
-    """Return the number of parameters of a network of Posy without building it in memory; 0 for another network."""
+    """Return the number of parameters of one of Posy's networks without allocating them; 0 for a custom network."""
     name = resolve(name, task)
     if is_custom(name):
         return 0
@@ -43,7 +43,10 @@ def count_parameters(name: str, task: Task) -> int:
 
 
 def resolve(name: str, task: Task) -> str:
-    """Return a network's name, for ``auto`` a suitable one; raise :class:`SettingsError` if none suits the task."""
+    """Return a network's name, with ``auto`` replaced by a suitable network.
+
+    Raises :class:`SettingsError` if the network does not suit the task.
+    """
     if name == "auto":
         if task.kind == "text":
             return "fasttext"
@@ -51,7 +54,7 @@ def resolve(name: str, task: Task) -> str:
     if is_custom(name):
         return name
     if name not in MODELS or not MODELS[name].suits(task):
-        suited = ", ".join(["auto", *(other for other, network in MODELS.items() if network.suits(task))])
+        suitable = ", ".join(["auto", *(other for other, network in MODELS.items() if network.suits(task))])
         shape = "×".join(map(str, task.input_shape))
-        raise SettingsError(f"model = {name!r}: for {task.kind} data of shape {shape} it must be one of {suited}")
+        raise SettingsError(f"model = {name!r}: for {task.kind} data of shape {shape} it must be one of {suitable}")
     return name

@@ -1,4 +1,4 @@
-"""The table of the networks. Reading it does not import PyTorch."""
+"""The table of the networks. Importing this module does not import PyTorch."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from posy.models.chain import ChainModel
 
 SHARING = ("none", "shallow", "mid", "deep")
-"""The shared part of a body with two branches, from no block to all blocks (FedDRM, Section 3.1)."""
+"""The part of the body that two branches share, from no block to all blocks but the last (FedDRM, Section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Network:
     """A network. Its builder, ``module:function``, takes the task and the ranks of fully connected layers."""
 
     about: str
-    kinds: tuple[str, ...]  # of samples that it takes: image, features, text
+    kinds: tuple[str, ...]  # kinds of samples that the network accepts: image, features, text
     builder: str
     minimum_size: int = 1  # least height and width of images, or length of texts and features
 

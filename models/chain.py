@@ -12,8 +12,8 @@ class ChainModel(nn.Module):
     """A chain of named blocks and a linear head.
 
     Methods choose layers by these names, for example personal layers, or the layers that two branches share. Every
-    block has parameters and contains its pooling and activation. Without blocks the input of the head is the flattened
-    input of the network.
+    block has parameters and contains its pooling and activation. In a network without blocks, the input of the head is
+    the flattened input of the network.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], head: nn.Linear | LowRankLinear) -> None:
@@ -26,7 +26,7 @@ class ChainModel(nn.Module):
         return run_blocks(self.blocks.values(), x).flatten(1)
 
     def forward(self, x: Tensor, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``; with ``features``, after the head's inputs."""
+        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``; with ``features``, the head's inputs first."""
         embedded = self.body(x)
         logits = self.head(embedded)
         return (embedded, logits) if features else logits
@@ -47,7 +47,7 @@ class ChainModel(nn.Module):
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """Names of the layers that are fully connected, the head included."""
+        """Names of the fully connected layers, including the head."""
         return (*(name for name, block in self.blocks.items() if isinstance(block, FullyConnected)), "head")
 
     def stem(self, name: str) -> str:
@@ -60,14 +60,14 @@ class ChainModel(nn.Module):
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Apply blocks one after the other."""
+    """Return the output of a chain of blocks."""
     for block in blocks:
         x = block(x)
     return x
 
 
 def with_cosine_head(chain: ChainModel, *, classes: int, scale: float, seed: int) -> ChainModel:
-    """Replace the head of a network by a head that compares directions (:class:`CosineLinear`), and return it."""
+    """Replace the head of a network with a :class:`CosineLinear` head, and return the network."""
     with seeded(seed_of(seed, "head")):
         chain.head = CosineLinear(chain.embedding_dim, classes, scale)
     return chain

@@ -32,7 +32,7 @@ class Conditional(nn.Module):
         return {"policy": self.policy, "global-head": self.global_head}
 
     def forward(self, x: Tensor, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the logits ``(B, C)``; with ``features``, after the features ``(B, D)``."""
+        """Return the logits ``(B, C)``; with ``features``, the features ``(B, D)`` first."""
         embedded = self.model.body(x)
         v = F.normalize(self.model.head.weight.detach().sum(dim=0), dim=0)
         personal, shared = torch.softmax(self.policy(embedded * v).unflatten(1, (2, -1)), dim=1).unbind(1)

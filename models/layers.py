@@ -122,19 +122,19 @@ def spread_directions(count: int, size: int) -> Tensor:
     if not 2 <= count <= size + 1:
         directions = F.normalize(torch.randn(count, size))
         for _ in range(STEPS if count > 1 else 0):
-            near = (SHARPNESS * directions @ directions.T).fill_diagonal_(-torch.inf).softmax(dim=1)
-            directions = F.normalize(directions - STEP * near @ directions)
+            weights = (SHARPNESS * directions @ directions.T).fill_diagonal_(-torch.inf).softmax(dim=1)
+            directions = F.normalize(directions - STEP * weights @ directions)
         return directions
     steps = torch.arange(1.0, count)
     helmert = (torch.ones(count - 1, count).tril() - torch.diag(steps, 1)[:-1]) / (steps * (steps + 1)).sqrt()[:, None]
-    turned, _ = torch.linalg.qr(torch.randn(size, count - 1))
-    return F.normalize(helmert.T @ turned.T)
+    rotation, _ = torch.linalg.qr(torch.randn(size, count - 1))
+    return F.normalize(helmert.T @ rotation.T)
 
 
 def linear(
     in_features: int, out_features: int, rank: int | None = None, bias: bool = True
 ) -> nn.Linear | LowRankLinear:
-    """Return a linear layer of some rank, capped as in :func:`capped_rank`, or a dense one if no rank is smaller."""
+    """Return a low-rank linear layer, capped as in :func:`capped_rank`, or a dense one if no rank saves parameters."""
     capped = None if rank is None else capped_rank(in_features, out_features, rank)
     if capped is None:
         return nn.Linear(in_features, out_features, bias)
@@ -150,7 +150,7 @@ def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
 
 
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the factors (V, U) of the best approximation of lower rank of a weight matrix.
+    """Return the factors (V, U) of the best low-rank approximation of a weight matrix.
 
     The factors come from the top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor has the
     square roots of the singular values, so that both have gradients of the same scale. The entry with the largest

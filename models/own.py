@@ -18,11 +18,11 @@ from posy.settings import SettingsError, nearest
 TORCHVISION = "torchvision:"
 """Prefix of the names of torchvision's networks."""
 _PROBES = 2
-"""Number of samples on which a new network is tried."""
+"""Number of samples with which Posy tests a new network."""
 
 
 class Described(NamedTuple):
-    """A network whose author says which modules are its layers, in order, and which one is its head."""
+    """A network whose author names the modules that are its layers, in order, and its head."""
 
     module: nn.Module
     layers: tuple[str, ...] = ()
@@ -46,13 +46,13 @@ class CustomModel(ChainModel):
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """Names of the layers that are plain linear layers, the head included; an adapter's subclass is not plain."""
+        """Names of the plain linear layers, including the head; an adapter's subclass is not plain."""
         kinds = (nn.Linear, LowRankLinear)
         linears = [name for name, path in self._paths.items() if path and type(self.layer(name)) in kinds]
         return (*linears, "head")
 
     def layer(self, name: str) -> nn.Module:
-        """Return a layer by its name; the network's tensors outside of its modules form a module."""
+        """Return a layer by its name; the tensors that belong to no submodule form a separate layer."""
         if name == "head":
             return self.head
         path = self._paths[name]
@@ -92,46 +92,48 @@ class CustomDropout(Dropout):
 
 
 def build_custom(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel:
-    """Build a network that ``model`` names as ``file:function`` or ``torchvision:name``, from the global generator.
+    """Build the network that ``model`` names as ``file:function`` or ``torchvision:name``.
 
     Raises
     ------
     SettingsError
-        If the network is not available or does not suit the task, with the reason.
+        If the network is not available or does not suit the task. The message contains the reason.
     """
     source = f"model = {name!r}"
     generator = torch.get_rng_state()
-    module, layers, head = _given(name, task, source)
+    module, layers, head = _load_network(name, task, source)
     _check_parameters(module, source)
-    tried = (name, task) in _SOUND
-    if not tried and (fixed := fixed_tensors(module)):
-        _check_constant(module, fixed, lambda: _given(name, task, source).module, generator, source)
+    is_tested = (name, task) in _SOUND
+    if not is_tested and (fixed := fixed_tensors(module)):
+        _check_constant(module, fixed, lambda: _load_network(name, task, source).module, generator, source)
     probe = _probe(task)
     _replace_dropout(module, probe, source)
-    before = None if tried else _logits(module, probe, task, source)
+    logits_before = None if is_tested else _logits(module, probe, task, source)
     head = head or next((path for path, part in reversed(list(module.named_modules())) if type(part) is nn.Linear), "")
     parts = dict(module.named_modules())
     if not head or type(parts.get(head)) is not nn.Linear:
-        kind = f"{head!r} is {type(parts[head]).__name__ if head in parts else 'none of its modules'}"
-        raise SettingsError(f"{source}: its head must be an nn.Linear; " + (kind if head else "it has none"))
-    last = parts[head]
-    assert isinstance(last, nn.Linear)
-    if last.out_features != task.num_classes:
+        problem = f"{head!r} is {type(parts[head]).__name__ if head in parts else 'none of its modules'}"
+        raise SettingsError(f"{source}: its head must be an nn.Linear; " + (problem if head else "it has none"))
+    head_layer = parts[head]
+    assert isinstance(head_layer, nn.Linear)
+    if head_layer.out_features != task.num_classes:
         raise SettingsError(
-            f"{source}: its head {head} has {last.out_features} outputs; there are {task.num_classes} classes"
+            f"{source}: its head {head} has {head_layer.out_features} outputs; there are {task.num_classes} classes"
         )
     _put(module, head, nn.Identity())
-    named = _layers(module, layers, source)
-    for layer, path in named.items():
+    layer_paths = _layers(module, layers, source)
+    for layer, path in layer_paths.items():
         rank = ranks.get(layer)
         part = module.get_submodule(path) if path else None
         if rank is not None and type(part) is nn.Linear:
             _put(module, path, _reduced(part, rank))
-    network = CustomModel(module, _reduced(last, ranks["head"]) if "head" in ranks else last, named, head)
-    if before is not None and not ranks:
+    network = CustomModel(
+        module, _reduced(head_layer, ranks["head"]) if "head" in ranks else head_layer, layer_paths, head
+    )
+    if logits_before is not None and not ranks:
         _check_repeats(network, probe, source)
-        after = _logits(network, probe, task, source)
-        if not torch.allclose(before, after, atol=1e-5):
+        logits_after = _logits(network, probe, task, source)
+        if not torch.allclose(logits_before, logits_after, atol=1e-5):
             raise SettingsError(f"{source}: its output is not the output of its head {head}; the head must come last")
         _SOUND.add((name, task))
     return network
@@ -142,7 +144,7 @@ def _reduced(layer: nn.Linear, rank: int) -> nn.Linear | LowRankLinear:
     return linear(layer.in_features, layer.out_features, rank, layer.bias is not None)
 
 
-def _given(name: str, task: Task, source: str) -> Described:
+def _load_network(name: str, task: Task, source: str) -> Described:
     """Return the :class:`Described` network that a name refers to."""
     if name.startswith(TORCHVISION):
         from torchvision import models  # noqa: PLC0415 - takes a second
@@ -193,12 +195,12 @@ def _check_parameters(module: nn.Module, source: str) -> None:
 def _check_constant(
     module: nn.Module, fixed: set[str], build: Callable[[], nn.Module], generator: Tensor, source: str
 ) -> None:
-    """Refuse fixed tensors that differ when the network is built again: every process builds them for itself."""
+    """Refuse fixed tensors that differ when the network is built again, because every process builds them itself."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator)
-        again = build().state_dict()
+        rebuilt = build().state_dict()
     for name, tensor in module.state_dict().items():
-        if name in fixed and not torch.equal(tensor, again[name]):
+        if name in fixed and not torch.equal(tensor, rebuilt[name]):
             raise SettingsError(
                 f"{source}: {name} has no gradient, and its values differ when the network is built again; Posy does "
                 "not send this tensor, so load it from a file or draw it from PyTorch's own generator"
@@ -206,7 +208,7 @@ def _check_constant(
 
 
 def _probe(task: Task) -> Tensor:
-    """Return samples on which to try a network, without numbers from the global generator."""
+    """Return samples for the test of a network, without drawing from the global generator."""
     generator = torch.Generator().manual_seed(0)
     if task.kind == "text":
         return torch.randint(1, max(2, task.vocabulary), (_PROBES, *task.input_shape), generator=generator)
@@ -224,10 +226,12 @@ def _logits(module: nn.Module, probe: Tensor, task: Task, source: str) -> Tensor
         raise SettingsError(f"{source}: samples of shape {shape} raise {format_error(error)}") from error
     finally:
         module.train()
-    wanted = (len(probe), task.num_classes)
-    if not isinstance(outputs, Tensor) or tuple(outputs.shape) != wanted:
+    expected_shape = (len(probe), task.num_classes)
+    if not isinstance(outputs, Tensor) or tuple(outputs.shape) != expected_shape:
         returned = str(tuple(outputs.shape)) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise SettingsError(f"{source}: for {len(probe)} samples it returns {returned}; it must return logits {wanted}")
+        raise SettingsError(
+            f"{source}: for {len(probe)} samples it returns {returned}; it must return logits {expected_shape}"
+        )
     return outputs
 
 
@@ -265,9 +269,9 @@ def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
 
 
 def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
-    """Refuse a network that draws random numbers which Posy cannot repeat."""
-    first, again = (_trained_on(copy.deepcopy(network), probe, seed) for seed in (0, 1))
-    if not torch.equal(first, again):
+    """Refuse a network that draws random numbers that Posy cannot reproduce."""
+    first, second = (_trained_on(copy.deepcopy(network), probe, seed) for seed in (0, 1))
+    if not torch.equal(first, second):
         raise SettingsError(
             f"{source}: in training, two passes over the same samples differ; random numbers must come from "
             "nn.Dropout layers, so that a run can be repeated"
@@ -275,7 +279,7 @@ def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
 
 
 _SOUND: set[tuple[str, Task]] = set()
-"""Networks that have been tried on a task. Posy does not try them again when it rebuilds them."""
+"""Networks that Posy has tested on a task. It does not test them again when it rebuilds them."""
 
 
 def _trained_on(model: nn.Module, probe: Tensor, seed: int) -> Tensor:
@@ -286,25 +290,27 @@ def _trained_on(model: nn.Module, probe: Tensor, seed: int) -> Tensor:
     return outputs
 
 
-def _layers(module: nn.Module, named: Sequence[str], source: str) -> dict[str, str]:
+def _layers(module: nn.Module, chosen_layers: Sequence[str], source: str) -> dict[str, str]:
     """Return the path of each layer by its name: the named layers, or the children in order, without the head."""
     parts = dict(module.named_modules())
-    if unknown := [path for path in named if path not in parts]:
+    if unknown := [path for path in chosen_layers if path not in parts]:
         modules = ", ".join(filter(None, parts))
         raise SettingsError(f"{source}: it has no module {unknown[0]!r} to be a layer; it has {modules}")
-    paths = list(named) or [path for path, part in _children(module) if next(part.parameters(), None) is not None]
+    paths = list(chosen_layers) or [
+        path for path, part in _children(module) if next(part.parameters(), None) is not None
+    ]
     layers = {path if path != "head" else "head-body": path for path in paths}
     if module._parameters:
         layers = {"own": "", **layers}
     covered = {id(t) for path in layers.values() for t in _tensors(parts[path], alone=not path)}
-    lost = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if id(t) not in covered]
-    if lost:
-        raise SettingsError(f"{source}: {lost[0]} belongs to none of the layers {', '.join(layers)}")
+    uncovered = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if id(t) not in covered]
+    if uncovered:
+        raise SettingsError(f"{source}: {uncovered[0]} belongs to none of the layers {', '.join(layers)}")
     return layers
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the children of a module, or of the module that it only wraps."""
+    """Yield the children of a module by path; if the module only wraps another module, that module's children."""
     path, inner = "", module
     while len(children := list(inner.named_children())) == 1 and not inner._parameters and not inner._buffers:
         name, inner = children[0]
@@ -321,6 +327,6 @@ def _tensors(part: nn.Module, *, alone: bool) -> list[Tensor]:
 
 
 def _put(module: nn.Module, path: str, part: nn.Module) -> None:
-    """Replace a module by another one."""
+    """Replace the module at a path."""
     owner, _, name = path.rpartition(".")
     setattr(module.get_submodule(owner), name, part)

@@ -47,7 +47,7 @@ class Part:
         return sum(s.stop - s.start for s in self.slices)
 
     def take(self, flat: Any) -> Any:
-        """Return the part of ``(..., d)`` as ``(..., size)``; a view where it is one slice."""
+        """Return the part of ``(..., d)`` as ``(..., size)``; as a view if the part is a single slice."""
         pieces = [flat[..., s] for s in self.slices or (slice(0),)]
         if len(pieces) == 1:
             return pieces[0]
@@ -58,12 +58,12 @@ class Part:
         return torch.cat(pieces, dim=-1)
 
     def put(self, flat: A, values: Any) -> A:
-        """Write ``(..., size)`` values into the part of ``(..., d)`` in place, and return it."""
-        done = 0
+        """Write values ``(..., size)`` into this part of ``flat`` ``(..., d)`` in place, and return ``flat``."""
+        offset = 0
         for s in self.slices:
             width = s.stop - s.start
-            flat[..., s] = values[..., done : done + width]  # type: ignore[index]
-            done += width
+            flat[..., s] = values[..., offset : offset + width]  # type: ignore[index]
+            offset += width
         return flat
 
 
@@ -84,22 +84,22 @@ class Layout:
         return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
     def part(self, names: Iterable[str]) -> Part:
-        """Return the part of the flat vector that holds some layers and single tensors, by name.
+        """Return the part of the flat vector that contains some layers and single tensors, by name.
 
         Raises :class:`KeyError` for an unknown name.
         """
-        wanted = set(names)
-        if unknown := wanted - {*self.layers, *(entry.name for entry in self.entries)}:
+        requested = set(names)
+        if unknown := requested - {*self.layers, *(entry.name for entry in self.entries)}:
             raise KeyError(f"no layer {sorted(unknown)}; the model has {self.layers}")
-        return self.select(lambda entry: entry.layer in wanted or entry.name in wanted)
+        return self.select(lambda entry: entry.layer in requested or entry.name in requested)
 
     def without(self, names: Iterable[str]) -> Part:
         """Return the part of the flat vector without some layers and single tensors."""
-        left_out = set(names)
-        return self.select(lambda entry: entry.layer not in left_out and entry.name not in left_out)
+        excluded = set(names)
+        return self.select(lambda entry: entry.layer not in excluded and entry.name not in excluded)
 
     def select(self, condition: Callable[[Entry], bool]) -> Part:
-        """Return the part of the entries for which a condition holds, neighbours merged."""
+        """Return the part with the entries for which a condition holds, and merge adjacent slices."""
         slices: list[slice] = []
         for entry in filter(condition, self.entries):
             if slices and slices[-1].stop == entry.start:
@@ -126,7 +126,7 @@ class Layout:
 def layout_of(module: "nn.Module", layers: "Mapping[str, nn.Module]") -> Layout:
     """Describe a module's trained parameters and floating-point buffers as a flat vector.
 
-    Each tensor belongs to the layer whose module holds it. The vector holds neither fixed tensors
+    Each tensor belongs to the layer whose module owns it. The vector contains neither fixed tensors
     (:func:`fixed_tensors`) nor integer buffers (BatchNorm's counter).
     """
     owner = {id(tensor): name for name, layer in layers.items() for tensor in (*layer.parameters(), *layer.buffers())}
@@ -146,8 +146,8 @@ def fixed_tensors(module: "nn.Module") -> set[str]:
     """Return the names of the parameters and buffers that training does not change.
 
     These are the parameters without gradient (``requires_grad_(False)``), and buffers such as the statistics of a
-    frozen BatchNorm: a buffer follows the parameters of the module that holds it, or of the next enclosing module that
-    has any, and is fixed if none of them has a gradient.
+    frozen BatchNorm layer. A buffer depends on the parameters of its module, or of the nearest enclosing module that
+    has parameters. The buffer is fixed if none of these parameters has a gradient.
     """
     modules = dict(module.named_modules())
     fixed = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -76,7 +76,7 @@ class ResidualBlock(nn.Module):
 
 
 def _resnet18(task: Task, ranks: Mapping[str, int], norm: Norm) -> ChainModel:
-    """Return stem, four stages of two residual blocks, a neck 512 -> 256 and the head."""
+    """Return a network with a stem, four stages of two residual blocks, a neck 512 -> 256 and a head."""
     channels, *size = task.input_shape
 
     def stage(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Small networks: ``linear`` and ``mlp``; with convolutions ``cnn``, ``cnn-3fc``, ``cnn-3fc-wide`` and ``lenet-gn``.
 
-The latter have two 5×5 convolutions without padding, each with 2×2 max-pooling: 28×28 pixels become 4×4, 32×32 become
-5×5, and 16×16, the smallest possible size, a single pixel.
+The networks with convolutions have two 5×5 convolutions without padding, each with 2×2 max-pooling. 28×28 pixels become
+4×4, and 32×32 become 5×5. The smallest possible size, 16×16, becomes a single pixel.
 """
 
 import math
@@ -60,7 +60,7 @@ def lenet_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a LeNet with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
 
     The paper gives no widths, so they come from the authors' program. The two branches share nothing, ``conv1``, both
-    convolutions, or all layers but ``fc3``, which even `deep` sharing leaves to each branch.
+    convolutions, or all layers but ``fc3``. Even with `deep` sharing, each branch has a separate ``fc3``.
     """
     blocks = {
         "conv1": Convolution(task.input_shape[0], 32, KERNEL, norm_groups=8),
@@ -86,6 +86,6 @@ def _cnn_3fc(
 
 
 def _positions(task: Task) -> int:
-    """Return the number of pixels left after both convolutions."""
+    """Return the number of pixels after both convolutions."""
     height, width = (((size - KERNEL + 1) // 2 - KERNEL + 1) // 2 for size in task.input_shape[1:])
     return height * width

@@ -37,9 +37,10 @@ def textcnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 
 def lstm(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return word vectors of 300 numbers, an LSTM, and three fully connected layers (PPFE, Appendix A.1).
+    """Return a network of word vectors, an LSTM and three fully connected layers (PPFE, Appendix A.1).
 
-    The paper gives no widths: the LSTM has the 128 units that FedRep's program has for Sent140.
+    The paper gives no widths. The word vectors have 300 numbers. The LSTM has 128 units, as in FedRep's program for
+    Sent140.
     """
     blocks = {
         "embedding": WordVectors(task.vocabulary, VECTOR),
@@ -51,7 +52,7 @@ def lstm(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 
 class MeanEmbedding(nn.Module):
-    """Mean of the embeddings of a text's tokens; zero for a text that is all padding."""
+    """Mean of the embeddings of a text's tokens; zero for a text that contains only padding."""
 
     def __init__(self, vocabulary: int, dimension: int) -> None:
         super().__init__()
@@ -127,6 +128,6 @@ class ParallelConvolutions(nn.Module):
 def masked(vectors: Tensor, mask: Tensor) -> Tensor:
     """Return vectors ``(B, L, D)`` with zeros where the mask ``(B, L, 1)`` is false.
 
-    Averaging or noise may make the row of padding nonzero.
+    The mask is necessary because averaging or noise may make the embedding of padding nonzero.
     """
     return vectors * mask.to(vectors.dtype)

@@ -50,8 +50,8 @@ class TwoBranch(nn.Module):
 def shared_blocks(model: ChainModel, level: str) -> int:
     """Return how many blocks the branches share at one of FedDRM's levels (Figs. 6 and 12).
 
-    `none` is 0, `shallow` the first block, `deep` all but the last, and `mid` half way between shallow and deep. In
-    networks of fewer than four blocks some levels are equal. A custom network is a single block.
+    `none` is no block, `shallow` the first block, and `deep` all blocks but the last. `mid` is halfway between shallow
+    and deep. In networks with fewer than four blocks, some levels are equal. A custom network is a single block.
     """
     if isinstance(model, CustomModel):
         return 0 if level == "none" else 1

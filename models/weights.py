@@ -36,7 +36,7 @@ class Weights(NamedTuple):
     model: str
     """The network of torchvision's weights, or empty."""
     words: str = ""
-    """The words of the data in the order of their tokens, one on a line, for word vectors; else empty."""
+    """For word vectors, the words of the data in the order of their tokens, one per line; else empty."""
 
 
 def weights_for(
@@ -60,7 +60,7 @@ def weights_for(
     Raises
     ------
     SettingsError
-        If the file is missing or has another SHA-256 than ``digest``, torchvision does not have the network, or word
+        If the file is missing or its SHA-256 differs from ``digest``, torchvision does not have the network, or word
         vectors are used without words.
     """
     if not where:
@@ -153,8 +153,8 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
         if weights.model:
             from torchvision import models  # noqa: PLC0415 - takes a second
 
-            named: Any = models.get_model_weights(weights.model.removeprefix(TORCHVISION)).DEFAULT
-            return dict(named.get_state_dict(progress=False, check_hash=True))
+            pretrained: Any = models.get_model_weights(weights.model.removeprefix(TORCHVISION)).DEFAULT
+            return dict(pretrained.get_state_dict(progress=False, check_hash=True))
         return {name: torch.from_numpy(array) for name, array in load_arrays(weights.where).items()}
     except Exception as error:  # a malformed file or a failed download may raise any error
         raise SettingsError(f"weights = {weights.where!r}: cannot be read ({format_error(error)})") from error
@@ -162,9 +162,9 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
 
 @lru_cache(maxsize=2)
 def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
-    """Return the vectors ``(V, D)`` of all tokens from a file in GloVe's text format: a word and D numbers on a line.
+    """Return the vectors ``(V, D)`` of all tokens from a file in GloVe's text format: a word and D numbers per line.
 
-    The first line of a word takes precedence over further lines. A header of two numbers (word2vec) is skipped.
+    The function uses the first line of each word, and skips a header of two numbers (word2vec).
     """
     source = f"weights = {weights.where!r}"
     tokens_of = {word: token for token, word in enumerate(weights.words.split("\n"), FIRST_WORD)}

@@ -34,7 +34,7 @@ def is_failure(error: BaseException) -> bool:
 def place_of(error: BaseException, *, outside: bool = True) -> str:
     """Return the file and line in Posy or in custom code that raised an exception, without the file's folder.
 
-    With ``outside`` False, the function skips files outside Posy and the bundle: the names of a site's files stay private.
+    With ``outside`` False, the function skips files outside Posy and the bundle: names of a site's files stay private.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
