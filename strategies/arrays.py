@@ -76,7 +76,7 @@ def model(
     is_change: bool = False,
     shape: Dimensions | None = None,
 ) -> Returned:
-    """Declare a trained model, or with ``is_change`` the difference to the model from which the client has started.
+    """Declare a trained model, or with ``is_change`` its difference from the model with which the client started.
 
     ``noise`` and ``sums`` are True, or the reason why the array does not tolerate noise and why the server needs more
     than the clients' mean.
@@ -102,11 +102,11 @@ def numbers(
     Parameters
     ----------
     *shape : int or str
-        The dimensions: numbers, names of :func:`dimensions`, or names of the method's settings. None for a scalar.
+        The dimensions: numbers, names of :func:`dimensions`, or names of the method's settings. A scalar has none.
     noise, sums : True or str
         Whether the array tolerates noise, and whether the server needs only the clients' mean; the reason if not.
     change_of : str
-        The sent array that the client has changed, whose shape is the default; empty if the array is absolute.
+        The sent array that the client changes. Its shape is the default. Empty if the array is absolute.
     limited : bool
         Whether ``max-update-norm`` and ``max-norm-ratio`` cover the array.
     shape_from : callable, optional
@@ -167,21 +167,21 @@ def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], 
     return tuple(d if isinstance(d, int) else named[d]() if d in named else int(getattr(method, d)) for d in shape)
 
 
-def check_names(kind: str, given: Mapping[str, Any], declared: tuple[str, ...], where: str) -> None:
+def check_names(kind: str, arrays: Mapping[str, Any], declared: tuple[str, ...], where: str) -> None:
     """Raise :class:`TypeError` if the names of the arrays differ from the method's declaration.
 
     Parameters
     ----------
     kind : str
         ``serve returns`` or ``the update has``, for the message.
-    given : mapping
+    arrays : mapping
         The arrays by name.
     declared : tuple of str
         The declared names.
     where : str
         The declaration, such as ``FedMineSettings.sent``.
     """
-    if set(given) != set(declared):
+    if set(arrays) != set(declared):
         raise TypeError(
-            f"{kind} the arrays {', '.join(given) or 'none'}; {where} declares {', '.join(declared) or 'none'}"
+            f"{kind} the arrays {', '.join(arrays) or 'none'}; {where} declares {', '.join(declared) or 'none'}"
         )

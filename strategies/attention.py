@@ -12,7 +12,7 @@ from posy.strategies.latest import LatestModels
 from posy.strategies.replies import Update
 
 PICTURED_ROUNDS = 4
-"""The number of rounds whose attention matrices are drawn."""
+"""Number of rounds for which the figure shows the attention matrix."""
 
 
 class AttentionStrategy(LatestModels):

@@ -110,7 +110,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         """Log the configuration of the strategy."""
         run, train = self.settings.run, self.settings.train
         log(INFO, "\t├──> Network: %s, %s parameters", self.architecture.model, f"{self.size:,}")
-        log(INFO, "\t├──> Clients: %s, of which %.0f %% train in a round", self.num_clients, 100 * run.fraction_train)
+        log(INFO, "\t├──> Clients: %s; %.0f %% of them train in a round", self.num_clients, 100 * run.fraction_train)
         length = f"{train.local_steps} steps" if train.local_steps else f"{train.local_epochs} epoch(s)"
         log(INFO, "\t├──> Local training: %s, batch %s, lr %g", length, train.batch_size, train.lr)
         log(INFO, "\t└──> Method: %s", self.method)
@@ -176,7 +176,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Return a message with the currently served arrays to every member, if the round is evaluated."""
+        """Return a message with the currently served arrays for every member, if the round is evaluated."""
         return self.rounds.configure_evaluate(server_round, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -48,7 +48,7 @@ def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
         return np.ones(len(w))
     limit = falling[-1]
     if len(falling) * largest > 1:
-        for above in range(len(falling)):  # `above` weights are at the limit, and the others are below
+        for above in range(len(falling)):  # `above` weights are at the limit, and the others are below it
             limit = largest * falling[above:].sum() / (1 - above * largest)
             if falling[above] <= limit:
                 break
@@ -56,5 +56,5 @@ def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
 
 
 def site_share(clients: int) -> float:
-    """Return the largest share that a site may have among some clients: three equal shares, and at most one half."""
+    """Return the largest share of a site among ``clients`` clients: three equal shares, and at most one half."""
     return min(LARGEST_SHARE, FAIR_SHARES / clients)

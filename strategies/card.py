@@ -31,14 +31,14 @@ class Paper:
 
 @dataclass(frozen=True)
 class Program:
-    """A published program whose numbers ``tests/programs`` compares with Posy's.
+    """A published program, whose numbers ``tests/programs`` compares with Posy's numbers.
 
     Parameters
     ----------
     repository : str
         ``owner/name`` on GitHub.
     commit : str
-        The commit that ran, as a full hash.
+        Full hash of the commit that produced the numbers.
     entry : str
         The file and the function or command that produced the numbers.
     difference : float

@@ -48,10 +48,10 @@ class Exchange:
         self.strategy = strategy
         self.settings = strategy.settings
         self.refresh: Callable[[], list[int]] | None = None
-        """Updates the clients of the strategy before a round."""
+        """Updates the strategy's list of clients before a round."""
         self.client_names: Mapping[int, str] = {}
-        """Names of clients from the data, such as the groups of a natural partition; other clients have their node's
-        name."""
+        """Names of clients from the data, such as the groups of a natural partition; other clients have the name of
+        their node."""
         self.models_folder: Path | None = None
         self.states = ClientStates()
         self.saving = False
@@ -92,14 +92,14 @@ class Exchange:
             common["save-models-to"] = str(self.models_folder)
         pack = IdentityCache(Array)  # serialises an array once for all clients
         self.sent = []
-        for client, flagged in flags.items():
+        for client, flag_entries in flags.items():
             served, row = self.served(client), strategy.record.row(client)
             arrays = record_of({name: pack(array) for name, array in served.items()})
             state = self.states.config(kind, server_round, client)
             expected = strategy.returns(server_round, client)
             if kind == MessageType.TRAIN and expected != tuple(strategy.method.returned):
                 state[RETURNS] = ",".join(expected)
-            entries = {"client": client, **state, **flagged, **strategy.train_config(server_round, client)}
+            entries = {"client": client, **state, **flag_entries, **strategy.train_config(server_round, client)}
             self.count_bytes(client, down=sum(array.nbytes for array in served.values()))
             if name := self.client_names.get(client, strategy.clients[client].name):
                 row["site"] = name
@@ -173,7 +173,8 @@ class Exchange:
     ) -> list[R]:
         """Return the results of the accepted replies; drop and record errors and unusable replies.
 
-        Only the decoding of a reply is guarded. An exception of a hook is a mistake in the method and ends the run.
+        The function catches only exceptions of the decoder. An exception of a hook is a mistake in the method and ends
+        the run.
 
         Parameters
         ----------
@@ -214,8 +215,8 @@ class Exchange:
                     self._lost.append(client)
                 dropped.append((client, one_line(str(error), MAX_REASON)))
         timeout = self.settings.run.timeout
-        late = "no reply" + (f" within round-timeout = {timeout:g} s" if timeout < math.inf else "")
-        dropped += [(client, late) for client in (*map(client_of, waiting.values()), *unsent)]
+        no_reply = "no reply" + (f" within round-timeout = {timeout:g} s" if timeout < math.inf else "")
+        dropped += [(client, no_reply) for client in (*map(client_of, waiting.values()), *unsent)]
         self.drop(dropped)
         return accepted
 
@@ -240,8 +241,8 @@ class Exchange:
         names = {client: info.name for client, info in strategy.clients.items() if info.name}
         for reason, clients in list(reasons.items())[:MAX_REASONS]:
             senders = [client for client in clients if client >= 0]
-            who = f"{describe_clients(senders, names, strategy.num_clients)} dropped" if senders else "dropped"
-            log(WARNING, "round %s: %s: %s", number, who, reason)
+            subject = f"{describe_clients(senders, names, strategy.num_clients)} dropped" if senders else "dropped"
+            log(WARNING, "round %s: %s: %s", number, subject, reason)
         if (more := len(reasons) - MAX_REASONS) > 0:
             log(WARNING, "round %s: replies are dropped for %s further reasons", number, more)
 

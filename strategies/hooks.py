@@ -82,7 +82,7 @@ class ServerHooks:
                 setattr(self, name, np.zeros_like(self.model))
 
     def serve(self, client: int) -> Arrays:
-        """Return the arrays for a client by name; nothing may write to them afterwards.
+        """Return the arrays for a client by name; no code may write to them afterwards.
 
         By default these are the attributes that the settings' ``sent`` names.
         """
@@ -96,7 +96,7 @@ class ServerHooks:
         """Raise :class:`BadReplyError` for arrays of the right shapes with values that the method cannot use."""
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
-        """Return the value from which a client has changed each array of its reply.
+        """Return the starting value of each array in a client's reply.
 
         The default calls the settings' ``reference``, so that server and client agree.
         """

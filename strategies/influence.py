@@ -99,7 +99,7 @@ class Influence:
         )
 
     def check_norm(self, client: int, arrays: Arrays) -> None:
-        """Raise :class:`BadReplyError` if the norm of an update exceeds ``max-update-norm``: clipping would hide it."""
+        """Raise :class:`BadReplyError` if an update's norm exceeds ``max-update-norm``; clipping would hide it."""
         if not (limit := self.run.max_update_norm):
             return
         moved = self._changes(client, arrays)
@@ -117,12 +117,12 @@ class Influence:
             self._clip(sent, ratio)
         largest = self.largest_share(len(sent))
         if largest < 1:
-            of_weights = share_factors(self.strategy.mean_weights(sent), largest)
+            weight_factors = share_factors(self.strategy.mean_weights(sent), largest)
             summed = self.strategy.sums_samples
-            of_samples = share_factors(sample_counts(sent), largest) if summed else np.ones(len(sent))
-            for update, weight_factor, samples_factor in zip(sent, of_weights, of_samples, strict=True):
+            samples_factors = share_factors(sample_counts(sent), largest) if summed else np.ones(len(sent))
+            for update, weight_factor, samples_factor in zip(sent, weight_factors, samples_factors, strict=True):
                 update.weight_factor, update.samples_factor = float(weight_factor), float(samples_factor)
-            limited: npt.NDArray[np.bool_] = np.less(np.minimum(of_weights, of_samples), 1)
+            limited: npt.NDArray[np.bool_] = np.less(np.minimum(weight_factors, samples_factors), 1)
             self.note("down_weighted", [update.client for update in sent], limited)
 
     def _clip(self, updates: list[Update], ratio: float) -> None:
@@ -132,10 +132,10 @@ class Influence:
         """
         norms = np.zeros((2, len(updates)))  # of the parameters and of the statistics
         for number, update in enumerate(updates):
-            moved = self._changes(update.client, update.arrays)
-            masks = {name: self.is_parameter(array) for name, array in moved.items()}
-            norms[0, number] = norm_of([array[..., masks[name]] for name, array in moved.items()])
-            norms[1, number] = norm_of([array[..., ~masks[name]] for name, array in moved.items()])
+            client_changes = self._changes(update.client, update.arrays)
+            masks = {name: self.is_parameter(array) for name, array in client_changes.items()}
+            norms[0, number] = norm_of([array[..., masks[name]] for name, array in client_changes.items()])
+            norms[1, number] = norm_of([array[..., ~masks[name]] for name, array in client_changes.items()])
         factors = np.stack([clipping_factors(row, ratio) for row in norms])
         clipped: npt.NDArray[np.bool_] = np.less(factors.min(axis=0), 1)
         for number in np.flatnonzero(clipped).tolist():

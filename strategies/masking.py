@@ -2,9 +2,8 @@
 
 Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's shares over
 GF(2^128)). This module uses nothing from Flower's `flwr.common.secure_aggregation`. Flower's masks come from NumPy's
-Mersenne Twister, which is not cryptographic, with seeds that are folded to 32 bits. The masks never take the largest
-value of the modulus. Flower's rounding draws from NumPy's global generator, and its shares pass through text forms of
-keys.
+Mersenne Twister, which is not cryptographic, with seeds of 32 bits. They never take the largest value of the modulus.
+Flower's rounding draws from NumPy's global generator, and Flower computes shares from keys in their text form.
 """
 
 import hashlib
@@ -54,7 +53,7 @@ def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: flo
     Raises
     ------
     OutOfRangeError
-        If a change is NaN, infinite or beyond the limit: clipping would hide the fault.
+        If a change is NaN, infinite or beyond the limit. Clipping would hide this fault.
     """
     flat = np.concatenate([np.zeros(0), *(change.ravel() for change in changed)])
     if not np.isfinite(flat).all():
@@ -70,8 +69,8 @@ def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[
     Raises
     ------
     MaskingError
-        If the last word is not the sum of the shares: the masks have not cancelled, and the sum is meaningless. Also if
-        a mean exceeds the limit: a client has then sent a change above the limit.
+        If the last word is not the sum of the shares, because the masks have not cancelled and the sum is meaningless.
+        Also if a mean exceeds the limit, because a client has then sent a change above the limit.
     """
     if int(total[-1]) != sum(map(_share_word, shares)) % 2**32:
         raise MaskingError("the masks do not cancel")
@@ -141,8 +140,8 @@ def own_mask(secret: bytes, context: bytes, count: int) -> Words:
 def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int, context: bytes, count: int) -> Words:
     """Return the mask that a client adds for another client, which adds the negative mask.
 
-    The mask is bound to both clients and their public keys: X25519 treats several texts as the same key. A client could
-    otherwise send another client's key as its own, so that a third client's masks with both cancel.
+    The mask is bound to both clients and their public keys, because X25519 treats several byte strings as the same key.
+    A client could otherwise send another client's key as its own, so that a third client's masks with both cancel.
     """
     ends = sorted([(client, public_key(private)), (other, public)])
     parties = b"".join(index.to_bytes(4, "little") + key for index, key in ends)

@@ -103,7 +103,7 @@ def drawing_of(strategy: type[Any]) -> Callable[[Any, Path], None] | None:
 
 
 def own_class(method: str, end: str, base: type[T]) -> type[T]:
-    """Return the class of a custom method with a suffix in its name, or the base class if its file has none.
+    """Return the class of a custom method whose name ends with ``end``, or the base class if the file has none.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def own_class(method: str, end: str, base: type[T]) -> type[T]:
 
 def _own_settings(method: str) -> Any:
     """Return the settings class of a custom method; raise :class:`SettingsError` if it is missing or unusable."""
-    prefix, word = f"method = {shown(method)}", key_prefix(method)
+    prefix, method_key = f"method = {shown(method)}", key_prefix(method)
     name = method.rpartition(":")[2] + "Settings"
     declared = own_class(method, "Settings", MethodSettings)
     if declared is MethodSettings:
@@ -127,8 +127,8 @@ def _own_settings(method: str) -> Any:
         raise SettingsError(
             f"{prefix}: its file must declare {name}, a subclass of MethodSettings; it declares {classes}"
         )
-    if word in METHODS:
-        raise SettingsError(f"{prefix}: Posy already has a method named {word}; choose another name")
+    if method_key in METHODS:
+        raise SettingsError(f"{prefix}: Posy already has a method named {method_key}; choose another name")
     return declared
 
 

@@ -13,7 +13,7 @@ from posy.strategies.rounds import Rounds
 
 
 class NewcomerPhase:
-    """Evaluates the served model of each newcomer, and lets it train once; its update is not aggregated.
+    """Evaluates the served model of each newcomer, and lets the newcomer train once; its update is not aggregated.
 
     Parameters
     ----------

@@ -78,7 +78,7 @@ def numbers_of(
     sizes : mapping
         Number of the client's samples by the name of the split.
     training : bool
-        Whether the reply is to a training.
+        Whether the reply answers a training message.
 
     Raises
     ------

@@ -208,11 +208,11 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
                 f"{planned} stages; set it to at most {planned}"
             )
         if planned == 1:
-            why = "ppfe-stages = 1"
+            reason = "ppfe-stages = 1"
             if self.stages > 1:
                 shallow = len(network.layer_names) == 1
-                why = f"model = {network.model!r} has one layer" if shallow else "num-server-rounds = 1"
-            return (f"{why}, so the only stage equals method = 'fedavg'; choose more stages and a deeper network",)
+                reason = f"model = {network.model!r} has one layer" if shallow else "num-server-rounds = 1"
+            return (f"{reason}, so the only stage equals method = 'fedavg'; choose more stages and a deeper network",)
         if self.body_lr_factor != 1 and self.body_lr_stage > planned:
             notices.append(
                 f"ppfe-body-lr-stage = {self.body_lr_stage}: there are {planned} stages, so ppfe-body-lr-factor never "
@@ -299,8 +299,8 @@ class PPFE(PersonalisedStrategy):
                 import torch  # noqa: PLC0415 - the settings need no PyTorch
 
                 model = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
-                begun = open_stage(before, self.stage, torch.from_numpy(model), torch.from_numpy(self.finished[0]))
-                self.model = np.ascontiguousarray(self.stage.shared_part.take(begun.numpy()))
+                parameters = open_stage(before, self.stage, torch.from_numpy(model), torch.from_numpy(self.finished[0]))
+                self.model = np.ascontiguousarray(self.stage.shared_part.take(parameters.numpy()))
         return quantities
 
     @property
@@ -409,9 +409,9 @@ def reduced_ranks(plain: Architecture, reduced: tuple[str, ...], ranks: list[int
     from posy.models.layers import capped_rank  # noqa: PLC0415 - the settings need no PyTorch
 
     layers = plain.fully_connected[-len(ranks) :]
-    wanted = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))
-    shapes = {layer: plain.weight(layer).shape for layer in reduced if layer in wanted}
-    capped = {layer: capped_rank(shape[1], shape[0], wanted[layer]) for layer, shape in shapes.items()}
+    rank_of = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))
+    shapes = {layer: plain.weight(layer).shape for layer in reduced if layer in rank_of}
+    capped = {layer: capped_rank(shape[1], shape[0], rank_of[layer]) for layer, shape in shapes.items()}
     return {layer: rank for layer, rank in capped.items() if rank is not None}
 
 

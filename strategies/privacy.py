@@ -64,7 +64,7 @@ def event_of(settings: Settings, num_train: int) -> Event:
 def planned_events(settings: Settings, num_train: int) -> list[Event]:
     """Return the events of a whole run for a client with ``num_train`` training samples; none without noise.
 
-    The list is for the client that trains in most rounds, so it bounds the events of each client.
+    The list is for the client that trains in the most rounds, so it bounds the events of each client.
     """
     if settings.train.dp == OFF:
         return []
@@ -166,7 +166,7 @@ def noisy_sum(
 
 
 def split_noise(multiplier: float, cohort: int) -> tuple[float, float]:
-    """Return the noise multiplier z_Δ of the sum, and σ_b of the count, whose joint cost is the cost of ``multiplier``.
+    """Return z_Δ, the noise multiplier of the sum, and σ_b of the count; both together cost as much as ``multiplier``.
 
     z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the count of b − 1/2 has the sensitivity 1/2. σ_b is a
     twentieth of the cohort, and at least z, so that small cohorts keep three quarters of the budget for the sum.

@@ -1,4 +1,4 @@
-"""Reading the settings of a run from all sources: command line, experiment file, stored run and defaults."""
+"""Read the settings of a run from all sources: command line, experiment file, stored run and defaults."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def named_sources(
     except SettingsError as error:
         try:
             merged = merge_experiment(user_settings, where)
-        except SettingsError:  # this error already names the place of the wrong setting
+        except SettingsError:  # this error already names the source of the wrong setting
             raise error from None
         values = {**(stored or {}), **merged.values}
         for key, setting in declared([]).items():
@@ -125,9 +125,13 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
         stored = current_keys(stored)
         declarations = declared_for(stored)
         missing = declarations.keys() - stored.keys()
-        older = {key: declarations[key].earlier for key in missing if declarations[key].earlier is not None}
-        lasting = {key: value for key, value in stored.items() if key in declarations and not declarations[key].once}
-        values = checked(relevant_settings(older, _method(stored)) | lasting, declarations, STORED) | values
+        earlier_values = {key: declarations[key].earlier for key in missing if declarations[key].earlier is not None}
+        stored_values = {
+            key: value for key, value in stored.items() if key in declarations and not declarations[key].once
+        }
+        values = (
+            checked(relevant_settings(earlier_values, _method(stored)) | stored_values, declarations, STORED) | values
+        )
     if "experiment" in user_settings:
         values["experiment"] = user_settings["experiment"]
     for key, setting in declared([]).items():
@@ -171,27 +175,27 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
     from_file = _checked(read_experiment(path), str(path))
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
-    both = relevant_settings(from_file, _method({**from_file, **values})) | values
-    idle = {key: why for key, why in without_effect(both).items() if key not in values}
+    combined = relevant_settings(from_file, _method({**from_file, **values})) | values
+    idle = {key: why for key, why in without_effect(combined).items() if key not in values}
     idle_in_file = without_effect(from_file)
     if not _is_record(content):
         check_effect(idle, from_file, str(path))
         check_limits(from_file, from_file, str(path))
     overridden = {key: why for key, why in idle.items() if key not in idle_in_file}
-    if "model" not in values and not _unsuitable_model(from_file) and (why := _unsuitable_model(both)):
+    if "model" not in values and not _unsuitable_model(from_file) and (why := _unsuitable_model(combined)):
         overridden["model"] = why
     grouped: dict[str, list[str]] = {}
     for key in sorted(overridden):
         grouped.setdefault(overridden[key], []).append(f"{key} = {shown(from_file[key])}")
     listed = "; ".join(f"{', '.join(texts)} ({why})" for why, texts in grouped.items())
     notice = f"Posy ignores settings {at(str(path))}, because settings {at(where)} override the file: {listed}"
-    merged = {key: value for key, value in both.items() if key not in idle.keys() | overridden.keys()}
+    merged = {key: value for key, value in combined.items() if key not in idle.keys() | overridden.keys()}
     merged = lowered(merged, values)
     return Merged(merged, dict.fromkeys(merged, str(path)) | sources, notice if listed else "")
 
 
 def _unsuitable_model(config: Mapping[str, Any]) -> str:
-    """Return why Posy's network in a config does not take the samples of a published data set, or an empty text."""
+    """Return why Posy's network in a config does not suit the samples of a published data set, or an empty text."""
     config = {"dataset": DataSettings.dataset, **config}
     model, data = str(config.get("model", "")), DATASETS.get(str(config["dataset"]))
     if data is None or model not in MODELS or data.kind in MODELS[model].kinds:
@@ -255,13 +259,14 @@ def groups(methods: Iterable[str]) -> dict[str, Mapping[str, Setting]]:
 
 def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
     """Return the declared settings by key: the shared settings, and the settings of the methods (None: all)."""
-    wanted = tuple(METHODS if methods is None else methods)
-    declarations = dict(_declared(tuple(method for method in wanted if not is_custom(method))))
-    for method in filter(is_custom, wanted):
+    names = tuple(METHODS if methods is None else methods)
+    declarations = dict(_declared(tuple(method for method in names if not is_custom(method))))
+    for method in filter(is_custom, names):
         custom = groups([method])[method]
-        if double := next((key for key in custom if key in declarations), None):
+        if duplicate := next((key for key in custom if key in declarations), None):
             raise SettingsError(
-                f"method = {shown(method)}: its setting {double} already exists in Posy; give the setting another name"
+                f"method = {shown(method)}: its setting {duplicate} already exists in Posy; give the setting another "
+                "name"
             )
         declarations |= custom
         try:
@@ -361,8 +366,8 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
 def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored run with their current keys.
 
-    A value without an effect is replaced by the default, and a value above its limit by the limit. A missing setting
-    has the value of runs from before it existed. It is replaced by the default if neither value has an effect.
+    The function replaces a value without an effect by the default, and a value above its limit by the limit. A missing
+    setting has the value of runs from before the setting existed, or its default if neither value has an effect.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])
@@ -411,7 +416,7 @@ def check_limits(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
 
 
 def lowered(config: Mapping[str, Any], user_keys: Iterable[str] = ()) -> dict[str, Any]:
-    """Return settings with the limit instead of each larger value, except for ``user_keys``."""
+    """Return settings with each value above its limit lowered to the limit, except for ``user_keys``."""
     return {**config, **{key: limit for key, limit in above_limit(config).items() if key not in user_keys}}
 
 
@@ -428,8 +433,8 @@ def experiment_path(name: str) -> Path:
         return experiments[stem]
     if os.path.isdir(typed):  # noqa: PTH112 - false for impossible names, for which Path raises an error
         record = f"{name.rstrip('/')}/config.yaml"
-        likely = f"{record}, which repeats that run" if is_file(absolute(record)) else f"dataset={name}"
-        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean {likely}?")
+        suggestion = f"{record}, which repeats that run" if is_file(absolute(record)) else f"dataset={name}"
+        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean {suggestion}?")
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: this file does not exist; did you mean {setting}={name}?")
     word = Path(name).stem
@@ -456,9 +461,9 @@ def read_experiment(path: Path) -> dict[str, Any]:
     if _is_record(content):
         if not isinstance(content["settings"], dict):
             raise SettingsError(f"settings in {path}: it must hold `key: value` lines")
-        of_run = settings_of(RunSettings)
+        run_settings = settings_of(RunSettings)
         settings = current_keys(content["settings"])
-        return {key: value for key, value in settings.items() if key not in of_run or not of_run[key].once}
+        return {key: value for key, value in settings.items() if key not in run_settings or not run_settings[key].once}
     return content
 
 

@@ -14,7 +14,7 @@ from posy.flower import record_in
 from posy.models.parameters import FloatArray
 
 MAX_EXAMPLES = 1_000_000_000
-"""Number of samples from which the server rejects a client's count."""
+"""Smallest number of samples that the server rejects as impossible."""
 UNREADABLE = (
     LookupError,
     TypeError,
@@ -30,7 +30,7 @@ UNREADABLE = (
 """Errors of reading malformed bytes and records (SyntaxError: an array's header; AttributeError and
 BadZipFile: an .npz instead of an array; MemoryError: a header with too large a shape)."""
 ITEM_BYTES, HEADER_BYTES = 8, 4096
-"""Largest number of bytes of an element, and of the header, of an array in a reply."""
+"""Largest size in bytes of an element of an array in a reply, and of the array's header."""
 SCORES = tuple(
     f"{point}{split}-{measure}"
     for split in ("", "-validation", "-training")
@@ -65,7 +65,7 @@ class Update:
 
 @dataclass
 class ClientInfo:
-    """The server's information on one client: its node, its numbers of samples, and the report of its site."""
+    """The server's information about one client: its node, its numbers of samples, and the report of its site."""
 
     client: int
     node_id: int
@@ -101,7 +101,7 @@ class RoundRecord:
     trained: set[int] = field(default_factory=set)
     """Clients whose training was accepted in a round that did not fail."""
     evaluated: int = 0
-    """Number of clients with test samples that received an evaluation message, and number of them that evaluated."""
+    """Number of clients with test samples that received an evaluation message, and number of clients that evaluated."""
     sums: dict[str, Any] = field(default_factory=dict)
     """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.pooled.Tally`), by key."""
     bytes_up: int = 0
@@ -121,7 +121,7 @@ class RoundRecord:
 
 
 class BadReplyError(ValueError):
-    """A reply that cannot enter the server's state."""
+    """A reply that the server cannot use."""
 
 
 def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:

@@ -129,8 +129,8 @@ def median(rows: FloatArray, block: int = BLOCK) -> FloatArray:
 def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combined:
     """Return the mean of each column without its ⌊fraction M⌋ smallest and largest values.
 
-    All clients have the same weight, so a fraction of 0 gives the unweighted mean. A client's share is the part of the
-    remaining values that are its own.
+    All clients have the same weight, so a fraction of 0 gives the unweighted mean. A client's share is its fraction of
+    the remaining values.
 
     Parameters
     ----------
@@ -142,11 +142,11 @@ def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combi
         Number of columns that the function computes at a time, in double precision.
     """
     count, size = rows.shape
-    cut = trimmed_count(count, fraction)
+    trimmed = trimmed_count(count, fraction)
     result, retained = np.empty(size, np.float32), np.zeros(count)
     for start in range(0, size, block):
         part = rows[:, start : start + block].astype(np.float64)
-        order = np.argsort(part, axis=0, kind="stable")[cut : count - cut]
+        order = np.argsort(part, axis=0, kind="stable")[trimmed : count - trimmed]
         result[start : start + block] = np.take_along_axis(part, order, axis=0).mean(axis=0)
         retained += np.bincount(order.ravel(), minlength=count)
     total = retained.sum()
@@ -181,8 +181,8 @@ def krum_scores(squares: Float64, attackers: int) -> Float64:
     count = len(squares)
     if count < 2 * attackers + 3:
         raise ValueError(f"Krum with f = {attackers} needs {2 * attackers + 3} vectors, got {count}")
-    to_others = squares[~np.eye(count, dtype=bool)].reshape(count, count - 1)
-    closest = np.sort(to_others, axis=1)[:, : count - attackers - 2]
+    distances = squares[~np.eye(count, dtype=bool)].reshape(count, count - 1)
+    closest = np.sort(distances, axis=1)[:, : count - attackers - 2]
     return np.asarray(closest.sum(axis=1))
 
 

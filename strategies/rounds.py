@@ -67,8 +67,8 @@ class Rounds:
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the sorted clients that train in a round, drawn from the seed and the round."""
-        everyone = self.strategy.trains_all(server_round)
-        return list(self.strategy.members) if everyone else cohort_of(self.settings, server_round)
+        trains_all = self.strategy.trains_all(server_round)
+        return list(self.strategy.members) if trains_all else cohort_of(self.settings, server_round)
 
     def configure_train(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each client of the round's cohort."""
@@ -81,8 +81,8 @@ class Rounds:
         flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": evaluates} for c in clients}
         if self.secure:
             weights = {client: self.exchange.weight(client) for client in clients}
-            same = evaluates and clients == self._present()
-            following = self.secure.evaluation_name(server_round) if same else ""
+            same_clients = evaluates and clients == self._present()
+            following = self.secure.evaluation_name(server_round) if same_clients else ""
             flags = self.secure.open(self.secure.training_name(server_round), weights, grid, following, flags)
         if self.settings.train.dp_clip_quantile:
             for entries in flags.values():
@@ -107,13 +107,13 @@ class Rounds:
             updates = exchange.collect(replies, self.decoder, self.accept_update, versions)
         updates.sort(key=lambda update: update.client)
         accepted = updates
-        why = self.secure.current.refusal if self.secure else ""
-        if not why and len(updates) < self.influence.least_replies:
-            why = self.influence.too_few(len(updates))
-        if not why and self.secure:
-            updates, why = self.secure.summed(updates)
-        if why:
-            log(WARNING, "aggregate_train: %s; the round fails, and server and clients keep their states", why)
+        failure = self.secure.current.refusal if self.secure else ""
+        if not failure and len(updates) < self.influence.least_replies:
+            failure = self.influence.too_few(len(updates))
+        if not failure and self.secure:
+            updates, failure = self.secure.summed(updates)
+        if failure:
+            log(WARNING, "aggregate_train: %s; the round fails, and server and clients keep their states", failure)
             for row in strategy.record.clients.values():  # the clients discard these models
                 for column in [name for name in row if name == "train_loss" or name.startswith("local_")]:
                     del row[column]
@@ -203,18 +203,18 @@ class Rounds:
         client = min(strategy.record.trained) if self.secure else updates[0].client
         starts = strategy.reference(client, updates[0].arrays)
         references = [starts[name] for name in names]
-        each = [[update.arrays[name] for name in names] for update in updates]
+        client_arrays = [[update.arrays[name] for name in names] for update in updates]
         if self.secure:
             count = len(strategy.record.trained)
-            total = [count * change for change in changes(each[0], references)]
+            total = [count * change for change in changes(client_arrays[0], references)]
         else:
             multiplier = noise_multiplier(self.settings)
             if quantile := train.dp_clip_quantile:
-                multiplier, of_count = split_noise(multiplier, cohort)
-                below = noisy_fraction([float(update.metrics[BELOW]) for update in updates], cohort, of_count)
+                multiplier, count_deviation = split_noise(multiplier, cohort)
+                below = noisy_fraction([float(update.metrics[BELOW]) for update in updates], cohort, count_deviation)
                 strategy.dp_clip = np.array([adapted_clip(clip, below, quantile)])
-            # A client could send an update with a larger norm than it should.
-            total = noisy_sum([clipped(arrays, references, clip)[0] for arrays in each], multiplier * clip)
+            # Clip again, because a client could send an update with a larger norm.
+            total = noisy_sum([clipped(arrays, references, clip)[0] for arrays in client_arrays], multiplier * clip)
         noisy = [(start + change / cohort).astype(np.float32) for start, change in zip(references, total, strict=True)]
         loss = float(np.mean([float(update.loss) for update in updates]))
         examples = sum(update.num_examples for update in updates)
@@ -224,7 +224,7 @@ class Rounds:
     # -- evaluation ------------------------------------------------------------------------------------
 
     def configure_evaluate(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Return a message with the currently served arrays to every member, if the round is evaluated."""
+        """Return a message with the currently served arrays for every member, if the round is evaluated."""
         self.exchange.sent = []
         run = self.settings.run
         if not schedule.evaluates(run, server_round):
@@ -232,8 +232,8 @@ class Rounds:
         trained, present = self.strategy.record.trained, self._present()
         flags: dict[int, dict[str, Any]] = {client: {"evaluate-personal": client not in trained} for client in present}
         if self.secure:
-            same = server_round < run.num_server_rounds and set(self.cohort(server_round + 1)) == {*present}
-            following = self.secure.training_name(server_round + 1) if same else ""
+            same_clients = server_round < run.num_server_rounds and set(self.cohort(server_round + 1)) == {*present}
+            following = self.secure.training_name(server_round + 1) if same_clients else ""
             name, weights = self.secure.evaluation_name(server_round), dict.fromkeys(present, 1)
             flags = self.secure.open(name, weights, grid, following, flags)
         return self.exchange.messages(MessageType.EVALUATE, server_round, config, flags)

@@ -8,7 +8,7 @@ from posy.strategies.settings import Settings
 
 
 def learning_rate(settings: Settings, server_round: int) -> float:
-    """Return the learning rate of a round; rounds count from 1, and the cosine schedule ends near 0."""
+    """Return the learning rate of a round, counted from 1; the cosine schedule ends near 0."""
     train, done = settings.train, server_round - 1
     if train.lr_schedule == "cosine":
         return train.lr * 0.5 * (1 + math.cos(math.pi * done / settings.run.num_server_rounds))
@@ -38,20 +38,20 @@ def notices(settings: Settings, num_rounds: int, cohort: Callable[[int], list[in
     cohort : callable
         Returns the clients that train in a round.
     """
-    train, run, found = settings.train, settings.run, []
+    train, run, warnings = settings.train, settings.run, []
     rates = {learning_rate(settings, number) for number in range(1, num_rounds + 1)}
     if train.lr_schedule != "constant" and rates == {train.lr}:
         remedy = "choose more rounds"
         if num_rounds > 1:
             remedy = "set lr-decay below 1" if train.lr_decay == 1 else f"set lr-step below {num_rounds}"
-        found.append(
+        warnings.append(
             f"lr-schedule = {train.lr_schedule!r} has no effect: lr is {train.lr:g} in all rounds from 1 to "
             f"{num_rounds}; {remedy}"
         )
     neighbours = max(len(cohort(number)) for number in (1, num_rounds)) - 1
     if run.secure_aggregation and run.secure_neighbours > neighbours:
-        found.append(
+        warnings.append(
             f"secure-neighbours = {run.secure_neighbours}: a round has at most {neighbours} other clients, with "
             f"all of which each client shares secrets; set it to at most {neighbours}"
         )
-    return tuple(found)
+    return tuple(warnings)

@@ -16,7 +16,7 @@ statistics of their data in the same way. The client's side, which does not trus
 :mod:`posy.client_app.secure_aggregation`.
 
 If the same clients take part in the next phase, they send the keys and shares for it with their answers in stages 4 and
-5. The phase then has three stages. If its clients differ in the end, they send new keys and shares.
+5. The phase then has three stages. If other clients take part after all, they send new keys and shares.
 """
 
 import math
@@ -73,7 +73,7 @@ the signer); largest number of bytes of a signature and of a signer."""
 ROUND_KEY_BYTES = 32
 """Bytes of a signer that is a key of one round; the public key of a site is longer."""
 DEFAULT_FRACTION = 0.6
-"""The value of ``secure-threshold`` for ``auto``."""
+"""The fraction for ``secure-threshold = auto``."""
 Answer = list[bytes]
 Masked = tuple[Words, Mapping[str, Any]]
 """The masked words in a reply, and its metrics."""
@@ -169,11 +169,12 @@ class View(NamedTuple):
         return {client: sorted(ring[(i + step) % len(ring)] for step in near) for i, client in enumerate(ring)}
 
     def tolerated(self) -> int:
-        """Return the number of clients that may collude with a malicious server without harm to the others; or -1.
+        """Return the number of clients that may collude with a malicious server without harm to the others.
 
-        If all clients are neighbours, it is the largest c with 2t > n + c. In a ring, colluding clients and clients
-        that have dropped out may also separate an honest part of the ring from the rest. A part has two ends. At each
-        end, t - 1 - r of the r next clients at least have not dropped out, so that 2 (t - 1 - r) of them must collude.
+        The number is -1 if a malicious server does harm without colluding clients. If all clients are neighbours, the
+        number is the largest c with 2t > n + c. In a ring, colluding clients and clients that have dropped out may also
+        separate an honest part of the ring from the rest. A part has two ends. At each end, at least t - 1 - r of the
+        next r clients have not dropped out, so that 2 (t - 1 - r) of them must collude.
         """
         bounds = [2 * self.cohort_threshold - len(self.cohort) - 1, self.threshold - 1]
         if self.reach:
@@ -214,7 +215,7 @@ def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
 
 
 class Prepared(NamedTuple):
-    """The keys and shares that the clients of a round have sent before it begins."""
+    """The keys and shares that the clients of a round have sent before the round begins."""
 
     name: str
     view: View
@@ -401,7 +402,7 @@ class SecureRound:
             private = private_key(secret)
             if public_key(private) != self._public[client][0]:
                 raise MaskingError(f"the shares of client {client}'s private key are wrong")
-            for other in near:  # subtract the masks that they have added for this client
+            for other in near:  # subtract the masks that the neighbours have added for this client
                 key = self._public[other][0]
                 total += pair_mask(private, key, client, other, context, len(total))
         return total
@@ -446,19 +447,19 @@ class SecureRound:
             self.prepared = Prepared(self._following, view, dict(public), sealed)
         return {client: answer[: len(self._near(client, self._sharing))] for client, answer in answers.items()}
 
-    def _check_threshold(self, client: int, present: set[int], done: str) -> None:
+    def _check_threshold(self, client: int, present: set[int], action: str) -> None:
         """Raise :class:`TooFewError` if too few neighbours of a client are present."""
         if (count := len(self._near(client, present))) < self._view.threshold:
-            self._raise_too_few(count, len(self._rosters[client]), done, self._view.threshold)
+            self._raise_too_few(count, len(self._rosters[client]), action, self._view.threshold)
 
-    def _check_cohort(self, count: int, done: str) -> None:
+    def _check_cohort(self, count: int, action: str) -> None:
         """Raise :class:`TooFewError` if too few clients of the whole cohort are present."""
         if count < self._view.cohort_threshold:
-            self._raise_too_few(count, len(self._weights), done, self._view.cohort_threshold)
+            self._raise_too_few(count, len(self._weights), action, self._view.cohort_threshold)
 
-    def _raise_too_few(self, count: int, size: int, done: str, needed: int) -> None:
+    def _raise_too_few(self, count: int, size: int, action: str, needed: int) -> None:
         fraction = self._run.secure_threshold
-        raise TooFewError(f"{count} of {size} clients have {done}, secure-threshold = {fraction} needs {needed}")
+        raise TooFewError(f"{count} of {size} clients have {action}, secure-threshold = {fraction} needs {needed}")
 
     def _near(self, client: int, among: set[int]) -> list[int]:
         return [other for other in self._rosters[client] if other in among]
@@ -479,12 +480,12 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
     """
     excluded = {}
     for client in sorted({client for reasons in refused.values() for client in reasons}):
-        by = [other for other in neighbours[client] if client in refused.get(other, {})]
-        if 2 * len(by) > len(neighbours[client]):
-            count = f"{len(by)} of {len(neighbours[client])} clients refuse its keys"
+        refusers = [other for other in neighbours[client] if client in refused.get(other, {})]
+        if 2 * len(refusers) > len(neighbours[client]):
+            count = f"{len(refusers)} of {len(neighbours[client])} clients refuse its keys"
             excluded[client] = (
-                f"{count}: {refused[by[0]][client]}; where sites sign their keys, its node config needs signing-key "
-                "and trusted-keys, and every site its public key"
+                f"{count}: {refused[refusers[0]][client]}; where sites sign their keys, its node config needs "
+                "signing-key and trusted-keys, and every site its public key"
             )
     return excluded
 
@@ -515,8 +516,8 @@ def read_masked(content: RecordDict, size: int, num_train: int | None = None) ->
 def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
     """Return a digest of everything that all clients of a round receive; masks of different digests do not cancel.
 
-    If the server sent one client another model, learning rate or sum of weights, it could otherwise recognise this
-    client's update in the sum. An entry that Posy does not know is part of the digest.
+    Without the digest, a server could send one client a different model, learning rate or sum of weights, and recognise
+    this client's update in the sum. The digest also covers entries that Posy does not know.
 
     Parameters
     ----------

@@ -144,14 +144,14 @@ class SecureRounds:
             for (name, reference), change in zip(references.items(), np.split(mean, ends), strict=True)
         }
         self._add_sums(numbers, training=True)
-        silent = len(masked) - record.sums[TRAIN].clients
-        if silent and not self.settings.train.withholds_scores:
+        num_unchanged = len(masked) - record.sums[TRAIN].clients
+        if num_unchanged and not self.settings.train.withholds_scores:
             log(
                 WARNING,
                 "round %s: %s of %s clients sent no change: their training diverged, or a parameter changed by more "
                 "than secure-range; masks hide which clients",
                 record.number,
-                silent,
+                num_unchanged,
                 len(masked),
             )
         loss = record.sums[TRAIN].spread("loss")

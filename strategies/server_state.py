@@ -15,7 +15,7 @@ FINISHED_IN = "finished-in"
 
 
 def arrays_once(strategy: ServerHooks, first: int = 0) -> Arrays:
-    """Return the arrays of ``sent_once`` by name, without the first ones."""
+    """Return the arrays of ``sent_once`` by name, without the first ``first`` arrays."""
     if not (name := strategy.method.sent_once):
         return {}
     finished: list[npt.NDArray[Any]] = getattr(strategy, name)
@@ -32,7 +32,7 @@ def state_of(strategy: ServerHooks) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-    """Load the state that :func:`state_of` has returned for a strategy with the same settings.
+    """Load a state that :func:`state_of` returned for a strategy with the same settings.
 
     Raises
     ------
@@ -43,12 +43,12 @@ def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generi
     for name in _names(strategy):
         array, fresh = arrays[name], getattr(strategy, name)
         rows = int(fresh.shape[:1] == (0,))  # an array without rows may gain rows
-        same = array.ndim == fresh.ndim and (array.shape[rows:] == fresh.shape[rows:] or name in strategy.resized)
-        if array.dtype != fresh.dtype or not same:
+        matches = array.ndim == fresh.ndim and (array.shape[rows:] == fresh.shape[rows:] or name in strategy.resized)
+        if array.dtype != fresh.dtype or not matches:
             raise ValueError(f"{name}: {array.dtype} {array.shape} instead of {fresh.dtype} {fresh.shape}")
-    if once := strategy.method.sent_once:
+    if list_name := strategy.method.sent_once:
         finished_in = arrays[FINISHED_IN].tolist()
-        setattr(strategy, once, [arrays[f"{once}-{number}"] for number in range(1, len(finished_in) + 1)])
+        setattr(strategy, list_name, [arrays[f"{list_name}-{number}"] for number in range(1, len(finished_in) + 1)])
         strategy.finished_in = finished_in
     for name in _names(strategy):
         setattr(strategy, name, np.require(arrays[name], requirements=("C", "W")))

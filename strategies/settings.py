@@ -39,7 +39,7 @@ class MethodSettings:
 
     A method declares the arrays in its messages, each once: ``sent`` has the names of the arrays that a client
     receives, and ``returned`` the arrays of its reply. By default both are one model. With ``dp_sgd=True`` a
-    subclass states that DP-SGD protects all that clients send, and with ``robust=True`` that its server combines
+    subclass states that DP-SGD protects everything that clients send, and with ``robust=True`` that its server combines
     whole models by :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the
     methods below.
     """
@@ -92,15 +92,15 @@ class MethodSettings:
     def refused_privacy(cls, mode: str) -> Refused | None:
         """Return why the method does not support a mode of the setting ``dp``; :data:`ALLOWED` if it does.
 
-        ``central`` needs what local noise and secure aggregation need: an update that tolerates noise, and a server
-        that needs only the mean of all updates.
+        ``central`` has the requirements of local noise and of secure aggregation: an update that tolerates noise, and a
+        server that needs only the mean of all updates.
         """
         verdicts = {"off": ALLOWED, "local": cls.noise, "central": cls.noise or cls.sums, "sample": cls.dp_sgd}
         return verdicts[mode]
 
     @property
     def follows_number_of_rounds(self) -> bool:
-        """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change on resuming."""
+        """Whether the method's schedule depends on ``num-server-rounds``, which a resumed run then cannot change."""
         return False
 
     @property
@@ -140,7 +140,7 @@ class MethodSettings:
         return ()
 
     def reference(self, network: "Architecture", sent: Arrays, reply: Arrays) -> Arrays:
-        """Return the value from which the client has changed each array of its reply, by the declarations.
+        """Return the starting value of each array in the client's reply, as the declarations define it.
 
         The update is the difference between the arrays and these values. ``max-update-norm`` and ``max-norm-ratio``
         limit its norm, ``dp`` clips it and adds noise, and masks cover it. A method overrides this function if the
@@ -193,8 +193,8 @@ class Settings:
 
     def as_config(self) -> dict[str, Scalar]:
         """Return the settings by flat key; the method's name is the prefix of its settings."""
-        of_method = as_config(self.method, key_prefix(self.run.method))
-        return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **of_method}
+        method_config = as_config(self.method, key_prefix(self.run.method))
+        return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **method_config}
 
     def to_json(self) -> str:
         """Return the settings as one line of JSON, which the messages to the clients contain."""

@@ -73,10 +73,11 @@ def minimise_on_simplex(
 
 
 def projected(vector: Float64, w: Float64, lower: Float64, upper: Float64) -> Float64:
-    """Return the nearest point x with lower ≤ x ≤ upper and Σ w_j x_j = 1, which must exist; w is positive.
+    """Return the point x nearest to a vector with lower ≤ x ≤ upper and Σ w_j x_j = 1; w is positive.
 
-    The point is the vector minus τ w, clipped. The sum decreases with τ, linearly between the values at which a
-    coordinate meets a bound. Bisection finds the two values around τ, and linear interpolation gives τ.
+    Such a point must exist. It is the vector minus τ w, clipped to the bounds. The sum decreases with τ, and is linear
+    between the values of τ at which a coordinate meets a bound. Bisection finds the two values around the solution, and
+    linear interpolation gives τ.
     """
     knots = np.sort(np.concatenate([(vector - upper) / w, (vector - lower) / w]))
     first, last = 0, len(knots) - 1
@@ -99,15 +100,15 @@ def _accelerated(a: Float64, length: float, point: Float64, box: Box) -> Float64
     """Return the point after some accelerated steps along half the gradient."""
     target, momentum = point, 1.0
     for _ in range(STEPS):
-        moved = projected(target - length * (a @ target), *box)
-        if (target - moved) @ (moved - point) > 0:
+        next_point = projected(target - length * (a @ target), *box)
+        if (target - next_point) @ (next_point - point) > 0:
             if momentum == 1.0:
                 break
             target, momentum = point, 1.0
             continue
-        following = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
-        target = moved + (momentum - 1) / following * (moved - point)
-        point, momentum = moved, following
+        next_momentum = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
+        target = next_point + (momentum - 1) / next_momentum * (next_point - point)
+        point, momentum = next_point, next_momentum
     return point
 
 
@@ -122,13 +123,13 @@ def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64
         system[:-1, :-1] = a[np.ix_(free, free)]
         system[:-1, -1] = system[-1, :-1] = w[free] / w[free].max()
         # The nearest of several minima keeps the weights of equal clients equal.
-        way = np.linalg.lstsq(system, np.append(-(a @ point)[free], 0.0), rcond=None)[0][:-1]
-        way -= w[free] * (w[free] @ way) / (w[free] @ w[free])
-        bound = np.where(way > 0, upper[free], lower[free])
-        lengths = np.divide(bound - point[free], way, out=np.full(len(free), np.inf), where=way != 0)
+        direction = np.linalg.lstsq(system, np.append(-(a @ point)[free], 0.0), rcond=None)[0][:-1]
+        direction -= w[free] * (w[free] @ direction) / (w[free] @ w[free])
+        bound = np.where(direction > 0, upper[free], lower[free])
+        lengths = np.divide(bound - point[free], direction, out=np.full(len(free), np.inf), where=direction != 0)
         nearest = int(lengths.argmin())
         reached = point.copy()
-        reached[free] += min(1.0, lengths[nearest]) * way
+        reached[free] += min(1.0, lengths[nearest]) * direction
         reached = _within(reached, lower, upper)
         if lengths[nearest] < 1:
             reached[free[nearest]] = bound[nearest]
@@ -144,6 +145,8 @@ def _gap(a: Float64, point: Float64, box: Box) -> float:
     w, lower, upper = box
     gradient = (a @ point) / w
     order = np.argsort(gradient)
-    room = (w * (upper - lower))[order]
-    amounts = np.clip(1 - w @ lower - (np.cumsum(room) - room), 0.0, room)  # the cheapest check comes first
+    capacities = (w * (upper - lower))[order]
+    amounts = np.clip(
+        1 - w @ lower - (np.cumsum(capacities) - capacities), 0.0, capacities
+    )  # fill the coordinates with the smallest gradient first
     return float(gradient @ (w * (point - lower)) - gradient[order] @ amounts)

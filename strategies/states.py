@@ -56,9 +56,9 @@ def version_after(message: Message, reply: Message) -> str:
     sent, answer = (record_in(each.content, "config", ConfigRecord) for each in (message, reply))
     start = str(sent["state-from"])
     if "state-missing" in answer:
-        since = f"of round {start.split('-')[1]} " if start else ""
+        round_text = f"of round {start.split('-')[1]} " if start else ""
         raise LostStateError(
-            f"its state {since}is not on its node (a node keeps it across a restart only with state-dir); "
+            f"its state {round_text}is not on its node (a node keeps it across a restart only with state-dir); "
             "it starts from scratch"
         )
     version = answer["state"]
