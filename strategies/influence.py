@@ -66,10 +66,10 @@ class Influence:
         run = self.run
         if self.rule and replies < self.rule.least:
             return (
-                f"{replies} accepted replies, robust = {run.robust} with max-attackers = {run.max_attackers} needs "
-                f"{self.rule.least}"
+                f"{replies} accepted replies, but robust = {run.robust} with max-attackers = {run.max_attackers} "
+                f"needs {self.rule.least}"
             )
-        return f"{replies} accepted replies, min-train-replies is {run.min_train_replies}"
+        return f"{replies} accepted replies, but min-train-replies = {run.min_train_replies}"
 
     def note(self, kind: str, clients: list[int], limited: npt.NDArray[np.bool_]) -> None:
         """Record and log the clients whose updates are ``clipped``, ``discarded`` or ``down_weighted``.
@@ -102,8 +102,8 @@ class Influence:
         """Raise :class:`BadReplyError` if an update's norm exceeds ``max-update-norm``; clipping would hide it."""
         if not (limit := self.run.max_update_norm):
             return
-        moved = self._changes(client, arrays)
-        norm = norm_of([array[..., self.is_parameter(array)] for array in moved.values()])
+        client_changes = self._changes(client, arrays)
+        norm = norm_of([array[..., self.is_parameter(array)] for array in client_changes.values()])
         if not norm <= limit:
             log(WARNING, "round %s, client %s: an update of norm %.6g", self.strategy.record.number, client, norm)
             raise BadReplyError(f"the norm of the update exceeds max-update-norm = {limit:g}")
@@ -118,8 +118,8 @@ class Influence:
         largest = self.largest_share(len(sent))
         if largest < 1:
             weight_factors = share_factors(self.strategy.mean_weights(sent), largest)
-            summed = self.strategy.sums_samples
-            samples_factors = share_factors(sample_counts(sent), largest) if summed else np.ones(len(sent))
+            sums_samples = self.strategy.sums_samples
+            samples_factors = share_factors(sample_counts(sent), largest) if sums_samples else np.ones(len(sent))
             for update, weight_factor, samples_factor in zip(sent, weight_factors, samples_factors, strict=True):
                 update.weight_factor, update.samples_factor = float(weight_factor), float(samples_factor)
             limited: npt.NDArray[np.bool_] = np.less(np.minimum(weight_factors, samples_factors), 1)
@@ -194,8 +194,8 @@ class Influence:
         model[is_parameter] = combined.model
         model[~is_parameter] = self.combine_statistics(models[:, ~is_parameter])
         if combined.shares is not None:
-            trims = self.rule.name == "trimmed-mean"
-            plain = np.full(len(weights), 1 / len(weights)) if trims else weights / weights.sum()
+            is_trimmed_mean = self.rule.name == "trimmed-mean"
+            plain = np.full(len(weights), 1 / len(weights)) if is_trimmed_mean else weights / weights.sum()
             self.note("discarded", clients, combined.shares == 0)
             self.note("down_weighted", clients, (combined.shares > 0) & (combined.shares < plain / 2))
         return model
@@ -206,5 +206,5 @@ class Influence:
         This is the trimmed mean with ``robust = trimmed-mean``, and the median with the other rules.
         """
         assert self.rule is not None
-        trims = self.rule.name == "trimmed-mean"
-        return trimmed_mean(statistics, self.rule.trim).model if trims else median(statistics)
+        is_trimmed_mean = self.rule.name == "trimmed-mean"
+        return trimmed_mean(statistics, self.rule.trim).model if is_trimmed_mean else median(statistics)

@@ -158,11 +158,11 @@ class View(NamedTuple):
 
     @property
     def neighbourhood(self) -> int:
-        """Number of neighbours of each client, itself included."""
+        """Number of neighbours of each client, including the client."""
         return 2 * self.reach + 1 if self.reach else len(self.cohort)
 
     def rosters(self) -> dict[int, list[int]]:
-        """Return the sorted neighbours of each client, itself included."""
+        """Return the sorted neighbours of each client, including the client."""
         ring, near = self.cohort, range(-self.reach, self.reach + 1)
         if not self.reach:
             return {client: sorted(ring) for client in ring}
@@ -182,7 +182,7 @@ class View(NamedTuple):
         return max(-1, min(bounds))
 
     def digest(self) -> bytes:
-        """Return a digest of the view, to which keys, shares, masks and signatures are bound."""
+        """Return a digest of the view, which binds keys, shares, masks and signatures to the view."""
         return digest("view", *map(str, (self.reach, self.cohort_threshold, self.threshold, *self.cohort)))
 
     def entries(self) -> dict[str, Any]:
@@ -325,21 +325,21 @@ class SecureRound:
             _check_sealed(answer, self._rosters[client])
 
         sealed: dict[int, Answer] = {}
-        asking = set(self._rosters)
-        while asking := {client for client in asking if len(self._rosters[client]) >= self._view.threshold}:
+        pending = set(self._rosters)
+        while pending := {client for client in pending if len(self._rosters[client]) >= self._view.threshold}:
             refused.clear()
-            answers = self._ask(SHARES, {client: self._keys_for(client) for client in sorted(asking)}, check)
+            answers = self._ask(SHARES, {client: self._keys_for(client) for client in sorted(pending)}, check)
             sealed |= {client: answer for client, answer in answers.items() if client not in refused}
             excluded = excluded_by(refused, {c: self._others(c, {*sealed, *refused}) for c in self._rosters})
             for client, reason in sorted(excluded.items()):
                 self._drop(client, reason)
                 sealed.pop(client, None)
-            asking = set(refused) - set(excluded)
-            for client in sorted(asking):
+            pending = set(refused) - set(excluded)
+            for client in sorted(pending):
                 if accepted := sorted(set(refused[client]) - set(excluded)):
                     reason = refused[client][accepted[0]]
                     self._drop(client, f"it refuses the keys of client {accepted[0]}, which others accept: {reason}")
-                    asking.discard(client)
+                    pending.discard(client)
                 self._rosters[client] = [other for other in self._rosters[client] if other not in excluded]
         return sealed
 
@@ -437,10 +437,10 @@ class SecureRound:
         def check(client: int, answer: Answer) -> None:
             count = len(self._near(client, self._sharing))
             _check(answer[:count], count, SECRET_BYTES)
-            further = answer[count:]
-            if further and further[0] != REFUSAL:
-                _check_sealed(further, rosters.get(client, [client]))
-                sealed[client] = further
+            next_shares = answer[count:]
+            if next_shares and next_shares[0] != REFUSAL:
+                _check_sealed(next_shares, rosters.get(client, [client]))
+                sealed[client] = next_shares
 
         answers = self._ask(UNMASK, requests, check)
         if rosters and sealed.keys() == rosters.keys():
@@ -459,7 +459,7 @@ class SecureRound:
 
     def _raise_too_few(self, count: int, size: int, action: str, needed: int) -> None:
         fraction = self._run.secure_threshold
-        raise TooFewError(f"{count} of {size} clients have {action}, secure-threshold = {fraction} needs {needed}")
+        raise TooFewError(f"{count} of {size} clients have {action}, but secure-threshold = {fraction} needs {needed}")
 
     def _near(self, client: int, among: set[int]) -> list[int]:
         return [other for other in self._rosters[client] if other in among]

@@ -788,7 +788,10 @@ def test_two_sites_of_one_key_are_refused_by_the_others(
     assert set(dropped) == {3, 4} and all(
         "one site has signed the keys of two clients" in why for why in dropped.values()
     )
-    assert "0 of 5 clients have shared their secrets, secure-threshold = auto needs 4; the round fails" in warnings.text
+    assert (
+        "0 of 5 clients have shared their secrets, but secure-threshold = auto needs 4; the round fails"
+        in warnings.text
+    )
     np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
 
 
