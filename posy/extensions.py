@@ -14,7 +14,7 @@ from posy.paths import absolute, is_file
 from posy.settings import CUSTOM_NAME, SettingsError, shown
 
 BUNDLED = "own"
-"""Folder for custom files in the app's bundle, which goes to the SuperLink and the nodes."""
+"""Folder for custom files in the app's bundle, which a run sends to the SuperLink and the nodes."""
 CUSTOM_MODULE = "posy_own_"
 """Prefix of the names of modules that Posy imports from a file."""
 _BUNDLE = Path(__file__).resolve().parent.parent

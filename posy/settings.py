@@ -409,7 +409,7 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
 
 
 def _forms(value: Any) -> set[str]:
-    """Return the texts with which messages quote a value."""
+    """Return the forms in which messages quote a value."""
     return {shown(value), str(value) or shown(value)} | ({f"{value:g}"} if isinstance(value, float) else set())
 
 

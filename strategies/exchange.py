@@ -74,7 +74,7 @@ class Exchange:
         strategy.record = RoundRecord(server_round, away=away)
         self._clock = time.perf_counter()
         run = self.settings.run
-        # The system accuracy of these rounds is computed from the stored models.
+        # Posy computes the system accuracy of these rounds from the stored models.
         averaged = server_round == run.num_server_rounds or schedule.in_average(run, server_round)
         due = averaged or self._clock - self._saved > SAVE_SECONDS
         self.saving = self.models_folder is not None and schedule.evaluates(run, server_round) and due

@@ -1,7 +1,7 @@
 """Scores under secure aggregation: each client adds whole numbers to a masked sum, and the server reads the sum.
 
-A reply of such a run has no loss, accuracy or number of samples of a single client. The layout of the numbers follows
-from the settings, so that it is the same for all clients.
+Replies in such a run contain no loss, accuracy or number of samples of a single client. The layout of the numbers
+follows from the settings, so that it is the same for all clients.
 """
 
 from collections.abc import Mapping, Sequence

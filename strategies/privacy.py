@@ -40,7 +40,7 @@ class Sampling:
     """The steps of DP-SGD in one local training."""
 
     probability: float
-    """Probability with which a step contains a sample."""
+    """Probability that a step contains a sample."""
     steps: int
     noise_multiplier: float
     clip: float
@@ -166,13 +166,13 @@ def noisy_sum(
 
 
 def split_noise(multiplier: float, cohort: int) -> tuple[float, float]:
-    """Return z_Δ, the noise multiplier of the sum, and σ_b of the count; both together cost as much as ``multiplier``.
+    """Return the noise multiplier z_Δ of the sum, and σ_b of the count; their joint cost is the cost of ``multiplier``.
 
     z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the count of b − 1/2 has the sensitivity 1/2. σ_b is a
     twentieth of the cohort, and at least z, so that small cohorts keep three quarters of the budget for the sum.
     """
-    of_count = max(COUNT_NOISE * cohort, multiplier)
-    return (multiplier**-2 - (2 * of_count) ** -2) ** -0.5, of_count
+    count_deviation = max(COUNT_NOISE * cohort, multiplier)
+    return (multiplier**-2 - (2 * count_deviation) ** -2) ** -0.5, count_deviation
 
 
 def adapted_clip(clip: float, below: float, quantile: float) -> float:

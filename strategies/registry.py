@@ -176,12 +176,12 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
     combined = relevant_settings(from_file, _method({**from_file, **values})) | values
-    idle = {key: why for key, why in without_effect(combined).items() if key not in values}
-    idle_in_file = without_effect(from_file)
+    unused = {key: why for key, why in without_effect(combined).items() if key not in values}
+    unused_in_file = without_effect(from_file)
     if not _is_record(content):
-        check_effect(idle, from_file, str(path))
+        check_effect(unused, from_file, str(path))
         check_limits(from_file, from_file, str(path))
-    overridden = {key: why for key, why in idle.items() if key not in idle_in_file}
+    overridden = {key: why for key, why in unused.items() if key not in unused_in_file}
     if "model" not in values and not _unsuitable_model(from_file) and (why := _unsuitable_model(combined)):
         overridden["model"] = why
     grouped: dict[str, list[str]] = {}
@@ -189,7 +189,7 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
         grouped.setdefault(overridden[key], []).append(f"{key} = {shown(from_file[key])}")
     listed = "; ".join(f"{', '.join(texts)} ({why})" for why, texts in grouped.items())
     notice = f"Posy ignores settings {at(str(path))}, because settings {at(where)} override the file: {listed}"
-    merged = {key: value for key, value in combined.items() if key not in idle.keys() | overridden.keys()}
+    merged = {key: value for key, value in combined.items() if key not in unused.keys() | overridden.keys()}
     merged = lowered(merged, values)
     return Merged(merged, dict.fromkeys(merged, str(path)) | sources, notice if listed else "")
 
@@ -294,7 +294,7 @@ def defaults() -> dict[str, Scalar]:
 
 @lru_cache(maxsize=4096)
 def owner(key: str) -> str | None:
-    """Return Posy's method to which a setting belongs, or None."""
+    """Return Posy's method that declares a setting, or None."""
     candidates = (method for method in METHODS if key.startswith(f"{method}-"))
     return next((method for method in candidates if key in settings_of(settings_class(method), method)), None)
 
@@ -359,8 +359,8 @@ def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run without the settings that have no effect."""
-    idle = without_effect(config)
-    return {key: value for key, value in config.items() if key not in idle}
+    unused = without_effect(config)
+    return {key: value for key, value in config.items() if key not in unused}
 
 
 def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,16 +372,16 @@ def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     config = current_keys(config)
     declarations = declared([_method(config)])
     before = {key: setting.earlier for key, setting in declarations.items() if setting.earlier is not None}
-    idle = without_effect({**before, **config})
-    return lowered({**config, **{key: declarations[key].default for key in idle}})
+    unused = without_effect({**before, **config})
+    return lowered({**config, **{key: declarations[key].default for key in unused}})
 
 
 def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> None:
     """Raise :class:`SettingsError` if one of the keys has no effect in a run with the settings ``config``."""
-    idle = without_effect(config)
+    unused = without_effect(config)
     for key in keys:
-        if key in idle:
-            raise SettingsError(no_effect(key, config[key], where, idle[key]))
+        if key in unused:
+            raise SettingsError(no_effect(key, config[key], where, unused[key]))
 
 
 def no_effect(key: str, value: Any, where: str, why: str) -> str:

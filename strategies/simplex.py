@@ -12,7 +12,7 @@ STEPS, ROUNDS = 20, 200
 TOLERANCE, ROUNDING = 1e-12, 1e-15
 """Remaining descent relative to the minimum, and smallest descent of a round relative to its terms."""
 FLATTEST = 1e-12
-"""The smallest diagonal entry, as a share of the largest, by which a coordinate is scaled."""
+"""Smallest diagonal entry, relative to the largest, for the scaling of a coordinate."""
 
 
 def minimise_on_simplex(
