@@ -5,7 +5,7 @@ some members do not reply and the others meet the criterion, Posy warns.
 
 The splits form a binary tree. The server stores the tree if the run has hold-out clients: for each split the model
 before the split and the updates on both sides. At the end a newcomer descends from the root. At each split it trains
-from the stored model, and follows the side that holds the most similar update. Then Posy serves it its cluster's model.
+from the stored model, and follows the side with the most similar update. Then Posy serves it its cluster's model.
 """
 
 import math
@@ -273,8 +273,8 @@ def split(
         return np.zeros(len(changes), np.bool_)
     similarity = cosine_similarity(changes)
     leaving = bipartition(similarity)
-    between = float(similarity[np.ix_(leaving, ~leaving)].max())
-    return leaving if gamma_max < math.sqrt((1 - between) / 2) else np.zeros(len(changes), np.bool_)
+    cross_similarity = float(similarity[np.ix_(leaving, ~leaving)].max())
+    return leaving if gamma_max < math.sqrt((1 - cross_similarity) / 2) else np.zeros(len(changes), np.bool_)
 
 
 def bipartition(similarity: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:

@@ -71,7 +71,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     )
     head_epochs: int = setting(
         1,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both train for that many steps",
+        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both take `local-steps` steps",
         source="PFLlib's `--plocal_epochs 1`, on which the authors' program is built",
         needs="local-steps = 0",
         minimum=1,
@@ -80,7 +80,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     alpha: float = setting(
         0.5,
         "radius c of the ball around the guidance vector, relative to its length",
-        source="choice: CAGrad's default (Liu et al., 2021), whose second step this is; the authors give no value",
+        source="choice: the default of CAGrad (Liu et al., 2021), which has the same step; the authors give no value",
         minimum=0,
         maximum=1,
         search=Search(0.1, 0.9),
@@ -100,8 +100,8 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the poster's mixture gives all clients the same weight."""
-        same = "its mixture of the updates gives all clients the same weight"
-        return {"client-weights": same, "max-client-weight": same}
+        reason = "its mixture of the updates gives all clients the same weight"
+        return {"client-weights": reason, "max-client-weight": reason}
 
 
 class ConFREE(PersonalisedStrategy):
@@ -193,7 +193,7 @@ def sequential_guidance(products: Float64, generator: np.random.Generator) -> Fl
 
 
 def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
-    """Return the mixture d within c ||g|| of the guidance vector g that is best for the client with the least gain.
+    """Return the mixture d within c ||g|| of the guidance vector g that maximises the smallest gain of a client.
 
     The solution of max_d min_i <Δ_i, d> over ||d − g|| ≤ c ||g|| is d = g + c ||g|| Δ_w / ||Δ_w|| (Eq. 4). The weights
     w minimise <Δ_w, g> + c ||g|| ||Δ_w|| over the simplex, with Δ_w = Σ_i w_i Δ_i (Eq. 5).

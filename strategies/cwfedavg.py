@@ -1,7 +1,7 @@
 """cwFedAvg: class-wise federated averaging with a weight distribution regulariser (WDR).
 
 "Class-Wise Federated Averaging for Efficient Personalization": every class has a global model, averaged over the
-clients in proportion to their share of the class; every client is served the mix of class models that fits its own
+clients in proportion to their shares of the class. Every client receives the mix of class models that fits its class
 distribution.
 """
 
@@ -23,7 +23,7 @@ from posy.strategies.settings import MethodSettings
 A = TypeVar("A")  # a NumPy array or a tensor
 Float64 = npt.NDArray[np.float64]
 SINGLE_REPLIES = "it derives each client's class distribution from the client's output weights"
-NOISY = "it derives class distributions from the norms of the output weights, and noise makes these norms alike"
+NOISY = "it derives class distributions from the norms of the output weights, and noise makes these norms similar"
 
 
 class CwFedAvgSettings(
@@ -98,7 +98,7 @@ class CwFedAvgSettings(
         deviations=(
             "The authors' program multiplies the regulariser by λ / 2, the paper by λ. To repeat the program's runs, "
             "set half of its `-wd`.",
-            "The means cover the clients of the round (Algorithm 1, line 4). Other clients are served with their last "
+            "The means cover the clients of the round (Algorithm 1, line 4). Posy serves other clients with their last "
             "p̃_i.",
             "A client that `holdout-clients` sets aside has no p̃_i and is served the plain mean of the class models.",
             "BatchNorm's running statistics follow their layer. The paper's networks are a CNN without BatchNorm and a "

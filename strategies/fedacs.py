@@ -92,8 +92,8 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the attention determines them."""
-        attention = "attention weighs the clients' models"
-        return {"client-weights": attention, "max-client-weight": attention}
+        reason = "attention weighs the clients' models"
+        return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if every client is served only its own model."""

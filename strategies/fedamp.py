@@ -31,7 +31,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
     returned = reply(
         model=model(
             noise="it decides who collaborates by the distances between single models, and noise makes these "
-            "distances alike",
+            "distances similar",
             sums="it decides who collaborates by the distance of single models",
         )
     )
@@ -63,8 +63,8 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
         client_state={"model": "the trained model w_i (d,)"},
         scored="The local model: the paper personalises w_i, which the clients train, and u_i only pulls it.",
         deviations=(
-            "A row of ξ whose other entries exceed 1 is scaled to sum to 1, so u_i stays a convex combination; the "
-            "paper chooses α small enough.",
+            "If the ξ_ij of a row with j ≠ i sum to more than 1, they are scaled to sum to 1, so u_i stays a convex "
+            "combination. The paper chooses α small enough.",
             "Training starts from the client's own model. It starts from the message only in the client's first "
             "training, and after the client has lost its state.",
             "Distances exclude BatchNorm's running statistics; u_i mixes them with the same weights.",
@@ -107,8 +107,8 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the attention determines them."""
-        attention = "attention weighs the clients' models"
-        return {"client-weights": attention, "max-client-weight": attention}
+        reason = "attention weighs the clients' models"
+        return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Report the distance beyond which models do not attend to each other."""
@@ -134,7 +134,7 @@ class FedAMP(AttentionStrategy):
 
 
 def farthest(alpha: float, sigma: float) -> float:
-    """Return the distance between two models at which α A'(distance²) is 1/1000, or 0 if there is none."""
+    """Return the distance between two models at which α A'(distance²) is 1/1000, or 0 without such a distance."""
     sigma = max(sigma, SMALLEST)
     return math.sqrt(max(sigma * math.log(alpha / sigma / NEGLIGIBLE), 0.0)) if alpha / sigma < math.inf else math.inf
 
@@ -142,8 +142,8 @@ def farthest(alpha: float, sigma: float) -> float:
 def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArray[np.float64]:
     """Return ξ_ij = α A'(||w_i − w_j||²) for j ≠ i and ξ_ii = 1 − Σ_j ξ_ij, with A(x) = 1 − exp(−x/σ).
 
-    The paper takes α small enough for ξ_ii ≥ 0. Here a row whose other entries exceed 1 is scaled to sum to 1, so that
-    u_i stays a convex combination.
+    The paper takes α small enough for ξ_ii ≥ 0. If the ξ_ij of a row with j ≠ i sum to more than 1, the function scales
+    them to sum to 1, so that u_i stays a convex combination.
 
     Parameters
     ----------

@@ -87,7 +87,7 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
 
 
 class FedAvgFT(PersonalisedStrategy):
-    """Average as FedAvg does; keep the model while the clients fine-tune their own models (FedDRM, Section 3.1)."""
+    """Average as FedAvg does; keep the server's model while the clients fine-tune theirs (FedDRM, Section 3.1)."""
 
     method: FedAvgFTSettings
 

@@ -1,6 +1,6 @@
 """FedBABU (Oh et al., 2022): only the body is trained and averaged, and each client fine-tunes the network.
 
-Until then the head keeps its initial values. A newcomer is served and fine-tunes like any other client.
+The head keeps its initial values until the fine-tuning. A newcomer is served and fine-tunes like any other client.
 """
 
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
     )
     rounds: int = setting(
         0,
-        "number of last rounds in which each client fine-tunes its own model and the server averages nothing; 0: each "
+        "number of final rounds in which each client fine-tunes its own model and the server averages nothing; 0: each "
         "evaluation fine-tunes the served model",
         minimum=0,
         source="choice: fine-tune at evaluation, as the paper does",

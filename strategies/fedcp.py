@@ -1,7 +1,8 @@
 """FedCP (Zhang et al., 2023): a policy divides each sample's features between a personal and a global head.
 
-Body, policy and global head are shared. The personal head stays on the client. A client trains with the global head
-fixed, and sends the mean of both heads in its place. The loss pulls the features towards the served body's features.
+Body, policy and global head are shared. The personal head stays on the client. A client trains with a fixed global
+head, and sends the mean of both heads as its global head. The loss pulls the features towards the served body's
+features.
 """
 
 from typing import TYPE_CHECKING
@@ -42,9 +43,9 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
         scored="The served model: the authors' program evaluates before local training (servercp.py, FedCP.train).",
         deviations=(
             "The shares r and s are a softmax. The authors' program draws them with Gumbel noise, even when it tests.",
-            "v_i follows the head; the authors' program sets it once a round, in round 1 to random numbers. SGD on the "
-            "cross-entropy does not move v_i, because the gradient's rows sum to 0. Only Adam and custom losses move "
-            "it.",
+            "v_i follows the head; the authors' program sets v_i once a round, to random numbers in round 1. SGD on "
+            "the cross-entropy does not move v_i, because the gradient's rows sum to 0. Only Adam and custom losses "
+            "move v_i.",
             "The served body's features are computed once a round, from samples without augmentation, with BatchNorm's "
             "running statistics. The authors' program computes them for every mini-batch in training mode.",
             "All clients of a round receive policy and global head. The authors' program sends them only to the "
@@ -53,7 +54,7 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
         program=Program(
             "TsingZ0/FedCP",
             "7110e973a4069db7b05904cde6e76ca6795d7ab8",
-            "system/flcore/servers/servercp.py, FedCP.train, with its Gumbel noise drawn as 0",
+            "system/flcore/servers/servercp.py, FedCP.train, with its Gumbel noise set to 0",
             1e-6,
         ),
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Float64 = npt.NDArray[np.float64]
 IDLE_ROUNDS = 10
-"""Rounds after which Posy warns about a model that has the lowest loss on no client."""
+"""Number of rounds without the lowest loss on any client after which Posy warns about a model."""
 SMALLEST = 1e-30
 """The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
 
@@ -212,7 +212,7 @@ class FedFew(PersonalisedStrategy):
         """Rounds since each model had the lowest loss on some client, within this process ``(K,)``."""
 
     def mean_weights(self, updates: list[Update]) -> Float64:
-        """Return equal weights: :meth:`aggregate` limits the outer weights itself, which may be 0 for other clients."""
+        """Return equal weights, because :meth:`aggregate` limits the outer weights itself."""
         return np.ones(len(updates))
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class FedFew(PersonalisedStrategy):
         }
 
     def _note_idle(self, in_use: npt.NDArray[np.bool_]) -> None:
-        """Warn about models without a client for ten rounds, because fewer models would serve as well."""
+        """Warn about models without a client for ten rounds, because fewer models would give the same result."""
         self.idle = np.where(in_use, 0, self.idle + 1)
         if (self.idle == IDLE_ROUNDS).any():
             log(

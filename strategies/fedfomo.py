@@ -133,8 +133,8 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the validation losses determine them."""
-        losses = "each client weighs the others' models by their losses"
-        return {"client-weights": losses, "max-client-weight": losses}
+        reason = "each client weighs the others' models by their losses"
+        return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Report which samples weigh the models, and warn if the run is close to local training."""
@@ -197,8 +197,8 @@ class FedFomo(LatestModels):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Store models, update affinities, P_ij ← P_ij + w_ij, and choose the models that each client receives next."""
         if len(self.starts):
-            started = [self.reference(update.client, update.arrays)["model"] for update in updates]
-            self.starts[[update.client for update in updates]] = started
+            start_models = [self.reference(update.client, update.arrays)["model"] for update in updates]
+            self.starts[[update.client for update in updates]] = start_models
         self.affinity = self.affinity.copy()
         for update in updates:
             candidates = np.append(update.client, self._sent_to(update.client))
@@ -209,11 +209,11 @@ class FedFomo(LatestModels):
         for client in range(self.num_clients):
             generator = numpy_generator(self.settings.run.seed, "fedfomo", server_round, client)
             senders = self.seen[self.seen != client]
-            picked = chosen(self.affinity[client, senders], self.sent.shape[1], epsilon, generator)
-            self.sent[client, : len(picked)] = senders[picked]
-        of_others = [update.arrays["weights"][1:] for update in updates]
-        helpful = [float((weights > 0).mean()) for weights in of_others if len(weights)]
-        return {"helpful_models": float(np.mean(helpful))} if helpful else {}
+            chosen_indices = chosen(self.affinity[client, senders], self.sent.shape[1], epsilon, generator)
+            self.sent[client, : len(chosen_indices)] = senders[chosen_indices]
+        other_weights = [update.arrays["weights"][1:] for update in updates]
+        helpful_fractions = [float((weights > 0).mean()) for weights in other_weights if len(weights)]
+        return {"helpful_models": float(np.mean(helpful_fractions))} if helpful_fractions else {}
 
     def _sent_to(self, client: int) -> npt.NDArray[np.int64]:
         """Return the clients ``(k,)`` whose models a client receives."""
@@ -262,6 +262,6 @@ def chosen(affinity: npt.NDArray[np.float64], count: int, epsilon: float, genera
     order = shuffled[np.argsort(-affinity[shuffled], kind="stable")].tolist()
     indices: list[int] = []
     while order and len(indices) < count:
-        explores = generator.random() < epsilon
-        indices.append(order.pop(int(generator.integers(len(order))) if explores else 0))
+        is_random = generator.random() < epsilon
+        indices.append(order.pop(int(generator.integers(len(order))) if is_random else 0))
     return indices

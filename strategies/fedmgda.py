@@ -1,6 +1,6 @@
 """FedMGDA+ (Hu et al., 2022): the clients' losses are objectives, and the server descends along a common direction.
 
-Among the mixtures of the clients' updates near FedAvg's mean, it takes the shortest.
+The server takes the shortest mixture of the clients' updates near FedAvg's mean.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -31,7 +31,7 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
 
     returned = reply(
         model=model(
-            noise="it derives the relations from the clients' single models, and noise makes these models alike",
+            noise="it derives the relations from the clients' single models, and noise makes these models similar",
             sums="its server keeps every client's model, and sends each client the anchor for its own model",
         )
     )
@@ -92,8 +92,8 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse weights of the clients, because the relations determine them."""
-        relations = "relations between the clients weigh their models"
-        return {"client-weights": relations, "max-client-weight": relations}
+        reason = "relations between the clients weigh their models"
+        return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn that clients without ties train alone."""
@@ -129,7 +129,7 @@ class FedMTL(AttentionStrategy):
         return {"model": self.client_model(client, self.initial())}
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the strength λ Ω_ii; for a client without a model, Ω ties it to the mean, as one more client."""
+        """Return the strength λ Ω_ii; a client without a model is tied to the mean, as an additional client."""
         row, count = np.searchsorted(self.seen, client), len(self.seen)
         omega = self.own[row] if client in self.seen else 1 - 1 / (count + 1)
         return {"tie": self.method.strength * float(omega)}

@@ -110,7 +110,7 @@ class FedNH(PersonalisedStrategy):
     method: FedNHSettings
 
     def initialise(self) -> None:
-        """Set up the model; raise :class:`SettingsError` where one sum cannot hold two kinds of means."""
+        """Set up the model; raise :class:`SettingsError` if one masked sum would need two kinds of weights."""
         run = self.settings.run
         if run.secure_aggregation and run.client_weights == "uniform":
             raise SettingsError(
@@ -122,7 +122,7 @@ class FedNH(PersonalisedStrategy):
     def check(self, client: int, arrays: Arrays) -> None:
         """Refuse mean directions whose lengths, the shares of the classes, sum to more than 1.
 
-        The noise of ``dp-clip`` changes the lengths, which are then not checked.
+        With ``dp-clip``, noise changes the lengths, so the method does not check them.
         """
         total = float(np.linalg.norm(np.asarray(arrays["directions"], np.float64), axis=1).sum())
         if not self.settings.train.dp_clip and total > 1 + ROUNDING:

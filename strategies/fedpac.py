@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 SINGLE_REPLIES = "it chooses the heads to combine by the class means of single clients"
-NOISY = "it chooses the heads to combine by class means, and noise makes these means alike"
+NOISY = "it chooses the heads to combine by class means, and noise makes these means similar"
 
 
 class FedPACSettings(
@@ -56,7 +56,7 @@ class FedPACSettings(
     )
     head_epochs: int = setting(
         1,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both train for that many steps",
+        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both take `local-steps` steps",
         source="methods/fedpac.py of the authors' program: epoch_classifier = 1",
         needs="local-steps = 0",
         minimum=1,

@@ -47,7 +47,7 @@ class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         "number of personal layers, counted from the output",
         minimum=1,
         search=Search(1, 2),
-        source="choice: the classifier alone, as in PFLlib; the paper also keeps blocks before it",
+        source="choice: the classifier alone, as in PFLlib; the paper also keeps the blocks before it",
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:

@@ -22,4 +22,4 @@ class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, dp_sgd=True, robust=T
 
 
 class FedProxFT(FedAvgFT):
-    """FedAvg's server, which on request leaves the last rounds to the clients."""
+    """Average as FedAvg does, except in the rounds of fine-tuning."""

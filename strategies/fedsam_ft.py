@@ -44,11 +44,11 @@ class FedSAMFTSettings(FedAvgFTSettings, robust=True):
             "The paper does not fine-tune. FedDRM (2025, Section 3.1) adds it.",
             "The mean of the clients is weighted by samples, as in FedDRM's program; it is uniform in the paper "
             "(`client-weights=uniform`). The server's learning rate is 1.",
-            "BatchNorm's running statistics follow the passes at w, not those at w̃, as in published programs of SAM.",
+            "BatchNorm's running statistics follow the passes at w, not at w̃, as in published programs of SAM.",
         ),
         program=replace(PROGRAM, entry="algorithms/fedsamft.py: FedSAMFT.local_train, finetune and aggregate"),
     )
 
 
 class FedSAMFT(FedAvgFT):
-    """FedAvg's server, which on request leaves the last rounds to the clients."""
+    """Average as FedAvg does, except in the rounds of fine-tuning."""

@@ -85,7 +85,7 @@ class IFCASettings(
         first, second = (network.initial(model_seed(settings.run.seed, number)) for number in (0, 1))
         if not np.array_equal(first, second):
             return ()
-        return ("weights gives all cluster models the same start, so all clients stay in cluster 0: this is FedAvg",)
+        return ("`weights` gives all cluster models the same start, so all clients stay in cluster 0: this is FedAvg",)
 
 
 class IFCA(PersonalisedStrategy):

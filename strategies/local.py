@@ -52,8 +52,8 @@ class Local(PersonalisedStrategy):
     state = ()
 
     def initialise(self) -> None:
-        """Set up nothing."""
+        """Skip the setup, because the server has no state."""
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Change nothing."""
+        """Return no quantities, because the server aggregates nothing."""
         return {}

@@ -1,4 +1,4 @@
-"""Per-FedAvg (Fallah et al., 2020): one model from which a gradient step or two lead to each client's personal model.
+"""Per-FedAvg (Fallah et al., 2020): one model that each client personalises with one or two gradient steps.
 
 The learning rate of the run is the paper's β.
 """
@@ -43,7 +43,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
     )
     steps: int = setting(
         1,
-        "SGD steps of adaptation that make the local model",
+        "SGD steps of adaptation that produce the local model",
         source="Section 3: one step of gradient descent",
         needs="per-fedavg-alpha > 0",
         minimum=1,
@@ -51,7 +51,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn about an adaptation of length 0, and mini-batches that cannot be divided."""
+        """Warn about an adaptation rate of 0, and about mini-batches that are too small to divide."""
         parts = 3 if self.hessian == "hf" else 2
         warnings = []
         if not self.alpha:

@@ -1,8 +1,9 @@
-"""pFedFDA (McLaughlin and Su, 2024): the head consists of Gaussians of features, between global and local.
+"""pFedFDA (McLaughlin and Su, 2024): Gaussians of the features, between global and local estimates, define the head.
 
-All classes share one covariance Σ, so that the Gaussians' classifier is a linear head. Clients train the body under the
-global Gaussians' head. Each client predicts with its own head, from Gaussians between its estimates and the global
-ones. ``served`` scores the served body with the head that the client fits to it without training.
+All classes share one covariance Σ, so that the Gaussians' classifier is a linear head. Clients train the body with the
+head of the global Gaussians. Each client predicts with its own head, from Gaussians that interpolate between its
+estimates and the global estimates. ``served`` scores the served body with the head that the client fits to it without
+training.
 """
 
 from typing import ClassVar
@@ -20,7 +21,7 @@ from posy.strategies.replies import BadReplyError, Update, mean_of
 from posy.strategies.settings import MethodSettings
 
 AUTO = "auto"
-"""Value of the setting for β with which cross-validation chooses β."""
+"""Value of the setting ``pfedfda-beta`` that selects β by cross-validation."""
 
 NOISY = "noise makes the covariance unusable"
 
@@ -76,7 +77,7 @@ class PFedFDASettings(
         ),
         deviations=(
             "Local Gaussians come from the features of the trained body. The authors' program takes the features of "
-            "every mini-batch in all epochs, before each step; `pfedfda-features=training`.",
+            "every mini-batch in all epochs, before each step (`pfedfda-features=training`).",
             "The means and the covariance share one β. The authors' program has a separate β for each by default "
             "(`pfedfda-betas=two`).",
             "β is the best of 11 values from 0 to 1 (of 121 pairs with two). The authors' program uses L-BFGS.",

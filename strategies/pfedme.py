@@ -138,7 +138,7 @@ class PFedMe(PersonalisedStrategy):
         if self.settings.train.dp == CENTRAL and self.samples:
             raise SettingsError(
                 f"pfedme-clients = 'all' with dp = 'central' and fraction-train = {run.fraction_train:g}: clients "
-                "outside the sample send no update, so noise cannot cover them alike; set pfedme-clients = 'cohort' or "
+                "outside the sample send no update, so the noise cannot cover them; set pfedme-clients = 'cohort' or "
                 "fraction-train = 1"
             )
         super().initialise()

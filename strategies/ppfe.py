@@ -45,7 +45,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
 
     stages: int = setting(
         4,
-        "stages T; at most one more than the network has layers to personalise, and one a round",
+        "stages T; at most one more than the network has layers to personalise, and one per round",
         minimum=1,
         source="Section 6.2.1",
     )
@@ -287,7 +287,7 @@ class PPFE(PersonalisedStrategy):
         }
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average; at the end of a stage keep its shared layers and begin the next one."""
+        """Average the shared layers; at the end of a stage, store them and begin the next stage."""
         self.model = self.mean(updates)
         self.rounds_done += 1
         quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}

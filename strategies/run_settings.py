@@ -8,7 +8,7 @@ from posy.paths import found_at, sha256_of
 from posy.settings import Search, SettingsError, setting
 
 AUTO, OFF = "auto", "off"
-"""Words instead of a number: Posy chooses the number, or the feature is off."""
+"""Words in place of a number: Posy chooses the number, or the feature is off."""
 LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
 """Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
 UNIFORM = "uniform"
@@ -32,7 +32,7 @@ class TrainSettings:
     weights: str = setting(
         "",
         "safetensors file with initial weights, by the names of the network's tensors; a head with another number of "
-        "classes starts from random weights; a .txt of word vectors (GloVe) initialises the embedding only; "
+        "classes starts from random weights; a .txt file of word vectors (GloVe) initialises the embedding only; "
         "`torchvision`: torchvision's pretrained weights; empty: random weights. If the path does not exist, Posy "
         "searches data-dir for the file name",
         place=True,
@@ -166,14 +166,15 @@ class TrainSettings:
     )
     dp_epsilon: float = setting(
         1.0,
-        "epsilon of the whole run, for the client that trains in most rounds",
+        "epsilon of the whole run, for the client that trains in the most rounds",
         needs="dp != off",
         above=0,
         maximum=1e6,
     )
     dp_delta: float = setting(
         1e-5,
-        "delta of the whole run; choose it below 1 / the number of clients, or with dp = sample of samples",
+        "delta of the whole run; choose it below 1 / the number of clients, or with dp = sample below 1 / the number "
+        "of samples",
         needs="dp != off",
         above=0,
         maximum=0.5,
@@ -211,9 +212,9 @@ class TrainSettings:
 
 def identified(train: TrainSettings, folder: str) -> TrainSettings:
     """Return the settings with the SHA-256 of the weights file, if the file exists at its path or in ``folder``."""
-    named = train.weights not in ("", PRETRAINED)
-    digest = train.weights_sha256 if named else ""
-    if named and not digest and (path := found_at(train.weights, folder)):
+    names_file = train.weights not in ("", PRETRAINED)
+    digest = train.weights_sha256 if names_file else ""
+    if names_file and not digest and (path := found_at(train.weights, folder)):
         digest = sha256_of(path)
     return replace(train, weights_sha256=digest)
 
@@ -320,8 +321,7 @@ class RunSettings:
     )
     secure_aggregation: bool = setting(
         False,
-        "the server learns only sums of the clients' updates and scores (SecAgg+); only for methods that need only the "
-        "sum",
+        "the server learns only sums of the clients' updates and scores (SecAgg+); the method must need only the sum",
         synonyms=("secagg", "secaggplus", "secagg+"),
     )
     secure_threshold: float | str = setting(

@@ -3,9 +3,9 @@
 Clients step along their gradient + c − c_i (Eq. 3). The variate c_i estimates the gradient of client i, and the
 server's variate c estimates the gradient of all clients.
 
-The server stores c and never a c_i. It therefore keeps c equal to the mean of the members' c_i in three steps:
+The server stores c but no c_i. Three rules keep c equal to the mean of the members' c_i:
 
-* A refused round changes neither c nor any c_i: clients start from their earlier states.
+* A failed round changes neither c nor any c_i: clients start from their earlier states.
 * A member that the server has never reached has c_i = 0. It enters the mean in the round that first reaches it.
 * The server cannot subtract the c_i of a client that has lost its state. All variates then restart at 0.
 """
@@ -93,10 +93,10 @@ class SCAFFOLDSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse optimisers other than SGD with a fresh momentum, and limits that would change a client's variate."""
-        exact = "c is the mean of the clients' variates only if the server adds their changes with constant weights"
+        reason = "c is the mean of the clients' variates only if the server adds their changes with constant weights"
         return {
-            "max-norm-ratio": f"{exact}; max-update-norm drops large updates",
-            "max-client-weight": f"{exact}; client-weights = uniform gives all clients the same weight",
+            "max-norm-ratio": f"{reason}; max-update-norm drops large updates",
+            "max-client-weight": f"{reason}; client-weights = uniform gives all clients the same weight",
             "optimizer": "its control variates divide a distance by the rate and the number of steps, which is valid "
             "for SGD only",
             "optimizer-state": "a stored momentum holds gradients of earlier rounds, which would enter the variates",
@@ -136,7 +136,7 @@ class SCAFFOLD(PersonalisedStrategy):
 
 
 def moved(model: FloatArray, mean: FloatArray, rate: float) -> FloatArray:
-    """Return x + η (y − x); at η = 1 it is y itself.
+    """Return x + η (y − x); for η = 1, exactly y.
 
     Parameters
     ----------
@@ -154,9 +154,10 @@ def mean_variate(control: FloatArray, before: float, change: FloatArray, replied
     Parameters
     ----------
     control : numpy.ndarray, float32, (d,)
-        c, the mean over members with the total weight ``before``.
+        c, the mean over members whose total weight is ``before``.
     before : float
-        That weight. It is 0 in the first round, and smaller than ``total`` if the server has reached further members.
+        Total weight of the members in c: 0 in the first round, and below ``total`` if the server has reached further
+        members.
     change : numpy.ndarray, float32, (d,)
         Mean of c_i⁺ − c_i over the clients that replied.
     replied : float
