@@ -1,1 +1,1 @@
-"""The client side: one NumPyClient for each method, and the ClientApp that calls them."""
+"""The client side: a NumPyClient for each method, and the ClientApp that calls it."""

@@ -1,4 +1,4 @@
-"""APFL's client: it trains the global model w, and a personal model v in a mixture with w."""
+"""APFL's client: it trains the global model w, and a personal model v that it mixes with w."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class APFLClient(PersonalClient):
     method: APFLSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train both over the same batches, send w, and store v and the mixture."""
+        """Train w and v on the same batches, send w, and store v and the mixture."""
         stored = self.stored.get("own")
         personal = self.initial() if stored is None else stored
         alpha = yield from self.mixing_share(personal, received["model"])
@@ -32,7 +32,7 @@ class APFLClient(PersonalClient):
         return Update({"model": shared}, both.loss[1]), self.keep_model(self.mixture(personal, shared, alpha))
 
     def mixing_share(self, personal: Tensor, shared: Tensor) -> Steps[float]:
-        """Return alpha; if it is adaptive, after a step along its gradient <v - w, grad F_i(mixture)>."""
+        """Return alpha. An adaptive alpha first takes a step along its gradient <v - w, grad F_i(mixture)>."""
         stored = self.stored.get("alpha")
         alpha = self.method.alpha if stored is None else float(stored)
         if not self.method.adaptive:
@@ -44,7 +44,7 @@ class APFLClient(PersonalClient):
         return min(1.0, max(0.0, alpha + float(step)))
 
     def mixture(self, personal: Tensor, shared: Tensor, alpha: float) -> Tensor:
-        """Return alpha v + (1 - alpha) w ``(d,)`` with the mixture's running statistics, which v's vector contains."""
+        """Return alpha v + (1 - alpha) w ``(d,)``, with the running statistics that v's vector contains."""
         parameters = self.layout.trainable
         mixed = torch.lerp(parameters.take(shared), parameters.take(personal), alpha)
         return parameters.put(personal.clone(), mixed)

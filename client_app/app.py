@@ -74,7 +74,7 @@ def work(message: Message, context: Context) -> Message:
 def query(message: Message, context: Context) -> Message:
     """Return the clients of this node, their numbers of samples, and the versions of the installed packages.
 
-    Other queries request the description of a site's data, or belong to a stage of secure aggregation. A ping has an
+    Other queries request the description of a site's data, or belong to a stage of secure aggregation. A ping gets an
     empty reply, which shows that the node has finished its earlier messages.
     """
     config = record_in(message.content, "config", ConfigRecord)
@@ -130,7 +130,7 @@ def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
-    """Return the clients of a node by its config: every ``num-partitions``-th client from ``partition-id`` on."""
+    """Return the clients of a node: every ``num-partitions``-th client from ``partition-id`` on."""
     try:
         first, step = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
     except (KeyError, TypeError, ValueError):
@@ -175,9 +175,9 @@ class Call:
     context : Context
         Flower's context of the node.
     store : StateStore, optional
-        Storage of the client's state; by default the directory in the config, or the context.
+        Storage of the client's state. The default is the directory in the config, or else the context.
     trusting : bool
-        Whether the server chooses the folders of this process, as in a simulation; by default the node's config does.
+        Whether the server chooses the folders of this process, as in a simulation. By default the node's config does.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ def packed(client: PersonalClient, result: Result) -> Parcel:
 
 
 def reply_to(message: Message, arrays: Arrays, num_examples: int, metrics: dict[str, Any]) -> Message:
-    """Return a reply. Texts and the client's index are in its config, because Flower would average them as metrics."""
+    """Return a reply. Strings and the client's index are in its config, because Flower would average them."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]

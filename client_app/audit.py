@@ -1,9 +1,9 @@
 """The audit log of a node: one line for each message that the node answers or refuses, written before the reply leaves.
 
 A line is a JSON object. It contains the hash of the previous line and its own hash, so that a changed, deleted or moved
-line breaks the chain. A second file, the head, records the number of events and the last hash, so that a truncated log
-is noticed. The log contains no record, label, file name or path of the site: it names the records of a message and
-their sizes, never their values.
+line breaks the chain. A second file, the head, records the number of events and the last hash, which
+reveals a truncated log. The log contains no sample, label, file name or path of the site. It lists the names and sizes
+of a message's records, never their values.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Head:
-    """The end of a chain: the number of its events and the hash of the last event. Its text is an anchor."""
+    """The end of a chain: the number of its events and the hash of the last event. As a string it is an anchor."""
 
     count: int = 0
     hash: str = START
@@ -85,7 +85,7 @@ def _hash(event: Mapping[str, Any]) -> str:
 
 
 def _event_in(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line, with any hash, or None if the line contains no event."""
+    """Return the event in a line without a check of its hash, or None if the line contains no event."""
     try:
         event = json.loads(line)
         is_chained = isinstance(event, dict) and isinstance(event["number"], int) and isinstance(event["previous"], str)
@@ -101,14 +101,14 @@ class Checked:
     events: list[dict[str, Any]]
     head: Head
     line: int = 0
-    """The first broken line, counted from 1; 0: the chain is unbroken."""
+    """Number of the first broken line, from 1, or 0 if the chain is unbroken."""
     problem: str = ""
     unfinished: bool = False
     """Whether the last line is incomplete, as after a crash. The next event records this."""
 
 
 def check_lines(lines: bytes, recorded: Head | None) -> Checked:
-    """Check the chain in the bytes of a log against the head that the second file has ``recorded``."""
+    """Check the chain in the bytes of a log against the ``recorded`` head from the second file."""
     events: list[dict[str, Any]] = []
     head = Head()
     unreadable: list[bytes] = []
@@ -133,7 +133,7 @@ def check_lines(lines: bytes, recorded: Head | None) -> Checked:
 
 
 def _problem_of(event: Mapping[str, Any], head: Head) -> str:
-    """Return why an event does not follow a chain's head; empty if it does."""
+    """Return why an event does not follow a chain's head, or an empty string if it does."""
     if event["hash"] != _hash(event):
         return "this line was changed: its hash is wrong"
     if (event["number"], event["previous"]) != (head.count + 1, head.hash):
@@ -145,7 +145,7 @@ def _problem_of(event: Mapping[str, Any], head: Head) -> str:
 
 
 def _recovery(unreadable: Iterable[bytes]) -> dict[str, Any]:
-    """Return the fields by which an event describes the incomplete lines before it."""
+    """Return the fields with which an event describes the incomplete lines before it."""
     content = b"\n".join(unreadable)
     return {"event": RECOVERED, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -180,7 +180,7 @@ class AuditLog:
     def append(self, *events: Mapping[str, Any]) -> None:
         """Append events, and wait until they are on the disk.
 
-        After a crash, the last line may be incomplete: the line stays, and an event records it. If the log does not end
+        After a crash, the last line may be incomplete. The line stays, and an event records it. If the log does not end
         with the event that the head names, an event records the gap.
 
         Raises
@@ -214,7 +214,7 @@ class AuditLog:
             return check_lines(file.read(), self.recorded())
 
     def has_begun(self, run: str) -> bool:
-        """Return whether the log has the first event of a run. Each process reads the log once for a run."""
+        """Return whether the log has the first event of a run. A process remembers a positive result."""
         if run not in self._begun:
             try:
                 with self.path.open("rb") as file, contextlib.closing(_mapped(file.fileno())) as content:
@@ -227,7 +227,7 @@ class AuditLog:
         return True
 
     def recorded(self) -> Head | None:
-        """Return the head that the second file records, or None without one. A new log has an empty head."""
+        """Return the head in the second file, or None if it is missing or invalid. A new log has an empty head."""
         try:
             return Head.parse(self._head_path.read_text(encoding="ascii"))
         except FileNotFoundError:
@@ -251,7 +251,7 @@ class AuditLog:
             os.close(file)
 
     def _record(self, head: Head) -> None:
-        """Write the head in place: all heads have the same length, so that no part of an older head remains."""
+        """Overwrite the head in place. All heads have the same length, so no part of an older head remains."""
         file = os.open(self._head_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.pwrite(file, f"{head.count:019d}:{head.hash}\n".encode(), 0)
@@ -297,7 +297,8 @@ def _now() -> str:
 def log_of(node_config: Mapping[str, Any]) -> AuditLog | None:
     """Return the audit log of a node, or None if the node has no log.
 
-    A node with data keeps its log in ``state-dir``. The word ``audit`` names another file, for any node.
+    A node with data keeps its log in ``state-dir``. The key ``audit`` of the node config names another file, for any
+    node.
     """
     if named := str(node_config.get(AUDIT, "")):
         return _log_at(absolute(named))
@@ -320,7 +321,7 @@ def _warn_once() -> None:
 
 
 def note(context: Context, **facts: Any) -> None:
-    """Add facts to the event of the message that a node works on.
+    """Add facts to the audit event of the message that a node processes.
 
     Parameters
     ----------
@@ -328,14 +329,14 @@ def note(context: Context, **facts: Any) -> None:
         Flower's context of the message.
     **facts
         ``submitter``, ``signers`` and ``code`` of the run. ``error``, the type of an error that stays on the node.
-        ``rule``, the rule of the site that refuses the message. ``epsilon`` and ``delta``, the privacy budget that the
+        ``rule``, the site's rule that refuses the message. ``epsilon`` and ``delta``, the privacy budget that the
         run has spent.
     """
     vars(context).setdefault(NOTES, {}).update(facts)
 
 
 def notes_on(context: Context) -> dict[str, Any]:
-    """Return the facts that :func:`note` has added."""
+    """Return the facts that :func:`note` has added to a message's event."""
     return dict(vars(context).get(NOTES, {}))
 
 
@@ -413,7 +414,7 @@ def event_of(message: Message, context: Context, outcome: Message | Exception | 
 
 
 def _content_of(message: Message) -> RecordDict:
-    """Return the content of a message, whether it is folded or not; empty for an error."""
+    """Return the unfolded content of a message. The content of an error is empty."""
     unpacked = unfolded(message) if message.has_content() else message
     return unpacked.content if unpacked.has_content() else RecordDict()
 
@@ -436,7 +437,7 @@ def _settings_in(text: str) -> tuple[str, str]:
 
 
 def _type_of(message: Message, config: Mapping[str, Any]) -> str:
-    """Return the type of a message. A query is named by its question."""
+    """Return the type of a message. The type of a query includes its purpose."""
     kind = _safe(message.metadata.message_type)
     if kind != MessageType.QUERY:
         return kind
@@ -471,7 +472,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def _sizes(content: RecordDict) -> dict[str, int]:
-    """Return the bytes of the values in each record of a content, by the name of the record."""
+    """Return the size in bytes of each record in a message's content, by the name of the record."""
     sizes: dict[str, int] = {}
     for name, entry in content.items():
         entries = entries_of(entry).values()
@@ -482,9 +483,9 @@ def _sizes(content: RecordDict) -> dict[str, int]:
 
 
 def _kinds(content: RecordDict) -> dict[str, Any]:
-    """Return the kinds of values in each record of a content, with their bytes, by the name of the record.
+    """Return the size and the kinds of values of each record in a message's content, by the name of the record.
 
-    Arrays are counted. Other values are listed by name, at most ``MAX_NAMES`` in a record.
+    Arrays are counted. Other values are listed by name, at most ``MAX_NAMES`` for each record.
     """
     kinds: dict[str, Any] = {}
     for name, size in _sizes(content).items():

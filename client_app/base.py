@@ -1,9 +1,9 @@
 """The client that all methods share: FedAvg, with hooks that a method overrides.
 
 A method writes its round as a generator. It yields :class:`~posy.client_app.training.work.Train` and
-:class:`~posy.client_app.training.work.Forward` requests and receives their results, so that it reads like the paper's
-algorithm. The training loop, evaluation, state and reply are written once, outside the methods. A hook without requests
-is a plain function.
+:class:`~posy.client_app.training.work.Forward` requests and receives their results, so the code reads like the
+paper's algorithm. The training loop, evaluation, state and reply are written once, outside the methods. A hook without
+requests is a plain function.
 """
 
 from functools import cached_property
@@ -34,7 +34,7 @@ class PersonalClient(ClientHooks, NumPyClient):
         return Jobs(self)
 
     def best_of(self, models: Tensor) -> Steps[Predictor]:
-        """Return the model with the lowest training loss of K models ``(K, d)``."""
+        """Return the model with the lowest training loss among K models ``(K, d)``."""
         best = int((yield from self.losses(models)).argmin())
         return self.plain(models[best], str(best))
 
@@ -54,7 +54,7 @@ class PersonalClient(ClientHooks, NumPyClient):
     # -- NumPyClient ---------------------------------------------------------------------------------
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Train, and return the arrays of the reply in the order of their declaration."""
+        """Train, and return the arrays of the reply in the order in which the method declares them."""
         received = dict(zip(self.method.sent, parameters, strict=True))
         arrays, num_examples, metrics = self.jobs.drive(LocalRun(self.jobs, received, config).train())
         return list(arrays.values()), num_examples, metrics

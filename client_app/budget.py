@@ -1,7 +1,7 @@
-"""The privacy budget of a site: a ledger on the node of all trainings with noise, over all runs.
+"""The privacy budget of a site: a ledger on its node that lists the trainings with noise of all runs.
 
-The ledger is a file in the node's ``state-dir``. The node writes a line before it trains, so an interrupted training
-counts, and so does each repetition of a message.
+The ledger is a file in the node's ``state-dir``. The node writes a line before it trains, so interrupted
+trainings and repeated messages count too.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from posy.strategies.run_settings import CENTRAL, OFF
 from posy.strategies.settings import Settings
 
 LEDGER = "privacy-ledger.jsonl"
-"""File in a node's ``state-dir`` with the trainings under noise."""
+"""File in a node's ``state-dir`` that lists the trainings with noise."""
 
 
 class BudgetExceededError(ValueError):
@@ -25,7 +25,7 @@ class BudgetExceededError(ValueError):
 
 
 def unprotected(values: Mapping[str, Any]) -> str:
-    """Return why the settings of a run give no (ε, δ) against the server, or an empty text if they do."""
+    """Return why a run has no (ε, δ) guarantee against the server, or an empty string if it has one."""
     if values["dp"] == OFF:
         return "dp = off; the site has a privacy budget, so a run needs noise"
     if values["dp"] == CENTRAL and not values["secure-aggregation"]:
@@ -51,24 +51,24 @@ class Budget:
         self._file = absolute(state_dir) / LEDGER
 
     def check_run(self, settings: Settings, num_train: int) -> None:
-        """Check that a whole run fits.
+        """Check that all trainings of a run fit the budget.
 
         Raises
         ------
         BudgetExceededError
-            If it does not.
+            If they do not fit.
         BudgetError
-            If the ledger is damaged: a budget cannot be computed from it.
+            If the ledger is damaged, so that the spent budget is unknown.
         """
         self._check(self._past(), planned_events(settings, num_train), "this run")
 
     def spend(self, settings: Settings, num_train: int, server_round: int) -> float:
-        """Record one training in the ledger, and return the ε that the site has spent with it.
+        """Record a training in the ledger, and return the ε that the site has spent, this training included.
 
         Raises
         ------
         BudgetExceededError
-            If the training does not fit. The ledger then does not change.
+            If the training does not fit the budget. The ledger then does not change.
         BudgetError
             If the ledger is damaged.
         """

@@ -1,4 +1,4 @@
-"""The clients' tensors that stay in the memory of a process."""
+"""A cache of the clients' tensors in the memory of a process."""
 
 import os
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class ClientCache:
 
     def __init__(self, load: Callable[[int], ClientData], device: torch.device) -> None:
         self.processes = cores()
-        """Processes that share this machine's memory: up to one client process on each core."""
+        """Number of processes that share this machine's memory: up to one client process on each core."""
         self._load = load
         self._device = device
         self._clients: dict[int, ClientData] = {}
@@ -38,7 +38,7 @@ class ClientCache:
 
     @cached_property
     def room(self) -> int:
-        """Bytes that clients' tensors may use in this process."""
+        """Number of bytes that the clients' tensors may use in this process."""
         if self._device.type == "cuda":
             return int(MEMORY_SHARE * torch.cuda.get_device_properties(self._device).total_memory)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30

@@ -1,4 +1,4 @@
-"""ConFREE's client is FedRep's. Only the server differs."""
+"""ConFREE's client, which is the same as FedRep's client."""
 
 from posy.client_app.fedrep import FedRepClient
 

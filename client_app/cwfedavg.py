@@ -1,4 +1,4 @@
-"""cwFedAvg's client: FedAvg's, with the weight distribution regulariser."""
+"""cwFedAvg's client: FedAvg's client with the weight distribution regulariser."""
 
 import torch
 from torch import Tensor
@@ -19,14 +19,14 @@ class CwFedAvgClient(PersonalClient):
     method: CwFedAvgSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train as FedAvg does. Send the class distribution too in the `empirical` ablation."""
+        """Train as FedAvg does. In the `empirical` ablation also send the class distribution."""
         update, local = yield from super().local_round(received, config)
         if self.method.distribution == "empirical":
             update.arrays["distribution"] = self.data.class_distribution()
         return update, local
 
     def assembled(self, received: Received) -> Tensor:
-        """Return the whole model ``(d,)``: the averaged layers with the client's mix of the class-wise ones."""
+        """Return the whole model ``(d,)``: the averaged layers, and the client's mix of the class-wise layers."""
         return self.method.assembled(self.architecture, received, torch.empty(self.layout.size, device=self.device))
 
     def work(self, start: Tensor) -> Train:

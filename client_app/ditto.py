@@ -1,4 +1,4 @@
-"""Ditto's client: it trains the global model for the server and a personal one for itself."""
+"""Ditto's client: it trains the global model for the server and a personal model for itself."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
@@ -15,7 +15,7 @@ class DittoClient(PersonalClient):
     method: DittoSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the global model, then the personal one towards the received model."""
+        """Train the global model, then the personal model with a pull towards the received model."""
         shared: Trained = yield Train(received["model"], stream=GLOBAL)
         first = self.initial() if self.method.start == "initial" else received["model"]
         personal: Trained = yield Train(

@@ -1,4 +1,4 @@
-"""Runs the calls of many clients on one machine, as one stacked computation or each on a separate core."""
+"""The engine that runs the calls of many clients on one machine, as one stacked computation or on separate cores."""
 
 import itertools
 import time
@@ -36,10 +36,10 @@ class Running:
 class Engine:
     """Runs clients' rounds with the resources of one process.
 
-    Where stacking pays (see :meth:`Trainer.stacks`), groups of clients advance together, and their simultaneous
-    requests of one kind are one computation. Otherwise each client trains alone. Several groups or clients run in
+    Where stacking is faster (see :meth:`Trainer.stacks`), groups of clients advance together, and their simultaneous
+    requests of one kind run as one computation. Otherwise each client trains alone. Several groups or clients run in
     parallel, in processes forked from this one. If processes cannot be forked, groups run one after the other. Clients
-    that train alone then run on threads, which wait for each other in Python.
+    that train alone then run on threads, which share Python's global interpreter lock.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -71,7 +71,7 @@ class Engine:
                 result = client.jobs.drive(steps)
             except TrainingInterruptedError:
                 return
-            except Exception as error:  # whatever a client raises is its answer, as on a real node
+            except Exception as error:  # a client's error becomes its answer, as on a real node
                 result = error
             finish(number, result)
 
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Group:
-    """Clients that advance together, and the number of clients that have fitted into memory."""
+    """Clients that advance together, and the number of clients that fit into memory."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -165,14 +165,14 @@ class Group:
                     continue
                 except StopIteration as finished:
                     result = finished.value
-                except Exception as error:  # whatever a client raises is its answer, as on a real node
+                except Exception as error:  # a client's error becomes its answer, as on a real node
                     result = error
                 running.pop(number, None)
                 finish(number, result)
             answers = self._answer_requests(running)
 
     def _answer_requests(self, running: Mapping[int, Running]) -> dict[int, Any]:
-        """Answer one request of each client; requests of the same kind are answered together."""
+        """Answer one request of each client. Requests of the same kind are answered together."""
         groups: dict[Hashable, list[int]] = {}
         answers: dict[int, Any] = {}
         for number, member in running.items():
@@ -194,7 +194,7 @@ class Group:
         return network, request.parameters.shape, request.features, None if stacks else id(request.parameters)
 
     def _answer_group(self, group: Sequence[Running]) -> list[Any]:
-        """Answer requests of one kind, in as many pieces as memory requires."""
+        """Answer requests of one kind, in as many groups as memory requires."""
         trainer, network = self.workspace.trainer, group[0].client.jobs.network(group[0].request)
         if len(group) == 1:
             return [self._answer_alone(group[0])]
@@ -233,9 +233,9 @@ class Group:
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Return numbers in as few groups as possible, of about equal size and at most ``most`` numbers each.
+    """Divide numbers into as few groups as possible, of about equal size and with at most ``most`` numbers each.
 
-    Several groups are rounded up to an even count, because machines have an even number of cores.
+    If there are several groups, their count is rounded up to an even number, as machines have an even number of cores.
     """
     count = -(-len(numbers) // most)
     count += count > 1 and count % 2

@@ -1,4 +1,4 @@
-"""FedALA's client: it learns the weights that mix its model with the global one, and trains the mixture."""
+"""FedALA's client: it learns the weights that mix its model with the global model, and trains the mixture."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from posy.strategies.fedala import FedALASettings
 from posy.strategies.replies import Update
 
 LAST = 10
-"""Passes whose losses show whether the weights have settled."""
+"""Number of latest passes whose losses show whether the weights have converged."""
 MOST_PASSES = 50
-"""Passes after which a client stops learning its weights."""
+"""Largest number of passes in which a client learns its weights."""
 LEARNING = 1
-"""Stream of batches of the passes: all passes of a round see the same samples in the same order."""
+"""Stream of batches for these passes: all passes of a round see the same samples in the same order."""
 
 
 class FedALAClient(PersonalClient):
@@ -39,13 +39,13 @@ class FedALAClient(PersonalClient):
         return self.plain(start)
 
     def mixed_part(self) -> tuple[Part, list[Entry]]:
-        """Return the parameters that are mixed. BatchNorm's running statistics are the global model's."""
+        """Return the mixed parameters and their entries. BatchNorm's running statistics come from the global model."""
         upper = self.method.mixed(self.architecture)
         entries = [entry for entry in self.layout.entries if entry.layer in upper and entry.trainable]
         return self.layout.select(lambda entry: entry in entries), entries
 
     def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Return the start of the training ``(d,)`` and the weights. Before the first round it is the global model."""
+        """Return the start of training ``(d,)`` and the weights. In the first round it is the global model."""
         model, weights = self.stored.get("model"), self.stored.get("weights")
         if model is None:
             return shared, None
@@ -86,5 +86,5 @@ def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
 
 
 def settled(losses: list[Tensor], threshold: float) -> bool:
-    """Return whether more than ten passes are done and the last ten losses deviate by less than the threshold."""
+    """Return whether, after more than ten passes, the last ten losses have a small standard deviation."""
     return len(losses) > LAST and bool(torch.stack(losses[-LAST:]).std(correction=0) < threshold)

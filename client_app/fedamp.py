@@ -1,4 +1,4 @@
-"""FedAMP's client: it trains its own model, with a pull towards the message u_i."""
+"""FedAMP's client: it trains its own model with a pull towards the received model u_i."""
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ class FedAMPClient(PersonalClient):
 
 
 STRENGTH = "lambda / alpha"
-"""Key of the strength in the context, which also holds the message's tensors."""
+"""Key of the strength in the context, which also contains the tensors of u_i."""
 
 
 def near_message(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy + lambda / (2 alpha) ||w - u_i||, the distance not squared, over the parameters."""
+    """Return cross-entropy + lambda / (2 alpha) ||w - u_i||, with the unsquared distance of the parameters."""
     gaps = [(net[name] - tensor).flatten() for name, tensor in context.items() if name != STRENGTH]
     return net.loss(net(batch.x), batch) + context[STRENGTH] / 2 * torch.linalg.vector_norm(torch.cat(gaps))

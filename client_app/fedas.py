@@ -17,8 +17,8 @@ LOCAL, ALIGNMENT, FISHER = 0, 1, 2  # streams of batches
 class FedASClient(PersonalClient):
     """Align, train, and measure the Fisher information (FedAS, Algorithm 1).
 
-    The client stores the prototypes of its latest model instead of the model: its samples are the same in all rounds.
-    Before its first training the latest model is the initial one.
+    The client stores the prototypes of its latest model, not the model, because its samples are the same in all rounds.
+    Before the first training, the latest model is the initial model.
     """
 
     method: FedASSettings
@@ -55,7 +55,7 @@ class FedASClient(PersonalClient):
 
 
 def alignment(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the sum over classes of the mean square of f − p over a class's samples and their features.
+    """Return the sum over classes of the mean of (f − p)² over the samples of a class and the features.
 
     p is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. Samples of a class have equal weights.
     """

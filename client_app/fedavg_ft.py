@@ -1,4 +1,4 @@
-"""FedAvg with fine-tuning: the local model is the served one after some local training."""
+"""FedAvg with fine-tuning: the local model is the served model after some local training."""
 
 from torch import Tensor
 
@@ -16,14 +16,14 @@ class FedAvgFTClient(PersonalClient):
     """FedAvg's client, which predicts with a fine-tuned model that it never sends.
 
     Each evaluation fine-tunes the served model again. If the last rounds are for fine-tuning, the client stores its
-    model between them.
+    model between these rounds.
     """
 
     personal_in_every_evaluation = True
     method: FedAvgFTSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train as FedAvg does, or fine-tune for a round."""
+        """Train as FedAvg does, or fine-tune in one of the last rounds."""
         if self.tuning_rounds and self.method.tunes(self.round, self.settings.run.num_server_rounds):
             tuned: Trained = yield self.fine_tuning(self.kept_model(self.assembled(received)))
             return Update({}, tuned.loss), self.keep_model(tuned.parameters)
@@ -31,7 +31,7 @@ class FedAvgFTClient(PersonalClient):
         return update, None
 
     def personal_model(self, received: Received, config: Config) -> Steps[Predictor | None]:
-        """Fine-tune the served model. With rounds of fine-tuning, return the stored model, if there is one."""
+        """Return the fine-tuned served model or, with rounds of fine-tuning, the stored model or None."""
         if self.tuning_rounds:
             stored = self.stored.get("model")
             return None if stored is None else self.plain(stored)
@@ -40,12 +40,12 @@ class FedAvgFTClient(PersonalClient):
 
     @property
     def tuning_rounds(self) -> int:
-        """Number of the last rounds in which the client fine-tunes."""
+        """Number of rounds at the end of the run in which the client fine-tunes."""
         rounds: int = self.method.rounds
         return rounds
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the training from the served model to the local one, or of one round of fine-tuning."""
+        """Return the training that turns the served model into the local model, or one round of it."""
         training = Train(start, lr=self.method.lr or None, stream=FINE_TUNING)
         if not self.tuning_rounds:
             training.steps = self.method.steps or None

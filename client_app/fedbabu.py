@@ -1,4 +1,4 @@
-"""FedBABU's client: it trains the body on the common initial head, and fine-tunes both."""
+"""FedBABU's client: it trains the body under the common initial head, and fine-tunes body and head."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from posy.strategies.fedbabu import FedBABUSettings
 
 
 class FedBABUClient(FedAvgFTClient):
-    """FedAvg's client on a fixed head (FedBABU, Algorithm 1), which fine-tunes the whole network or the head."""
+    """FedAvg's client with a fixed head (FedBABU, Algorithm 1), which fine-tunes the whole network or the head."""
 
     method: FedBABUSettings
 

@@ -1,4 +1,4 @@
-"""FedCP's client: it trains all layers but the global head, with features near the served body's features."""
+"""FedCP's client: it trains all layers except the global head, with features near the served body's features."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class FedCPClient(PersonalClient):
     method: FedCPSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train with the global head fixed. Send the mean of both heads in its place."""
+        """Train with a fixed global head. Send the mean of both heads in place of the global head."""
         start = self.assembled(received)
         work = Train(start, rates={"global-head": 0.0})
         if self.method.strength:
@@ -48,14 +48,14 @@ def near_the_served_body(net: Net, batch: Batch, context: Context) -> Tensor:
 def discrepancy(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the squared maximum mean discrepancy of two samples ``(B, D)``, summed over the kernels.
 
-    Weights ``(B,)`` of mean 1 weigh the rows of both samples.
+    The optional weights ``(B,)`` of the rows have mean 1 and apply to both samples.
     """
 
     def kernels(a: Tensor, b: Tensor) -> Tensor:
         squared = a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T
         return torch.stack([torch.exp(-0.5 * squared / width) for width in WIDTHS]).sum(0)
 
-    with torch.autocast(x.device.type, enabled=False):  # differences of large numbers
+    with torch.autocast(x.device.type, enabled=False):  # differences of large numbers need full precision
         x, y = x.float(), y.float()
         pairs = kernels(x, x) + kernels(y, y) - 2 * kernels(x, y)
     return (pairs if weight is None else pairs * weight[:, None] * weight[None, :]).mean()

@@ -1,4 +1,4 @@
-"""FedDRM's client: it learns the classes of its samples and its own index."""
+"""FedDRM's client: it learns to predict the classes of its samples and its own index."""
 
 import torch
 from torch import Tensor

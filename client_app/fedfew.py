@@ -32,7 +32,7 @@ class FedFewClient(PersonalClient):
         return self.best_of(self.assembled(received))
 
     def assembled(self, received: Received) -> Tensor:
-        """Return the K models ``(K, d)`` of the received shared layers and the client's personal layers."""
+        """Return the K models ``(K, d)`` with the received shared layers and the client's personal layers."""
         distinct = self.method.initialisation == "distinct"
         fresh = torch.stack([self.initial(k if distinct else 0) for k in range(self.method.models)])
         return self.shared.put(self.with_personal(fresh), received["models"])

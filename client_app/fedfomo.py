@@ -18,7 +18,7 @@ from posy.strategies.replies import Update
 
 
 class FedFomoClient(PersonalClient):
-    """Train from theta + sum_n w_n (theta_n - theta), with w_n >= 0 that sum to 1 (FedFomo, Eqs. 3-5).
+    """Train from theta + sum_n w_n (theta_n - theta), with weights w_n >= 0 that sum to 1 (FedFomo, Eqs. 3-5).
 
     theta is the client's model before its last training. The first theta_n is its model after that training.
     """
@@ -34,7 +34,7 @@ class FedFomoClient(PersonalClient):
             self.settings.run.seed, "fedfomo-validation", self.client, *self.workspace.order_key
         )
         pairs = split([np.arange(count)], fraction, generator)
-        if len(pairs[0][1]) < self.workspace.trainer.min_batch:  # losses on few rows of a site would reveal a row
+        if len(pairs[0][1]) < self.workspace.trainer.min_batch:  # losses on a few rows of a site would reveal a row
             return
         train, validation = (torch.from_numpy(np.sort(rows)).to(self.device) for rows in pairs[0])
         x, y = self.data.x_train, self.data.y_train
@@ -57,7 +57,7 @@ class FedFomoClient(PersonalClient):
         return self.plain(start)
 
     def moved(self, received: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-        """Return the next start of training ``(d,)``, and the weights ``(1 + k,)`` of k + 1 candidates.
+        """Return the next start of training ``(d,)``, and the weights ``(1 + k,)`` of the k + 1 candidates.
 
         Parameters
         ----------
@@ -75,9 +75,9 @@ class FedFomoClient(PersonalClient):
 
 
 def first_order_weights(losses: Tensor, distances: Tensor) -> Tensor:
-    """Return (L - L_n) / ||theta_n - theta|| ``(k,)`` of losses ``(1 + k,)``, of which the first is L.
+    """Return (L - L_n) / ||theta_n - theta|| ``(k,)`` for the losses L, L_1, ..., L_k ``(1 + k,)``.
 
-    An equal model and a diverged model have weight 0.
+    A diverged model, or a model equal to theta, has weight 0.
     """
     weights = (losses[0] - losses[1:]) / distances
     return torch.where(weights.isfinite(), weights, 0.0)

@@ -1,4 +1,4 @@
-"""FedMTL's client: it trains its own model, with a tie to the other clients' models."""
+"""FedMTL's client: it trains its own model, with a pull towards the other clients' models."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
@@ -11,7 +11,7 @@ class FedMTLClient(PersonalClient):
     """Minimise F_i(w_i) + lambda/2 tr(W Omega W^T) over w_i (FedMTL, Eq. 1)."""
 
     def served_model(self, received: Received, config: Config) -> Predictor:
-        """Return the client's own model. The message contains only the anchor of its tie."""
+        """Return the client's own model. The message contains only the anchor of the pull."""
         return self.plain(self.kept_model(self.initial()))
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:

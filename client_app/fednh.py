@@ -10,13 +10,13 @@ from posy.strategies.replies import Update
 
 
 class FedNHClient(PersonalClient):
-    """Train all layers except the head. In its place send the classes' mean directions (Algorithm 1).
+    """Train all layers except the head, and send the classes' mean directions in place of the head (Algorithm 1).
 
-    The local model is the trained body under the prototypes of its training.
+    The local model is the trained body with the prototypes that were its head in training.
     """
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the body, then describe the training samples with it."""
+        """Train the body, then compute the classes' mean directions from its features."""
         trained: Trained = yield Train(received["model"], rates={"head": 0.0})
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means = mean_directions(features, self.data.y_train, self.data.num_classes)
@@ -35,7 +35,7 @@ def mean_directions(features: Tensor, labels: Tensor, num_classes: int) -> Tenso
     labels : torch.Tensor, (n,)
         Their classes.
     num_classes : int
-        C.
+        Number of classes C.
 
     Returns
     -------

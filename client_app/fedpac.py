@@ -1,4 +1,4 @@
-"""FedPAC's client: the head on the served body, then the body towards the global class means."""
+"""FedPAC's client: it trains the head on the served body, then the body with a pull towards the global class means."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class FedPACClient(PersonalClient):
     method: FedPACSettings
 
     def assembled(self, received: Received) -> Tensor:
-        """Return the whole model ``(d,)``: the shared body with the head that was combined for the client."""
+        """Return the whole model ``(d,)``: the shared body, and the head that the server combined for the client."""
         model = torch.empty(self.layout.size, device=self.device)
         return self.personal.put(self.shared.put(model, received["model"]), received["head"])
 

@@ -1,4 +1,4 @@
-"""FedProto's client: it stores its network, and draws its features to all clients' prototypes."""
+"""FedProto's client: it stores its network, and pulls the features towards all clients' prototypes."""
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ UNKNOWN = -1e9
 
 
 class FedProtoClient(PersonalClient):
-    """Minimise cross-entropy + λ times the distance of features to the prototypes (FedProto, Eq. 7)."""
+    """Minimise cross-entropy + λ times the distance of the features to the prototypes (FedProto, Eq. 7)."""
 
     method: FedProtoSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the client's network. Send its prototypes, and their numbers of samples."""
+        """Train the client's network. Send its prototypes and the number of samples of each class."""
         prototypes, defined = received["prototypes"], received["known"]
         strength = torch.tensor(self.method.strength, device=self.device)
         context = {"prototypes": prototypes, "known": defined, "lambda": strength}
@@ -36,13 +36,13 @@ class FedProtoClient(PersonalClient):
         return Update({"prototypes": update, "counts": counts}, trained.loss), self.personal_model(received, config)
 
     def served_model(self, received: Received, config: Config) -> Predictor:
-        """Return the client's network with the served prototypes; before there are any, with its trained head."""
+        """Return the client's network with the served prototypes, or with its trained head if there are none yet."""
         parameters = self.kept_model(self.initial())
         prototypes, defined = received["prototypes"], received["known"]
         return self.nearest(parameters, prototypes, defined) if bool(defined.any()) else self.plain(parameters)
 
     def personal_model(self, received: Received, config: Config) -> Predictor | None:
-        """Return the network as trained, with the prototypes of its last training."""
+        """Return the network after its last training, with the prototypes of that training."""
         parameters, prototypes, defined = (self.stored.get(name) for name in ("model", "prototypes", "known"))
         if parameters is None or prototypes is None or defined is None:
             return None

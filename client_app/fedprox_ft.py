@@ -1,4 +1,4 @@
-"""FedProx with fine-tuning: FedProx's client, whose local model is the served one after some plain local training."""
+"""FedProx with fine-tuning: FedProx's client, whose local model is the served model after some plain local training."""
 
 from posy.client_app.fedavg_ft import FedAvgFTClient
 from posy.client_app.fedprox import FedProxClient

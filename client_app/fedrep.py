@@ -1,4 +1,4 @@
-"""FedRep's client: first the head on a fixed body, then the body on a fixed head."""
+"""FedRep's client: it trains the head on a fixed body, then the body under a fixed head."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ HEAD, BODY = 0, 1
 
 
 class FedRepClient(PersonalClient):
-    """Alternate head and body (FedRep, Algorithm 1, client update)."""
+    """Train head and body in turn (FedRep, Algorithm 1, client update)."""
 
     method: FedRepSettings
 

@@ -1,4 +1,4 @@
-"""FedUV's client: FedAvg's, with regularisers on the probabilities and on the features of each mini-batch."""
+"""FedUV's client: FedAvg's client with regularisers on the probabilities and on the features of each mini-batch."""
 
 import math
 
@@ -11,7 +11,7 @@ from posy.client_app.training.work import Context, Net, Train
 from posy.strategies.feduv import FedUVSettings
 
 SMALLEST = 1e-12
-"""Added to a variance, because the square root has no gradient at 0."""
+"""Number added to a variance, because the square root has no gradient at 0."""
 
 
 class FedUVClient(PersonalClient):
@@ -28,7 +28,7 @@ class FedUVClient(PersonalClient):
 
 
 def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy + α L_V + β L_U. Padding rows, with weight 0, enter neither regulariser."""
+    """Return cross-entropy + α L_V + β L_U. Padding rows, which have weight 0, do not affect the regularisers."""
     features, logits = net.features(batch.x)
     present = torch.ones(len(logits), device=logits.device) if batch.weight is None else (batch.weight != 0).float()
     loss = net.loss(logits, batch) + context["variance"] * too_little_variance(logits, present)
@@ -38,7 +38,7 @@ def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
 def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
     """Return L_V, the mean over classes of max(0, γ − the standard deviation of p_c over the batch).
 
-    γ = 1/√C is the standard deviation over the C one-hot vectors, as evenly mixed classes have it.
+    γ = 1/√C is the standard deviation of p_c if p takes each of the C one-hot vectors once.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def closeness(features: Tensor, present: Tensor) -> Tensor:
     i, j = torch.triu_indices(len(features), len(features), 1, device=features.device)
     if not len(i):
         return features.new_zeros(())
-    # A matrix product would round, so that equal features differ.
+    # With a matrix product, rounding would give equal features a distance above 0.
     distances = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")[i, j].square()
     pairs = present[i] * present[j]
     counted = (pairs > 0) & (distances > 0)

@@ -23,7 +23,7 @@ Received = Mapping[str, Tensor]
 """The arrays of the server's message on the device, by name. Do not write to them."""
 Result = tuple[Update, Predictor | Tensor | None]
 """The result of a round: the update for the server, and the local model, as a predictor or as parameters ``(d,)``.
-None if an evaluation computes the model."""
+The local model is None if an evaluation computes it."""
 
 
 class ClientHooks:
@@ -49,14 +49,14 @@ class ClientHooks:
     architecture, layout : Architecture, Layout
         The method's network, and the order of its tensors in the flat vector.
     shared, personal : Part
-        The parts of the flat vector that the client sends, and that stay with it.
+        The part of the flat vector that the client sends, and the part that it stores.
     round, lr : int, float
         The round and its learning rate.
     """
 
     method: MethodSettings
     personal_in_every_evaluation = False
-    """Whether the local model is scored in evaluations instead of the training round."""
+    """Whether evaluations, not the training round, score the local model."""
 
     def __init__(self, client: int, workspace: Workspace, state: State) -> None:
         self.client = client
@@ -69,7 +69,7 @@ class ClientHooks:
         self.device = workspace.device
         self.data = workspace.client_data(client)
         self.num_train = len(self.data.y_train)
-        """Number of training samples with which the client has joined."""
+        """Number of training samples that the client reported when it joined."""
         self.architecture: Architecture = self.method.network(workspace.architecture, self.settings.data.num_clients)
         self.layout = self.architecture.layout
         self.shared, self.personal = self.architecture.divided(self.method.personal(self.architecture))
@@ -103,7 +103,7 @@ class ClientHooks:
         return None if stored is None else self.plain(stored)
 
     def assembled(self, received: Received) -> Tensor:
-        """Return the model ``(d,)`` of the received shared layers and the client's personal layers."""
+        """Return the model ``(d,)`` with the received shared layers and the client's personal layers."""
         shared = received["model"]
         if shared.shape != (self.shared.size,):
             raise SettingsError(
@@ -117,7 +117,7 @@ class ClientHooks:
     # -- helpers for methods -------------------------------------------------------------------------
 
     def share(self, trained: Trained) -> Result:
-        """Store the personal layers of a trained model; return its shared layers, and the model as the local model."""
+        """Store the personal layers of a trained model, and return its shared layers and the whole model."""
         self.keep_personal(trained.parameters)
         update = Update({"model": self.shared.take(trained.parameters)}, trained.loss)
         return update, self.plain(trained.parameters)
@@ -146,7 +146,7 @@ class ClientHooks:
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, number: int = 0) -> Tensor:
-        """Return the initial parameters ``(d,)`` of one of several models, as on the server. Do not change them."""
+        """Return the initial parameters ``(d,)`` of one of several models, as on the server. Do not write to them."""
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:

@@ -28,14 +28,14 @@ class Jobs:
     """
 
     def __init__(self, client: ClientHooks) -> None:
-        # A strong reference would be a cycle, in which the client's state stays in memory until the next collection.
+        # A strong reference would create a cycle, which keeps the client's state in memory until the next collection.
         self._client = weakref.ref(client)
         self.workspace = client.workspace
         self.settings = client.settings
         self.processed = 0
-        """Number of samples on which models were trained in this call. K models count each sample K times."""
+        """Number of samples on which this call has trained models. K models count each sample K times."""
         self.samples_private = False
-        """Whether trainings use DP-SGD: only trainings on which the reply depends do."""
+        """Whether trainings use DP-SGD, which only trainings that affect the reply do."""
         self.moments: dict[str, Moments] | None = None
         """The optimisers of the round's trainings by name, with ``optimizer-state = kept``."""
 
@@ -74,11 +74,11 @@ class Jobs:
 
     @cached_property
     def class_weight(self) -> Tensor | None:
-        """Class weight of each training sample ``(n,)``, with mean 1; None if all samples have the same weight."""
+        """Class weight of each training sample ``(n,)``, with mean 1, or None if all weights are equal."""
         return self.class_weights("train")
 
     def class_weights(self, split: Split) -> Tensor | None:
-        """Return the class weight of each sample of a split ``(n,)``, with mean 1; None if all weights are equal.
+        """Return the class weight of each sample of a split ``(n,)``, with mean 1, or None if all weights are equal.
 
         The weight of a class is inversely proportional to its number of training samples.
         """
@@ -90,7 +90,7 @@ class Jobs:
         return weight / weight.mean()
 
     def network(self, request: Train | Forward) -> Network:
-        """Return the resident network for a request."""
+        """Return this process's network for a request."""
         return self._default_network if request.network is None else self.workspace.network(request.network)
 
     @cached_property
@@ -108,7 +108,7 @@ class Jobs:
         return job
 
     def share(self, job: Job) -> Share:
-        """Return the share of a job in a computation: its batches, weights and steps."""
+        """Return the batches, weights and steps of a job."""
         return self.workspace.trainer.share(job, self.network(job.work).smallest_batch)
 
     def _job(self, work: Train) -> Job:
@@ -139,7 +139,7 @@ class Jobs:
         )
 
     def _moments_of(self, work: Train, model: int = 0) -> Moments | None:
-        """Return the optimiser's state that a training continues from; None for a fresh optimiser."""
+        """Return the optimiser's state from which a training continues, or None for a fresh optimiser."""
         if self.moments is None or work.plain:
             return None
         name = f"optimiser-{work.stream}-{model}"

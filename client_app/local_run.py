@@ -1,4 +1,4 @@
-"""One message to a client: its method trains or evaluates, and the reply is protected and scored."""
+"""One message to a client: the method trains or evaluates, and Posy scores the model and protects the reply."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -107,7 +107,7 @@ class LocalRun:
             return Update(dict(self._unchanged()), np.nan), None
 
     def _named(self, update: Update) -> Arrays:
-        """Return the arrays of an update in the order of their declaration; raise :class:`TypeError` for others.
+        """Return the arrays of an update in declared order, or raise :class:`TypeError` if other arrays are present.
 
         Posy sets the entries of BatchNorm's running statistics to 0 if the array's declaration excludes them.
         """
@@ -142,13 +142,13 @@ class LocalRun:
         return self.method.reference(client.architecture, self.received, zeros)
 
     def _references(self, arrays: Arrays) -> list[npt.NDArray[Any]]:
-        """Return the values from which the client has changed its arrays; :class:`TypeError` if one is missing."""
+        """Return the value from which each array's change is measured. Raise :class:`TypeError` if one is missing."""
         start = self.method.reference(self.client.architecture, self.received, arrays)
         check_names("reference returns", start, tuple(arrays), f"{type(self.method).__name__}.returned")
         return [start[name] for name in arrays]
 
     def _check_protected(self, further: Mapping[str, float]) -> None:
-        """Raise :class:`UnprotectedError` if the method sends ``further`` numbers, which have no noise."""
+        """Raise :class:`UnprotectedError` if the method sends metrics, to which no noise is added."""
         if further:
             raise UnprotectedError(
                 f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
@@ -159,7 +159,7 @@ class LocalRun:
         """Return the arrays and metrics of a reply with local or central differential privacy."""
         train = self.settings.train
         adaptive = train.dp == CENTRAL and train.dp_clip_quantile > 0
-        # With local noise a norm of the server's choice would break the guarantee.
+        # With local noise, a clipping norm from the server would break the guarantee.
         clip = float(self.config["dp-clip"]) if adaptive else train.dp_clip
         threshold = self.masking.threshold if self.masking else 0
         references = self._references(arrays)
@@ -191,7 +191,7 @@ class LocalRun:
     def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
         """Return the client's scores as whole numbers for the masked sum.
 
-        A loss that the sum cannot represent counts as missing, because an error would reveal it.
+        A loss that the sum cannot represent counts as missing, because an error would reveal this loss.
         """
         wrong = {key for key, value in metrics.items() if key.endswith("-loss") and not 0 <= value <= LARGEST_LOSS}
         valid = {key: value for key, value in metrics.items() if key not in wrong}
@@ -203,7 +203,7 @@ class LocalRun:
     def evaluate(self) -> Steps[Reply]:
         """Score the served model, and with ``evaluate-personal`` the local model, on the client's test split.
 
-        With secure aggregation the result has masked words instead of the loss, and no numbers of this client.
+        With secure aggregation the result has masked words instead of the loss, and no unmasked numbers.
         """
         client = self.client
         metrics: dict[str, Any] = {"num-train": client.num_train}
@@ -230,7 +230,7 @@ class LocalRun:
         return metrics.get("served-loss", 0.0), len(client.data.y_test), metrics
 
     def _personal_model(self) -> Steps[Predictor | None]:
-        """Return the local model, or None if its training has diverged: the scores of the served model stay valid."""
+        """Return the local model, or None if its training has diverged. The scores of the served model stay valid."""
         try:
             return (yield from result_of(self.client.personal_model(self._tensors, self.config)))
         except TrainingDivergedError as error:
@@ -257,7 +257,7 @@ class LocalRun:
                 if self.masking and bool(torch.isnan(outputs).any()):
                     client, number = self.client.client, self.client.round
                     log(WARNING, "client %s has no %s scores in round %s: NaN", client, key, number)
-                    continue  # an error would reveal it
+                    continue  # an error would reveal the NaN
                 loss, accuracy = scores(outputs, labels, advice)
                 measured |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
         return measured
@@ -287,13 +287,13 @@ class LocalRun:
         return {name: self.client.workspace.tensor(np.asarray(array)) for name, array in self.received.items()}
 
     def _keep_once(self, received: Arrays) -> None:
-        """Store the arrays that the server sends once.
+        """Store the arrays that the server sends only once.
 
         Raises
         ------
         StateError
             If the message lacks an array that the client has not stored, because the client has lost its state, or if
-            it contains another value than an earlier message.
+            an array differs from an earlier message.
         """
         prefix, client = f"{self.method.sent_once}-", self.client
         if not self.method.sent_once:
@@ -306,10 +306,10 @@ class LocalRun:
             if number == stored + 1:
                 client.state[name] = np.array(array)
             elif not np.array_equal(client.state[name], array):
-                raise StateError(f"the message contains another array {name} than an earlier message")
+                raise StateError(f"the array {name} differs from the same array in an earlier message")
 
     def _stored_once(self) -> list[npt.NDArray[Any]]:
-        """Return the stored arrays that the server has sent once, in their order."""
+        """Return the stored arrays that the server sends only once, in order."""
         prefix, state = f"{self.method.sent_once}-", self.client.state
         if not self.method.sent_once:
             return []

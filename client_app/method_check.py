@@ -22,8 +22,8 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
     Raises
     ------
     SettingsError
-        If a hook is misspelt or has other parameters, if ``local_round`` is not a generator, or if a class replaces the
-        server's mean or the client's round and the settings do not declare ``returned``.
+        If a hook is misspelt or has the wrong parameters, if ``local_round`` is not a generator, or if a class replaces
+        the server's mean or the client's round and the settings do not declare ``returned``.
     """
     prefix = f"method = {shown(method)}"
     for cls, base in zip((settings, strategy, client), BASES, strict=True):
@@ -58,7 +58,7 @@ def _check_names(prefix: str, kind: type[Any], base: type[Any]) -> None:
 
 
 def _check_parameters(prefix: str, kind: type[Any], base: type[Any]) -> None:
-    """Raise :class:`SettingsError` if a hook has other positional parameters than the hook of the base class."""
+    """Raise :class:`SettingsError` if a hook does not accept the positional parameters of the base class's hook."""
     for name, function in vars(kind).items():
         hook = getattr(base, name, None)
         if name.startswith("_") or not (inspect.isfunction(function) and inspect.isfunction(hook)):

@@ -1,4 +1,4 @@
-"""MOON's client: its features should resemble the global model's more than its previous model's."""
+"""MOON's client: it pulls its features towards the global model's features, away from its previous model's."""
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,14 @@ from posy.strategies.replies import Update
 class MOONClient(PersonalClient):
     """Minimise cross-entropy + μ times the contrastive term (MOON, Algorithm 1).
 
-    The features of the two other models do not change during a round. They are computed once, in evaluation mode and
-    without augmentation.
+    The features of the global and the previous model do not change during a round. They are computed once, in
+    evaluation mode and without augmentation.
     """
 
     method: MOONSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train from the global model, and keep the result for the next round."""
+        """Train from the global model, and store the result for the next round."""
         work = Train(received["model"])
         if self.method.mu:
             both = torch.stack([received["model"], self.kept_model(received["model"])])
@@ -35,7 +35,7 @@ class MOONClient(PersonalClient):
 
 
 def contrastive(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy − μ times the logarithm of the global model's share in the similarities.
+    """Return cross-entropy − μ times the log of the global model's softmax share of the similarities.
 
     ``batch.notes`` ``(B, 2, D)`` are the features of the global and of the previous model.
     """

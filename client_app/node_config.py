@@ -1,4 +1,4 @@
-"""The config of a node: the words that a node reads, and their check before the node takes part."""
+"""The config of a node: the keys that a node reads, and their check before the node takes part in a run."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,27 +12,27 @@ NODE_WORDS = (
     "data", "policy", "name", "state-dir", "models", "skip-unreadable", "partition-id", "num-partitions",
     SIGNING, TRUSTED, AUDIT,
 )  # fmt: skip
-"""The words that a node reads in its config."""
+"""The keys that a node reads in its config."""
 AUDIT_NAME = "audit.jsonl"
-"""Name of the audit log in a node's ``state-dir``. The word ``audit`` names another file."""
+"""Name of the audit log in a node's ``state-dir``. The key ``audit`` names another file."""
 NODE_NAME = "{name}"
 """The placeholder for the name of a node's key."""
 LEAST = {"partition-id": 0, "num-partitions": 1}
-"""The smallest number that a word may have."""
+"""The smallest allowed number for a key."""
 
 
 def check_node_config(config: Mapping[str, Any]) -> None:
-    """Check the words of a node's config and the values that do not depend on a run.
+    """Check the keys of a node's config, and the values that do not depend on a run.
 
     Parameters
     ----------
     config : Mapping
-        Values by word: texts of the command line, or the values that Flower has parsed.
+        Values by key: strings from the command line, or values that Flower has parsed.
 
     Raises
     ------
     NodeConfigError
-        If a node does not read a word, or a value is not allowed.
+        If a node does not read a key, or a value is not allowed.
     """
     check_words(config)
     for word, least in LEAST.items():
@@ -48,7 +48,7 @@ def check_node_config(config: Mapping[str, Any]) -> None:
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Raise :class:`NodeConfigError` for the first word that a node does not read, and suggest a similar word."""
+    """Raise :class:`NodeConfigError` for the first key that a node does not read, and suggest a similar key."""
     for word in words:
         if word in NODE_WORDS:
             continue
@@ -58,4 +58,4 @@ def check_words(words: Iterable[str]) -> None:
             hint = "it is a setting of a run, for `posy run`"
         else:
             hint = f"a node reads {', '.join(NODE_WORDS)}"
-        raise NodeConfigError(f"{word} in the node config: a node does not read this word; {hint}")
+        raise NodeConfigError(f"{word} in the node config: a node does not read this key; {hint}")

@@ -1,4 +1,4 @@
-"""Per-FedAvg's client: it trains for the loss after adaptation. The local model is the served one, adapted."""
+"""Per-FedAvg's client: it minimises the loss after adaptation. The local model is the adapted served model."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""pFedFDA's client: it trains the body under the global discriminant, and predicts with a discriminant that it fits."""
+"""pFedFDA's client: it trains the body under the global discriminant, and predicts with a local discriminant."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ from posy.strategies.pfedfda import AUTO, PFedFDASettings
 from posy.strategies.replies import Update
 
 RARE = 1e-4
-"""Added to the share of each class, so that a class without samples is improbable, not impossible."""
+"""Number added to the share of each class, so that a class without samples is improbable, not impossible."""
 SHARES = 11
-"""Number of values of β that are tried, from 0 to 1."""
+"""Number of candidate values of β, from 0 to 1."""
 
 Gaussians = tuple[Tensor, Tensor]
 """Class means μ ``(C, D)`` and the covariance Σ ``(D, D)`` that all classes share."""
@@ -58,7 +58,7 @@ class PFedFDAClient(PersonalClient):
         return features.double(), self.data.y_train
 
     def fitted(self, features: Tensor, labels: Tensor, overall: Gaussians) -> Gaussians:
-        """Return the Gaussians between the estimates from features and the global ones.
+        """Return Gaussians interpolated between the estimates from features and the global Gaussians.
 
         Parameters
         ----------
@@ -70,7 +70,7 @@ class PFedFDAClient(PersonalClient):
             The global Gaussians.
         """
         count, ridge = self.method.folds, self.method.ridge
-        beta: object = self.method.beta  # a number, or the word
+        beta: object = self.method.beta  # a number or AUTO
         if beta == AUTO:
             fold = folds_of(labels, count)
             parts = [
@@ -96,10 +96,10 @@ class PFedFDAClient(PersonalClient):
 
 
 class CollectedFeatures:
-    """The plain objective, which also collects the features and labels of every mini-batch.
+    """The default objective, which also collects the features and labels of every mini-batch.
 
-    Each client has an instance. Trainings with different objectives are never one stacked computation. An instance
-    therefore collects the mini-batches of a single client.
+    Each client has its own instance. Trainings with different objectives are never stacked, so an instance collects
+    the mini-batches of a single client.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class CollectedFeatures:
         self.labels: list[Tensor] = []
 
     def __call__(self, net: Net, batch: Batch, context: Context) -> Tensor:
-        """Return the loss of the labels."""
+        """Return the mean loss of a mini-batch."""
         features, logits = net.features(batch.x)
         self.features.append(features.detach())
         self.labels.append(batch.y)
@@ -117,7 +117,7 @@ class CollectedFeatures:
 def gaussians(features: Tensor, labels: Tensor, means: Tensor, ridge: float, few: int) -> Gaussians:
     """Return the classes' means ``(C, D)`` and the covariance about them ``(D, D)``.
 
-    As in the authors' program, a class with few samples has its global mean. The ridge keeps the estimate from few
+    As in the authors' program, a class with few samples takes its global mean. The ridge keeps an estimate from few
     samples well conditioned.
 
     Parameters
@@ -147,11 +147,11 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
     Parameters
     ----------
     means : torch.Tensor, (..., C, D)
-        μ.
+        Class means μ.
     covariance : torch.Tensor, (..., D, D)
-        Σ; only its symmetric part is used.
+        Covariance Σ, of which only the symmetric part is used.
     log_prior : torch.Tensor, (C,)
-        log π.
+        Logarithms of the class priors π.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
 
 
 def folds_of(labels: Tensor, count: int) -> Tensor:
-    """Return the fold ``(n,)`` of each sample, each class dealt out in turn; −1 for classes too small for all folds."""
+    """Return each sample's fold ``(n,)``, in turn within each class, or −1 for classes too small for all folds."""
     order = labels.argsort(stable=True)
     counts = labels.bincount()
     ranks = torch.empty_like(labels)
@@ -186,9 +186,9 @@ def best_shares(
     overall : tuple of torch.Tensor
         The global means ``(C, D)`` and covariance ``(D, D)``.
     log_prior : torch.Tensor, (C,)
-        log π.
+        Logarithms of the class priors π.
     two : bool
-        Whether means and covariance may have different shares.
+        Whether means and covariance may have different β.
     """
     values = torch.linspace(0, 1, SHARES, dtype=log_prior.dtype, device=log_prior.device)
     losses = torch.zeros(SHARES, SHARES, dtype=values.dtype, device=values.device)  # by β of Σ, then β of μ

@@ -1,4 +1,4 @@
-"""pFedMe's client: it moves its copy of the global model towards a personal one, step by step."""
+"""pFedMe's client: it moves its copy of the global model towards a personal model, step by step."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps

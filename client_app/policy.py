@@ -1,4 +1,4 @@
-"""The checks of a run against the policy of a site, before the node works on a message."""
+"""The checks of a run against a site's policy, before the node processes a message."""
 
 import json
 import time
@@ -32,13 +32,13 @@ from posy.strategies.run_settings import RunSettings, TrainSettings
 from posy.strategies.settings import Settings
 
 POLICY = "policy"
-"""The word of the node config that names the policy file."""
+"""The key of the node config that names the policy file."""
 DIGITS = 2
-"""Decimals of rounded scores."""
+"""Number of decimals of rounded scores."""
 LARGEST_LOSS = 1000.0
 """The largest rounded loss."""
 LONGEST_SETTINGS = 1 << 24
-"""Largest number of characters of the settings in a message. A node keeps the texts of several runs."""
+"""Largest number of characters of the settings in a message. A node stores the settings of several runs."""
 PINNED = "run.json"
 """File in the state folder of a run with the digest of its settings."""
 _RECORD, _COUNTED, _CLIENT = "site-run", "site-run-counted", "site-client"
@@ -54,7 +54,7 @@ class Violation(NamedTuple):
 
 
 class PolicyError(PermissionError):
-    """The site's policy refuses a run. The message repeats only settings of the run."""
+    """The site's policy refuses a run. The error's message contains only settings of the run."""
 
     shareable = True
 
@@ -64,18 +64,18 @@ class PolicyError(PermissionError):
 
 
 class NodeError(RuntimeError):
-    """The error that a node with data sends to the server: it contains no record, label, file name or path."""
+    """The error that a node with data sends to the server. It contains no sample, label, file name or path."""
 
     shareable = True
 
 
 def policy_of(node_config: Mapping[str, Any]) -> Policy | None:
-    """Return the policy of a node: the file that its config names, the default if it has data, else None.
+    """Return the policy in the file that a node's config names, the default for a node with data, or else None.
 
     Raises
     ------
     NodeConfigError
-        If the file cannot be read or has a wrong rule.
+        If the file cannot be read or has an invalid rule.
     """
     if path := str(node_config.get(POLICY, "")):
         file = absolute(path)
@@ -94,7 +94,7 @@ def site_policy(node_config: Mapping[str, Any]) -> Policy | None:
 
 @lru_cache(maxsize=8)
 def _stored_policy(path: Path, modified: int, size: int) -> Policy:
-    """Return the policy in a file. Posy reads the file again if its time or size changes."""
+    """Return the policy in a file. Posy reads the file again if its modification time or size changes."""
     return read_policy(path)
 
 
@@ -109,7 +109,7 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
     policy : Policy
         The policy of the site.
     config : mapping
-        The settings by key. A missing shared setting has its default.
+        The settings by key. Missing shared settings have their defaults.
     """
     values = {**_shared_defaults(), **config}
     return [violation for rule in (_sources, _rows, _limits) for violation in rule(policy, values)]
@@ -118,7 +118,7 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
 def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield violations of the rules on data, columns, code and files."""
     if values["dataset"] != SITES:
-        yield Violation("data", f"dataset = {shown(values['dataset'])}; a node with data serves dataset = {SITES} only")
+        yield Violation("data", f"dataset = {shown(values['dataset'])}; a node with data serves only dataset = {SITES}")
     method = str(values["method"])
     for key, setting in _shared_settings().items():
         value = str(values[key])
@@ -138,7 +138,7 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
         if forbidden := [name for name in names if name and usable and name not in usable]:
             yield Violation("columns", f"{key} = {shown(values[key])}; the site does not offer {forbidden[0]!r}")
     if values["label-column"] not in ("", policy.label):
-        yield Violation("label", f"label-column = {shown(values['label-column'])}; the site offers another label only")
+        yield Violation("label", f"label-column = {shown(values['label-column'])}; the site offers only another label")
 
 
 def _is_allowed_file(weights: str, folder: str) -> bool:
@@ -151,13 +151,14 @@ def _is_allowed_file(weights: str, folder: str) -> bool:
 
 
 def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield violations of the rules on rows: no setting may select rows, and each gradient must cover enough rows."""
+    """Yield violations of the rules on rows: no setting selects rows, and each gradient covers enough rows."""
     if values["test-set"] != DataSettings.test_set:
         yield Violation("test-fraction", f"test-set = {shown(values['test-set'])}; the site chooses its test rows")
     fraction = values["test-fraction"]
     if fraction not in (DataSettings.test_fraction, policy.test_fraction):
         yield Violation(
-            "test-fraction", f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows"
+            "test-fraction",
+            f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows for tests",
         )
     for key in ("validation-fraction", f"{key_prefix(str(values['method']))}-validation"):
         if (fraction := values.get(key, 0)) not in (0, policy.validation_fraction):
@@ -198,9 +199,9 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
         yield Violation("epsilon", reason)
     masked = values["secure-aggregation"]
     if policy.secure_aggregation == "required" and not masked:
-        yield Violation("secure-aggregation", "secure-aggregation = false; the site sends updates under masks only")
+        yield Violation("secure-aggregation", "secure-aggregation = false; the site sends only masked updates")
     if policy.scores == "withheld" and not masked:
-        yield Violation("scores", "secure-aggregation = false; the site sends scores in masked sums only")
+        yield Violation("scores", "secure-aggregation = false; the site sends scores only in masked sums")
 
 
 @lru_cache(maxsize=1)
@@ -243,7 +244,7 @@ def size_violations(
             Violation(
                 "min-rows",
                 f"local-steps = {train.local_steps} with batch-size = {train.batch_size} is less than a pass over the "
-                "rows; a round trains on all of them",
+                "rows; a round must train on all rows",
             )
         )
     rare = any(0 < count < policy.min_rows for count in class_counts)
@@ -286,7 +287,7 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
         raise PolicyError(Violation("settings", f"the settings have more than {LONGEST_SETTINGS:,} characters"))
     check_settings(policy, settings_json)
     counted = context.state.config_records.get(_COUNTED)
-    if counted is None or counted["run"] != str(run_id):  # count a run once: it may continue on the next day
+    if counted is None or counted["run"] != str(run_id):  # a run counts once, even if it continues on the next day
         _count_run(policy, context.node_config, run_id)
         context.state[_COUNTED] = ConfigRecord({"run": str(run_id)})
     if not pin:
@@ -308,8 +309,8 @@ _begun: dict[str, list[int]] = {}
 
 
 def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> None:
-    """Count the runs of a day (UTC). The count survives a restart if the node has a ``state-dir``."""
-    global _begun  # noqa: PLW0603 - the count of a node without state-dir
+    """Count a run among the runs of today (UTC). The count survives a restart if the node has a ``state-dir``."""
+    global _begun  # noqa: PLW0603 - the runs of a node without state-dir
     folder = str(node_config.get("state-dir", ""))
     if not folder:
         _begun = _with_run(policy, _begun, run_id)
@@ -320,7 +321,7 @@ def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> N
 
 
 def _with_run(policy: Policy, begun: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
-    """Return today's runs, by day, with one more run. Raise :class:`PolicyError` beyond the limit."""
+    """Return the runs of today with one more run, by day. Raise :class:`PolicyError` beyond the limit."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     runs = begun.get(today, [])
     if run_id not in runs and len(runs) >= policy.max_runs_per_day:
@@ -329,16 +330,16 @@ def _with_run(policy: Policy, begun: Mapping[str, list[int]], run_id: int) -> di
 
 
 def is_run_folder(name: str) -> bool:
-    """Return whether a run may have a folder of this name in ``state-dir``: no file of the node has such a name."""
+    """Return whether a run may have a folder of this name in ``state-dir``. The node's file names are reserved."""
     stems = tuple(f"{Path(file).stem}." for file in (RUNS, LEDGER, AUDIT_NAME))
     is_file_of_node = name.casefold().startswith((".", *stems)) or name.casefold() == "site-secret"
     return is_folder_name(name) and not is_file_of_node
 
 
 def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
-    """Bind the state folder of a run to its settings, so that another run cannot read or remove the state.
+    """Bind the state folder of a run to the run's settings, so that another run cannot read or remove the state.
 
-    Settings that may change when a run resumes are not part of the binding.
+    Settings that may change when a run resumes are excluded.
 
     Raises
     ------
@@ -365,7 +366,7 @@ def _may_change(setting: Setting) -> bool:
 
 
 def check_budget(policy: Policy, settings: Settings, context: Context, num_train: int) -> None:
-    """Raise :class:`PolicyError` if a run of the settings exceeds the privacy budget of the site."""
+    """Raise :class:`PolicyError` if a run with these settings would exceed the privacy budget of the site."""
     if policy.epsilon:
         with _budget(policy, context) as budget:
             budget.check_run(settings, num_train)
@@ -381,7 +382,7 @@ def spend_budget(policy: Policy, settings: Settings, context: Context, num_train
 
 @contextmanager
 def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
-    """Yield the budget of the site, and turn its refusal into a violation of the policy."""
+    """Yield the budget of the site, and turn an exceeded budget into a violation of the policy."""
     folder = str(context.node_config.get("state-dir", ""))
     if not folder:
         raise PolicyError(Violation("epsilon", "the node needs state-dir for the ledger of its privacy budget"))
@@ -397,8 +398,8 @@ def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
 def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics with rounded accuracies and losses, unless the policy allows exact scores.
 
-    They have two decimals, and at most three digits. A loss above :data:`LARGEST_LOSS` is lowered to this number. The
-    server chooses the model: a large model has large losses, whose further digits would be exact scores.
+    Rounded scores have two decimals and at most three significant digits. :data:`LARGEST_LOSS` caps the losses. The
+    server chooses the model, and further digits of a large loss could reveal the exact score.
     """
     if policy.scores == "exact":
         return dict(metrics)
@@ -412,7 +413,7 @@ def _rounded(score: float) -> float:
 
 
 def check_place(settings: Settings, context: Context, client: int, server_round: int) -> None:
-    """Raise :class:`PolicyError` unless a message is for the one client of this site, and for a round of the run.
+    """Raise :class:`PolicyError` unless a message is for this site's only client and for a round of the run.
 
     The first message of the run decides the client, unless the node config has a ``partition-id``.
     """
@@ -430,9 +431,9 @@ def check_place(settings: Settings, context: Context, client: int, server_round:
 def check_once(
     context: Context, client: int, phase: str, server_round: int, arrays: list[Any], entries: Mapping[str, Any]
 ) -> None:
-    """Raise :class:`PolicyError` unless a client works on one model in each phase of a round, in order of the rounds.
+    """Raise :class:`PolicyError` unless a client receives one model in each phase of a round, and rounds in order.
 
-    A repeated message with the same arrays and entries is allowed, because replies get lost.
+    A repeated message with the same arrays and entries is allowed, because a reply may be lost.
     """
     lasting = sorted((key, value) for key, value in entries.items() if key != "state-keep")
     digest = blake2b(repr(lasting).encode(errors="surrogatepass"), digest_size=16)
@@ -443,7 +444,7 @@ def check_once(
     if record := context.state.config_records.get(key):
         last: Any = record["round"]
         if server_round < last or (server_round == last and digest.hexdigest() != record["digest"]):
-            reason = f"a second model in round {last}, or another config; the site scores one model a round"
+            reason = f"a second model in round {last}, or another config; the site scores one model per round"
             raise PolicyError(Violation("scores", reason))
     context.state[key] = ConfigRecord({"round": server_round, "digest": digest.hexdigest()})
 
@@ -454,7 +455,7 @@ def check_once(
 def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
     """Return a message handler whose errors contain nothing about the data of a site.
 
-    On a node with data, the log of the node has the whole error, and the server receives :func:`shared_text`. On other
+    On a node with data, the node logs the full error, and the server receives :func:`shared_text`. On other
     nodes, a mistake in the code of the method becomes a :class:`MethodError`.
     """
 
@@ -477,7 +478,7 @@ def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, C
 
 
 def _min_rows(node_config: Mapping[str, Any]) -> int:
-    """Return the rule min-rows of a node's policy; the default if the policy cannot be read."""
+    """Return the rule min-rows of a node's policy, or the default if the policy cannot be read."""
     try:
         return (policy_of(node_config) or Policy()).min_rows
     except NodeConfigError:
@@ -485,7 +486,7 @@ def _min_rows(node_config: Mapping[str, Any]) -> int:
 
 
 def shared_text(error: BaseException, min_rows: int = Policy.min_rows) -> str:
-    """Return the message of an error that may leave the node. The policy's ``min_rows`` limits the counts in it."""
+    """Return an error's message in a form that may leave the node, with no counts below ``min_rows``."""
     if getattr(error, "shareable", False):
         return str(error)
     if isinstance(error, DataError):

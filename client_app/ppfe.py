@@ -16,21 +16,22 @@ from posy.strategies.ppfe import PPFESettings, Stage, open_stage, plan_stages
 from posy.strategies.replies import Update
 
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1
-"""Parts of the weights that the reduction `sparse` masks, in the first personal stage and later (Appendix A.3)."""
+"""Fractions of the weights that the reduction `sparse` masks in the first personal stage and later (App. A.3)."""
 
 
 class PPFEClient(PersonalClient):
     """Local training on weighted samples (Algorithm 1, lines 13-21).
 
-    The client stores sample weights ω, coefficients β, the personal layers of each stage, and the shared layers of each
-    finished stage. With ``class-weights=balanced`` the first weights are the class weights, so that ω contains them.
+    The client stores the sample weights ω, the coefficients β, the personal layers of each stage, and the shared layers
+    of each finished stage. With ``class-weights=balanced`` the first weights are the class weights, so that ω contains
+    them.
     """
 
     method: PPFESettings
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages of the run, as the server plans them."""
+        """The stages of the run, which equal the server's."""
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
@@ -59,7 +60,7 @@ class PPFEClient(PersonalClient):
         return Update({"model": stage.shared_part.take(trained.parameters)}, trained.loss), local
 
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
-        """Return the ensemble of the finished stages and, once it has been trained, the current one."""
+        """Return the ensemble of the finished stages and, if it has been trained, the current stage."""
         stage = yield from self.catch_up(config)
         fresh = not config["rounds-done"] and self.betas.size > 0
         return (yield from self.ensemble(stage, None if fresh else self.stage_model(stage, received["model"])))
@@ -70,13 +71,13 @@ class PPFEClient(PersonalClient):
         return np.asarray(self.state.get("betas", np.zeros(0, np.float32)))
 
     def catch_up(self, config: Config) -> Steps[Stage]:
-        """Close the finished stages that the client has received, and return the current one."""
+        """Close the finished stages that the client has received, and return the current stage."""
         while (shared := self.stored.get(f"finished-{len(self.betas) + 1}")) is not None:
             yield from self.close_stage(self.stages[len(self.betas)], shared)
         return self.stages[int(config["stage"]) - 1]
 
     def close_stage(self, stage: Stage, shared: Tensor) -> Steps[None]:
-        """Add the finished stage to the ensemble and reweight the samples for the next one (line 21)."""
+        """Add the finished stage to the ensemble, and reweight the samples for the next stage (line 21)."""
         model = self.stage_model(stage, shared)
         beta, weights = yield from self.reweighted(stage, model)
         self.state["betas"] = np.append(self.betas, np.float32(beta))
@@ -92,8 +93,8 @@ class PPFEClient(PersonalClient):
     def reweighted(self, stage: Stage, model: Tensor) -> Steps[tuple[float, Tensor]]:
         """Return β and the new sample weights for the ensemble of the earlier stages and a model of this stage.
 
-        The model enters the ensemble with the coefficient that its error alone gives it, because its coefficient in the
-        ensemble depends on the ensemble's error.
+        In this ensemble the model has the coefficient for its own error. Its final coefficient depends on the
+        ensemble's error, and therefore on this ensemble.
         """
         weights = self.stored.get("weights")
         if weights is None:
@@ -121,9 +122,9 @@ class PPFEClient(PersonalClient):
         return -of_label / (-of_label).max().clamp_min(torch.finfo(of_label.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
-        """Return Σ_t β_t softmax(model_t), or its logarithm. ``current`` enters as if the stage ended now.
+        """Return Σ_t β_t softmax(model_t), or the sum of log-probabilities. ``current`` is a model of this stage.
 
-        A newcomer trains after the last stage has ended, and its trained model replaces its model of the last stage.
+        A newcomer trains after the last stage has ended. Its trained model replaces its model of the last stage.
         """
         members = self.finished_members()
         if current is not None:
@@ -134,7 +135,7 @@ class PPFEClient(PersonalClient):
         return self.predictor(members, f"stage {stage.number}")
 
     def predictor(self, members: list[Member], chosen: str = "") -> Predictor:
-        """Return the ensemble of some members (Eq. 8)."""
+        """Return the ensemble of the members (Eq. 8)."""
         return Predictor(members, chosen, self.method.sums_logarithms)
 
     def finished_members(self) -> list[Member]:
@@ -156,7 +157,7 @@ class PPFEClient(PersonalClient):
         return model
 
     def mask(self, stage: Stage) -> Tensor | None:
-        """Return the stage's sparsity mask, if that is the reduction."""
+        """Return the stage's sparsity mask, or None without the reduction `sparse` and in the first stage."""
         if self.method.reduction != "sparse" or stage.number == 1:
             return None
         return sparsity_mask(self.stages, stage.number, self.settings.run.seed).to(self.device)
@@ -165,8 +166,8 @@ class PPFEClient(PersonalClient):
 def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
     """Return the 0/1 mask ``(d,)`` of a stage for the reduction `sparse`.
 
-    It masks 30 % of the personal fully connected weights in the first personal stage, and 10 % of each layer that
-    becomes personal later (Appendix A.3). The same seed gives every client the same mask.
+    The mask removes 30 % of the personal fully connected weights in the first personal stage, and 10 % of each layer
+    that becomes personal later (Appendix A.3). The same seed gives every client the same mask.
     """
     layout = stages[number - 1].architecture.layout
     mask = torch.ones(layout.size)
@@ -198,7 +199,7 @@ def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) 
     weights : Tensor, (n,)
         Positive sample weights ω_i.
     num_classes : int
-        C.
+        Number of classes C.
     beta_rule : str
         ``adaboost``, ``adaboost-positive`` or ``samme``.
     """

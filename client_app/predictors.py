@@ -35,7 +35,7 @@ class Member:
 class Predictor:
     """One model, or an ensemble whose probabilities are summed (log-probabilities with ``logarithms``).
 
-    ``chosen`` is the method's choice for this client, such as the number of the server's model, for the record.
+    ``chosen`` is the method's choice for this client, such as the number of the server's model.
     """
 
     members: list[Member]
@@ -48,7 +48,7 @@ class Predictor:
         Parameters
         ----------
         outputs : sequence of Tensor or tuple of Tensor
-            Each member's logits ``(n, C)``, alone or before its further outputs.
+            Each member's logits ``(n, C)``, alone or as the first of several outputs.
         """
         rows = [F.log_softmax(output[0] if isinstance(output, tuple) else output, dim=-1) for output in outputs]
         if len(rows) == 1:
@@ -57,7 +57,10 @@ class Predictor:
         return combined(torch.stack(rows), coefficients, self.logarithms)
 
     def as_arrays(self) -> dict[str, FloatArray]:
-        """Return the tensors by name; in an ensemble with the prefix ``stage<t>.``, and with each coefficient."""
+        """Return the tensors by name.
+
+        In an ensemble, the names start with ``stage<t>.``, and each member has a coefficient.
+        """
         several = len(self.members) > 1
         arrays: dict[str, FloatArray] = {}
         for number, member in enumerate(self.members, start=1):
@@ -72,7 +75,7 @@ class Predictor:
     def from_arrays(
         cls, arrays: Mapping[str, FloatArray], architecture: Architecture, method: "MethodSettings"
     ) -> Self:
-        """Return the predictor whose :meth:`as_arrays` is ``arrays``.
+        """Return the predictor from the ``arrays`` that :meth:`as_arrays` returned.
 
         Parameters
         ----------
@@ -97,7 +100,7 @@ class Predictor:
 def scores(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller lr may help") -> tuple[float, float]:
     """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
 
-    NaN raises :class:`TrainingDivergedError`, whose message ends with the advice.
+    NaN raises a :class:`TrainingDivergedError`, whose message ends with the advice.
     """
     if bool(torch.isnan(log_probabilities).any()):
         raise TrainingDivergedError(f"the model has diverged: its outputs contain NaN; {advice}")
@@ -127,7 +130,7 @@ def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) ->
     if logarithms:
         return F.log_softmax(torch.einsum("t,tnc->nc", coefficients, outputs), dim=-1)
     mixture = torch.einsum("t,tnc->nc", coefficients, outputs.exp())
-    # Negative coefficients leave a sum below 1. The difference is spread evenly, which keeps the order of the classes.
+    # With negative coefficients the sum is below 1. Distributing the difference evenly keeps the order of the classes.
     mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
     return mixture.clamp_min(1e-12).log()
 

@@ -20,9 +20,9 @@ from posy.strategies.secure_aggregation import fraction_of, threshold_of
 from posy.strategies.settings import Settings
 
 DEVIATIONS = 8
-"""Number of standard deviations that the noise exceeds once in 10¹⁵ numbers."""
+"""Number of standard deviations that the noise exceeds in one of 10¹⁵ numbers."""
 SMOOTH = 8
-"""Least standard deviation of a client's noise in words of the masked sum. The rounding of each client's noise then
+"""Smallest standard deviation of a client's noise, in words of the masked sum. The rounding of each client's noise then
 changes the distribution of the sum by less than 10⁻²⁰⁰ (Kairouz et al., 2021, Theorem 1)."""
 
 
@@ -44,7 +44,7 @@ def _check_noise(settings: Settings) -> None:
     if refused := settings.method.refused_privacy(train.dp):
         raise SettingsError(f"{mode} with method = {run.method!r}: {refused.why}; choose another method or mode")
     if not train.dp_clip:
-        raise SettingsError(f"{mode} with dp-clip = 0: the noise needs a norm; set dp-clip above 0")
+        raise SettingsError(f"{mode} with dp-clip = 0: the noise needs a clipping norm; set dp-clip above 0")
     if data.share_class_counts:
         raise SettingsError(
             f"{mode} with share-class-counts = true: the numbers of samples of each class have no noise; set it to "
@@ -61,7 +61,7 @@ def _check_noise(settings: Settings) -> None:
             )
         if train.precision == "bfloat16":
             raise SettingsError(
-                f"{mode} with precision = 'bfloat16': sums of clipped gradients exceed their bound by its rounding; "
+                f"{mode} with precision = 'bfloat16': rounding makes sums of clipped gradients exceed their bound; "
                 "set it to 'float32'"
             )
 
@@ -76,12 +76,13 @@ def _check_central(settings: Settings) -> None:
     if run.max_update_norm:
         raise SettingsError(
             f"dp = 'central' with max-update-norm = {run.max_update_norm:g}: dropping an update because of its norm "
-            f"reveals the norm, and dp-clip already bounds each update; set it to 0"
+            f"reveals the norm, and dp-clip already bounds each update; set max-update-norm = 0"
         )
     if run.secure_aggregation and settings.train.dp_clip_quantile:
         raise SettingsError(
             f"dp = 'central' with dp-clip-quantile = {settings.train.dp_clip_quantile:g} and secure-aggregation = "
-            "true: the clients add noise for dp-clip, and the server would choose another norm; set it to 0"
+            "true: the clients add noise for dp-clip, but the server would choose another norm; set "
+            "dp-clip-quantile = 0"
         )
     if run.secure_aggregation and run.secure_neighbours:
         raise SettingsError(
@@ -111,10 +112,10 @@ def check_network(settings: Settings, network: Architecture) -> None:
 def noised(
     arrays: NDArrays, references: NDArrays, settings: Settings, *, clip: float = 0.0, threshold: int = 0
 ) -> tuple[NDArrays, float]:
-    """Return a reply's arrays with a clipped change and, if the client adds it, noise, and the norm of the change.
+    """Return a reply's arrays after clipping, and after noise if the client adds it, and the norm of the change.
 
     The arrays become reference + min(1, C / ‖Δ‖) Δ + noise, with ‖Δ‖ over all arrays. They are float32, or float64 if
-    masks follow.
+    they will be masked.
 
     Parameters
     ----------
@@ -125,9 +126,9 @@ def noised(
     settings : Settings
         The settings of the run.
     clip : float
-        The clipping norm of the round; 0: the setting ``dp-clip``.
+        The clipping norm of the round, or 0 for the setting ``dp-clip``.
     threshold : int
-        Smallest number of clients whose masked sum the server can unmask; 0 without masks.
+        Smallest number of clients whose masked sum the server can unmask, or 0 without masks.
     """
     changed, norm = clipped(arrays, references, clip or settings.train.dp_clip)
     if changed and (deviation := reply_deviation(settings, threshold)):
@@ -144,11 +145,11 @@ def _check_sums(settings: Settings) -> None:
     run, train = settings.run, settings.train
     on = "secure-aggregation = true"
     if settings.method.sums:
-        raise SettingsError(f"{on} with method = {run.method!r}: {settings.method.sums.why}; it must be false")
+        raise SettingsError(f"{on} with method = {run.method!r}: {settings.method.sums.why}; set it to false")
     if run.max_update_norm:
         raise SettingsError(
-            f"{on} with max-update-norm = {run.max_update_norm:g}: the server sees no single update whose norm it "
-            "could measure; it must be 0 (a client itself refuses to change a parameter by more than secure-range)"
+            f"{on} with max-update-norm = {run.max_update_norm:g}: the server sees no single update, so it cannot "
+            "measure a norm; set max-update-norm = 0 (each client limits changes of a parameter to secure-range)"
         )
     cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
     if cohort < 2:
@@ -158,8 +159,8 @@ def _check_sums(settings: Settings) -> None:
     deviation = reply_deviation(settings, threshold_of(cohort, fraction_of(run.secure_threshold)))
     if (least := train.dp_clip + DEVIATIONS * deviation) > run.secure_range:
         raise SettingsError(
-            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: the noise may exceed it; it must "
-            f"be >= {least:.4g}"
+            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: the noise may exceed the range; "
+            f"set secure-range to at least {least:.4g}"
         )
     word = run.secure_range * cohort / ONE
     if train.dp == CENTRAL and deviation < SMOOTH * word:

@@ -8,7 +8,7 @@ from posy.client_app.training.work import Context, Net, mean_over
 
 
 def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the means by class ``(C, D)`` of features ``(n, D)``, and the numbers of samples ``(C,)``.
+    """Return the class means ``(C, D)`` of features ``(n, D)``, and the number of samples of each class ``(C,)``.
 
     The mean of a class without samples is zero. Means are computed in double precision, so that devices agree.
     """
@@ -19,7 +19,7 @@ def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Ten
 
 
 def distance_to_prototypes(features: Tensor, batch: Batch, context: Context) -> Tensor:
-    """Return the mean square of f − c over the samples of a batch and their features.
+    """Return the mean of (f − c)² over the samples of a batch and the features.
 
     c is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. A class with 0 in ``context["known"]``
     ``(C,)`` has no prototype. Its samples have distance 0.

@@ -1,4 +1,4 @@
-"""The clients of the methods by name."""
+"""The lookup of client classes by the name of the method."""
 
 from functools import cache
 from importlib import import_module

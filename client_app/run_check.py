@@ -1,4 +1,4 @@
-"""The check of a run against the data of a site, its policy, and the noise and masks of the run."""
+"""The check that a run suits a site's data and policy, and that its method supports its noise and masks."""
 
 from posy.client_app.policy import PolicyError, size_violations, too_many_parameters
 from posy.client_app.privacy import check_network, check_privacy
@@ -9,7 +9,8 @@ from posy.models.build import count_parameters
 def check_run(workspace: Workspace) -> None:
     """Raise an error unless the settings of a run suit this site's data, its policy and the run's noise and masks.
 
-    A node checks this before every training and evaluation, because a server could skip the query for joining.
+    A node checks this before every training and evaluation, because a server could skip the query with which a node
+    joins.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""SCAFFOLD's client: control variates correct its steps, and it stores its own variate."""
+"""SCAFFOLD's client: it corrects its steps with control variates, and stores its own variate."""
 
 import torch
 
@@ -25,7 +25,7 @@ class SCAFFOLDClient(PersonalClient):
 
 
 def gradients_in_distance(steps: int, momentum: float) -> float:
-    """Return Σ_{k=1..K} (1 − β^k) / (1 − β): how many gradients (x − y) / lr contains after K steps; K without β.
+    """Return Σ_{k=1..K} (1 − β^k) / (1 − β), the number of gradients in (x − y) / lr after K steps (K if β = 0).
 
     The momentum v_k = β v_{k−1} + g_k adds the gradient of step k to the distance 1 + β + … + β^{K−k} times. Divided by
     this sum, the distance is a mean of the gradients, which a constant such as c − c_i enters once.

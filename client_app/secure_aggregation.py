@@ -1,10 +1,10 @@
-"""Secure aggregation on a client: it sends its update and its scores under masks, and reveals shares of secrets once.
+"""Secure aggregation on a client: it masks its update and scores, and reveals shares of secrets only once.
 
 The server relays all keys and shares and chooses the clients. This module checks everything that protects the client:
 
 - Keys and secrets are new in each round. The evaluation of a round has separate keys and secrets.
-- The client sends one reply under the masks of a round, and only repeats it afterwards. A round begins once. The server
-  may ask for new keys only before this reply, and the client then deletes the secrets of the earlier keys.
+- The client sends one reply under the masks of a round. Later it can only repeat this reply. A round begins once. The
+  server may ask for new keys only before this reply, and the client then deletes the secrets of the earlier keys.
 - All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
   that signs its keys refuses thresholds that are unsafe if the server colludes with other clients.
 - The client signs one list of survivors in a round. It reveals shares only if enough clients of the whole cohort have
@@ -12,7 +12,7 @@ The server relays all keys and shares and chooses the clients. This module check
   both.
 - The masks of clients that received different models, settings or weights do not cancel.
 
-Between the messages of a round, the secrets are in the node's memory and in no file. They are in the node's Flower
+Between the messages of a round, the secrets are in the node's memory, never in a file. They are in the node's Flower
 context, and Posy's workers never send this part to the node (:class:`posy.deploy.sessions.Sessions`).
 """
 
@@ -78,11 +78,11 @@ from posy.strategies.secure_aggregation import (
 )
 
 SESSIONS = "secure-aggregation-"
-"""Start of the names of the records with sessions in a node's context."""
+"""Prefix of the names of sessions in a node's context."""
 MIN_CLIENTS = 2
 """Smallest number of clients whose sum a client joins, unless the policy of its site demands more."""
 REPLIES = {TRAINING: "an update", EVALUATION: "scores", STATISTICS: "statistics"}
-"""The contents of a masked reply."""
+"""The content of a masked reply, by purpose."""
 _NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?|0-0-{STATISTICS}")
 
 
@@ -97,7 +97,7 @@ class ProtocolError(RuntimeError):
 
 @dataclass
 class Session:
-    """State of a client in one round. Its neighbours, itself included, are the clients that may receive shares."""
+    """State of a client in one round. Its neighbours are the clients that may receive shares, the client included."""
 
     name: str
     mask_secret: bytes = b""
@@ -201,11 +201,11 @@ class Secrets:
         return None if record is None else Session(**record)  # type: ignore[arg-type]
 
     def save(self, session: Session) -> None:
-        """Store a session. It replaces all earlier ones."""
+        """Store a session in place of the earlier session."""
         self._records[self._key] = ConfigRecord(vars(session).copy())
 
     def signatures(self, session: Session) -> Signatures:
-        """Return the key that signs for this client: the site's, or the round's."""
+        """Return the key that signs for this client: the site's key, or else the round's key."""
         return self._site or RoundSignatures(session.sign_secret)
 
     @property
@@ -218,7 +218,7 @@ class Secrets:
         return self.context + b" " + session.view.digest()
 
     def keys_text(self, client: int, keys: Sequence[bytes]) -> bytes:
-        """Return the text that a client signs at first: the round, its index and its public keys."""
+        """Return the text that a client signs first: the round, its index and its public keys."""
         return KEYS_OF + b" ".join((self.context, str(client).encode(), *keys))
 
     def survivors_text(self, session: Session, client: int) -> bytes:
@@ -271,7 +271,7 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
 
 
 def smallest_sum(node_config: Mapping[str, Any]) -> int:
-    """Return the smallest number of clients whose sum a client joins, if the policy of its site has no number.
+    """Return the smallest number of clients whose sum a client joins, if the policy of its site sets no minimum.
 
     A site with trusted keys joins sums over more than half of the trusted sites.
     """
@@ -286,15 +286,15 @@ def _keys_in(config: Mapping[str, Any]) -> dict[int, list[bytes]]:
 
 
 def _columns(texts: Sequence[bytes], count: int) -> list[Sequence[bytes]]:
-    """Return the columns of a table of texts that is sent row by row."""
+    """Return the columns of a table of texts that was sent row by row."""
     return [texts[column::count] for column in range(count)]
 
 
 def _keys(client_secrets: Secrets, *, again: bool = False, early: bool = False) -> list[bytes]:
     """Begin a round, unless it has begun. Return two public keys, their signature and the signer's public key.
 
-    With ``again``, keys and shares that the client has sent for this round are void, unless it has sent its reply. Keys
-    that it has sent early are void too: another client could have seen them, and send them as its own.
+    With ``again``, the keys and shares that the client has sent for this round are void, unless it has sent its reply.
+    Keys that it has sent early are void too, because another client could have copied them.
     """
     session, name = client_secrets.latest(), client_secrets.name
     if session is None or _order(session.name) < _order(name):
@@ -326,7 +326,7 @@ def _shares(
     keys = [key for pair in public.values() for key in pair]
     if session.sealed:
         if (session.roster, session.public, session.view) != (list(public), keys, view):
-            raise ProtocolError("the client has shared its secrets with other keys or another cohort before")
+            raise ProtocolError("the client has already shared its secrets with other keys or another cohort")
         return session.sealed
     if public.get(client) != [public_key(session.masks), public_key(session.seals)]:
         raise ProtocolError("these are not this client's keys")
@@ -353,7 +353,7 @@ def _shares(
 
 
 def _check_view(view: View, client: int, roster: Collection[int], min_clients: int, *, colluders: bool) -> None:
-    """Raise :class:`ProtocolError` unless a round with this view reveals sums over enough clients only."""
+    """Raise :class:`ProtocolError` unless a round with this view reveals only sums over enough clients."""
     size, near = len(view.cohort), view.neighbourhood
     if client not in view.cohort or len(set(view.cohort)) != size or size > MAX_CLIENTS:
         raise ProtocolError("the cohort lacks this client, or has a client twice, or is too large")
@@ -409,7 +409,7 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
     session, client = client_secrets.load(), client_secrets.client
     if session.signature:
         if session.survivors != survivors:
-            raise ProtocolError("the client has signed another list of survivors before")
+            raise ProtocolError("the client has already signed another list of survivors")
         return session.signature
     if not session.masked:
         raise ProtocolError("this client has not sent its update")
@@ -429,7 +429,7 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
     if not present.intersection(rosters[client]) <= set(session.peers):
         raise ProtocolError("a neighbour on the list of survivors has sent this client no shares")
     if not connected(present, rosters):
-        raise ProtocolError("the survivors share no secrets with each other, so that a part of them has its own sum")
+        raise ProtocolError("no shared secrets connect the survivors, so a part of them would have a separate sum")
     session.survivors = survivors
     text = client_secrets.survivors_text(session, client)
     session.signature = client_secrets.signatures(session).sign(text)
@@ -438,7 +438,7 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
 
 
 def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, bytes]], min_clients: int) -> list[bytes]:
-    """Return the share of the self-mask of each peer on the signed list, and of the private key of each other peer."""
+    """Return a share from each peer: of its self-mask if it is on the signed list, or else of its private key."""
     session = client_secrets.load()
     if session.revealed:
         return session.shares
@@ -469,12 +469,12 @@ def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, byte
 
 
 class Masking:
-    """The masks of one reply: created from its message, and added to the update, the scores or the statistics.
+    """The masks of one reply, which are added to its update, scores or statistics.
 
     Parameters
     ----------
     config : dict
-        The config of a message, from which the entries of secure aggregation are removed.
+        The config of the message. The constructor removes the entries of secure aggregation.
     message : Message
         The message.
     context : Context
@@ -500,7 +500,7 @@ class Masking:
 
     @property
     def threshold(self) -> int:
-        """Number of neighbours, the client included, below which it reveals no shares."""
+        """Number of neighbours, the client included, below which the client reveals no shares."""
         return self._session.threshold
 
     def mask_reply(
@@ -534,13 +534,13 @@ class Masking:
         OutOfRangeError
             If the update contains NaN or infinite numbers, or changes a parameter by more than ``secure-range``.
         ProtocolError
-            If the client has sent another reply under these masks: the server could compute their difference.
+            If the client has sent another reply under these masks, because the server could compute the difference.
         """
         session, client = self._session, self._secrets.client
         if [array.shape for array in arrays] != [reference.shape for reference in references]:
             raise ProtocolError("the update and the received arrays have different shapes")
         if not 0 < weight <= self._weights:
-            raise ProtocolError(f"a weight of {weight} in a sum of {self._weights}")
+            raise ProtocolError(f"the weight {weight} is not between 1 and the sum of weights {self._weights}")
         update = encoded(changes(arrays, references), weight / self._weights, limit)
         words = np.concatenate([update, encoded_numbers(numbers)])
         context = digest(session.view.digest(), common_digest(self._config, common))
@@ -550,7 +550,7 @@ class Masking:
                 words += pair_mask(session.masks, session.public_of(peer)[0], client, peer, context, len(words))
         masked = digest(words)
         if self._secrets.load().masked not in (b"", masked):
-            raise ProtocolError(f"the client has sent another reply in round {session.name} before")
+            raise ProtocolError(f"the client has already sent another reply in round {session.name}")
         self._secrets.save(replace(session, masked=masked))
         return words
 
@@ -562,7 +562,7 @@ class Masking:
         if client in sent or not sent.keys() <= set(session.roster) or len(sent) + 1 < session.threshold:
             raise ProtocolError(
                 f"the message has shares of {len(sent)} other clients; it needs shares of at least "
-                f"{session.threshold - 1} neighbours, and of neighbours only"
+                f"{session.threshold - 1} neighbours, and only of neighbours"
             )
         shares = {client: session.own_share}
         for source, content in sent.items():
@@ -573,5 +573,5 @@ class Masking:
 
 
 def _order(name: str) -> tuple[int, ...]:
-    """Return the sort key of a round's name: the number of times that the run was resumed, and the round."""
+    """Return the sort key of a round's name: the number of earlier resumptions of the run, and the round."""
     return tuple(int(number) for number in name.split("-")[:2])

@@ -1,9 +1,9 @@
-"""The clients' signatures of their keys for a round, and of the list of survivors.
+"""The clients' signatures on their keys for a round, and on the list of survivors.
 
 A site sets two keys in its node config. ``signing-key`` is its private key, for example its node's key.
 ``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them. The
-server cannot pose as such a site. Another client signs with a key of the round. The protocol is the same, but such
-signatures protect only against a server that follows it.
+server cannot pose as such a site. A client without these keys signs with a key of the round. The protocol is the same,
+but the signatures then protect only against a server that follows the protocol.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from posy.settings import NodeConfigError
 from posy.strategies.secure_aggregation import ROUND_KEY_BYTES
 
 KEYS_OF, SURVIVORS_OF = b"posy secure aggregation, keys of ", b"posy secure aggregation, survivors of "
-"""The purposes of a signature, before the text that is signed."""
+"""Prefixes of a signed text that name the purpose of the signature."""
 _CURVES = {1 + (curve.key_size + 7) // 8: curve for curve in (SECP256R1(), SECP384R1(), SECP521R1())}
 """The curves by the number of bytes of a compressed point."""
 
@@ -58,11 +58,11 @@ class Signatures(Protocol):
         """Return a signature and the public key that verifies it."""
 
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
-        """Raise :class:`UnknownSignerError` unless ``signer`` has signed a text and is accepted here."""
+        """Raise :class:`UnknownSignerError` unless ``signer`` has signed a text and the client accepts this signer."""
 
 
 class SiteSignatures:
-    """Signs with the key of a site, and accepts the sites whose keys are trusted here."""
+    """Signs with the key of a site, and accepts signatures of the trusted sites."""
 
     colluders = True
 
@@ -76,7 +76,7 @@ class SiteSignatures:
         if not isinstance(private, EllipticCurvePrivateKey) or wrong or not public:
             raise NodeConfigError(
                 f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} a directory with "
-                f"public keys (*.pub), as `posy certificates` makes them"
+                f"public keys (*.pub), as `posy certificates` creates them"
             )
         self._private = private
         keys = [loaded for loaded in public.values() if isinstance(loaded, EllipticCurvePublicKey)]
@@ -105,7 +105,7 @@ class SiteSignatures:
 
 
 class RoundSignatures:
-    """Signs with a key of one round, and accepts every key: the server could make all of them.
+    """Signs with a key of one round, and accepts every key, even a key from the server.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class RoundSignatures:
         return [self._private.sign(text), self.verifying_key]
 
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
-        """Raise :class:`UnknownSignerError` unless the signer has signed a text. It may be a site or another client."""
+        """Raise :class:`UnknownSignerError` unless the signer has signed a text. Any signer is accepted."""
         try:
             if len(signer) == ROUND_KEY_BYTES:
                 Ed25519PublicKey.from_public_bytes(signer).verify(signature, text)
@@ -156,7 +156,7 @@ def _versions(key: Path, trusted: Path) -> tuple[object, ...]:
     try:
         stats = [(path, path.stat()) for path in (key, *sorted(trusted.glob("*.pub")))]
     except OSError:
-        return (object(),)  # a new version, so that SiteSignatures reads the files and reports the error
+        return (object(),)  # a new version: SiteSignatures then reads the files and reports the error
     return tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats)
 
 

@@ -1,4 +1,4 @@
-"""A node with local data: its name, the description of its data, and a check that the data does not change."""
+"""A node with local data: its name, the description of its data, and the check that the data does not change."""
 
 import contextlib
 import hashlib
@@ -54,16 +54,17 @@ def identity(context: Context) -> dict[str, Any]:
 
 
 def describe(settings_json: str, context: Context, policy: Policy | None) -> dict[str, Any]:
-    """Describe the properties of this node's data that the settings do not fix.
+    """Return a description of this node's data with the properties that the settings leave open.
 
-    With secure aggregation the description has neither labels nor statistics: :func:`numbers` returns them for a sum.
+    With secure aggregation the description has neither labels nor statistics. :func:`numbers` returns both for a masked
+    sum.
 
     Raises :class:`DataError` if the data cannot be used.
     """
     settings = from_json(settings_json)
     masked = settings.run.secure_aggregation
     if TRUSTED in context.node_config and not masked:
-        raise ProtocolError(f"with {TRUSTED} in its node config, a site joins runs with secure-aggregation = true only")
+        raise ProtocolError(f"with {TRUSTED} in its node config, a site joins only runs with secure-aggregation = true")
     content, policy = _read(settings.data, context, policy)
     return {**identity(context), **describe_site(content, settings.data, policy, masked=masked).as_answer()}
 
@@ -86,7 +87,7 @@ def _read(settings: DataSettings, context: Context, policy: Policy | None) -> tu
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return this node's name, numbers of samples and findings. Its data must fit the run."""
+    """Return this node's name, numbers of samples, and warnings about its data. The data must fit the run."""
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
     answer = {
@@ -106,8 +107,9 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
 def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
     """Return the fingerprint of a site's data for the server: 16 hexadecimal digits, keyed with a secret of the node.
 
-    The secret is a file in ``state-dir``. The server cannot compare the fingerprint with a data set that it has.
-    Without ``state-dir`` the node has no secret that survives a restart, so the fingerprint is not changed.
+    The secret is in a file in ``state-dir``. It prevents the server from recognising a known data set by its
+    fingerprint. Without ``state-dir`` the node has no secret that survives a restart, so the fingerprint is not
+    changed.
     """
     folder = str(node_config.get("state-dir", ""))
     if not folder:
@@ -124,7 +126,7 @@ def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 
-    Other samples, or another order, would change the split, so that the model has trained on test samples.
+    Other samples, or another order, would change the split, and the model would have been trained on test samples.
     """
     before = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
     if before["fingerprint"] != workspace.fingerprint:

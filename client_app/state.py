@@ -2,7 +2,7 @@
 
 The server names the versions of a state. Each message names the version to start from, the version to write if the
 state changes, and the versions to keep for checkpoints. A repeated message therefore starts from the same state again,
-and a lost reply leaves no half-finished step. A resumed run names earlier versions.
+and a lost reply does no harm. A resumed run names earlier versions.
 """
 
 import re
@@ -40,7 +40,7 @@ class MissingStateError(StateError):
 
 
 class State(UserDict[str, npt.NDArray[np.generic]]):
-    """Named arrays of one client, not copied. ``changed`` records whether an array was set or deleted."""
+    """Named arrays of one client, which are not copied. ``changed`` is True if an array was set or deleted."""
 
     def __init__(self, arrays: Arrays | None = None) -> None:
         super().__init__(arrays)
@@ -91,8 +91,8 @@ class StoredTensors(MutableMapping[str, Tensor]):
 class Versions(NamedTuple):
     """The versions of a client's state that a message names.
 
-    ``start`` is the version to start from, and is empty if the client has no state yet. ``to`` is the version to write
-    if the state changes. ``keep`` are other versions to keep.
+    ``start`` is the version to start from, or empty if the client has no state yet. ``to`` is the version to write
+    if the state changes. ``keep`` contains other versions to keep.
     """
 
     start: str
@@ -116,14 +116,14 @@ class StateStore(ABC):
         """Return the state that a message starts from.
 
         Versions that are older than the version to write are removed, unless the message names them. Newer versions
-        stay: the message is late, and a later message needs them.
+        stay, because the message may be late and a later message needs them.
 
         Raises
         ------
         MissingStateError
             If the version does not exist.
         StateError
-            If the version cannot be read. No other version would be the right state.
+            If the version cannot be read. The client cannot continue from a different version.
         """
 
         def numbers(version: str) -> list[int]:
@@ -162,8 +162,8 @@ class StateStore(ABC):
 class ContextStore(StateStore):
     """Stores states in a node's Flower context, which is lost when the node's process ends.
 
-    A node may host several clients. A run that returns to a checkpoint has another context, so this store keeps no
-    versions for checkpoints.
+    A node may host several clients. A resumed run has a new context, so this store keeps no versions for
+    checkpoints.
     """
 
     def __init__(self, context: Context) -> None:
@@ -191,7 +191,7 @@ class ContextStore(StateStore):
 class DirectoryStore(StateStore):
     """Stores one safetensors file for each client and version in the directory of a run.
 
-    A file is complete or absent. ``durable`` says whether each file must survive a loss of power after it is written.
+    A file is complete or absent. ``durable`` says whether a written file must survive a power failure.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -225,10 +225,10 @@ class DirectoryStore(StateStore):
 
 
 class MemoryStore(DirectoryStore):
-    """Stores states in memory by reference, and beyond a limit in files, least recently used clients first.
+    """Stores states in memory by reference, and moves least recently used clients to files beyond a limit.
 
-    Several threads may use the store. Callers never write into the arrays that they load. The limit is in bytes, and 0
-    means no limit. The directory receives the states beyond the limit and the states that checkpoints need.
+    Several threads may use the store. Callers never write into the arrays that they load. The limit is in bytes (0: no
+    limit). The directory receives the states beyond the limit and the states that checkpoints need.
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
@@ -236,7 +236,7 @@ class MemoryStore(DirectoryStore):
         self.nbytes = 0  # in memory
         self._limit = limit
         self._states: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
-        # Versions by client, in memory or in files. Listing a folder for each message would cost more than the rest.
+        # Versions by client, in memory or in files. Listing a folder for each message would be slow.
         self._versions: dict[int, set[str]] = {}
         self._unwritten: set[tuple[int, str]] = set()
         self._unsynced: set[tuple[int, str]] = set()
@@ -297,7 +297,7 @@ class MemoryStore(DirectoryStore):
             try:
                 for unused in versions:
                     self._write_file(client, unused)
-            except OSError as error:  # another client's state, which stays in memory: the current call continues
+            except OSError as error:  # this client's state stays in memory, and the current call continues
                 if not self._warned:
                     log(WARNING, "client states stay in memory beyond state-memory; writing them failed: %s", error)
                 self._warned = True

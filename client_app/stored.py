@@ -1,4 +1,4 @@
-"""Predictions with a client's stored model: a module with preprocessing and class names."""
+"""A client's stored model for predictions: a module with preprocessing and class names."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -38,9 +38,10 @@ class ClientModel(nn.Module):
     client, round : int
         The model's client and round.
     site, chosen : str
-        The client's name, or empty; the method's choice for the client, such as the number of the server's model.
+        The client's name, or an empty string, and the method's choice for the client, such as the number of the
+        server's model.
     point : str
-        ``served``: the model from the server; ``local``: the model after local training.
+        ``served`` for the model from the server, or ``local`` for the model after local training.
     preprocessing : Preprocessing
         Maps a sample to the network's input.
     settings : Settings
@@ -60,7 +61,7 @@ class ClientModel(nn.Module):
         self.members = nn.ModuleList()
         for member in predictor.members:
             network = member.architecture.build()
-            # Not strict: a stored model does not contain BatchNorm's integer count of batches.
+            # The load is not strict, because a stored model does not contain BatchNorm's integer count of batches.
             tensors = member.architecture.layout.views(member.parameters)
             tensors |= {name: torch.from_numpy(array) for name, array in member.fixed.items()}
             network.load_state_dict(tensors, strict=False)
@@ -76,8 +77,10 @@ class ClientModel(nn.Module):
 
         Raises
         ------
-        DamagedFileError, FileNotFoundError
-            If the file is damaged or an early version of Posy wrote it without settings; if it does not exist.
+        DamagedFileError
+            If the file is damaged, or an early version of Posy wrote it without settings.
+        FileNotFoundError
+            If the file does not exist.
         """
         arrays, about = read_arrays(path)
         try:
@@ -98,11 +101,11 @@ class ClientModel(nn.Module):
         return self._predictor.log_probabilities([network(x) for network in self.members]).exp()
 
     def client_logits(self, x: Tensor) -> Tensor:
-        """Return the second output ``(B, M)`` of the network, for the clients."""
+        """Return the second output ``(B, M)`` of the network: the logits of the clients."""
         return _outputs(self.members[0](x))[1]
 
     def prepare(self, samples: Iterable[Any]) -> Tensor:
-        """Return preprocessed samples ``(B, *input_shape)``; :class:`Preprocessing` lists their kinds.
+        """Return preprocessed samples ``(B, *input_shape)``. :class:`Preprocessing` lists the kinds of samples.
 
         Raises
         ------
@@ -112,7 +115,7 @@ class ClientModel(nn.Module):
         return torch.cat([self.preprocessing(sample) for sample in samples]).to(self.coefficients.device)
 
     def unusual(self, samples: Iterable[Any]) -> list[tuple[int, str, float]]:
-        """Return the features of some samples that are far outside the range of the training samples.
+        """Return the features of samples that are far outside the range of the training samples.
 
         Parameters
         ----------
@@ -123,7 +126,7 @@ class ClientModel(nn.Module):
         -------
         list of (int, str, float)
             Number of the sample, name (or number) of the feature, and its distance from the mean of the training
-            samples in their standard deviations, above :data:`FAR`. Empty for images and texts.
+            samples in standard deviations, above :data:`FAR`. The list is empty for images and texts.
         """
         if self.preprocessing.task.kind != "features":
             return []

@@ -1,4 +1,4 @@
-"""Resident objects of a client process: data set, partition, networks and the clients' tensors."""
+"""Objects that stay in the memory of a client process: data set, partition, networks and the clients' tensors."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ REMEMBERED = 8
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that a setting names, or raise :class:`SettingsError` if it does not exist."""
+    """Return the device that the setting names, or raise :class:`SettingsError` if it does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     match = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
@@ -65,14 +65,14 @@ def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()
 
 
 class Workspace:
-    """Data, networks and trainer of one process, shared by all clients that it serves.
+    """Data, networks and trainer of one process, which all its clients share.
 
     Parameters
     ----------
     settings : Settings
         The settings of the run.
     site : str
-        With ``dataset = sites``, the path of the node's data; empty on the server.
+        With ``dataset = sites``, the path of the node's data. On the server it is empty.
     skip_unreadable : bool
         With ``dataset = sites``, whether the node skips image files that it cannot read.
     policy : Policy
@@ -114,7 +114,7 @@ class Workspace:
 
     @cached_property
     def order_key(self) -> tuple[int, ...]:
-        """Additional key of a site's random streams, so that the server does not know which samples are in a batch."""
+        """Additional key of a site's random streams, which keeps the samples of a batch secret from the server."""
         return (self.dataset.order_seed,) if self.dataset.order_seed else ()
 
     @cached_property
@@ -140,7 +140,7 @@ class Workspace:
 
     @cached_property
     def criterion(self) -> Criterion | None:
-        """The loss of each sample that training minimises; None: the cross-entropy."""
+        """The loss of each sample that training minimises, or None for the cross-entropy."""
         return criterion_of(self.settings.train.loss)
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
@@ -166,14 +166,14 @@ class Workspace:
         return client_data(self.dataset, self.partition, part, settings.data, self.device, seed=settings.run.seed)
 
     def network(self, architecture: Architecture) -> Network:
-        """Return the resident network of an architecture. Each thread has a separate one."""
+        """Return this thread's network of an architecture, which stays in memory."""
         networks: dict[Architecture, Network] = self._local.__dict__.setdefault("networks", {})
         if architecture not in networks:
             networks[architecture] = Network(architecture.build, architecture.layout, self.device, self.criterion)
         return networks[architecture]
 
     def initial(self, architecture: Architecture, seed: int) -> Tensor:
-        """Return freshly initialised parameters ``(d,)``, which all clients share. Do not write to them."""
+        """Return the initial parameters ``(d,)`` for a seed, which all clients share. Do not write to them."""
         with self._lock:
             return self._initial(architecture, seed)
 
@@ -186,13 +186,13 @@ class Workspace:
 
     @property
     def workers(self) -> int:
-        """Number of clients that train at the same time: one client on each core, or one on a GPU."""
+        """Number of clients that train at the same time: the number of cores over ``threads``, or one on a GPU."""
         threads = self.settings.train.threads
         return max(1, cores() // threads) if self.device.type == "cpu" and threads else 1
 
     @property
     def forks(self) -> bool:
-        """Whether forked processes can train: autograd's GPU threads, once started, do not survive a fork."""
+        """Whether forked processes can train. Autograd's GPU threads do not survive a fork."""
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         tried = self.criterion is not None and torch.cuda.is_available()  # the check of a custom loss uses autograd
         return not used and not tried
@@ -210,7 +210,7 @@ class Workspace:
 def workspace_for(
     settings: Settings, site: str, skip_unreadable: bool = False, policy: Policy = DEFAULT_POLICY, /
 ) -> Workspace:
-    """Return this process's workspace for some settings. Other settings replace it."""
+    """Return this process's workspace for the settings. A call with other settings replaces the workspace."""
     return Workspace(settings, site, skip_unreadable, policy)
 
 

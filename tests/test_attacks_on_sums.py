@@ -180,7 +180,7 @@ def test_h1_a_second_model_in_a_round_is_refused(make_config: Any, federate: Fed
 
     config = make_config("fedavg", data=parts(5), num_server_rounds=1)
     done = federate(config | {"secure-aggregation": True}, grid=grid)
-    assert "the client has sent another reply in round " in refusals[0]
+    assert "the client has already sent another reply in round " in refusals[0]
     assert done.records[0].sums["served"].samples == 30
 
 
@@ -494,7 +494,7 @@ def test_low_a_node_that_loses_a_context_does_not_reveal_other_shares() -> None:
     first = nodes[0].ask(stage, {"survivors": [0, 1, 2]})
     assert isinstance(first, list)
     nodes[0].loses_contexts = False
-    assert "the client has signed another list of survivors before" in nodes[0].ask(stage, {"survivors": [0, 1, 3]})
+    assert "the client has already signed another list of survivors" in nodes[0].ask(stage, {"survivors": [0, 1, 3]})
     assert nodes[0].ask(stage, {"survivors": [0, 1, 2]}) == first
 
 

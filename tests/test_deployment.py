@@ -120,7 +120,7 @@ def test_node_config_must_be_key_and_value() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("state_dir=/x", "state_dir in the node config: a node does not read this word; did you mean state-dir?"),
+        ("state_dir=/x", "state_dir in the node config: a node does not read this key; did you mean state-dir?"),
         ("partition_id=0", "did you mean partition-id?"),
         ("local-epochs=50", "local-epochs in the node config: .* it is a setting of a run, for `posy run`"),
         (

@@ -284,7 +284,7 @@ def test_a_stock_node_with_an_unknown_word_is_refused_before_it_takes_part(setti
     members = Script(*nodes).joined(replace(settings, run=replace(settings.run, min_clients=3)))
     assert hosts(members) == {0: 1, 2: 3, 3: 4}
     ((_, reason),) = members.excluded
-    assert "state_dir in the node config: a node does not read this word; did you mean state-dir?" in reason
+    assert "state_dir in the node config: a node does not read this key; did you mean state-dir?" in reason
 
 
 def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(

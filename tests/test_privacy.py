@@ -173,7 +173,7 @@ def test_dp_sgd_is_for_methods_whose_clients_train_once_on_single_samples() -> N
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"dp": "local"}, "dp-clip = 0: the noise needs a norm"),
+        ({"dp": "local"}, "dp-clip = 0: the noise needs a clipping norm"),
         ({"dp": "local", "dp-clip": 1.0, "share-class-counts": True}, "share-class-counts = true"),
         ({"dp": "central", "dp-clip": 1.0}, "client-weights = 'samples'"),
         ({**KEYS, "dp-clip": 1.0, "max-update-norm": 3.0}, "max-update-norm = 3"),

@@ -1,4 +1,4 @@
-"""Mini-batches: of one client, and of several clients side by side."""
+"""Mini-batches of one client, and of several clients side by side."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,10 +37,11 @@ class Batch(NamedTuple):
 
 
 class Augment(NamedTuple):
-    """Augments inputs by random numbers, which are drawn on the CPU and moved to the device once a pass.
+    """Augments inputs with random numbers, which are drawn on the CPU and moved to the device once per pass.
 
     ``draw(count, generator)`` returns the numbers of one batch ``(count, k)``. ``change(x, numbers)`` returns the
-    augmented inputs, and each input depends only on its row of numbers. All batches draw in order from one generator.
+    augmented inputs, each of which depends only on its own row of numbers. All batches draw in order from one
+    generator.
     """
 
     draw: Callable[[int, torch.Generator], Tensor]
@@ -76,7 +77,7 @@ def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 
 
 
 def full_batches(size: int, count: int, least: int) -> int:
-    """Return the smallest batch size from ``size`` on that leaves no batch below ``least`` samples in a pass."""
+    """Return the smallest batch size, at least ``size``, with which no batch has fewer than ``least`` samples."""
     while size < count and 0 < count % size < least:
         size += 1
     return size
@@ -87,11 +88,11 @@ class Share:
     """One client's samples, and its passes over them in random order."""
 
     samples: Samples
-    passes: Sequence[int | None]  # steps of each pass; None: all samples
+    passes: Sequence[int | None]  # number of steps of each pass, or None for a full pass
     generator: torch.Generator
     size: int  # samples in a batch
-    smallest: int = 1  # smallest number of samples in a batch: a smaller last batch is skipped
-    weight: Tensor | None = None  # (n,), of each sample
+    smallest: int = 1  # smallest number of samples in a batch; a smaller last batch is skipped
+    weight: Tensor | None = None  # (n,), the weight of each sample
     odds: Tensor | None = None  # (n,); a pass draws n samples with replacement, in proportion to the odds
     augment: Augment | None = None
     notes: Tensor | None = None  # (n, ...), constants of the samples
@@ -103,7 +104,7 @@ class Share:
         return self.samples.y.shape[0]
 
     def length(self, steps: int | None) -> int:
-        """Return the number of samples in a pass with this number of steps. None means a full pass."""
+        """Return the number of samples in a pass of this many steps, or in a full pass for None."""
         count = self.count
         count = count if steps is None else min(count, steps * self.size)
         remainder = count % self.size
@@ -136,7 +137,7 @@ class Share:
     def batches(self, steps: int | None) -> Iterator[Batch]:
         """Yield the mini-batches of one pass, in a fresh random order."""
         order = self.order(steps).to(self.samples.y.device)
-        # Samples are shuffled once a pass, so that batches are views and a step gathers and copies nothing.
+        # Samples are shuffled once per pass, so batches are views and a step copies nothing.
         x = self.samples.x
         x = x.permute(0, 2, 3, 1)[order].permute(0, 3, 1, 2) if x.dim() == 4 else x[order]
         y, weight, notes = (None if each is None else each[order] for each in (self.samples.y, self.weight, self.notes))
@@ -151,7 +152,7 @@ class Share:
             yield Batch(inputs, y[piece], *(None if each is None else each[piece] for each in (weight, notes, dropout)))
 
     def __iter__(self) -> Iterator[tuple[Batch, int | None]]:
-        """Yield the batches of all passes with their weights in the loss: the size in the last pass, None before."""
+        """Yield the batches of all passes with their weights in the loss: the size in the last pass, otherwise None."""
         for number, steps in enumerate(self.passes, start=1):
             for batch in self.batches(steps):
                 yield batch, len(batch.y) if number == len(self.passes) else None
@@ -161,7 +162,7 @@ class Share:
 
         ``last_sizes`` ``(S,)`` receives the batch sizes in the last pass only.
         """
-        step, width = 0, index.shape[1]  # narrower than a batch only if one batch contains all samples
+        step, width = 0, index.shape[1]  # the width is below the batch size only if one batch contains all samples
         for steps in self.passes:
             order = self.order(steps).numpy()
             batches, remainder = divmod(len(order), self.size)
@@ -177,9 +178,9 @@ class Share:
 class Schedule:
     """The mini-batches of P clients side by side, with the same batches as when each client trains alone.
 
-    The clients are sorted by decreasing number of steps. The clients that still train at a step are therefore the
-    first ones. All batches are padded to the widest batch, and the padding has weight 0. ``order`` is the index of the
-    share at each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each last pass.
+    The clients are sorted by decreasing number of steps. The clients that still train at a step therefore come
+    first. All batches are padded to the widest batch, and the padding has weight 0. ``order`` contains the index of
+    the share at each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each last pass.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:
@@ -258,9 +259,10 @@ class Schedule:
 def _draw_numbers(
     sources: Sequence[Augment | DropoutNumbers | None], sizes: FloatArray, mask: Tensor, device: torch.device
 ) -> Tensor | None:
-    """Return the random numbers ``(S, P, B, k)`` of P clients' batches with ``sizes`` ``(P, S)``, or None.
+    """Return the random numbers ``(S, P, B, k)`` of P clients' batches of ``sizes`` ``(P, S)``, or None.
 
-    Padding, where ``mask`` ``(S, P, B)`` is not set, gets 0. Drawing numbers for it would change the client's stream.
+    Padding, where ``mask`` ``(S, P, B)`` is False, gets 0. Drawing numbers for padding would change the client's
+    stream.
     """
     drawn = []
     for source, counts, is_sample in zip(sources, sizes.astype(int), mask.unbind(1), strict=True):

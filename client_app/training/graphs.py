@@ -1,7 +1,7 @@
-"""CUDA graphs: a training step is captured once and replayed, so that Python does not launch its kernels each time.
+"""CUDA graphs: a training step is captured once and replayed, so that Python does not launch each kernel again.
 
-A step of a small network launches a hundred kernels or more, and each runs for a few microseconds. Launching them one
-by one takes longer than running them.
+A step of a small network launches a hundred kernels or more, each of which runs for a few microseconds. Launching them
+one by one takes longer than running them.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -14,9 +14,9 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Steps before the first capture for a kind and number of clients. They load the kernels and select algorithms."""
+"""Steps before the first capture for a kind and a number of clients, which load kernels and select algorithms."""
 FEWEST = 4
-"""Fewest replays that justify a capture, which takes about as long as two steps."""
+"""Smallest number of replays that justifies a capture, which takes about as long as two steps."""
 
 
 class Captured(NamedTuple):
@@ -49,9 +49,9 @@ class Graphs:
         step: Callable[[int | Tensor, int], None],
         check_interrupted: Callable[[], None],
     ) -> None:
-        """Run all steps of a training of one kind. After each step, ``check_interrupted`` may raise to end it.
+        """Run all steps of a training of one kind. ``check_interrupted`` may raise an error after each step.
 
-        ``runs`` yields consecutive steps of the same clients: the first step, the end, and the number of clients.
+        ``runs`` yields the first step, the end, and the number of clients of consecutive steps with the same clients.
         """
         captures: list[Captured | None] = []
         try:

@@ -1,4 +1,4 @@
-"""Custom loss functions: loading, and a check on a small batch before a run begins."""
+"""Custom loss functions, which are loaded and checked on a small batch before a run begins."""
 
 from functools import lru_cache
 
@@ -15,13 +15,13 @@ _SAMPLES, _CLASSES = 4, 3
 
 @lru_cache(maxsize=16)
 def criterion_of(loss: str) -> Criterion | None:
-    """Return the function that the setting ``loss`` names, after a check; None for the cross-entropy.
+    """Return the checked function that the setting ``loss`` names, or None for the cross-entropy.
 
     Raises
     ------
     SettingsError
         If the function is missing, raises an error, or does not return a differentiable loss of each sample. The
-        message names the property that it lacks.
+        message names the missing property.
     """
     if not is_custom(loss):
         return None
@@ -49,7 +49,7 @@ def criterion_of(loss: str) -> Criterion | None:
 
 
 def _problem(criterion: Criterion, logits: Tensor, labels: Tensor, losses: Tensor) -> str:
-    """Return why training cannot minimise a function; empty if it can.
+    """Return why training cannot minimise a function, or an empty string if it can.
 
     Parameters
     ----------
@@ -62,10 +62,10 @@ def _problem(criterion: Criterion, logits: Tensor, labels: Tensor, losses: Tenso
     if not bool(gradient.isfinite().all()):
         return "its gradient is not finite"
     if not bool(gradient.any()):
-        return "it does not depend on the logits, or not by operations of PyTorch: its gradient is 0"
+        return "its gradient is 0; it must depend on the logits through PyTorch operations"
     if not torch.equal(criterion(logits, labels), losses):
-        return "it returns other losses when it is called again; it must depend on the logits and labels alone"
+        return "a second call returns different losses; it must depend only on the logits and labels"
     stacked = vmap(criterion)(logits.detach()[None], labels[None])[0]
     if not torch.allclose(stacked, losses.detach()):
-        return "several calls at once (torch.func.vmap) give other values than one after the other"
+        return "batched calls (torch.func.vmap) return different losses from single calls"
     return ""

@@ -1,4 +1,4 @@
-"""The networks in training: resident modules that are trained in turn, or stacked models."""
+"""Networks in training: resident modules that are trained in turn, or stacked models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +20,7 @@ from posy.sharing import is_shared
 class Network:
     """A module and K resident copies of it whose parameters are views of one ``(K, d)`` buffer.
 
-    Loading a model is one copy into the buffer, so that no module is built again between rounds. ``nets`` are the
+    Loading a model is one copy into the buffer, so no module is rebuilt between rounds. ``nets`` are the
     copies in the form that objectives use.
     """
 
@@ -41,13 +41,13 @@ class Network:
 
     @cached_property
     def template(self) -> nn.Module:
-        """A module that is evaluated with the parameters of any model."""
+        """A module for evaluation with the parameters of any model."""
         module = self._build().to(self.device)
         return unfold_convolutions(module) if self.device.type == "cuda" else module
 
     @cached_property
     def smallest_batch(self) -> int:
-        """Fewest samples of a training step: two with a trained BatchNorm, because one sample has no variance."""
+        """Smallest number of samples in a step: two with a trained BatchNorm, because one sample has no variance."""
         trained = {entry.name for entry in self.layout.entries}
         kind = nn.modules.batchnorm._BatchNorm
         norms = [(name, module) for name, module in self.template.named_modules() if isinstance(module, kind)]
@@ -61,7 +61,7 @@ class Network:
 
     @cached_property
     def linear_layers(self) -> list[str]:
-        """Linear layers of a perceptron with cross-entropy and no fixed tensor; empty for other networks."""
+        """Linear layers of a perceptron with cross-entropy and no fixed tensor, or an empty list for other networks."""
         layers = linear_layers(self.template) if self.criterion is None else []
         tensors = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
         return layers if tensors <= {entry.name for entry in self.layout.entries} else []
@@ -77,7 +77,7 @@ class Network:
 
     @cached_property
     def has_buffers(self) -> bool:
-        """Whether training also changes buffers: vmap would lose BatchNorm's running statistics."""
+        """Whether training also changes buffers, such as BatchNorm's running statistics, which vmap would lose."""
         return not all(entry.trainable for entry in self.layout.entries)
 
     @cached_property
@@ -113,7 +113,7 @@ class LoopedModels:
     """K models of one client as resident modules, differentiated one after the other on each batch.
 
     ``count`` is K. ``flat`` contains all parameters ``(P, K, d)`` of the models of P = 1 client. ``parameters`` are its
-    trained tensors, and ``rates`` the factors on their learning rates.
+    trained tensors, and ``rates`` are the factors of their learning rates.
     """
 
     def __init__(self, network: Network, work: Train) -> None:
@@ -188,7 +188,7 @@ class LoopedModels:
         return torch.stack([torch.linalg.vector_norm(torch.stack(norms)) for norms in each]).unsqueeze(0)
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, with each model's gradient scaled down to an L2 norm, or with ``enlarge`` up to it."""
+        """Return the gradients, with each model's gradient scaled down to an L2 norm, or exactly with ``enlarge``."""
         resized: list[Tensor] = []
         for number, length in enumerate(self.norms(gradients)[0]):
             resized += torch._foreach_mul(self.of_model(gradients, number), _factor(norm, length, enlarge))
@@ -292,12 +292,12 @@ Models = LoopedModels | StackedModels
 
 
 def _numbers_of(batch: Batch) -> Tensor:
-    assert batch.numbers is not None  # the trainer has checked it
+    assert batch.numbers is not None  # the trainer has checked this
     return batch.numbers
 
 
 def _factor(norm: float, lengths: Tensor, enlarge: bool) -> Tensor:
-    """Return the factors that scale vectors of some lengths to a norm. A zero vector has the factor 1."""
+    """Return the factors that scale vectors of these lengths to a norm. A zero vector has the factor 1."""
     factor = norm / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
     return torch.where(lengths > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
 
@@ -317,7 +317,7 @@ def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
 def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
     """Return P tensors ``(d,)`` or ``(K, d)``, one for each client, as ``(P, K, d)``. A shared tensor is not copied.
 
-    With ``models`` = K a single vector is repeated for all K models.
+    With ``models`` = K, a single vector is repeated for all K models.
     """
     models = models or (1 if values[0].dim() == 1 else len(values[0]))
     if is_shared(values) and len(values) > 1:
@@ -331,7 +331,7 @@ def by_tensor(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
 
 
 def _bound(module: nn.Module, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace a module's parameters and buffers by views, and return them by name."""
+    """Replace a module's parameters and buffers with views, and return the new tensors by name."""
     tensors: dict[str, Tensor] = {}
     for name, view in views.items():
         owner, _, attribute = name.rpartition(".")

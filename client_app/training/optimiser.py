@@ -15,14 +15,14 @@ class Optimiser:
     """SGD with momentum, Adam or AdamW over lists of tensors, with clipping, decay and one learning rate per tensor.
 
     A step clips the gradient of the loss, adds the weight decay, the gradient of the proximal term
-    (:class:`~posy.client_app.training.work.Pull`) and the offset, and applies the mask. Momentum or Adam's moments
-    then take the sum, so the decay and the proximal term are parts of the objective. AdamW alone decays separately.
+    (:class:`~posy.client_app.training.work.Pull`) and the offset, and applies the mask. The sum enters momentum or
+    Adam's moments, so decay and proximal term are parts of the objective. Only AdamW decays separately.
 
     A ``plain`` training is SGD without momentum, decay and clipping, because its method prescribes the steps. A rule
     that ``regularises`` applies decay and clipping itself.
 
     Each step is one fused call per group, because PyTorch's optimiser takes longer than a small model's backward pass.
-    With the gradients of A clients, the first A stacked models take a step. Jobs with moments continue from them.
+    The gradients of A clients update the first A stacked models. Jobs with moments continue from these moments.
     """
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
@@ -54,7 +54,7 @@ class Optimiser:
         self._steps = 0
         self._buffers = _copied(models, [moments.means for moments in stored])
         self._squares = _copied(models, [moments.squares for moments in stored])
-        if self._masks and self._buffers:  # moments from a round in which the mask was another one
+        if self._masks and self._buffers:  # the moments may come from a round with another mask
             torch._foreach_mul_(self._buffers, self._masks)
 
     @property
@@ -96,14 +96,14 @@ class Optimiser:
             torch._foreach_clamp_max_(parameters, self._bounds[1])
 
     def moments(self, models: Models, single: bool) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Return the means and squares for each client's model ``(d,)`` or K models ``(K, d)``."""
+        """Return the means and squares for each client's model ``(d,)``, or for its K models ``(K, d)``."""
         stacks = [models.joined(tensors) if tensors else None for tensors in (self._buffers, self._squares)]
         rows = [None if stack is None else stack[:, 0] if single else stack for stack in stacks]
         means, squares = ([None] * len(models.flat) if row is None else list(row) for row in rows)
         return list(zip(means, squares, strict=True))
 
     def _adapted(self, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), for AdamW including its separate decay."""
+        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), or of AdamW with its separate decay."""
         if not self._buffers:
             self._buffers, self._squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
         self._steps += 1
@@ -126,7 +126,7 @@ class Optimiser:
 
 
 def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
-    """Divide in place by a number, or by one number for each client, in the order of the rows."""
+    """Divide tensors in place by a number, or each client's rows by that client's number."""
     if isinstance(divisor, float):
         torch._foreach_div_(tensors, divisor)
         return
@@ -135,7 +135,7 @@ def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
 
 
 def _copied(models: Models, rows: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return writable tensors with the clients' rows, zeros for a client without one; empty if no client has one."""
+    """Return writable tensors of the clients' rows, with zeros for missing rows, or nothing if all rows are missing."""
     present = [row for row in rows if row is not None]
     if not present:
         return []

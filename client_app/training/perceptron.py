@@ -1,7 +1,7 @@
 """Gradients of perceptrons under the cross-entropy, in closed form and for many models at a time.
 
-A step of a small network consists mostly of autograd's bookkeeping. Its few matrix products alone take less than half
-as long, and the products of several models are one batched product.
+A step of a small network consists mostly of autograd's bookkeeping. Its few matrix products take less than half as
+long, and one batched product computes the products of several models.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from posy.models.layers import FullyConnected
 
 
 def linear_layers(module: nn.Module) -> list[str]:
-    """Return the names of a perceptron's linear layers from input to output; empty for other networks.
+    """Return the names of a perceptron's linear layers from input to output, or nothing for other networks.
 
     A perceptron has only ReLUs between its linear layers.
     """
@@ -65,7 +65,7 @@ def gradients(
     logs, labels = hidden.log_softmax(dim=2), y.unsqueeze(2)
     losses = -logs.gather(2, labels).squeeze(2)
     losses = (losses if weight is None else losses * weight).mean(dim=1)
-    # With respect to the logits: softmax minus the one-hot label, times the sample's weight in the mean.
+    # The gradient with respect to the logits: softmax minus the one-hot label, times the sample's weight in the mean.
     slope = logs.exp_().scatter_add_(2, labels, logs.new_full((), -1.0).expand_as(labels))
     slope = slope.div_(y.shape[1]) if weight is None else slope.mul_(weight.unsqueeze(2) / y.shape[1])
     by_layer: list[Tensor] = []
@@ -78,7 +78,7 @@ def gradients(
 
 
 class ClosedForm:
-    """Gradients of a perceptron's tensors by their names.
+    """The gradients of a perceptron in closed form.
 
     ``layers`` are its linear layers from input to output. ``names`` are the tensors whose gradients are returned.
     """
@@ -97,7 +97,7 @@ class ClosedForm:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the losses ``(P,)`` and the gradients in the order of the names.
 
-        ``shaped`` returns a tensor in the shape ``(P, ...)`` of P models. The batch is ``(P, B, ...)``.
+        ``shaped`` reshapes a tensor to ``(P, ...)`` for P models. The batch is ``(P, B, ...)``.
         """
         with torch.no_grad():
             layers = [(shaped(tensors[matrix]), shaped(tensors[bias])) for matrix, bias in self._layers]

@@ -1,12 +1,12 @@
 """DP-SGD (Abadi et al., 2016, Algorithm 1): clipped gradients of single samples, with noise on their sum.
 
 A step contains each sample with probability q, drawn from the operating system's randomness. The server knows the run's
-seed, and a seeded draw would reveal the batch and cancel the amplification by subsampling. The gradient of each sample
+seed, so a seeded draw would reveal the batch and cancel the amplification by subsampling. The gradient of each sample
 is clipped to the norm C over all trained tensors. Their sum, with Gaussian noise of standard deviation zC, is divided
 by the expected batch size. The optimiser, momentum, Adam, weight decay and proximal terms act on the result.
 
-Sums in float32 exceed their bound by rounding, and :func:`posy.noise.perturb` rounds the sum to its grid.
-The noise is larger by the fraction :data:`SLACK`, which covers both for networks of up to 10⁹ parameters.
+Rounding makes float32 sums exceed their bound, and :func:`posy.noise.perturb` rounds the sum to its grid. The noise is
+larger by the fraction :data:`SLACK`, which covers both effects for networks of up to 10⁹ parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ CHUNK_NUMBERS = 1 << 26
 
 
 def check_job(job: Job) -> None:
-    """Raise ``ValueError`` for a local training whose result depends on a sample through more than its gradient."""
+    """Raise ``ValueError`` for a local training whose result depends on more than each sample's gradient."""
     work = job.work
     unsupported = {
         "a step rule": work.rule is not None,
@@ -51,7 +51,7 @@ def steps(
     job : Job
         The local training.
     sampling : Sampling
-        Its steps.
+        The steps of DP-SGD and their noise.
     network : Network
         The resident network.
     parameters : sequence of Tensor
@@ -108,7 +108,7 @@ def clipped_sum(
     parameters: Sequence[Tensor],
     clip: float,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the sum of the clipped gradients of some samples, and their losses ``(B,)``.
+    """Return the sum of the clipped gradients of the samples in ``index``, and their losses ``(B,)``.
 
     A gradient that is not finite counts as 0.
     """
@@ -129,7 +129,7 @@ def clipped_sum(
 
 
 def _batch(job: Job, index: Tensor) -> Batch:
-    """Return the samples of a step with their augmentation and their random numbers for dropout."""
+    """Return the augmented samples of a step, with random numbers for dropout."""
     x, y = job.samples.x[index], job.samples.y[index]
     if job.augment is not None:
         x = job.augment.change(x, job.augment.numbers([len(index)]).to(x.device))

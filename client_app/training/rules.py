@@ -1,4 +1,4 @@
-"""Directions of a step that are not the gradient at the parameters.
+"""Step directions other than the gradient at the parameters.
 
 BatchNorm's running statistics follow the forward passes at the parameters of a model. A pass at displaced parameters
 (:func:`displaced`) does not change them.
@@ -22,7 +22,7 @@ Gradients = tuple[Tensor, Sequence[Tensor]]
 class SharpnessAware:
     """The gradient at the worst point near the parameters, w + ρ g / ||g|| (SAM, Foret et al., 2021, Eqs. 2, 3).
 
-    Clipping, weight decay and the optimiser act on this gradient at w.
+    Clipping, weight decay and the optimiser then use this gradient at w.
     """
 
     regularises: ClassVar[bool] = False
@@ -39,9 +39,9 @@ class SharpnessAware:
 class MetaGradient:
     """The gradient of the loss after one step of adaptation (Per-FedAvg, Fallah et al., 2020, Eqs. 5, 7 and Section 5).
 
-    Each mini-batch is divided into one part for the adaptation, one for the loss after it, and, for the product with
-    the Hessian, a third. Without ``hessian`` the product is omitted (FO). Otherwise it is the difference of two
-    gradients over 2 ``hessian`` times their distance (HF). Clipping, weight decay and the optimiser act on the
+    Each mini-batch is divided into a part for the adaptation, a part for the loss after adaptation, and a third part
+    for the product with the Hessian. Without ``hessian`` the product is omitted (FO). Otherwise it is the difference of
+    two gradients over 2 ``hessian`` times their distance (HF). Clipping, weight decay and the optimiser act on the
     meta-gradient, and the adaptation is a plain step.
     """
 
@@ -70,10 +70,10 @@ class MoreauEnvelope:
     """The gradient λ (w − θ) of the Moreau envelope (pFedMe, T. Dinh et al., 2020, Eqs. 3, 5 and 8).
 
     θ is the result of some steps on the mini-batch that minimise f(θ) + λ/2 ||θ − w||². The paper does not say where
-    they start. As in the authors' program they start at the θ of the previous mini-batch, and first at w.
+    these steps start. As in the authors' program, they start at the θ of the previous mini-batch, and first at w.
 
     Weight decay is a part of f, and clipping applies to the gradient of f. This rule therefore applies both instead of
-    the optimiser. All forward passes are at θ. The running statistics therefore belong to θ, and w takes them from it.
+    the optimiser. All forward passes are at θ. The running statistics therefore belong to θ, and w shares them.
     """
 
     regularises: ClassVar[bool] = True
@@ -113,9 +113,9 @@ class MoreauEnvelope:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The gradients of f(w) and, by v, of f(α v + (1 − α) w) for models w and v (APFL, Deng et al., 2020, Eq. 5).
+    """The gradients of f(w) and, with respect to v, of f(α v + (1 − α) w) (APFL, Deng et al., 2020, Eq. 5).
 
-    The second model has the parameters v, and the running statistics of the mixture, which is the model that predicts.
+    The second model has the parameters v and the running statistics of the mixture, because the mixture predicts.
     """
 
     regularises: ClassVar[bool] = False
@@ -136,7 +136,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class FisherTrace:
-    """A measurement without a step: the loss is the squared norm of the gradient (FedAS, Yang et al., 2024).
+    """A measurement without a step, whose loss is the squared norm of the gradient (FedAS, Yang et al., 2024).
 
     The mean over mini-batches is the trace of the empirical Fisher information of mini-batches. The running statistics
     do not change either.
@@ -153,7 +153,7 @@ class FisherTrace:
 
 @contextmanager
 def displaced(models: Models, by: Sequence[Tensor], scale: float = 1.0) -> Iterator[None]:
-    """Move the parameters within a context. A forward pass in the context does not change the running statistics."""
+    """Move the parameters within a context. Forward passes in the context do not change the running statistics."""
     parameters = leading(models.parameters, by)
     with torch.no_grad():
         before = [parameter.clone() for parameter in parameters]
@@ -179,7 +179,7 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading rows of stacked tensors, whose clients still train. ``like`` has only these rows."""
+    """Return the leading rows of stacked tensors, of the clients that still train. ``like`` has only these rows."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]
@@ -213,12 +213,12 @@ def divided(batch: Batch, parts: int) -> list[Batch]:
 
 
 def _where(empty: Tensor, first: Tensor, part: Tensor) -> Tensor:
-    """Return a part ``(A, B, ...)`` with the first part's samples for the clients without any ``(A,)``."""
+    """Return a part ``(A, B, ...)``, with the first part's samples for the clients with an ``empty`` part ``(A,)``."""
     return torch.where(empty.view(-1, *[1] * (part.dim() - 1)), first[:, : part.shape[1]], part)
 
 
 def _rescaled(piece: Batch, fraction: Tensor) -> Batch:
-    """Return a part with weights for its own row. ``fraction`` ``(A, 1)`` is the share of samples in the full row."""
+    """Return a part with rescaled weights. ``fraction`` ``(A, 1)`` is the share of samples in the full row."""
     assert piece.weight is not None
     present = (piece.weight > 0).to(piece.weight).mean(dim=1, keepdim=True)
     return piece._replace(weight=piece.weight * (fraction / present.clamp_min(torch.finfo(present.dtype).tiny)))

@@ -1,8 +1,8 @@
 """Local training and inference, written once for every method.
 
 An objective is a function of (network, batch, context), so the same code trains one model or K models. K models are
-trained in turn with resident modules, or as one stacked computation under :func:`torch.func.vmap`. Several clients are
-one more axis of the computation.
+trained in turn with resident modules, or as one stacked computation under :func:`torch.func.vmap`. Several clients add
+an axis to the computation.
 """
 
 from collections.abc import Sequence
@@ -34,25 +34,25 @@ from posy.strategies.run_settings import SAMPLE, TrainSettings
 
 EVALUATION_BATCH = 512
 TF32_CAPABILITY = (8, 0)
-"""Least compute capability of a GPU with TF32 arithmetic."""
+"""Lowest compute capability of a GPU with TF32 arithmetic."""
 STACK_BYTES = 2 << 30
 """Bytes of memory that stacked models may use on a CPU."""
 STACK, STACK_PARAMETERS = 16, 1 << 20
-"""Size of a group of stacked clients on a CPU: 16 clients, or more if their models have at most 2²⁰ parameters in all.
+"""Size of a group of stacked clients on a CPU: 16 clients, or more while their models have at most 2²⁰ parameters.
 
-Beyond 16 clients, the cost of a step per client hardly decreases. Each new group starts with cold caches, which is most
-of the cost of small models. Small models therefore form larger groups whose parameters still fit into the cache.
+Beyond 16 clients, the cost of a step per client hardly decreases. Each new group starts with cold caches, which
+dominate the cost of small models. Small models therefore form larger groups, whose parameters still fit into the cache.
 """
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
-"""Largest number of parameters of a stacked network on a CPU: without convolutions, and with gradients in closed
-form."""
+"""Largest number of parameters of a stacked network without convolutions on a CPU. The second number applies if the
+gradients have a closed form."""
 
 
 class Trainer:
     """Runs :class:`Train` and :class:`Forward` requests on a device.
 
-    ``min_batch`` is the smallest number of samples in a mini-batch. If a last batch would be smaller, the mini-batches
-    of this client are larger.
+    ``min_batch`` is the smallest number of samples in a mini-batch. If a client's last
+    mini-batch would be smaller, Posy enlarges the client's mini-batches.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device, min_batch: int = 1) -> None:
@@ -78,7 +78,7 @@ class Trainer:
         )
 
     def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:
-        """Return whether a number of models is trained as one stacked computation.
+        """Return whether models are trained as one stacked computation.
 
         The setting ``stack`` decides. `auto` stacks on a GPU. On a CPU it stacks small networks without
         convolutions, which spend their time in calls rather than arithmetic.
@@ -90,7 +90,7 @@ class Trainer:
         models : int
             Number of models.
         work : Train, optional
-            The training, to check whether its gradients have a closed form; None: assume the default objective.
+            The training, whose gradients may have a closed form. None means the default objective.
         """
         if models < 2 or network.has_buffers or self.settings.stack == "loop":
             return False
@@ -102,10 +102,10 @@ class Trainer:
         return not network.convolves and network.size <= (SMALL_PERCEPTRON if closed else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
-        """Return the number of clients in a stack, at most ``clients``. On a CPU a larger stack would not be faster.
+        """Return the number of clients in a stack. On a CPU, a larger stack would not be faster.
 
-        On a CPU more than two clients form at least two stacks, for two cores. The number of cores cannot decide the
-        size of a stack, because stacks of different sizes round differently.
+        On a CPU, more than two clients form at least two stacks, for two cores. The size of a stack cannot depend on
+        the number of cores, because stacks of different sizes round differently.
         """
         most = self.capacity(network)
         if self.device.type == "cuda":
@@ -115,25 +115,26 @@ class Trainer:
     def capacity(self, network: Network) -> int:
         """Return the number of models of a network that fit into memory at the same time.
 
-        The estimate covers parameters, gradients, momentum, anchor and result, and the same amount for activations.
+        The estimate covers parameters, gradients, momentum, anchor and result, and as much memory again for
+        activations.
         """
         free = STACK_BYTES
-        if self.device.type == "cuda":  # PyTorch can reuse the memory that it has reserved and not allocated
+        if self.device.type == "cuda":  # PyTorch can reuse memory that it has reserved but not allocated
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + unused
         return max(1, int(0.8 * free) // (10 * 4 * network.size))
 
     def train(self, job: Job, network: Network) -> Trained:
-        """Run one client's local SGD, or raise :class:`TrainingDivergedError` if its numbers are not finite."""
+        """Run one client's local SGD, or raise :class:`TrainingDivergedError` if its result is not finite."""
         (result,) = self.train_together([job], network)
         if isinstance(result, TrainingDivergedError):
             raise result
         return result
 
     def train_together(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Run the local SGD of several clients, each with the same steps as alone.
+        """Run the local SGD of several clients, each with the same steps as in a separate training.
 
-        All jobs have the same :attr:`Train.kind` and learning rate. Two or more jobs are one stacked computation.
+        All jobs have the same :attr:`Train.kind` and learning rate. Two or more jobs run as one stacked computation.
 
         Raises
         ------
@@ -173,7 +174,7 @@ class Trainer:
         for row, (index, *trained) in enumerate(zip(order, *of_jobs, strict=True)):
             results[index] = Trained(*trained)._replace(steps=shares[index].steps)
             if not finite[row]:
-                # Without the loss, the message is the same for all clients, and the server logs it once in a round.
+                # Without the loss, the message is the same for all clients, so the server logs it once per round.
                 results[index] = TrainingDivergedError(
                     "training diverged: the model or its loss is NaN or infinite; "
                     f"{advice_on_divergence(self.settings, jobs[index].lr)}"
@@ -186,7 +187,7 @@ class Trainer:
         return results
 
     def _train_separately(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Train K models of each client over separate batches, as K trainings of one model."""
+        """Train K models of each client on separate batches, as K trainings of one model."""
         count = len(jobs[0].models)
         singles = [single for job in jobs for single in job.models]
         stacked = len(jobs) > 1 or self.stacks(network, count, jobs[0].work)
@@ -208,7 +209,7 @@ class Trainer:
     def _train_privately(self, job: Job, sampling: Sampling, network: Network) -> Trained:
         """Run one client's DP-SGD. See :mod:`posy.client_app.training.private`.
 
-        Numbers that are not finite are not an error here, because the error would reveal them.
+        Non-finite numbers are not an error here, because the error would reveal them.
         """
         private.check_job(job)
         models = LoopedModels(network, job.work)
@@ -228,7 +229,7 @@ class Trainer:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.precision != "bfloat16":
             return nullcontext()
-        # A step does not reuse autocast's cache, which would keep the weights of earlier steps until it is cleared.
+        # Autocast's cache would not speed up a step, but would keep the weights of earlier steps in memory.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def _run(
@@ -260,7 +261,7 @@ class Trainer:
         return total
 
     def share(self, job: Job, smallest: int = 1) -> Share:
-        """Return the batches of a job: epochs or steps of the job, by default of the settings."""
+        """Return the batches of a job, for the epochs or steps of the job or else of the settings."""
         work, size = job.work, full_batches(self.settings.batch_size, job.samples.y.shape[0], self.min_batch)
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
@@ -280,8 +281,8 @@ class Trainer:
     def forward_together(self, works: Sequence[Forward], network: Network, samples: Sequence[Samples]) -> list[Any]:
         """Return the outputs for several clients.
 
-        If all clients have the same parameters, their samples are one sequence. Otherwise the models, which have the
-        same shape, are one stacked computation.
+        If all clients have the same parameters, one model processes all samples. Otherwise the models, which have the
+        same shape, run as one stacked computation.
         """
         with self._autocast():
             if is_shared([work.parameters for work in works]):  # all requests have the same ``features``
@@ -334,7 +335,7 @@ class Trainer:
             for row in range(active):
                 valid = min(int(counts[row]) - begin, width)
                 pieces[order[row]].append([t[row, :, :valid] for t in result])
-        # A client without samples has outputs without rows.
+        # The outputs of a client without samples have no rows.
         empty = [t[:, :0] for t in pieces[order[0]][0]]
         joined = [[torch.cat(column, dim=1) for column in zip(*(client or [empty]), strict=True)] for client in pieces]
         return [[t[0] for t in client] for client in joined] if single else joined

@@ -1,7 +1,7 @@
 """Convolutions as matrix products, for many models side by side on a GPU.
 
-Convolutions of several models with different weights are one grouped convolution, which cuDNN runs group by group. With
-unfolded inputs they are one batched product.
+Convolutions of several models with different weights form one grouped convolution, which cuDNN runs group by group.
+With unfolded inputs they form one batched matrix product.
 """
 
 import math
@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COLUMNS = 2 << 20
-"""Largest number of elements in a model's unfolded batch. A larger batch takes memory, and keeps a GPU busy without
-unfolding."""
+"""Largest number of elements in a model's unfolded batch. A larger batch would take too much memory, and keeps a
+GPU busy without unfolding."""
 FEW = 8
-"""Least ratio of an unfolded sample's size to the weights' size at which each sample has a separate product.
+"""Smallest ratio of an unfolded sample's size to the weights' size at which each sample has a separate product.
 
-The gradient of few weights is a small matrix summed over many rows. A single product leaves most of a GPU idle.
+The gradient of a few weights is a small matrix, summed over many rows. A single product leaves most of a GPU idle.
 """
 
 
 def unfold_convolutions(module: nn.Module) -> nn.Module:
-    """Replace the plain convolutions of a module by matrix products, and return the module."""
+    """Replace the plain convolutions of a module with matrix products, and return the module."""
     for layer in module.modules():
         if (
             type(layer) is nn.Conv2d

@@ -1,4 +1,4 @@
-"""The requests of a method: local trainings and outputs of networks."""
+"""The requests of a method: local trainings, and outputs of networks."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,14 +26,14 @@ class TrainingDivergedError(ArithmeticError):
 
 
 def advice_on_divergence(train: TrainSettings, lr: float = 0.0) -> str:
-    """Return a clause about the settings that may make a training diverge.
+    """Return a clause that advises on the settings that may have made a training diverge.
 
     Parameters
     ----------
     train : TrainSettings
         The settings of the run.
     lr : float
-        The learning rate of the round; 0: the setting ``lr``.
+        The learning rate of the round, or 0 for the setting ``lr``.
     """
     rate = f"a smaller lr than {lr or train.lr:g}"
     if train.dp == OFF:
@@ -61,7 +61,7 @@ class Net:
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
     """The batch's random numbers for dropout, by name, if they are not buffers of the module."""
     criterion: Criterion | None = None
-    """The loss of each sample; None: the cross-entropy."""
+    """The loss of each sample, or None for the cross-entropy."""
 
     def __call__(self, x: Tensor, *options: Any) -> Any:
         """Return the outputs for a batch of inputs. ``options`` are further arguments of the module's ``forward``."""
@@ -84,7 +84,7 @@ class Net:
         return mean_over(self.criterion(logits, batch.y), batch)
 
     def at(self, tensors: Mapping[str, Tensor]) -> "Net":
-        """Return the same network with other tensors, which may be functions of this network's tensors."""
+        """Return the same network with other tensors, which may be computed from this network's tensors."""
         return Net(self.module, tensors, numbers=self.numbers, criterion=self.criterion)
 
 
@@ -105,7 +105,7 @@ def mean_over(values: Tensor, batch: Batch) -> Tensor:
 
 
 def classification(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the default objective: the mean loss of the labels, by default the cross-entropy."""
+    """Return the default objective: the mean of the run's loss, which is the cross-entropy by default."""
     return net.loss(net(batch.x), batch)
 
 
@@ -114,9 +114,9 @@ class Models(Protocol):
 
     parameters: list[Tensor]
     auxiliary: list[Tensor]
-    """Tensors that a rule updates from batch to batch, in the shapes of ``parameters``; empty at first."""
+    """Tensors that a rule updates from batch to batch, in the shapes of ``parameters``. The list is empty at first."""
     statistics: list[Tensor]
-    """BatchNorm's running statistics, which a forward pass changes in place; empty in a network without BatchNorm."""
+    """BatchNorm's running statistics, which a forward pass changes in place. The list is empty without BatchNorm."""
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
@@ -125,20 +125,20 @@ class Models(Protocol):
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, with each model's gradient scaled down to an L2 norm, or with ``enlarge`` up to it."""
+        """Return the gradients, with each model's gradient scaled down to an L2 norm, or exactly with ``enlarge``."""
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
         """Return the tensors of one of the K models of each client."""
 
 
 class Rule(Protocol):
-    """A step direction other than the gradient at the parameters; hashable."""
+    """A step direction other than the gradient at the parameters. Rules are hashable."""
 
     regularises: ClassVar[bool]
     """Whether the rule, not the optimiser, applies ``weight-decay`` and ``max-grad-norm``."""
 
     def gradients(self, models: Models, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return losses and directions in the form of :meth:`Models.gradients`. The parameters do not change."""
+        """Return losses and directions in the form of :meth:`Models.gradients`, without a change of the parameters."""
 
 
 class Pull(NamedTuple):
@@ -153,8 +153,8 @@ class Train:
     """A request for local SGD on one model ``(d,)`` or on K models ``(K, d)``.
 
     ``objective(net, batch, context)`` is differentiated with respect to the parameters of ``net``. The context is
-    constant. With ``resample`` samples are drawn in proportion to their weights, with replacement, instead of weighting
-    their losses. The expected objective is the same, and no step is as large as the largest weight.
+    constant. With ``resample``, samples are drawn in proportion to their weights, with replacement, and their losses
+    are not weighted. The expected objective is the same, but a large weight does not make a step larger.
     """
 
     start: Tensor  # not changed by the training
@@ -162,30 +162,30 @@ class Train:
     context: Context = field(default_factory=dict)
     sample_weight: Tensor | None = None  # (n,)
     resample: bool = False
-    pull: Pull | None = None  # or a pair: the anchor w_0, and the strength s of the term s / 2 * ||w - w_0||^2
-    rule: Rule | None = None  # of posy.client_app.training.rules; None: the gradient
+    pull: Pull | None = None  # or a pair of anchor w_0 and strength s, for the term s / 2 * ||w - w_0||^2
+    rule: Rule | None = None  # from posy.client_app.training.rules, or None for the gradient
     offset: Tensor | None = None  # (d,), added to each gradient
     notes: Tensor | None = None  # (n, ...), constants of the samples: the objective's ``batch.notes``
     bounds: tuple[float, float] | None = None  # lower and upper bound of the parameters
     plain: bool = False  # without the settings momentum, weight-decay and max-grad-norm
-    measures: bool = False  # evaluation mode: no augmentation, no dropout, no class weights, no count of samples
-    rates: Mapping[str, float] = field(default_factory=dict)  # factors on the learning rate by layer; 0 freezes
-    mask: Tensor | None = None  # (d,) 0/1; parameters whose entry is 0 do not move
+    measures: bool = False  # evaluation mode: no augmentation, dropout or class weights; samples are not counted
+    rates: Mapping[str, float] = field(default_factory=dict)  # factors of the learning rate by layer; 0 freezes a layer
+    mask: Tensor | None = None  # (d,), 0 or 1; parameters with entry 0 do not change
     epochs: int | None = None  # instead of the setting local-epochs
     steps: int | None = None  # instead of the setting local-steps
     lr: float | None = None  # instead of the round's learning rate
     network: Any = None  # which of the client's networks to train
-    stream: int = 0  # number of the training in the round; it decides the random order of the batches
-    own_batches: bool = False  # whether each of K models has a separate order of batches
+    stream: int = 0  # number of the training in the round, which determines the random order of the batches
+    own_batches: bool = False  # whether each of K models draws its batches separately
 
     def __post_init__(self) -> None:
-        """Turn the pair of anchor and strength into a :class:`Pull`."""
+        """Convert a pair of anchor and strength to a :class:`Pull`."""
         if self.pull is not None:
             self.pull = Pull(*self.pull)
 
     @property
     def kind(self) -> Hashable:
-        """Key that trainings share if they can be stacked, provided that they also share network and learning rate."""
+        """Key that is equal for trainings that can be stacked, if they also have the same network and learning rate."""
         return (
             self.objective,
             self.start.shape,
@@ -198,7 +198,7 @@ class Train:
         )
 
     def of_model(self, number: int) -> "Train":
-        """Return the training of one of K models alone."""
+        """Return the training of one of the K models."""
 
         def row(values: V) -> V:
             return values[number] if isinstance(values, Tensor) and values.dim() > 1 else values
@@ -209,10 +209,9 @@ class Train:
 
 
 class Trained(NamedTuple):
-    """Result of :class:`Train`: parameters in the shape of ``start``, mean loss of the last epoch ``()`` or ``(K,)``.
+    """Result of :class:`Train`: parameters in the shape of ``start``, and last epoch's mean loss ``()`` or ``(K,)``.
 
-    ``auxiliary`` is the second set of parameters that some rules update; None for other trainings. ``steps`` is the
-    number of steps.
+    ``auxiliary`` is the second set of parameters that some rules update, or None. ``steps`` is the number of steps.
     """
 
     parameters: Tensor
@@ -236,10 +235,10 @@ class Forward:
 
 @dataclass
 class Moments:
-    """State of an optimiser between rounds: number of steps, mean of gradients and mean of their squares.
+    """State of an optimiser between rounds: number of steps, mean of the gradients and mean of their squares.
 
     Both means have the shape of the trained parameters, ``(d,)`` or ``(K, d)``, and are None before the first step. SGD
-    has no mean of squares. A training that ends with finite numbers replaces the state.
+    has no mean of squares. A training with a finite result replaces the state.
     """
 
     steps: int = 0
@@ -255,7 +254,7 @@ class Job(NamedTuple):
     """One client's local training.
 
     The generator draws the order of the samples on the CPU, so that every device uses the same batches. Augmentation
-    and dropout have separate generators. With ``own_batches`` of the work, ``models`` contains a job for each of the K
+    and dropout have separate generators. If the work has ``own_batches``, ``models`` contains a job for each of the K
     models.
     """
 
@@ -267,5 +266,5 @@ class Job(NamedTuple):
     dropout: DropoutNumbers | None = None
     class_weight: Tensor | None = None  # (n,), the class weight of each sample
     models: tuple["Job", ...] = ()
-    moments: Moments | None = None  # None: a fresh optimiser, whose state is not stored
-    sampling: Sampling | None = None  # the steps of DP-SGD; None: plain SGD
+    moments: Moments | None = None  # None for a fresh optimiser whose state is not stored
+    sampling: Sampling | None = None  # the steps of DP-SGD, or None without DP-SGD
