@@ -1,4 +1,4 @@
-"""The ServerApp: it reads the settings, assigns the clients, runs the method's strategy and writes the record."""
+"""The ServerApp: it reads the settings, assigns the clients, runs the method's strategy and records the run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -54,9 +54,9 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def user_settings_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's settings in a run config, in which Flower passes all keys.
+    """Return the user's settings in a run config, which contains all keys.
 
-    These are the overrides of the submitted run, and settings that were edited in ``pyproject.toml``.
+    These are the overrides of the submitted run, and the settings that were edited in ``pyproject.toml``.
     """
     default_settings = defaults()
     return {
@@ -78,11 +78,11 @@ def run(
     Parameters
     ----------
     grid : Grid or None
-        Flower's grid; None: all clients are in this process.
+        Flower's grid, or None if all clients are in this process.
     user_settings, where : Mapping, str
         The user's settings by key, and their source for error messages.
     begun : callable
-        Called with the directory of the run once it exists.
+        Called with the directory of the run as soon as it exists.
     status : RunStatus, optional
         Publishes the progress of the run.
 
@@ -91,8 +91,8 @@ def run(
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
     RunError
-        After the last round, if no client's training or no evaluation was accepted, or the training has diverged.
-        Before the first, if the directory of the run cannot be written.
+        After the last round, if no training or no evaluation of a client was accepted, or the training has diverged.
+        Before the first round, if the directory of the run cannot be written.
     """
     with named_sources(user_settings, where):
         stored = StoredRun.find(user_settings, where)
@@ -111,10 +111,10 @@ def _run(
     begun: Callable[[Path], object],
     status: RunStatus | None,
 ) -> Recorder:
-    """Run an experiment with checked settings; see :func:`run`."""
+    """Run an experiment with checked settings, as :func:`run` describes."""
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
-    find(settings.run.track)  # a missing tracker is an error before the run begins
+    find(settings.run.track)  # reports a missing tracker before the run begins
     if grid is None:
         grid = InProcessGrid(settings.data.num_clients)
     waves = wave_grid(grid, settings, status)
@@ -155,7 +155,7 @@ def _run(
 
 
 def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveGrid:
-    """Return the grid of a run; raise :class:`SettingsError` if the run needs sites and the grid has none."""
+    """Return the grid of a run, or raise :class:`SettingsError` if the run needs sites and the grid has none."""
     in_this_process = isinstance(grid, InProcessGrid)
     if settings.data.dataset == SITES and (in_this_process or in_simulation()):
         raise SettingsError(
@@ -168,7 +168,7 @@ def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveG
 
 
 def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace:
-    """Return the workspace of the server, which clients in this process share; wrong data or code is an error."""
+    """Return the server's workspace, which clients in this process share, after a check of data and code."""
     workspace = workspace_for(settings, "")
     if in_this_process:
         workspace.client_cache.processes = 1
@@ -214,7 +214,7 @@ def polling(grid: Grid, run: RunSettings) -> PollingGrid:
 
 @contextmanager
 def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryStore]:
-    """Yield the store of the clients' states in this process; states beyond its limit go to the run's directory."""
+    """Yield the store of the clients' states in this process. States beyond its limit go to the run's directory."""
     limit = settings.run.state_memory << 20
     if settings.run.checkpoint_every or settings.run.resume:
         states = MemoryStore(recorder.directory.state, limit)

@@ -1,4 +1,4 @@
-"""Checkpoints: the state from which the server resumes after a round. A checkpoint is complete or absent."""
+"""Checkpoints, which store the state of the server after a round. A checkpoint is complete or absent."""
 
 import hashlib
 import shutil
@@ -24,15 +24,15 @@ from posy.strategies.server_state import load_state
 from posy.strategies.settings import Settings
 
 MAX_CHECKPOINTS = 2
-"""Number of checkpoints on the disk: the newest, and one in reserve."""
+"""Number of checkpoints on the disk: the newest and a spare."""
 WRITING_SHARE = 0.02
-"""Share of a run's time for checkpoints in addition to the scheduled ones of checkpoint-every. A killed run therefore
+"""Share of a run's time for checkpoints in addition to the schedule of checkpoint-every. A killed run therefore
 loses at most 50 times the time that it takes to write a checkpoint."""
 ARRAYS = "server.safetensors"
 
 
 class Checkpoint(NamedTuple):
-    """The server after a round: the strategy's state as arrays, and the recorder's state as JSON."""
+    """The server's state after a round: the strategy's state as arrays, and the recorder's state as JSON."""
 
     server_round: int
     arrays: Mapping[str, npt.NDArray[np.generic]]
@@ -40,33 +40,33 @@ class Checkpoint(NamedTuple):
 
     @property
     def versions(self) -> dict[int, str]:
-        """The versions of the clients' states that belong to the checkpoint, by client."""
+        """The versions of the clients' states in the checkpoint, by client."""
         return {int(client): version for client, version in self.progress["versions"].items()}
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run, after every n-th round (0: none) and the last one; the disk holds the newest two."""
+    """The checkpoints of a run, after every n-th round (0: none) and the last round. The disk has the newest two."""
 
     directory: RunDirectory
     every: int
     last_round: int
     flush: Callable[[Mapping[int, str]], None] = lambda versions: None
-    """Writes versions of clients' states, by client, to the disk if they are only in the memory of this process."""
+    """Writes versions of clients' states to the disk, by client, if they are only in the memory of this process."""
     versions: dict[int, Mapping[int, str]] = field(default_factory=dict)
-    """The versions of the clients' states that belong to each checkpoint, by its round."""
+    """The versions of the clients' states in each checkpoint, by round."""
     _written: float = field(default_factory=time.monotonic)
     _seconds: float = 0.0
 
     def due(self, server_round: int) -> bool:
-        """Return whether to write a checkpoint after a round, because it is scheduled or costs little time."""
+        """Return whether a checkpoint is due after a round, because it is scheduled or takes little time."""
         if not self.every:
             return False
         cheap = self._seconds < WRITING_SHARE * (time.monotonic() - self._written)
         return cheap or server_round % self.every == 0 or server_round == self.last_round
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then remove the oldest ones."""
+        """Write a checkpoint, then remove the oldest checkpoints."""
         begun, number = time.monotonic(), checkpoint.server_round
         self.flush(checkpoint.versions)
         self.directory.sync()
@@ -85,7 +85,7 @@ class Checkpoints:
         self._seconds = self._written - begun
 
     def read(self, server_round: int) -> Checkpoint:
-        """Return the checkpoint of a round; raise an error if it is incomplete or belongs to another run or round."""
+        """Return the checkpoint of a round, or raise an error if it is incomplete or from another run or round."""
         folder = self._folder(server_round)
         arrays, metadata = read_arrays(folder / ARRAYS)
         progress = read_json(folder / PROGRESS)
@@ -99,7 +99,7 @@ class Checkpoints:
         return Checkpoint(server_round, arrays, progress)
 
     def newest(self, load: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Return the newest complete checkpoint that ``load`` accepts; rename the folders of damaged checkpoints."""
+        """Return the newest complete checkpoint that ``load`` accepts. Rename the folders of damaged checkpoints."""
         newest, versions, reasons = None, {}, []
         for number in reversed(checkpoint_rounds(self.directory.path)):
             try:
@@ -117,18 +117,18 @@ class Checkpoints:
                 self._folder(number).rename(aside)
         if newest is None:
             name = self.directory.path.name
-            raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
+            raise SettingsError(f"resume = {name!r}: no checkpoint of the run can be used ({'; '.join(reasons)})")
         self._keep(versions)
         return newest
 
     def note(self, settings: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]]) -> None:
-        """Write the settings of the resumed run into its checkpoints, because it may end before the next checkpoint."""
+        """Write the settings of the resumed run into its checkpoints, as the run may end before the next checkpoint."""
         for number in self.versions:
             file = self._folder(number) / PROGRESS
             write_json(file, {**read_json(file), "settings": settings, "resumed": plain(resumed)}, durable=True)
 
     def _keep(self, versions: Mapping[int, Mapping[int, str]]) -> None:
-        """Keep the newest of some checkpoints and remove the others."""
+        """Keep the newest checkpoints and remove the others."""
         for old in sorted(versions)[:-MAX_CHECKPOINTS]:
             shutil.rmtree(self._folder(old), ignore_errors=True)
         self.versions = {number: versions[number] for number in sorted(versions)[-MAX_CHECKPOINTS:]}
@@ -144,7 +144,7 @@ class Resumption(NamedTuple):
     checkpoints: Checkpoints
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
-    """Each resumption, this one last: ``round``, ``time``, the ``changed`` settings, and the ``machine`` and
+    """All resumptions, this one last: ``round``, ``time``, the ``changed`` settings, and the ``machine`` and
     ``versions`` of the earlier rounds."""
 
 
@@ -158,7 +158,7 @@ def resumption(
 ) -> Resumption:
     """Return the resumption of a run from its newest checkpoint, after loading it into the strategy.
 
-    Raises :class:`SettingsError` if no checkpoint exists, the run is complete, or its data has changed.
+    Raises :class:`SettingsError` if the run has no checkpoint, is complete, or has different data.
     """
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
@@ -184,7 +184,7 @@ def resumption(
 
 
 def data_digests(workspace: Workspace) -> dict[str, str]:
-    """Return digests of the samples, the labels and the partition; empty if the sites have the data."""
+    """Return digests of the samples, the labels and the partition, or none if the sites have the data."""
     if workspace.of_sites:
         return {}
     digests = {}

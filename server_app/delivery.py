@@ -1,4 +1,4 @@
-"""Messages to real nodes: deliver them, distinguish lost messages from slow nodes, and limit the waits."""
+"""Delivery of messages to real nodes, which distinguishes lost messages from slow nodes and limits waits."""
 
 import math
 import time
@@ -18,24 +18,24 @@ from posy.server_app.pace import Pace
 LEAST_PAUSE = 0.005
 """Shortest pause in seconds between two requests for replies."""
 PUSHES = 5
-"""Attempts to push messages whose content does not get through."""
+"""Number of attempts to push messages whose content does not arrive."""
 HELD_SECONDS = 2.0
-"""Seconds after which a slow request for replies delays all of them, so that no node is blamed for the delay."""
+"""Seconds after which a request for replies is slow, so that its delay does not count against the nodes."""
 TIMEOUT_SHARE = 1 / 3
-"""Largest share of a timeout before silence is unusual: a copy of a lost message must fit into the timeout."""
+"""Largest share of a timeout before silence is unusual. A copy of a lost message must fit into the timeout."""
 COPIES = 3
-"""Number of copies that the server sends of a lost message."""
+"""Largest number of copies that the server sends of a lost message."""
 RETURN_SECONDS = 90.0
-"""Seconds after an outage in which a missing node may reappear; nodes report twice a minute."""
+"""Seconds after an outage in which a missing node may reappear. Nodes report twice a minute."""
 
 
 @dataclass
 class Delivery:
-    """A message in transit to a node, with the id of its reply and the questions sent meanwhile."""
+    """A message in transit to a node, and the questions that were sent meanwhile."""
 
     message: Message
     number: str
-    """Id that its reply refers to: the id of the message or of its last copy; empty if no reply can arrive."""
+    """Id that its reply refers to: the id of the message or of its last copy. Empty if no reply can arrive."""
     sent: float
     """Time at which it was first sent, by the monotonic clock."""
     ask_at: float
@@ -43,15 +43,15 @@ class Delivery:
     silence: float
     """Seconds after which the node's silence is unusual."""
     patience: float
-    """Seconds until the next question; they double each time."""
+    """Seconds until the next question, which double each time."""
     questions: set[str] = field(default_factory=set)
     """Ids of the questions sent after the last copy."""
     proven: bool = False
-    """Whether its node has answered a question that was sent after it."""
+    """Whether its node has answered a question that was sent after the message."""
     lost: bool = False
-    """Whether the message or its reply is lost: a copy is due as soon as its node is connected."""
+    """Whether the message or its reply is lost. A copy is due as soon as its node is connected."""
     patience_ends: float = math.inf
-    """Time at which the server gives up a missing node, which may reappear after an outage of the SuperLink."""
+    """Time at which the server gives up on a missing node, which may reappear after an outage of the SuperLink."""
     copies: int = 0
     reply: Message | None = None
     """The reply, or the last error."""
@@ -77,24 +77,24 @@ class Wait:
     """The messages that a phase waits for, and its time limits."""
 
     messages: Sequence[Message]
-    """Messages without a reply; some may not have been sent yet."""
+    """Messages without a reply. Some may not have been sent yet."""
     seconds: float
     """Seconds since the phase began."""
     remaining: float
-    """Largest number of seconds that the phase will still wait; infinite if it is unknown."""
+    """Largest number of seconds that the phase will still wait, or infinity if it is unknown."""
     silence: float
-    """Usual number of seconds without a reply."""
+    """Number of seconds after which a missing reply is unusual."""
 
 
 class PollingGrid(WaveGrid):
-    """A grid of real nodes. It requests replies up to ten times a second; Flower's grid does so every 3 s.
+    """A grid of real nodes. It requests replies up to ten times a second, and Flower's grid every 3 s.
 
     A node handles one message at a time, in the order of their creation. If a node is silent for long, the grid sends
-    it a question that changes no state. If the node answers the question and not the earlier message, the message or
+    it a question that changes no state. If the node answers the question but not the earlier message, the message or
     its reply is lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
-    answered, the node receives no further message until it does. Its late reply is dropped and counted.
+    answered, the node receives no further message until it answers. Its late reply is dropped and counted.
 
-    In a simulation (``real`` is False) nothing is lost, and no node is asked.
+    In a simulation (``real`` is False) no message is lost, and the grid asks no questions.
     """
 
     def __init__(self, grid: Grid, pace: Pace | None = None, *, real: bool = True) -> None:
@@ -102,16 +102,16 @@ class PollingGrid(WaveGrid):
         self.pace = pace or Pace()
         self.real = real
         self.enough = 1
-        """Replies that a training needs."""
+        """Number of replies that a training round needs."""
         self.grace: float | None = None
-        """Seconds that the other nodes still have after these replies; None: no limit."""
+        """Seconds that the other nodes still have after these replies, or None without a limit."""
         self.on_wait: Callable[[Wait], object] = lambda wait: None
         """Called before each request for replies."""
         self.late: dict[int, Delivery] = {}
         """Messages of earlier phases that nodes still work on, by node."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages, and retry if the SuperLink restarts; return their ids, empty for refused messages."""
+        """Push messages, retry if the SuperLink restarts, and return the ids, which are empty for refused messages."""
         wave, attempts = list(messages), PUSHES
         while True:
             try:
@@ -120,13 +120,13 @@ class PollingGrid(WaveGrid):
                 if not (attempts := attempts - 1):
                     raise
                 log(WARNING, "the SuperLink has lost messages in transit; the server sends them again: %s", error)
-                for message in wave:  # under new ids: the SuperLink knows the old ones, without their content
+                for message in wave:  # under new ids, because the SuperLink has the old ids without the content
                     message.metadata.created_at = time.time()
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send each node its messages one after the other; return a reply or an error for each message.
+        """Send each node its messages one after the other, and return a reply or an error for each message.
 
-        All messages share the ``timeout``; without it, the pace gives the time limit of each node.
+        All messages share the ``timeout``. Without it, the pace gives the time limit of each node.
         """
         sent = list(messages)
         phase = _Phase(self, sent, math.inf if timeout is None else timeout)
@@ -153,12 +153,12 @@ class PollingGrid(WaveGrid):
     def look(self, deliveries: Collection[Delivery]) -> float:
         """Request the replies to deliveries, send copies of lost messages, and question silent nodes.
 
-        Return the seconds by which a slow request has delayed all replies; they count against no node.
+        Return the seconds by which a slow request has delayed all replies. They do not count against the nodes.
         """
         outages, under_way = self.outages.count, [*deliveries, *self.late.values()]
         delay = self._read(under_way)
         clock = time.monotonic()
-        if outages != self.outages.count:  # ask first: the message may have arrived
+        if outages != self.outages.count:  # ask first, because the message may have arrived
             for delivery in under_way:
                 delivery.ask_at, delivery.patience_ends = min(delivery.ask_at, clock), clock + RETURN_SECONDS
         for delivery in under_way:
@@ -174,7 +174,7 @@ class PollingGrid(WaveGrid):
         return delay
 
     def _read(self, deliveries: Collection[Delivery]) -> float:
-        """Request and record the replies to messages, copies and questions once; return the delay in seconds."""
+        """Request and record replies to messages, copies and questions once, and return the delay in seconds."""
         awaited = {delivery.number: delivery for delivery in deliveries if delivery.number}
         questions = {number: delivery for delivery in deliveries for number in delivery.questions}
         if not awaited and not questions:
@@ -182,7 +182,7 @@ class PollingGrid(WaveGrid):
         began = time.monotonic()
         replies = list(self._grid.pull_messages({*awaited, *questions}))
         delay = time.monotonic() - began
-        delay = delay if delay > HELD_SECONDS else 0.0  # for example a reply with a missing part
+        delay = delay if delay > HELD_SECONDS else 0.0  # for example because a part of a reply is missing
         for delivery in deliveries:
             delivery.sent += delay
             delivery.ask_at += delay
@@ -191,26 +191,26 @@ class PollingGrid(WaveGrid):
             missing = reply.has_error() and reply.error.code in LOST
             if number in questions:
                 questions[number].questions.discard(number)
-                questions[number].proven |= not missing  # a question that is lost proves nothing
+                questions[number].proven |= not missing  # a lost question proves nothing
             else:
                 awaited[number].number = ""
                 self._take(awaited[number], reply, missing=missing)
         return delay
 
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
-        """Record the reply to a message or its copy; ``missing``: the message or the node does not exist."""
+        """Record the reply to a message or its copy. ``missing`` means that message or node does not exist."""
         clock = time.monotonic()
         delivery.reply = answer_to(delivery.message, reply)
         if not reply.has_error():
             self.pace.note(delivery.phase, delivery.node, clock - delivery.sent)
         elif missing:
             in_time = clock < delivery.sent + delivery.message.metadata.ttl - CLOCK_SECONDS
-            # A missing node is gone, except shortly after an outage of the SuperLink.
+            # A missing node has left, except shortly after an outage of the SuperLink.
             absent = reply.error.code == ErrorCode.NODE_UNAVAILABLE and not clock < delivery.patience_ends < math.inf
             delivery.lost = self.real and in_time and not absent
 
     def _send_copies(self, lost: Collection[Delivery], clock: float) -> None:
-        """Send lost messages again to connected nodes; give up after a few copies, or if the node stays away."""
+        """Send lost messages again to connected nodes. Give up after a few copies, or if the node does not return."""
         for delivery in lost:
             if delivery.copies >= COPIES or clock >= delivery.patience_ends:
                 delivery.lost, delivery.number = False, ""
@@ -249,7 +249,7 @@ class PollingGrid(WaveGrid):
 
 
 class _Phase:
-    """The messages of one phase, until each message has a reply or the server stops waiting for it."""
+    """The messages of one phase, until each message has a reply or the server stops waiting for the reply."""
 
     def __init__(self, grid: PollingGrid, messages: Sequence[Message], timeout: float) -> None:
         self._grid = grid
@@ -296,7 +296,7 @@ class _Phase:
         return False
 
     def _give_up(self) -> None:
-        """Stop waiting for clients whose time limit has expired; their nodes stay busy."""
+        """Stop waiting for clients whose time limit has expired. Their nodes stay busy."""
         clock, all_end = time.monotonic(), ""
         if clock >= self._ends:
             all_end = f"no reply within round-timeout = {self._timeout:g} s"
@@ -322,7 +322,7 @@ class _Phase:
             queue.clear()
 
     def _report(self) -> None:
-        """Report the messages that the phase waits for."""
+        """Report the messages whose replies the phase still needs."""
         clock, pace, under_way = time.monotonic(), self._grid.pace, self._under_way.values()
         waiting = [delivery.message for delivery in under_way] + [m for queue in self._queues.values() for m in queue]
         if waiting:

@@ -26,9 +26,9 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients, one_line
 
 MAX_NAMED = 20
-"""Largest number of present clients that the log names when a run begins without some clients."""
+"""Largest number of present clients in the log line of a run that begins without some clients."""
 FEW_CLASSES, MAX_CLASSES = 4, 60
-"""Largest number of class names of a site in the task table, and of their characters in all."""
+"""Largest number of class names of a site in the task table, and of their characters in total."""
 
 
 class Federation:
@@ -62,12 +62,12 @@ class Federation:
 
     @property
     def clients(self) -> dict[int, ClientInfo]:
-        """The reachable clients by index; :meth:`refresh` changes it in place."""
+        """The reachable clients by index. :meth:`refresh` changes the dictionary in place."""
         return self._members.hosted
 
     @property
     def owners(self) -> dict[int, str]:
-        """The name that each client belongs to; clients of nodes without names are absent."""
+        """The name that owns each client. Clients of nodes without names are absent."""
         return self._members.owners
 
     @property
@@ -76,9 +76,9 @@ class Federation:
         return self.nodes.excluded
 
     def agree(self) -> Settings:
-        """Let sites with their own data agree on a task; return the settings with it.
+        """Let sites with local data agree on a task, and return the settings with this task.
 
-        Settings that already give the task, and settings of benchmark data, stay unchanged.
+        Settings with a complete task, and settings of benchmark data, do not change.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Federation:
         if not self._query.is_open:
             return self.settings
         self._presence.wait_for_claims(describe=True)
-        for client, claims in sorted(self._members.claims().items()):  # independent of the order of the answers
+        for client, claims in sorted(self._members.claims().items()):  # the order of the answers must not matter
             description = self.nodes[claims[0].node_id].description
             if client < self._num_clients and description is not None:
                 self._descriptions[_site_of(client, claims[0].name)] = description
@@ -99,11 +99,11 @@ class Federation:
         task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
         log(INFO, "%s sites: %s", len(self._descriptions), task)
         self.settings = self._query.settings = replace(self.settings, data=data)
-        self.nodes.ask_again()  # about the agreed task: an answer in transit still describes data
+        self.nodes.ask_again()  # about the agreed task, because an answer in transit still describes data
         return self.settings
 
     def join(self, fixed_tensors: Sequence[float] = ()) -> dict[int, ClientInfo]:
-        """Ask every node for its clients, until there are enough or the time is up; return :attr:`clients`.
+        """Ask every node for its clients until enough have joined or the time is up, and return :attr:`clients`.
 
         Parameters
         ----------
@@ -113,7 +113,7 @@ class Federation:
         Raises
         ------
         SettingsError
-            If fewer than ``min-clients`` are present in time, or two nodes of different names claim one client. The
+            If fewer than ``min-clients`` are present in time, or nodes with different names claim one client. The
             message contains the reasons why nodes are excluded.
         """
         self._query.fixed_tensors = fixed_tensors
@@ -131,10 +131,10 @@ class Federation:
         return self.clients
 
     def refresh(self) -> list[int]:
-        """Update the nodes that have connected or gone since the last round; return the returned or moved clients.
+        """Update the nodes that have connected or left since the last round, and return the returned or moved clients.
 
         The states of these clients may be lost. New nodes have :data:`REFRESH_SECONDS` to answer. With fewer clients
-        than ``min-clients``, or none, the round waits for more for up to ``join-timeout``.
+        than ``min-clients``, or none, the round waits for more clients for up to ``join-timeout``.
         """
         before = {client: self.nodes[info.node_id] for client, info in self.clients.items()}
         earlier_clients = set(self._members.records)
@@ -150,7 +150,7 @@ class Federation:
         return back
 
     def task(self, model: str) -> str:
-        """Return the agreed task for a network, with a row for each site, as a table."""
+        """Return a table with the agreed task for a network, and a row for each site."""
         data = self.settings.data
         classes = task_of(data).class_names
         facts = {
@@ -178,22 +178,22 @@ class Federation:
         return self._members.as_json()
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Load, before :meth:`join`, the result of :meth:`as_json` from an earlier part of the same run.
+        """Load the result of :meth:`as_json` from an earlier part of the same run, before :meth:`join`.
 
-        Raises :class:`SettingsError` for another form.
+        Raises :class:`SettingsError` if the format is wrong.
         """
         self._members.restore(stored)
 
     def class_counts(self) -> npt.NDArray[np.int64] | None:
-        """Return the samples of each class on each client ``(M, C)``, if all sites have sent them."""
+        """Return the number of samples of each class on each client ``(M, C)``, or None unless all sites sent it."""
         return self._members.class_counts()
 
     def _pooled(self, data: DataSettings, names: list[str]) -> Pooled:
-        """Return labels and statistics over some sites under secure aggregation; fix the clients of these sites."""
+        """Return labels and statistics over some sites under secure aggregation, and fix the clients of these sites."""
         hosts = {client: claims[0] for client, claims in sorted(self._members.claims().items())}
         titles = {client: _site_of(client, info.name) for client, info in hosts.items()}
         hosts = {client: info for client, info in hosts.items() if titles[client] in names}
-        self._members.reserve(hosts.values())  # a site signs its keys for one client in a run
+        self._members.reserve(hosts.values())  # a site signs its keys for only one client in a run
         settings = replace(self.settings, data=data)
         return pooled_statistics(self.grid, settings, {c: info.node_id for c, info in hosts.items()}, titles)
 
@@ -201,7 +201,7 @@ class Federation:
 def _site_row(
     client: int, info: ClientInfo | None, owner: str, descriptions: Mapping[str, Description]
 ) -> dict[str, Any]:
-    """Return the row of a client in the task table, from its site's answers; ``info`` is None for an absent client."""
+    """Return a client's row in the task table, from its site's answers. ``info`` is None for an absent client."""
     if info is None:
         return {"site": owner, "client": client}
     row = {"site": info.name, "client": client, "training": info.num_train, "test": info.num_test}
@@ -216,5 +216,5 @@ def _site_row(
 
 
 def _site_of(client: int, name: str) -> str:
-    """Return the name of a client's site, or ``client 2`` without a name."""
+    """Return the name of a client's site, or a title such as ``client 2`` without a name."""
     return name or f"client {client}"

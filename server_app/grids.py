@@ -14,13 +14,13 @@ from posy.flower import ErrorCode, Outages
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
 """Shortest and longest pause in seconds between two requests for replies."""
 POLL_SHARE = 0.02
-"""Pause between these limits, as a share of the time waited so far."""
+"""Pause, between these limits, as a share of the time waited so far."""
 LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""Errors for a message, a reply or a node that does not exist."""
+"""Error codes for a message, a reply or a node that does not exist."""
 
 
 def pause(waited: float) -> float:
-    """Return the seconds to pause after ``waited`` seconds; a longer wait needs fewer requests."""
+    """Return the seconds to pause after ``waited`` seconds. A longer wait needs fewer requests."""
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
 
 
@@ -52,14 +52,14 @@ class WaveGrid(PosyGrid):
         self._grid = grid
         self.outages = Outages(grid)
         self.gone: set[int] = set()
-        """Nodes that were gone when they should have answered; the reader clears it."""
+        """Nodes that had left when they should have answered. The reader clears the set."""
         self.counts: Counter[str] = Counter()
-        """Messages ``sent-again`` because they were lost, and ``late-replies``; the reader clears them."""
+        """Number of lost messages that were ``sent-again``, and of ``late-replies``. The reader clears the counts."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send the messages in waves, each with at most one message to a node, and return all replies.
 
-        All waves share the timeout; after the timeout, no further wave is sent.
+        All waves share the timeout. After the timeout, no further wave is sent.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         waves: dict[int, list[Message]] = defaultdict(list)
@@ -79,7 +79,7 @@ class WaveGrid(PosyGrid):
         return replies
 
     def _note_gone(self, messages: Iterable[Message], replies: Iterable[Message]) -> None:
-        """Note the nodes that were gone when they should have answered."""
+        """Record the nodes that had left when they should have answered."""
         receivers = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         unavailable = [r for r in replies if r.has_error() and r.error.code == ErrorCode.NODE_UNAVAILABLE]
         self.gone |= {receivers.get(reply.metadata.reply_to_message_id, 0) for reply in unavailable}
@@ -89,7 +89,7 @@ class WaveGrid(PosyGrid):
         return self._grid.get_node_ids()
 
     def get_nodes(self) -> Iterable[Any]:
-        """Return the connected nodes, with the names that their keys were registered under."""
+        """Return the connected nodes, with the registered names of their keys."""
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

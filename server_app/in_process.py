@@ -1,4 +1,4 @@
-"""A Flower grid inside the ServerApp's own process: the same messages, clients and state, no transport."""
+"""A Flower grid inside the ServerApp's process, with the same messages, clients and state but no transport."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ from posy.server_app.grids import PosyGrid
 
 
 class InProcessGrid(PosyGrid):
-    """Delivers messages to virtual nodes, each with one client, in this process; arrays pass by reference."""
+    """Delivers messages to virtual nodes, each with one client, in this process. Arrays are passed by reference."""
 
     def __init__(self, num_clients: int) -> None:
         run_id = identity()
@@ -36,12 +36,12 @@ class InProcessGrid(PosyGrid):
         self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # unique among grids
         self._engine: Engine | None = None
         self.states: StateStore | None = None
-        """Store of the clients' states; None: each call names its store."""
+        """Store of the clients' states, or None if each call chooses its store."""
         self.trusting = True
-        """Whether the server chooses the folders of its clients, because they share its process."""
+        """Whether the server chooses the folders of the clients, because they share its process."""
 
     def end(self) -> None:
-        """End the engine that trains the clients; the next messages start a new engine."""
+        """Stop the engine that trains the clients. The next messages start a new engine."""
         if self._engine is not None:
             self._engine.end()
             self._engine = None
@@ -51,7 +51,7 @@ class InProcessGrid(PosyGrid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Run the clients on the messages at once; the replies wait until the server pulls them."""
+        """Run the clients on the messages at once, and store the replies until the server pulls them."""
         pushed = list(messages)
         self._replies |= {m.metadata.reply_to_message_id: m for m in self._answers(pushed, float("inf"))}
         return [message.metadata.message_id for message in pushed]
@@ -61,7 +61,7 @@ class InProcessGrid(PosyGrid):
         return [self._replies.pop(i) for i in message_ids if i in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Run the clients and return their replies; after ``timeout`` seconds no further client starts."""
+        """Run the clients and return their replies. No client starts after ``timeout`` seconds."""
         return self._answers(list(messages), time.monotonic() + timeout if timeout is not None else float("inf"))
 
     def _answers(self, messages: Sequence[Message], end: float) -> list[Message]:
@@ -105,7 +105,7 @@ class InProcessGrid(PosyGrid):
 
 
 def _failure(message: Message, error: Exception) -> Message:
-    """Return the failure of a client as a reply, whose reason the server logs; raise a mistake in the method's code."""
+    """Return the failure of a client as a reply, or raise the error if it is a mistake in the method's code."""
     if isinstance(error, MethodError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if not is_failure(error):

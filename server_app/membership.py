@@ -1,4 +1,4 @@
-"""The clients of a run: the name that each belongs to, and the node that hosts it."""
+"""The clients of a run: the name that owns each client, and the node that hosts it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,25 +19,25 @@ from posy.words import title
 
 
 class Membership:
-    """The clients of a run, the names that they belong to, and their nodes.
+    """The clients of a run, the names that own them, and their nodes.
 
-    The partition-id in the node config identifies a client, or else the name of its site: the registered name of the
-    node's key, or ``name`` in the node config. The id of a node never identifies a client. Once a node with a name has
-    hosted a client, the client belongs to this name for the rest of the run.
+    The partition-id in the node config identifies a client, or else the name of its site does: the registered name of
+    the node's key, or ``name`` in the node config. The id of a node never identifies a client. After a node with a
+    name has hosted a client, this name owns the client for the rest of the run.
 
     Parameters
     ----------
     nodes : NodeRegistry
         The connected nodes, with the clients that they claim.
     data : DataSettings
-        The number of clients, and whether each is a site with its own data.
+        The number of clients, and whether each is a site with local data.
     """
 
     def __init__(self, nodes: NodeRegistry, data: DataSettings) -> None:
         self.hosted: dict[int, ClientInfo] = {}
-        """The reachable clients by index; :meth:`assign` changes it in place."""
+        """The reachable clients by index. :meth:`assign` changes the dictionary in place."""
         self.records: dict[int, ClientInfo] = {}
-        """Every client that has ever taken part, with its latest answer."""
+        """Every client that has taken part, with its latest answer."""
         self.begun = False
         """Whether the run has begun. Until then, two names for one client are an error."""
         self._nodes = nodes
@@ -46,19 +46,19 @@ class Membership:
 
     @property
     def owners(self) -> dict[int, str]:
-        """The name that each client belongs to; clients of nodes without names are absent."""
+        """The name that owns each client. Clients of nodes without names are absent."""
         return {client: info.name for client, info in sorted(self.records.items()) if info.name}
 
     def claims(self) -> dict[int, list[ClientInfo]]:
-        """Return the claims to each client, in the order of names; exclude nodes that claim a client of another name.
+        """Return the claims to each client in order of the names, and exclude nodes that claim another name's client.
 
-        Sites without a partition-id are numbered in the order of their names, after the sites with one. Surplus sites
-        get indices of M and above. A site has one client, even if several nodes of its name claim others.
+        Sites without a partition-id are numbered in order of their names, after the sites with a partition-id. Surplus
+        sites get indices of M and above. A site has one client, even if nodes with its name claim several clients.
 
         Raises
         ------
         SettingsError
-            Before the run begins, if nodes of different names claim one client.
+            Before the run begins, if nodes with different names claim one client.
         """
         claims: dict[int, list[ClientInfo]] = defaultdict(list)
         unnumbered: dict[str, list[ClientInfo]] = defaultdict(list)
@@ -83,7 +83,7 @@ class Membership:
         return claims
 
     def assign(self) -> None:
-        """Assign each client to one node that claims it; its current node keeps it as long as the node claims it."""
+        """Assign each client to one node that claims it. A node keeps its clients as long as it claims them."""
         self.hosted.clear()
         for client, claims in sorted(self.claims().items()):
             if client >= self._num_clients:
@@ -100,11 +100,11 @@ class Membership:
                     self._nodes.exclude(self._nodes[other.node_id], self._objection(other, -1) or present)
 
     def reserve(self, clients: Iterable[ClientInfo]) -> None:
-        """Let clients belong to their names before they join."""
+        """Reserve clients for their names before they join."""
         self.records |= {info.client: ClientInfo(info.client, 0, 0, 0, info.name) for info in clients if info.name}
 
     def class_counts(self) -> npt.NDArray[np.int64] | None:
-        """Return the samples of each class on each client ``(M, C)``, if all sites have sent them."""
+        """Return the number of samples of each class on each client ``(M, C)``, or None unless all sites sent it."""
         rows = [info.class_counts for _, info in sorted(self.records.items())]
         return np.array(rows, np.int64) if len(rows) == self._num_clients and all(rows) else None
 
@@ -116,7 +116,7 @@ class Membership:
     def restore(self, stored: Mapping[str, Any]) -> None:
         """Load the result of :meth:`as_json` from an earlier part of the same run, before the first assignment.
 
-        Raises :class:`SettingsError` for another form.
+        Raises :class:`SettingsError` if the format is wrong.
         """
         try:
             for key, attribute in (("owners", "name"), ("fingerprints", "fingerprint")):
@@ -129,7 +129,7 @@ class Membership:
             raise SettingsError(f"the checkpoint does not name the sites of the clients: {error!r}") from error
 
     def _objection(self, info: ClientInfo, assigned: int) -> str:
-        """Return why a node may not host the client it claims, or nothing; ``assigned``: its site's client, or -1."""
+        """Return why a node may not host a claimed client, or nothing. ``assigned`` is its site's client, or -1."""
         last_info = self.records.get(info.client, info)
         if last_info.name not in ("", info.name):
             return f"client {info.client} belongs to {last_info.name}: give each its own partition-id"
@@ -140,7 +140,7 @@ class Membership:
         return ""
 
     def _check_unique(self, client: int, claims: Iterable[ClientInfo]) -> None:
-        """Raise :class:`SettingsError` if nodes of different names claim a client."""
+        """Raise :class:`SettingsError` if nodes with different names claim a client."""
         *other_names, last = sorted({info.name for info in claims if info.name}) or [""]
         if other_names:
             raise SettingsError(
@@ -151,5 +151,5 @@ class Membership:
 
 
 def _by_name(node: Node) -> tuple[bool, str, bool, int]:
-    """Sort nodes with names first, by name, and within a name nodes that send their client's index."""
+    """Return a sort key: nodes with names first, by name, and within a name nodes that send their client's index."""
     return not node.claimed_name, node.claimed_name, any(info.client < 0 for info in node.clients), node.number

@@ -21,23 +21,23 @@ from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo
 from posy.words import one_line
 
 ASK_SECONDS = 60.0
-"""Seconds until the server repeats an unanswered question to a node; they double each time."""
+"""Seconds until the server repeats an unanswered question to a node, which double each time."""
 MAX_REASON = 500
 """Largest number of characters of the reason for a node's exclusion."""
 MAX_EXCLUDED = 200
-"""Largest number of exclusions of nodes that the record lists by reason; further ones are counted together."""
+"""Largest number of exclusions that the record lists by reason. Further exclusions are counted together."""
 
 
 @dataclass
 class Node:
-    """A connected node: its open question and its answers."""
+    """A connected node, with its open question and its answers."""
 
     number: int
     """Flower's id of the node, which may change with every start."""
     registered: str = ""
-    """Name that its key was registered under."""
+    """Registered name of its key."""
     claimed_name: str = ""
-    """Name in its answers: the registered name, or else the name in its node config."""
+    """Name from its answers: the registered name, or else the name in its node config."""
     question: str = ""
     """Id of the open question."""
     asked_at: float = 0.0
@@ -47,7 +47,7 @@ class Node:
     patience: float = field(default_factory=lambda: ASK_SECONDS)
     """Seconds until the server repeats the next question if the node does not answer it."""
     clients: tuple[ClientInfo, ...] = ()
-    """Clients that it claims to host; a site's client may have no index yet (-1)."""
+    """Clients that it claims to host. A site's client may have no index yet (-1)."""
     description: Description | None = None
     """The site's description of its data."""
     reasons: set[str] = field(default_factory=set)
@@ -55,7 +55,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The registered or claimed name, or nothing."""
+        """The registered or claimed name, or an empty string."""
         return one_line(self.registered or self.claimed_name, MAX_NAME)
 
     @property
@@ -104,10 +104,10 @@ class NodeRegistry:
         return [node for node in self if node.question]
 
     def poll(self) -> list[Node]:
-        """Look up the connected nodes, send due questions, and read answers; return the questioned nodes.
+        """Look up the connected nodes, send due questions, read answers, and return the questioned nodes.
 
-        It repeats the question to a returned node, which may have restarted with other data. It also repeats it to a
-        silent node: a node that stops loses its question, and returns with the same id.
+        A returned node receives the question again, because it may have restarted with other data. A silent node
+        receives it again too, because a node that stops loses its question and returns with the same id.
         """
         self._look_up()
         time_now = time.monotonic()
@@ -122,7 +122,7 @@ class NodeRegistry:
         return due
 
     def ask_again(self) -> None:
-        """Ask all nodes that were not excluded, even nodes whose answer is in transit."""
+        """Ask all nodes again that were not excluded, even nodes whose answer is in transit."""
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
 
     def exclude(self, node: Node, reason: str) -> None:
@@ -137,7 +137,7 @@ class NodeRegistry:
         log(WARNING, "%s is excluded: %s", node.title, reason)
 
     def _look_up(self) -> None:
-        """Add new nodes, and remove nodes that have gone or whose question an outage may have lost."""
+        """Add new nodes, and remove nodes that have left or whose question may be lost after an outage."""
         connected = {info.node_id: info.name for info in self._grid.get_nodes()}
         outage = self._outages != self._grid.outages.count
         self._outages = self._grid.outages.count
@@ -151,13 +151,13 @@ class NodeRegistry:
             self._nodes.setdefault(number, Node(number)).registered = name
 
     def _read(self, node: Node, reply: Message) -> None:
-        """Read the answer of a node; exclude the node if it cannot take part."""
+        """Read the answer of a node, and exclude the node if it cannot take part."""
         node.question, node.ask_at = "", math.inf
         if reply.has_error() and reply.error.code in LOST:
             log(INFO, "%s disconnected before it could answer; the server asks it again if it returns", node.title)
             del self._nodes[node.number]
         elif reply.has_error():
-            # A warm node sends the text "DataError: message".
+            # A node with a warm worker sends the text "DataError: message".
             raised_by_app = reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             message = re.sub(r"^\w*(Error|Exception): ", "", raised(str(reply.error.reason)))
             self.exclude(node, message if raised_by_app else failure(reply.error))

@@ -7,7 +7,7 @@ from collections import defaultdict
 FLOOR_SECONDS = 60.0
 """Shortest time limit of a node in seconds."""
 FIRST_SECONDS = 3600.0
-"""Shortest time limit, in seconds, of a node that has not answered in this phase, once other nodes have."""
+"""Shortest time limit, in seconds, of a node that has not answered in this phase after other nodes have."""
 MARGIN, FIRST_MARGIN = 3.0, 10.0
 """Time limit as a multiple of the slowest answer so far: for a node that has answered, and for the other nodes."""
 SILENT_SECONDS = 15.0
@@ -18,7 +18,8 @@ class Pace:
     """The times that answers have taken so far, by phase and node.
 
     With ``automatic`` limits (``round-timeout=auto``) a node has three times as long as the slowest answer of any node
-    in this phase so far, at least a minute. A node that has not answered yet has ten times as long, at least an hour.
+    in this phase so far, but at least a minute. A node that has not answered yet has ten times as long, but at least an
+    hour.
     Before the first answer, no node has a limit.
     """
 
@@ -37,7 +38,7 @@ class Pace:
         return max(SILENT_SECONDS, 2 * statistics.median(slowest.values())) if slowest else SILENT_SECONDS
 
     def limit(self, phase: str, node: int) -> float:
-        """Return the seconds that a node may take to answer a message of a phase, infinite without a limit."""
+        """Return the seconds that a node may take to answer a message of a phase, or infinity without a limit."""
         slowest = self._slowest[phase]
         if not self.automatic or not slowest:
             return math.inf

@@ -29,7 +29,7 @@ class Pictures:
     workspace : Workspace
         The data of the clients.
     federation : Federation
-        The clients, which report their samples by class where each has its own data.
+        The clients, which report their samples by class if each is a site with local data.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Pictures:
 
     @property
     def due(self) -> bool:
-        """Whether the accuracy over the rounds is to be drawn again."""
+        """Whether it is time to draw the accuracy over the rounds again."""
         return time.perf_counter() - self._drawn > DRAW_SECONDS
 
     def draw_partition(self) -> None:
@@ -60,7 +60,7 @@ class Pictures:
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def draw(self, totals: Totals, system: SystemAccuracy | None = None, *, final: bool = False) -> None:
-        """Draw the pictures; a failure is a warning and does not end the run.
+        """Draw the pictures. Posy warns about a failure, and the run continues.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ class Pictures:
         system : SystemAccuracy, optional
             The accuracy of the federation as a whole.
         final : bool
-            Whether the run has ended; otherwise only the accuracy over the rounds is drawn.
+            Whether the run has ended. Before its end, only the accuracy over the rounds is drawn.
         """
         folder = self.directory.figures
         try:

@@ -1,4 +1,4 @@
-"""The waits for clients: before the run begins, and before a round when clients have gone."""
+"""The waits for clients, before the run begins and before a round after clients have left."""
 
 import math
 import time
@@ -18,9 +18,9 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients
 
 SILENT_SECONDS = 10.0
-"""Seconds that the first round waits for silent connected nodes when enough others have answered."""
+"""Seconds that the first round waits for silent connected nodes after enough others have answered."""
 REFRESH_SECONDS = 2.0
-"""Seconds that a round waits for answers of newly connected nodes; later answers count in the next round."""
+"""Seconds that a round waits for answers of newly connected nodes. Later answers count in the next round."""
 
 
 class Presence:
@@ -48,9 +48,9 @@ class Presence:
         self._started = time.monotonic()
 
     def wait_for_claims(self, *, describe: bool = False) -> None:
-        """Wait until enough clients are claimed: ``min-clients``, or all M if it is 0.
+        """Wait until enough clients are claimed: ``min-clients``, or all M clients if it is 0.
 
-        With enough clients it does not wait for absent nodes. Connected nodes that have not answered get
+        With enough clients, the wait does not include absent nodes. Connected nodes that have not answered get
         :data:`SILENT_SECONDS` more, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they ``describe`` their data.
         ``join-timeout`` counts from the first question of the run. A connected node has at least ``ASK_SECONDS`` to
         answer.
@@ -63,7 +63,7 @@ class Presence:
         begun = time.monotonic()
         needed = self._run.min_clients or self._num_clients
         patience = nodes.ASK_SECONDS if describe else SILENT_SECONDS
-        enough = math.inf  # when enough clients were claimed
+        enough = math.inf  # time at which enough clients were claimed
         while True:
             self._nodes.poll()
             time_now = time.monotonic()
@@ -77,13 +77,13 @@ class Presence:
             if late or not silent:
                 self._exclude_silent(silent)
                 if late or self._is_hopeless(claimed):
-                    self._members.assign()  # which reports nodes that claim the same client
+                    self._members.assign()  # reports nodes that claim the same client
                     raise SettingsError(self._too_few(claimed, waited))
             self._publish_wait(claimed, self._num_clients, self._started)
             time.sleep(pause(time_now - begun))
 
     def wait_for_round(self) -> None:
-        """Assign the clients of a round to nodes, log the clients that have gone, and wait if too few remain.
+        """Assign the clients of a round to nodes, log the clients that have left, and wait if too few remain.
 
         New nodes have :data:`REFRESH_SECONDS` to answer. The round waits for up to ``join-timeout``.
         """
@@ -113,7 +113,7 @@ class Presence:
             time.sleep(pause(waited))
 
     def describe(self) -> str:
-        """Return in words how many clients are present."""
+        """Return a clause that says how many clients are present."""
         return f"{len(self._members.hosted)} of {self._num_clients} clients are present"
 
     def _exclude_silent(self, silent: Sequence[Node]) -> None:
@@ -123,18 +123,18 @@ class Presence:
     def _is_hopeless(self, claimed: int) -> bool:
         """Return whether excluded nodes make further waiting pointless."""
         excluded = sum(bool(node.reasons) for node in self._nodes)
-        # The run needs all benchmark clients, and their data is the same on all nodes: one failure is enough.
+        # The run needs all benchmark clients, whose data is the same on all nodes, so one failure is enough.
         needs_all = not self._of_sites and not self._run.min_clients
         return bool(excluded and needs_all) or excluded + claimed >= self._num_clients
 
     def _publish_wait(self, present: int, clients: int, since: float) -> None:
-        """Publish that the run waits for nodes; ``since`` is a time by the monotonic clock."""
+        """Publish that the run waits for nodes. ``since`` is a time by the monotonic clock."""
         since += time.time() - time.monotonic()
         until = since + self._run.join_timeout
         self._status.waits(f"nodes: {present} of {clients} clients are present", since, until)
 
     def _too_few(self, hosted: int, waited: float) -> str:
-        """Return the message for a run whose clients have not joined in time."""
+        """Return the error message for a run whose clients have not joined in time."""
         least, timeout = self._run.min_clients, self._run.join_timeout
         reasons = "; ".join(f"{name}: {reason}" if name else reason for name, reason in self._nodes.excluded)
         if reasons and not self._of_sites:

@@ -1,4 +1,4 @@
-"""The privacy ledger of a run: which clients trained under which noise, and the (ε, δ) that they have spent."""
+"""The privacy ledger of a run, which records the noise of each client's trainings and the spent (ε, δ)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ from posy.strategies.run_settings import OFF, SAMPLE
 from posy.strategies.settings import Settings
 
 LEDGER = "privacy.jsonl"
-"""File in the directory of a run. It is never truncated: a resumed run repeats rounds, and each repetition counts."""
+"""File in the directory of a run. It is never truncated, because repeated rounds of a resumed run count too."""
 PROTECTED = {
     "local": "the data of each client, from the server and all others",
     "central": "the participation of each client, from all but the server",
     "sample": "each sample, from the server and all others",
 }
-"""Information that the noise of each mode hides, and the parties from which it is hidden."""
+"""The information that the noise of each mode hides, and the parties from which the noise hides it."""
 
 
 class PrivacyLedger:
-    """The events of a run's clients.
+    """The privacy events of a run's clients.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class PrivacyLedger:
                 ) from error
 
     def note(self, server_round: int, clients: Sequence[int]) -> None:
-        """Record that some clients are about to train; the lines are on the disk before the server sends a message."""
+        """Record that clients are about to train. The lines are on the disk before the server sends a message."""
         if self.settings.train.dp == OFF or not clients:
             return
         by_event: dict[Event, list[int]] = defaultdict(list)
@@ -77,13 +77,13 @@ class PrivacyLedger:
         return max((spent(events, self.settings.train.dp_delta, self._unit) for events in totals), default=0.0)
 
     def round_row(self) -> dict[str, Any]:
-        """Return the entries of a round in ``rounds.jsonl``; none without noise."""
+        """Return the entries of a round in ``rounds.jsonl``, which is empty without noise."""
         if self.settings.train.dp == OFF:
             return {}
         return {"dp_epsilon": self.epsilon(), "dp_delta": self.settings.train.dp_delta}
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry of ``summary.json``: the guarantee, and the numbers that it does not cover."""
+        """Return the entry of ``summary.json``: the guarantee, and the numbers that the guarantee does not cover."""
         train = self.settings.train
         if train.dp == OFF:
             return {}

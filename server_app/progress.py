@@ -23,16 +23,16 @@ MAX_LINES = 200
 MAX_NAMED = 10
 """Largest number of missing clients that the table at the end names."""
 ABSENT = "n/a"
-"""Cell for a number about single clients, which secure aggregation hides from the server."""
+"""Cell for a figure of single clients, which secure aggregation hides from the server."""
 MAX_ROWS = 50
 """Largest number of sites in the table of the task."""
 PACE_ROUNDS = 20
-"""Rounds over which the time of a round is averaged; the first round also loads data and starts processes."""
+"""Number of rounds over which the time of a round is averaged. The first round also loads data and starts processes."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
 
 
 class Progress:
-    """Show the rounds of a run on a stream: a live bar in a terminal, plain lines in a log.
+    """Shows the rounds of a run on a stream, as a live bar in a terminal or as plain lines in a log.
 
     Flower copies the output of the server process to ``flwr log``. There, and on any other stream that is not a
     terminal, every round or every n-th round prints a line, about 200 in all. ``done`` of the ``rounds`` were finished
@@ -53,12 +53,12 @@ class Progress:
         self._done = done
         self._stream = stream or sys.stdout
         self._every = math.ceil(rounds / MAX_LINES)
-        # Flower mirrors a stream by replacing its `write`: a bar drawn there would fill `flwr log` with escape codes.
+        # Flower mirrors a stream by replacing its `write`, and a bar would fill `flwr log` with escape codes.
         live = self._stream.isatty() and "write" not in vars(self._stream)
         self._bar = _bar(self._stream) if live else None
         self._stack = ExitStack()
         self._latest: dict[str, tuple[int, str]] = {}  # figures by name, with the round of each
-        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and when they ended
+        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds, and the times at which they ended
 
     def __enter__(self) -> Self:
         self._ends.append((self._done, self._clock()))
@@ -79,7 +79,7 @@ class Progress:
         row : mapping
             The row of the round in ``rounds.jsonl``.
         clients : int
-            Number of clients that a round can evaluate. A figure over fewer clients names their number.
+            Number of clients that a round can evaluate. A figure over fewer clients includes their number.
         """
         missing = len(row["missing"])
         self._dropped += len(row["dropped"])
@@ -104,7 +104,7 @@ class Progress:
         present: str = "",
         partial: Mapping[str, str] | None = None,
     ) -> None:
-        """Show a finished round; a figure that the round lacks is repeated from an earlier round, with its number.
+        """Show a finished round. A missing figure is repeated from an earlier round, with the number of that round.
 
         Parameters
         ----------
@@ -115,9 +115,9 @@ class Progress:
         loss : float, optional
             Mean training loss.
         present : str
-            A note on missing clients and dropped replies.
+            A note about missing clients and dropped replies.
         partial : mapping of str to str, optional
-            A remark to follow ``served`` or ``local``, on the clients that the figure covers.
+            A remark after ``served`` or ``local`` about the clients that the figure covers.
         """
         self._ends.append((server_round, self._clock()))
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
@@ -135,7 +135,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
         elif server_round in (self._done + 1, self._rounds) or server_round % self._every == 0:
-            # A single write: other processes write to the log too.
+            # A single write, because other processes write to the log too.
             self._stream.write(f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}  {figures}\n")
             self._stream.flush()
 
@@ -154,7 +154,7 @@ def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> s
     Parameters
     ----------
     rows : sequence of mapping
-        The facts on each site, by :data:`TASK_COLUMNS`; empty columns are skipped.
+        The facts about each site, by :data:`TASK_COLUMNS`. Empty columns are skipped.
     facts : mapping of str to str
         Facts by name, which are wrapped to 100 columns.
     """
@@ -183,7 +183,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     members = members_of(summary)
     rows = []
     for point in ("served", "local"):
-        # The best round on the test splits is an upper bound, not an estimate of the accuracy.
+        # The best round on the test splits is an upper bound of the accuracy, not an estimate.
         which = "best" if summary[point]["best"] else "upper-bound"
         for name, scores in (("last", summary[point]["last"]), (which, summary[point][which])):
             cells = _cells(scores, members) if scores else ["not evaluated", *[""] * 6]
@@ -213,18 +213,18 @@ LIMITED_WORDS = {
     "discarded": "updates discarded",
     "down-weighted": "weights lowered",
 }
-"""Keys of the summary for clients whose influence the server has limited, in words."""
+"""Descriptions of the summary's keys for clients whose influence the server has limited."""
 
 
 def guarantee(privacy: dict[str, Any]) -> str:
-    """Return the guarantee of a summary in words, with the numbers that it does not cover."""
+    """Return a text with the guarantee of a summary and the numbers that the guarantee does not cover."""
     spent_so_far = f"ε = {privacy['epsilon']:.4g}, δ = {privacy['delta']:.3g}"
     uncovered = ", ".join(privacy["not-covered"])
     return f"{spent_so_far}: dp = {privacy['mode']} hides {privacy['protects']}; not covered: {uncovered}"
 
 
 def _limited(summary: Mapping[str, Any], key: str) -> str:
-    """Return the clients that the server has limited, the most frequent first, as in ``site-b in 12 rounds``."""
+    """Return the clients that the server has limited, as in ``site-b in 12 rounds``, the most frequent first."""
     entries = sorted(summary.get(key, ()), key=lambda entry: (-entry["rounds"], entry["client"]))
     sites = summary.get("sites") or []
     texts = []
@@ -242,12 +242,12 @@ def members_of(summary: Mapping[str, Any]) -> int:
 
 
 def coverage(number: int, members: int) -> str:
-    """Return how many clients a figure covers: ``30``, or ``3 of 30`` where it covers fewer than all members."""
+    """Return the number of clients that a figure covers: ``30``, or ``3 of 30`` if it does not cover all members."""
     return str(number) if number >= members else f"{number} of {members}"
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words: ``46 s``, ``1 min 46 s``, ``2 h 5 min``."""
+    """Return a duration as text: ``46 s``, ``1 min 46 s``, ``2 h 5 min``."""
     total = round(seconds)
     if total < 60:
         return f"{total} s"
@@ -257,7 +257,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in words, in powers of 1000: ``1.23 MB``."""
+    """Return a number of bytes as text, in powers of 1000: ``1.23 MB``."""
     return decimal(round(count), precision=2)
 
 
@@ -272,14 +272,14 @@ def _bar(stream: TextIO) -> Bar:
 
 
 def _aligned(facts: Mapping[str, str]) -> list[str]:
-    """Return a line for each fact with a text, with aligned texts."""
+    """Return a line for each nonempty fact, with aligned texts."""
     present = {key: text for key, text in facts.items() if text}
     width = max(map(len, ("system accuracy", *present)))
     return [f"{key:<{width}}  {text}" for key, text in present.items()]
 
 
 def _clients(summary: Mapping[str, Any]) -> str:
-    """Return the number of clients, and the names of clients that the last evaluation lacked."""
+    """Return the number of clients, and the names of the clients that are missing in the last evaluation."""
     clients, missing = summary["num-clients"], summary.get("missing", [])
     if not missing:
         return str(clients)
@@ -290,7 +290,7 @@ def _clients(summary: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any], members: int) -> list[str]:
-    """Return the table cells of an accuracy over the clients; a round can evaluate ``members`` of them."""
+    """Return the table cells of an accuracy over the clients. A round can evaluate ``members`` clients."""
     covered = coverage(row["clients"], members)
     if "samples" in row:
         return [str(row["round"]), _percent(row["mean"]), *[ABSENT] * 4, covered]

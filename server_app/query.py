@@ -19,7 +19,7 @@ from posy.words import one_line
 MAX_NAME = 100
 """Largest number of characters of a node's name."""
 MAX_WARNINGS, MAX_WARNING, MAX_WARNED = 20, 300, 2000
-"""Largest numbers of shown warnings of one answer, of characters of each, and of warnings in a run."""
+"""Largest numbers of logged warnings of an answer, of characters of a warning, and of logged warnings in a run."""
 TOLERANCE = 1e-3
 """Largest difference, absolute and relative, between the fingerprints of the same tensors on two machines."""
 
@@ -39,13 +39,13 @@ class NodeQuery:
     Parameters
     ----------
     settings : Settings
-        The settings of the run. They may be replaced when the sites have agreed on a task.
+        The settings of the run. They are replaced after the sites have agreed on a task.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fixed_tensors: Sequence[float] = ()
-        """Fingerprint of the network's fixed tensors, which are not sent: every node must build the same tensors."""
+        """Fingerprint of the network's fixed tensors. They are not sent, so every node must build the same tensors."""
         self._num_clients = settings.data.num_clients
         self._of_sites = settings.data.dataset == SITES
         self._warned: set[tuple[str, str]] = set()
@@ -62,7 +62,7 @@ class NodeQuery:
         return Message(RecordDict({"config": config}), dst_node_id=node, message_type=MessageType.QUERY)
 
     def clients(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
-        """Return the clients in the answer of a node with a checked name, and log the warnings in it."""
+        """Return the clients in a node's answer and log its warnings. ``name`` is the node's checked name."""
         self._check_fixed_tensors(answer.get("fixed-tensors", []))
         if self._of_sites:
             return self._site(answer, node, name)
@@ -106,7 +106,7 @@ class NodeQuery:
             )
 
     def _log_warnings(self, source: str, answer: Mapping[str, Any]) -> int:
-        """Log a node's warnings, each once; return the number of files that it has skipped.
+        """Log each of a node's warnings once, and return the number of files that the node has skipped.
 
         The warnings of a site start with its name. Equal warnings of nodes with benchmark data appear once.
         """
@@ -125,7 +125,7 @@ class NodeQuery:
 
 
 def name_in(answer: Mapping[str, Any], registered: str) -> str:
-    """Return the name of a node: the name that its key was ``registered`` under, or else the name in its answer."""
+    """Return the name of a node: the ``registered`` name of its key, or else the name in its answer."""
     claimed = str(answer.get("name", ""))
     if registered and claimed not in ("", registered):
         raise BadReplyError(f"its node config names it {claimed!r:.99}, but its key is registered as {registered!r}")
@@ -136,7 +136,7 @@ def name_in(answer: Mapping[str, Any], registered: str) -> str:
 
 
 def check_index(client: Any, num_clients: int) -> int:
-    """Return the index of a client, or raise :class:`BadReplyError` if the run has no such client."""
+    """Return the index of a client, or raise :class:`BadReplyError` if the run does not have this client."""
     if not isinstance(client, int) or not 0 <= client < num_clients:
         raise BadReplyError(f"partition-id {client}: the run has the clients 0 to {num_clients - 1}")
     return client

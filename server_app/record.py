@@ -1,4 +1,4 @@
-"""The record of a finished run as frames, and its clients' models for predictions."""
+"""The record of a finished run: its tables as data frames, and its clients' models for predictions."""
 
 import json
 from collections.abc import Iterable
@@ -34,8 +34,8 @@ SHOWN = 10
 class Answer(NamedTuple):
     """The federation's answer to a query that names no client.
 
-    ``clients`` maps the clients whose models make the prediction to their probabilities, the most probable first. It is
-    empty if the clients vote, and ``prediction`` then has the shares of the votes.
+    ``clients`` maps the clients that may answer to their probabilities, the most probable first. It is empty if the
+    clients vote, and ``prediction`` then contains the shares of the votes.
     """
 
     prediction: Prediction
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 def _newest_on_node(folder: Path) -> Path | None:
-    """Return the newest folder of models in a node's ``state-dir`` or ``models``; None without one.
+    """Return the newest folder of models in a node's ``state-dir`` or ``models``, or None without such a folder.
 
     A node stores the models of a run in ``<state-dir>/<run>/models`` or in ``<models>/<run>``. The folder may also be
     one run's folder in ``state-dir``.
@@ -64,7 +64,7 @@ class Record:
     Attributes
     ----------
     path : Path
-        Its folder.
+        The folder of the run.
     strategy : PersonalisedStrategy or None
         The server's strategy, if the run was executed in this process.
     """
@@ -74,7 +74,7 @@ class Record:
 
     @classmethod
     def find(cls, run: str | Path) -> "Record":
-        """Return the record of a folder, or of a name in ``runs``; see :func:`posy.load`."""
+        """Return the record of a folder, or of a name in ``runs``, as :func:`posy.load` describes."""
         candidates = [absolute(str(run)), absolute(RunSettings.output_dir) / run]
         for folder in candidates:
             if (folder / CONFIG).is_file() or any(folder.glob("client-*.safetensors")):
@@ -89,7 +89,7 @@ class Record:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``; empty without the file."""
+        """The content of ``summary.json``, or an empty dictionary without the file."""
         return read_summary(self.path)
 
     @cached_property
@@ -102,7 +102,7 @@ class Record:
 
     @cached_property
     def rounds(self) -> "DataFrame":
-        """A row for each round: ``rounds.jsonl``, where ``served_accuracy_mean`` is the mean in ``served_accuracy``."""
+        """The rows of ``rounds.jsonl``. The column ``served_accuracy_mean`` is the mean in ``served_accuracy``."""
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
         lines = self._file("rounds.jsonl").read_text(encoding="utf-8").splitlines()
@@ -110,14 +110,14 @@ class Record:
 
     @cached_property
     def clients(self) -> "DataFrame":
-        """A row for each client and round: ``clients.csv``; ``partition`` is the client."""
+        """The rows of ``clients.csv``, one for each client and round. ``partition`` is the client."""
         import pandas as pd  # noqa: PLC0415
 
         return pd.read_csv(self._file("clients.csv"), dtype={"chosen": str, "site": str})
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The clients whose models are stored, with their names (empty without one)."""
+        """The names of the clients whose models are stored. A client without a name has an empty string."""
         return {client: read_metadata(path).get("site", "") for client, path in self._files.items()}
 
     def predictor(self, client: int | str, point: str = "") -> ClientModel:
@@ -128,8 +128,8 @@ class Record:
         client : int or str
             The client's number, from 0, or the name of its site.
         point : str
-            ``served``: the model before the client's training; ``local``: the model after it; empty: the model by which
-            the method is scored.
+            ``served`` for the model before the client's training, ``local`` for the model after training, or empty for
+            the model by which the method is scored.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class Record:
 
     @torch.no_grad()
     def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
-        """Return the answers of the chosen clients; the choice depends on layers that all clients share."""
+        """Return the answers of the chosen clients. The choice depends on layers that all clients share."""
         logits = first.client_logits(first.prepare(samples))
         sizes = np.ones(logits.shape[1])  # weights of the clients in the mean: their priors in the client loss
         if first.settings.run.client_weights == "samples":
@@ -203,7 +203,7 @@ class Record:
 
     @cached_property
     def _files(self) -> dict[int, Path]:
-        """The stored models by client, after training if they have trained; :class:`SettingsError` without any."""
+        """The stored models by client, after training if the client has trained. An error if there are none."""
         numbered = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
         files = {int(number): path for number, path in numbered if number.isdecimal()}
         if files:
@@ -213,7 +213,7 @@ class Record:
         elif (self.models / "server.safetensors").is_file():
             why = "they stay on the clients' nodes, in the folder that `models` or `state-dir` of the node config names"
         else:
-            why = "they are stored in the last round, and at intervals before"
+            why = "they are stored in the last round, and at intervals before that"
         raise SettingsError(f"{self.path} has no clients' models: {why}")
 
     def _number(self, client: int | str) -> int:

@@ -58,14 +58,14 @@ _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
 NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
 """The entry ``client-scores`` of a summary."""
 HELD_BYTES = 1 << 30
-"""Largest server state, in bytes, that is copied after a round, for a checkpoint if the next round is interrupted."""
+"""Largest server state, in bytes, that is copied after a round for a checkpoint if the next round is interrupted."""
 
 
 class Recorder:
     """Writes the files of a new or a resumed run, and shows its progress.
 
-    The files are in ``directory``; ``summary`` is the content of ``summary.json``, ``rounds`` the number of finished
-    rounds.
+    The files are in ``directory``. ``summary`` is the content of ``summary.json``, and ``rounds`` is the number of
+    finished rounds.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Recorder:
         self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
         strategy.rounds.before_training = self.privacy.note
         self.rounds = 0
-        # After the last finished round; the server's state is None during the end of a round, or if it is large.
+        # The server's state after the last finished round. None while a round ends, or if the state is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None
@@ -159,7 +159,7 @@ class Recorder:
         self._write_summary(status)
 
     def record(self) -> Record:
-        """Return the finished run for use."""
+        """Return the record of the finished run."""
         return Record(self.directory.path, self.strategy)
 
     def check_outcome(self) -> None:
@@ -168,9 +168,11 @@ class Recorder:
         Raises
         ------
         NothingTrainedError
-            If no client's training was accepted: the figures are those of the initial model.
-        RunError, DivergedError
-            If evaluations were requested and none was accepted; if the last training has diverged.
+            If no client's training was accepted, so that the figures belong to the initial model.
+        RunError
+            If evaluations were requested and none was accepted.
+        DivergedError
+            If the last training has diverged.
         """
         totals = self.totals
         reasons = "; ".join(f"{count} x {reason}" for reason, count in totals.dropped.most_common(3))
@@ -184,7 +186,7 @@ class Recorder:
             losses = [summed["mean"]]
         diverged = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
         diverged -= record.trained
-        # Guessing costs ln C, and ln M more if the method also classifies clients.
+        # The loss of guessing is ln C, plus ln M if the method also classifies clients.
         guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
         why = ""
@@ -198,14 +200,14 @@ class Recorder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn an error while writing the files of the run into a :class:`RunError`, which ends the run in one line."""
+        """Convert an error while writing the files of the run to a :class:`RunError`, which is reported in one line."""
         try:
             yield
         except OSError as error:
             raise RunError(f"the files of the run in {self.directory.path} cannot be written: {error}") from error
 
     def finish_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Record a finished round; Flower's strategy calls it last in every round."""
+        """Record a finished round. Flower's strategy calls this method at the end of every round."""
         if server_round > 0 and self.strategy.record.number == server_round:
             with deferred_signals(), self._writing():
                 self._finish_round(server_round, self.strategy.record)
@@ -256,7 +258,7 @@ class Recorder:
             self._pictures.draw(self.totals)
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
-        """Return the system accuracy of a round whose evaluation enters the average of the last rounds."""
+        """Return the system accuracy of a round, or None if its evaluation is not part of the final average."""
         due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
             self.settings.run, server_round
         )
@@ -279,7 +281,7 @@ class Recorder:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def prepare_messages(self, *, one_file_system: bool) -> None:
-        """Let the strategy's messages name the folder of the clients' states, and the versions to preserve.
+        """Let the strategy's messages name the folder of the clients' states, and the versions to keep.
 
         With ``one_file_system`` the clients can write into the directory of the run.
         """
@@ -291,7 +293,7 @@ class Recorder:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions that checkpoints need: an interrupt in the next round saves a checkpoint of this one."""
+        """Record the versions that checkpoints need, with this round's for a checkpoint after an interrupt."""
         self.strategy.exchange.states.needed = [*self.checkpoints.versions.values()]
         if self.checkpoints.every:
             self.strategy.exchange.states.needed.append(self._versions)
@@ -317,7 +319,7 @@ class Recorder:
         )
 
     def _continue_from(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint: remove later rounds from the files."""
+        """Continue from a checkpoint, and remove later rounds from the files."""
         so_far = checkpoint.progress
         self.directory.cut_back(so_far["files"])
         self.rounds = checkpoint.server_round
@@ -358,7 +360,7 @@ class Recorder:
         return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
 
     def _newcomers(self) -> dict[str, Any]:
-        """Return the scores of the hold-out clients at the end."""
+        """Return the final scores of the hold-out clients."""
         rows = self.strategy.newcomer_rows
         if not rows:
             return {}
@@ -369,11 +371,11 @@ class Recorder:
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Return the peak memory of this run's processes in bytes, and of tensors on a GPU.
 
-    Forked processes count with their present private memory.
+    Forked processes count with their current private memory.
     """
     peaks = {}
     with suppress(ImportError):
-        import resource  # noqa: PLC0415 - Windows has none
+        import resource  # noqa: PLC0415 - not available on Windows
 
         unit = 1 if sys.platform == "darwin" else 1024
         forked = sum(private_memory(process.pid or 0) for process in active_children())

@@ -1,4 +1,4 @@
-"""The results of a run: a directory that is complete on disk after each round, so that it survives a kill."""
+"""The results of a run, in a directory that is complete after each round, even if the process is killed later."""
 
 import csv
 import dataclasses
@@ -33,14 +33,14 @@ from posy.yaml12 import dump
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
 POINTS = ("served", "local")
-"""Evaluation points: the model that a client is served, and its local model after its training."""
+"""Evaluation points: the client's served model, and its local model after training."""
 MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
-"""Client columns that each round summarises over the clients."""
+"""Columns of a client that each round summarises over the clients."""
 VALIDATION, TRAINING = (
     tuple(f"{point}_{split}_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
     for split in ("validation", "training")
 )
-"""Further client columns: the columns for validation splits, and the columns that ``evaluate-training`` adds."""
+"""Further columns of a client: for validation splits, and for training splits with ``evaluate-training``."""
 CLIENT_COLUMNS = (
     *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, *TRAINING, "train_loss"),
     *("chosen", "bytes_up", "bytes_down", "site"),
@@ -51,13 +51,13 @@ GROWING = ("rounds.jsonl", "clients.csv")
 
 @dataclass
 class Totals:
-    """Totals over the finished rounds of a run; a checkpoint stores them under the names of the fields."""
+    """Totals over the finished rounds of a run. A checkpoint stores them under the names of the fields."""
 
     trained: bool = False
     """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
-    """Numbers of evaluations that the server requested and that it accepted."""
+    """Numbers of evaluations that the server has requested and accepted."""
     worst_loss: float = 0.0
     """Highest mean training loss of a round."""
     bytes_up: int = 0
@@ -71,13 +71,13 @@ class Totals:
     clipped: Counter[int] = field(default_factory=Counter)
     discarded: Counter[int] = field(default_factory=Counter)
     down_weighted: Counter[int] = field(default_factory=Counter)
-    """Number of rounds, by client, in which the server scaled down its update, gave its update no weight, and lowered
-    its weight."""
+    """Number of rounds by client in which the server scaled down its update, gave its update no weight, or lowered its
+    weight."""
     missing: list[int] = field(default_factory=list)
     """Clients that were missing in the last evaluation."""
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """Evaluations at each of :data:`POINTS`, in the order of the rounds, without rounds that were not evaluated."""
+    """Evaluations at each of :data:`POINTS`, in order of the rounds. Rounds without an evaluation are absent."""
     validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     """Accuracy on the validation splits, in the same form."""
     system: list[tuple[int, float]] = field(default_factory=list)
@@ -89,9 +89,9 @@ class Totals:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """Read the totals from the keys that :meth:`as_json` returns; ``stored`` may contain other keys."""
+        """Read the totals from the result of :meth:`as_json`. ``stored`` may contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
-        # Checkpoints of earlier versions have no system accuracy of single rounds, and no limited clients.
+        # Checkpoints of earlier versions lack the system accuracy of single rounds and the limited clients.
         newer = ("system", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in newer or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
@@ -105,14 +105,14 @@ class Totals:
         return totals
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields under the keys of a checkpoint."""
+        """Return all fields by their keys in a checkpoint."""
         return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round and return the spread of each of :data:`MEASURES` over the clients, or their masked sums.
+        """Add a round, and return the spread of each of :data:`MEASURES` over the clients, or their masked sums.
 
         A measure that no client reports is None. A measure of :data:`VALIDATION` or :data:`TRAINING` that no client
-        reports has no entry. ``evaluated`` says whether an evaluation was due in the round.
+        reports is absent. ``evaluated`` says whether an evaluation was due in the round.
         """
         rows = dict(sorted(record.clients.items()))  # the order of the replies must not change the sums
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
@@ -172,9 +172,9 @@ class Totals:
 
 
 class RunDirectory:
-    """The existing directory of one run, locked until the run ends, with the unique id of the run.
+    """The existing directory of one run, which is locked until the run ends, and the unique id of the run.
 
-    Raises :class:`SettingsError` if a process still uses it.
+    Raises :class:`SettingsError` if a process still uses the directory.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -196,14 +196,14 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: Path, run_name: str) -> Self:
-        """Create the directory of a new run, and ``output_dir`` if it does not exist; append -2, -3, … to a used name.
+        """Create the directory of a new run, and ``output_dir`` if necessary. Append -2, -3, … to a used name.
 
         Raises :class:`SettingsError` if the name is not a valid folder name, or the directory cannot be created.
         """
         if not is_folder_name(run_name):
             raise SettingsError(
-                f"run-name = {run_name!r}: it must be the name of a folder, without / or \\, not . "
-                "or .., of at most 200 bytes"
+                f"run-name = {run_name!r}: it must be the name of a folder with at most 200 bytes, "
+                "without / or \\, and not . or .."
             )
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ class RunDirectory:
             self._lock = -1
 
     def write_config(self, settings: Mapping[str, Any], gpu: str | None = None, **more: Any) -> None:
-        """Write ``config.yaml``: every setting, the versions, the machine with its GPU, and the entries of ``more``."""
+        """Write ``config.yaml`` with settings, versions, the machine and its GPU, and the entries of ``more``."""
         content = {
             "settings": settings,
             "seed": settings.get("seed"),
@@ -237,7 +237,7 @@ class RunDirectory:
         self._write("config.yaml", dump(plain(content)))
 
     def write_partition(self, counts: npt.ArrayLike, class_names: Sequence[str]) -> None:
-        """Write ``partition.csv``: the number of samples of each class on each client, ``counts`` ``(M, C)``."""
+        """Write ``partition.csv``, the number of samples of each class on each client, from ``counts`` ``(M, C)``."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["client", *class_names])
@@ -254,11 +254,11 @@ class RunDirectory:
         replace(self.path / name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def append_round(self, row: Mapping[str, Any]) -> None:
-        """Append one round to ``rounds.jsonl`` as a line with a JSON object; NaN and infinity become null."""
+        """Append a round to ``rounds.jsonl`` as a line with a JSON object. NaN and infinity become null."""
         self._append("rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
 
     def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the clients of a round to ``clients.csv``; a missing value, None or NaN becomes an empty cell."""
+        """Append the clients of a round to ``clients.csv``. A missing value, None or NaN becomes an empty cell."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, restval="", lineterminator="\n")
         if not any(size for size, _ in self.grown["clients.csv"][-1:]):
@@ -301,13 +301,13 @@ class RunDirectory:
 
 
 def spread_of(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
-    """Return the spread of a column over the clients that have it, weighted by their training samples."""
+    """Return the spread of a column over the clients with a value, weighted by their training samples."""
     having = [row for row in rows if column in row]
     return spread([row[column] for row in having], [row["n_train"] for row in having])
 
 
 def _by_client(rounds: Mapping[int, int]) -> list[dict[str, int]]:
-    """Return clients with their numbers of rounds, in the order of the clients."""
+    """Return the clients with their numbers of rounds, in order of the clients."""
     return [{"client": client, "rounds": number} for client, number in sorted(rounds.items())]
 
 

@@ -1,4 +1,4 @@
-"""Resuming a run from its directory: its settings apply, and only some may change."""
+"""Resumption of a run from its directory, with its settings, of which only some may change."""
 
 import json
 import re
@@ -23,27 +23,27 @@ _CHECKPOINT = re.compile(r"round-(\d+)")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A stored run, as its newest checkpoint describes it; its id is unique."""
+    """A stored run with a unique id, as its newest checkpoint describes it."""
 
     path: Path
     id: str
     settings: Mapping[str, Any]
     resumed_before: list[dict[str, Any]]
     damage: str = ""
-    """Why its ``config.yaml`` is not used; empty if it agrees."""
+    """Why its ``config.yaml`` is not used, or an empty string if the file matches the run."""
     ran_on: Mapping[str, Any] = field(default_factory=dict)
-    """The ``machine`` and ``versions`` that its ``config.yaml`` names, if it is used."""
+    """The ``machine`` and ``versions`` in its ``config.yaml``, if the file is used."""
 
     @classmethod
     def find(cls, user_settings: Mapping[str, Any], where: str) -> "StoredRun | None":
         """Return the run that the settings resume, or None for a new run.
 
-        Its ``config.yaml`` is for the user: a lost or damaged file is rewritten.
+        The ``config.yaml`` of the run is only for the user. Posy rewrites a lost or damaged file.
 
         Raises
         ------
         SettingsError
-            If the settings are wrong, the run does not exist or has no readable checkpoint, or the file was edited.
+            If the settings are invalid, the run does not exist or has no readable checkpoint, or the file was edited.
         """
         values = with_experiment(user_settings, where)
         name, output_dir = values.get("resume"), absolute(values.get("output-dir", RunSettings.output_dir))
@@ -59,7 +59,11 @@ class StoredRun:
         records = [record for _, record in _records(path, reasons)]
         if not records:
             none = "it has no checkpoint (the first follows round 1; checkpoint-every = 0 writes none)"
-            why = f"no checkpoint of it can be used ({'; '.join(reasons)})" if reasons else f"{none}. Start a new run"
+            why = (
+                f"no checkpoint of the run can be used ({'; '.join(reasons)})"
+                if reasons
+                else f"{none}. Start a new run"
+            )
             raise SettingsError(f"resume = {name!r}: {why}")
         # If config.yaml is complete, its id selects one of several runs.
         record = next((record for record in records if record["run"] == written.get("id")), records[0])
@@ -71,13 +75,13 @@ class StoredRun:
             if edited := "; ".join(f"{key} = {listed.get(key)!r}, the run has {ran.get(key)!r}" for key in keys):
                 raise SettingsError(
                     f"resume = {name!r}: {path / CONFIG} was edited: {edited}. Restore it, or delete "
-                    "the file, which is then rewritten; change settings on the command line"
+                    "the file, and Posy rewrites it; change settings on the command line"
                 )
         ran_on = {} if damage else {key: written[key] for key in RAN_ON if key in written}
         return cls(path, record["run"], current_keys(record["settings"]), record["resumed"], damage, ran_on)
 
     def check(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings that differ from the stored run; raise :class:`SettingsError` if one may not change."""
+        """Return the settings that differ from the stored run. Raise :class:`SettingsError` if one may not change."""
         wanted = settings.as_config()
         declared = declared_for(wanted)
         ran = {key: setting.before for key, setting in declared.items()} | dict(self.settings)
@@ -85,7 +89,7 @@ class StoredRun:
         fixed = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
         fixed |= settings.method.follows_number_of_rounds or settings.train.dp != OFF
         depends_on_it = (
-            " (num-server-rounds may not, because the method, the schedule, full-last-round or the noise depends on it)"
+            " (not num-server-rounds, because the method, the schedule, full-last-round or the noise depends on it)"
         )
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"
@@ -94,7 +98,7 @@ class StoredRun:
         ]
         if refused:
             raise SettingsError(
-                f"resume = {self.path.name!r}: {'; '.join(refused)}. With other values it would be another run; these "
+                f"resume = {self.path.name!r}: {'; '.join(refused)}. It would be a different run; only these settings "
                 f"may change: {', '.join(sorted(key for key, setting in declared.items() if setting.resumable))}"
                 + (depends_on_it if fixed else "")
             )
@@ -102,19 +106,19 @@ class StoredRun:
 
 
 def checkpoint_rounds(run: Path) -> list[int]:
-    """Return the rounds of the checkpoints in a run's directory, in their order."""
+    """Return the rounds of the checkpoints in a run's directory, in ascending order."""
     matches = (_CHECKPOINT.fullmatch(path.name) for path in (run / "checkpoints").glob("round-*"))
     return sorted(int(name[1]) for name in matches if name)
 
 
 def reached(run: Path) -> tuple[int, int]:
-    """Return the round of the newest checkpoint of a run, and the number of its rounds; zeros without a checkpoint."""
+    """Return the round of a run's newest checkpoint and the number of its rounds, or zeros without a checkpoint."""
     newest = next(_records(run, []), None)
     return (newest[0], newest[1]["settings"]["num-server-rounds"]) if newest else (0, 0)
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """Return the content of a run's ``summary.json``, empty if it is lost or damaged."""
+    """Return the content of a run's ``summary.json``, or an empty dictionary if the file is lost or damaged."""
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -134,7 +138,7 @@ def _written(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _records(run: Path, reasons: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield round and record of each checkpoint, the newest first; append to ``reasons`` why others cannot be used."""
+    """Yield round and record of each usable checkpoint, the newest first. ``reasons`` receives the other errors."""
     for number in reversed(checkpoint_rounds(run)):
         file = run / "checkpoints" / f"round-{number}" / PROGRESS
         try:

@@ -1,7 +1,7 @@
-"""The current status of a run on a federation, in a small file that its server updates for `posy status`.
+"""The current status of a run on a federation, in a small file that the server updates for `posy status`.
 
 The file is in the SuperLink's directory, and its name is the number of the run. It exists before the first node has
-answered, and remains after the run has ended.
+answered, and after the run has ended.
 """
 
 import json
@@ -26,7 +26,7 @@ from posy.words import one_line
 WRITE_SECONDS = 1.0
 """Shortest time in seconds between two writes of the file."""
 MAX_VERSION, MAX_VERSIONS = 60, 8
-"""Largest number of characters of a version in a node's answer, and of versions of one node."""
+"""Largest numbers of characters of a version in a node's answer, and of versions of one node."""
 FOLDER = "posy-runs"
 """Folder of the status files in Flower's home."""
 _WORK = {MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}
@@ -46,7 +46,7 @@ class _Work:
 
 
 class RunStatus:
-    """The progress of a run and of its nodes, and its faults so far; without a ``path`` no file is written."""
+    """The progress of a run and its nodes, and the run's faults so far. Without a ``path``, no file is written."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -64,31 +64,31 @@ class RunStatus:
 
     @classmethod
     def of_run(cls, number: int) -> "RunStatus":
-        """Return the status of a run under a SuperLink; it has no file if ``FLWR_HOME`` is not set."""
+        """Return the status of a run under a SuperLink. It has no file if ``FLWR_HOME`` is not set."""
         home = os.environ.get("FLWR_HOME")
         return cls(Path(home) / FOLDER / f"{number}.json" if home else None)
 
     # -- events ----------------------------------------------------------------------------------------
 
     def note(self, **facts: Any) -> None:
-        """Note facts of the run, such as ``round`` and ``dropped``."""
+        """Record facts about the run, such as ``round`` and ``dropped``."""
         self._facts |= {key.replace("_", "-"): value for key, value in facts.items()}
         self._change()
 
     def waits(self, reason: str, since: float, until: float) -> None:
-        """Note why the run cannot send messages yet, the start of the wait, and its latest end."""
+        """Record why the run cannot send messages yet, and the start and the latest end of the wait."""
         self._waits = {"for": reason, "since": since, "until": until}
         self._change()
 
     def waits_until(self, until: float | None) -> None:
-        """Note the latest end of the wait for replies; None: still unknown."""
+        """Record the latest end of the wait for replies, or None if it is unknown."""
         if until is None or self._until is None or abs(until - self._until) > WRITE_SECONDS:
             changed, self._until = until != self._until, until
             if changed:
                 self._change()
 
     def node(self, number: int, clients: Iterable[int], answer: Mapping[str, Any]) -> None:
-        """Note the clients of a node, and the versions of its packages from its answer."""
+        """Record the clients of a node, and the versions of its packages from its answer."""
         listed = answer.get("versions", [])
         texts = [one_line(str(text), MAX_VERSION) for text in listed[:MAX_VERSIONS]] if isinstance(listed, list) else []
         packages = {name: version for name, _, version in (text.partition(" ") for text in texts)}
@@ -96,7 +96,7 @@ class RunStatus:
         self._change()
 
     def sent(self, messages: Sequence[Message], numbers: Sequence[str]) -> None:
-        """Note messages that the SuperLink has accepted with these ids, and count copies of earlier messages."""
+        """Record messages that the SuperLink has accepted under these ids, and count copies of earlier messages."""
         sent_at = time.time()
         for message, number in zip(messages, numbers, strict=False):
             about = message.metadata
@@ -119,15 +119,15 @@ class RunStatus:
         self._change()
 
     def answered(self, replies: Iterable[Message]) -> None:
-        """Note replies: their nodes are idle, and an answer to a question shows the error of its node's clock.
+        """Record replies, whose nodes are now idle, and the clock error of nodes that have answered a question.
 
-        The status stores the smallest possible error in seconds, above 0 if the node's clock is ahead.
+        The status stores the smallest possible clock error in seconds, above 0 if the node's clock is ahead.
         """
         for reply in replies:
             number = reply.metadata.reply_to_message_id
             node, asked_at = self._asked.pop(number, (None, 0.0))
             if node is not None and not reply.has_error():
-                # With a correct clock, the answer was created after the question was sent and before it was read here.
+                # If the clock is correct, the answer was created after the question was sent and before this moment.
                 created = reply.metadata.created_at
                 error = max(created - time.time(), 0.0) + min(created - asked_at, 0.0)
                 self._nodes.setdefault(node, {})["clock"] = error
@@ -156,7 +156,7 @@ class RunStatus:
         return content
 
     def write(self, *, force: bool = False) -> None:
-        """Write the file after a change, at most once a second unless ``force``; an error does not end the run."""
+        """Write the file after a change, at most once a second unless ``force``. An error does not end the run."""
         if self._path is None or not self._changed or not (force or time.monotonic() - self._written > WRITE_SECONDS):
             return
         text = json.dumps(self.as_json(), ensure_ascii=False) + "\n"
@@ -169,7 +169,7 @@ class RunStatus:
         self._changed, self._written = False, time.monotonic()
 
     def close(self) -> None:
-        """Note the end of the run."""
+        """Record the end of the run."""
         self._works.clear()
         self._waits = None
         self._changed = True
@@ -181,7 +181,7 @@ class RunStatus:
 
 
 class WatchedGrid(PosyGrid):
-    """A grid of real nodes that notes all messages, and folds each message into few parts."""
+    """A grid of real nodes that records all messages, and folds each message into a few parts."""
 
     def __init__(self, grid: Grid, status: RunStatus) -> None:
         self._grid = grid
@@ -193,18 +193,18 @@ class WatchedGrid(PosyGrid):
         return self._grid.get_node_ids()
 
     def get_nodes(self) -> Iterable[Any]:
-        """Return the connected nodes, with the names that their keys were registered under."""
+        """Return the connected nodes, with the registered names of their keys."""
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Fold and push messages, and note them."""
+        """Fold, push and record messages."""
         wave = list(messages)
         numbers = list(self._grid.push_messages([folded(message) for message in wave]))
         self._status.sent(wave, numbers)
         return numbers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull replies, and note and return them."""
+        """Pull, record and return replies."""
         replies = [unfolded(reply) for reply in self._grid.pull_messages(message_ids)]
         self._status.answered(replies)
         return replies
@@ -215,7 +215,7 @@ class WatchedGrid(PosyGrid):
 
 
 def read_statuses(home: Path) -> dict[str, dict[str, Any]]:
-    """Return the statuses of a SuperLink's runs by the number of the run; ``home`` is Flower's home."""
+    """Return the statuses of a SuperLink's runs by the number of the run. ``home`` is Flower's home."""
     statuses = {}
     for path in sorted((home / FOLDER).glob("*.json")):
         try:

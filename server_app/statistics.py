@@ -22,26 +22,26 @@ from posy.strategies.settings import Settings
 from posy.words import one_line
 
 ROUND = f"0-0-{STATISTICS}"
-"""Name of the secure round; a site takes part in it once in a run."""
+"""Name of the secure round, in which a site takes part once in a run."""
 MAX_REASON = 500
 
 
 def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, int], names: Mapping[int, str]) -> Pooled:
-    """Return labels and statistics over all sites; the server learns nothing about a single site.
+    """Return labels and statistics over all sites, without information about a single site.
 
     Parameters
     ----------
     grid : WaveGrid
         The grid.
     settings : Settings
-        The settings with kind, shape and columns of the samples.
+        The settings, with kind, shape and columns of the samples.
     nodes, names : mapping
         Flower's id of the node of each client, and the name of its site.
 
     Raises
     ------
     SettingsError
-        If too few sites answer, or their sum cannot be read.
+        If too few sites answer, or their sum cannot be unmasked.
     """
     sites = SiteQueries(grid, nodes, names, settings.run.timeout)
     features = int(settings.data.input_shape) if open_statistics(settings.data, settings.data.sample_kind) else 0
@@ -99,7 +99,7 @@ class SiteQueries:
         ]
         answers = {}
         replies = self._grid.send_and_receive(messages, timeout=self._timeout)
-        # The SuperLink reports the error of a lost node. Only the id of the message identifies the client.
+        # The SuperLink reports the error of a lost node, so only the id of the message identifies the client.
         clients = {message.metadata.message_id: client_of(message) for message in messages}
         for reply in replies:
             client = clients[reply.metadata.reply_to_message_id]
@@ -119,7 +119,7 @@ class SiteQueries:
 
 
 def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:
-    """Raise :class:`BadReplyError` unless an answer has the masked words of some whole numbers."""
+    """Raise :class:`BadReplyError` unless an answer has the masked words of ``numbers`` whole numbers."""
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
         raise BadReplyError("statistics that are not a single text")
     if len(answer[0]) != 4 * (1 + LIMBS * numbers):

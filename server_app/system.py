@@ -40,7 +40,7 @@ class SystemAccuracy(NamedTuple):
 def system_accuracy(
     settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace, directory: RunDirectory
 ) -> SystemAccuracy | None:
-    """Return the accuracy on the pooled test sets of all members, or None if it is off or not available.
+    """Return the accuracy on the pooled test sets of all members, or None if it is disabled or not available.
 
     A method with ``routes`` chooses the client that answers. The clients' local models vote in all other methods.
     """
@@ -79,7 +79,7 @@ def routed_accuracy(
 ) -> SystemAccuracy:
     """Return the accuracy on the pooled test samples, which the head of the chosen client classifies.
 
-    The heads are in the folder ``models``; ``owner`` ``(n,)`` is the true client of each sample.
+    The heads are in the folder ``models``. ``owner`` ``(n,)`` is the true client of each sample.
     """
     layout = strategy.architecture.layout
     model = np.empty(strategy.size, np.float32)
@@ -93,7 +93,7 @@ def routed_accuracy(
         head.put(model, head.take(layout.flatten(arrays)))
         parameters = torch.from_numpy(model).to(workspace.device)
         classes, clients = workspace.trainer.forward(Forward(parameters), network, Samples(x, y))
-        if chosen is None:  # the same for every head: routing uses shared layers only
+        if chosen is None:  # the same for every head, because routing uses only shared layers
             chosen = chosen_clients(strategy, clients)
         routed_here = chosen == client
         correct[routed_here] = classes[routed_here].argmax(dim=-1) == y[routed_here]
@@ -113,7 +113,7 @@ def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
 def routing_scores(
     method: MethodSettings, outputs: Tensor, weights: npt.NDArray[np.float64], absent: Collection[int]
 ) -> Tensor:
-    """Return a method's scores ``(n, M)`` of the clients for each query; absent clients have minus infinity."""
+    """Return a method's scores ``(n, M)`` of the clients for each query. Absent clients have minus infinity."""
     scores: Tensor = method.client_scores(outputs, weights).clone()
     scores[..., list(absent)] = -torch.inf
     return scores
@@ -129,7 +129,7 @@ def routing_matrix(
 
 
 def pooled_test(workspace: Workspace, clients: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the test samples, labels and true client of some clients' test splits."""
+    """Return the samples, the labels and the true clients of the clients' test splits."""
     data = {client: workspace.client_data(client) for client in clients}
     x = torch.cat([split.x_test for split in data.values()])
     y = torch.cat([split.y_test for split in data.values()])

@@ -473,7 +473,7 @@ def test_without_a_usable_checkpoint_the_reasons_are_told(tmp_path: Path, monkey
     path = tmp_path / "runs" / "cut"
     cut_arrays(path)
     (path / "checkpoints/round-2/server.safetensors").write_bytes(b"")
-    with pytest.raises(SettingsError, match=r"no checkpoint of it can be used .*round-4.*round-2"):
+    with pytest.raises(SettingsError, match=r"no checkpoint of the run can be used .*round-4.*round-2"):
         run(grid_of(config), again(config, "cut"))
     config = settings(tmp_path, "fedavg", "none", checkpoint_every=0)
     run(grid_of(config), config)

@@ -1,1 +1,1 @@
-"""Trackers: they copy the record of a run to tracking tools, or to a custom tracker."""
+"""Trackers, which copy the record of a run to tracking tools or to a custom tracker."""

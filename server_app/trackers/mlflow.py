@@ -1,4 +1,4 @@
-"""MLflow: the rounds' numbers, the settings and pictures, in ``mlflow.db`` and ``mlruns/`` by default."""
+"""MLflow tracker: rounds, settings and pictures, by default in ``mlflow.db`` and ``mlruns/``."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from posy.paths import absolute
 from posy.server_app.trackers.tracker import TrackedRun, numbers
 
 EXPERIMENT, ID = "posy", "posy.id"
-"""Name of the experiment with the runs, and the tag that identifies a resumed run."""
+"""Name of the experiment with all runs, and the tag that identifies a resumed run."""
 STATES = {"completed": "FINISHED", "stopped": "KILLED"}
 
 

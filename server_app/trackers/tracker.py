@@ -9,7 +9,7 @@ from posy.settings import Scalar, key_of
 from posy.strategies.replies import LIMITED
 
 COUNTED = ("missing", "dropped", "left-out", *LIMITED, *map(key_of, LIMITED))
-"""Entries of a round or a summary of which only the number of clients or replies is tracked."""
+"""Entries of a round or a summary whose clients or replies are only counted."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,16 @@ class TrackedRun:
 
     name: str
     id: str
-    """Unique id of the run; a resumed run keeps it."""
+    """Unique id of the run, which a resumed run keeps."""
     directory: Path
-    """Directory of its results; the pictures in ``figures/`` are complete when the run has finished."""
+    """Directory of its results. The pictures in ``figures/`` are complete when the run has finished."""
     settings: Mapping[str, Scalar]
     finished: int
-    """Number of rounds finished before: 0 unless the run is resumed."""
+    """Number of rounds that are already finished: 0 unless the run is resumed."""
 
 
 class Tracker(Protocol):
-    """Records a run; ``track="file:name"`` names a class or function that creates it from a :class:`TrackedRun`."""
+    """Records a run. ``track="file:name"`` names a class or function that creates it from a :class:`TrackedRun`."""
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
         """Record a round, in the form of ``rounds.jsonl``."""

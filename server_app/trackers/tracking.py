@@ -1,4 +1,4 @@
-"""The tracker of a run, whose failure does not end the run."""
+"""The tracker of a run. A failure of the tracker does not end the run."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ ENVIRONMENT = {
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
 }
-"""Defaults of the tools' environment variables, with which they send no data; the user may set others."""
+"""Defaults of the tools' environment variables, which keep the tools from sending data. The user may override them."""
 
 
 class Tracking:
-    """Passes the rounds of a run to its tracker; Posy warns about a tracker that fails, and disables it."""
+    """Passes the rounds of a run to its tracker. If a tracker fails, Posy warns and disables it."""
 
     def __init__(self, track: str) -> None:
         self._track = track
@@ -46,7 +46,7 @@ class Tracking:
             self._call(lambda: tracker.run_finished(summary))
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call; if the tracker raises an error, disable it and return None."""
+        """Return the result of a call. If the tracker raises an error, disable the tracker and return None."""
         try:
             return call()
         except Exception as error:  # a tracker may raise any error
@@ -57,12 +57,12 @@ class Tracking:
 
 
 def find(track: str) -> Callable[[TrackedRun], Tracker] | None:
-    """Return the class or function that creates the tracker of a setting, None for ``off``.
+    """Return the class or function that creates the tracker of a setting, or None for ``off``.
 
     Raises
     ------
     SettingsError
-        If its package is not installed, or the file or name of a custom tracker does not exist.
+        If the package of the tracker is not installed, or the file or name of a custom tracker does not exist.
     """
     if track == OFF:
         return None

@@ -1,4 +1,4 @@
-"""Weights & Biases: offline in ``wandb/`` of the run's directory, unless ``WANDB_MODE`` is set."""
+"""Weights & Biases tracker: offline in ``wandb/`` of the run's directory, unless ``WANDB_MODE`` is set."""
 
 from collections.abc import Mapping
 from typing import Any
