@@ -256,7 +256,7 @@ class LocalRun:
                 outputs = yield from self.client.predict(predictor, split)
                 if self.masking and bool(torch.isnan(outputs).any()):
                     client, number = self.client.client, self.client.round
-                    log(WARNING, "client %s has no %s scores in round %s: NaN", client, key, number)
+                    log(WARNING, "client %s has no %s scores in round %s: its outputs contain NaN", client, key, number)
                     continue  # an error would reveal the NaN
                 loss, accuracy = scores(outputs, labels, advice)
                 measured |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}

@@ -138,7 +138,7 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
         if forbidden := [name for name in names if name and usable and name not in usable]:
             yield Violation("columns", f"{key} = {shown(values[key])}; the site does not offer {forbidden[0]!r}")
     if values["label-column"] not in ("", policy.label):
-        yield Violation("label", f"label-column = {shown(values['label-column'])}; the site offers only another label")
+        yield Violation("label", f"label-column = {shown(values['label-column'])}; the site does not offer this label")
 
 
 def _is_allowed_file(weights: str, folder: str) -> bool:
@@ -421,7 +421,9 @@ def check_place(settings: Settings, context: Context, client: int, server_round:
     if index is None:
         index = context.state.config_records.get(_CLIENT, ConfigRecord({"client": client}))["client"]
     if client != int(index) or not 0 <= client < settings.data.num_clients:
-        raise PolicyError(Violation("scores", f"a message for client {client}; the site is client {index} of this run"))
+        raise PolicyError(
+            Violation("scores", f"the message is for client {client}, but the site is client {index} of this run")
+        )
     if not 0 <= server_round <= settings.run.num_server_rounds:
         reason = f"round {server_round}; the run has num-server-rounds = {settings.run.num_server_rounds}"
         raise PolicyError(Violation("max-rounds", reason))

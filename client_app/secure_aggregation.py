@@ -186,7 +186,7 @@ class Secrets:
         self._run = run
         begun = {key.removeprefix(SESSIONS).partition("-")[0] for key in self._records if key.startswith(SESSIONS)}
         if self._site and (other_clients := begun - {str(client)}):
-            raise ProtocolError(f"this site takes part as client {min(other_clients)}, and not as client {client}")
+            raise ProtocolError(f"this site takes part as client {min(other_clients)}, not as client {client}")
 
     def load(self) -> Session:
         """Return the session of the round, or raise :class:`ProtocolError` if it is not the client's latest."""

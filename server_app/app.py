@@ -198,7 +198,7 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
     if rule and rule.least > size:
         raise SettingsError(
             f"max-attackers = {run.max_attackers} with robust = {run.robust!r}: a round needs {rule.least} replies, "
-            f"and {size} clients train in it; lower max-attackers, or choose another rule"
+            f"but only {size} clients train in it; lower max-attackers, or choose another rule"
         )
     return strategy
 

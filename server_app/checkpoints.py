@@ -172,7 +172,9 @@ def resumption(
             f"dataset = {settings.data.dataset!r}"
         )
     if finished > run.num_server_rounds:
-        raise SettingsError(f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {finished}")
+        raise SettingsError(
+            f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has already finished {finished} rounds"
+        )
     if finished == run.num_server_rounds and read_summary(directory.path).get("status") in ("completed", "diverged"):
         raise SettingsError(
             f"resume = {run.resume!r}: its {finished} rounds are complete; a larger num-server-rounds continues it"

@@ -110,7 +110,7 @@ def _failure(message: Message, error: Exception) -> Message:
         error = error.__cause__
     if not is_failure(error):
         error.add_note(
-            f"It was raised by client {message.metadata.dst_node_id - 1} in round {message.metadata.group_id}."
+            f"Client {message.metadata.dst_node_id - 1} raised this error in round {message.metadata.group_id}."
         )
         raise error
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)

@@ -122,7 +122,7 @@ class Membership:
             for key, attribute in (("owners", "name"), ("fingerprints", "fingerprint")):
                 for client, text in stored[key].items():
                     if not isinstance(text, str):
-                        raise TypeError(f"{key} holds {text!r}")
+                        raise TypeError(f"{key} contains {text!r}")
                     info = ClientInfo(check_index(int(client), self._num_clients), 0, 0, 0)
                     setattr(self.records.setdefault(info.client, info), attribute, text)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -134,7 +134,7 @@ class Membership:
         if last_info.name not in ("", info.name):
             return f"client {info.client} belongs to {last_info.name}: give each its own partition-id"
         if assigned >= 0 and info.client != assigned:
-            return f"it is client {assigned} of this run, but its partition-id says {info.client}"
+            return f"it is client {assigned} of this run, but its partition-id is {info.client}"
         if last_info.fingerprint not in ("", info.fingerprint):
             return f"its data has changed since client {info.client} joined this run; start a new run with it"
         return ""

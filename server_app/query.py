@@ -68,7 +68,7 @@ class NodeQuery:
             return self._site(answer, node, name)
         columns = [answer[key] for key in ("clients", "num-train", "num-test")]
         if len(columns[0]) > self._num_clients:
-            raise BadReplyError(f"{len(columns[0])} clients on one node")
+            raise BadReplyError(f"it hosts {len(columns[0])} clients; the run has {self._num_clients}")
         self._log_warnings("a node", answer)
         return NodeClients(
             tuple(
@@ -80,7 +80,7 @@ class NodeQuery:
     def _site(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
         """Return the client in the answer of a site's node, with index -1 if the node has no partition-id."""
         if "client" not in answer and not name:
-            raise BadReplyError("its node config gives neither name nor partition-id")
+            raise BadReplyError("its node config has neither name nor partition-id")
         client = check_index(answer["client"], self._num_clients) if "client" in answer else -1
         if self.is_open:
             description = Description.from_answer(answer)
@@ -89,7 +89,7 @@ class NodeQuery:
         class_counts = tuple(int(samples) for samples in answer.get("class-counts", ()))
         num_classes, samples = task_of(self.settings.data).num_classes, sum(class_counts)
         if class_counts and (len(class_counts) != num_classes or min(class_counts) < 0 or not samples):
-            raise BadReplyError(f"class-counts of {len(class_counts)} classes, {samples} samples in total")
+            raise BadReplyError(f"its class-counts have {len(class_counts)} classes and {samples} samples in total")
         fingerprint = answer.get("fingerprint", "")
         if not isinstance(fingerprint, str) or not re.fullmatch(r"([0-9a-f]{16})?", fingerprint):
             raise BadReplyError("its fingerprint does not have 16 hexadecimal digits")

@@ -209,7 +209,7 @@ class Record:
         if files:
             return dict(sorted(files.items()))
         if not self.settings.get("save-models", True):
-            why = "it was run with save-models = false"
+            why = "the run had save-models = false"
         elif (self.models / "server.safetensors").is_file():
             why = "they stay on the clients' nodes, in the folder that `models` or `state-dir` of the node config names"
         else:

@@ -192,7 +192,7 @@ class Recorder:
         why = ""
         if 2 * len(diverged) >= max(len(record.cohort), 1):
             cohort = f"the {len(record.cohort)} clients that trained in the last round"
-            why = f"of {cohort}, {len(diverged)} sent no finite numbers"
+            why = f"{len(diverged)} of {cohort} sent no finite numbers"
         elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
             why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
         if why:

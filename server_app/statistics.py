@@ -121,9 +121,9 @@ class SiteQueries:
 def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:
     """Raise :class:`BadReplyError` unless an answer has the masked words of ``numbers`` whole numbers."""
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
-        raise BadReplyError("statistics that are not a single text")
+        raise BadReplyError("the statistics are not a single text")
     if len(answer[0]) != 4 * (1 + LIMBS * numbers):
-        raise BadReplyError(f"{len(answer[0])} bytes of statistics instead of {4 * (1 + LIMBS * numbers)}")
+        raise BadReplyError(f"the statistics have {len(answer[0])} bytes instead of {4 * (1 + LIMBS * numbers)}")
 
 
 def _words(answer: Answer) -> npt.NDArray[np.uint32]:

@@ -186,11 +186,13 @@ def test_a_site_is_one_client(tmp_path: Path, cells: np.ndarray) -> None:
     assert not send(grid, values(), model()).has_error()
     for client in (1, -3, 10**9):
         reason = send(grid, values(), model(0.2), client=client).error.reason
-        assert f"rule scores: a message for client {client}; the site is client 0 of this run" in reason
+        assert f"rule scores: the message is for client {client}, but the site is client 0 of this run" in reason
     fixed = NodeGrid(site(tmp_path, cells) | {"partition-id": 1})
     assert "the site is client 1 of this run" in send(fixed, values(), model()).error.reason
     assert not send(fixed, values(), model(), client=1).has_error()
-    assert "a message for client 7" in send(NodeGrid(site(tmp_path, cells)), values(), model(), client=7).error.reason
+    assert (
+        "the message is for client 7" in send(NodeGrid(site(tmp_path, cells)), values(), model(), client=7).error.reason
+    )
 
 
 @pytest.mark.parametrize("kind", ["evaluate.default", "train.default"])

@@ -239,7 +239,7 @@ def test_a_faulty_request_is_a_mistake_in_the_method(make_config, federate, monk
     monkeypatch.setattr(PersonalClient, "work", work)
     with pytest.raises((KeyError, ValueError, AttributeError)) as raised:
         federate(make_config("fedavg", stack=stack, model="mlp"))
-    assert raised.value.__notes__[-1] == "It was raised by client 1 in round 1."
+    assert raised.value.__notes__[-1] == "Client 1 raised this error in round 1."
 
 
 def test_only_the_store_keeps_states_in_memory(make_config, federate, monkeypatch, tmp_path):

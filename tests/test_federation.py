@@ -431,7 +431,7 @@ def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
     """Several nodes may have the same name if their keys are not registered."""
     grid = Script(*(site("site-a") | words for words in ({"partition-id": 0}, {"partition-id": 1}, {})))
     settings = needing(replace(of_sites, data=replace(of_sites.data, num_clients=2)), least)
-    refusal = "it is client 0 of this run, but its partition-id says 1"
+    refusal = "it is client 0 of this run, but its partition-id is 1"
     if least == 2:
         with pytest.raises(SettingsError, match=f"host 1 of them after .* excluded: site-a: {refusal}"):
             grid.joined(settings)
@@ -482,7 +482,7 @@ def test_a_site_that_comes_back_with_another_number_is_refused(
     grid.connect(9, site("site-b") | {"name": "", "partition-id": 3}, registered="b")
     members.refresh()
     assert hosts(members) == {0: 1}
-    assert list(members.excluded) == [("b", "it is client 1 of this run, but its partition-id says 3")]
+    assert list(members.excluded) == [("b", "it is client 1 of this run, but its partition-id is 3")]
 
 
 class Fingerprints(Registered):
@@ -979,8 +979,8 @@ def test_a_run_continues_while_clients_leave_and_return(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"class-counts": [1, 2, 3]}, "class-counts of 3 classes"),
-        ({"class-counts": [5, -1]}, "class-counts of 2 classes"),
+        ({"class-counts": [1, 2, 3]}, "class-counts have 3 classes"),
+        ({"class-counts": [5, -1]}, "class-counts have 2 classes"),
         ({"name": "a\nb"}, "its name is not a line"),
         ({"name": "a" * 101}, "at most 100 characters"),
         ({"num-train": 2.5}, "num-train = 2.5"),

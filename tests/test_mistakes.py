@@ -81,7 +81,7 @@ def test_an_exception_of_a_hook_on_a_client_ends_the_run_with_its_place(
     trace = "".join(mistakes.traceback.format_exception(raised.value))
     assert "test_mistakes.py" in trace
     assert "in fails" in trace
-    assert raised.value.__notes__[-1].startswith("It was raised by client ")
+    assert raised.value.__notes__[-1].startswith("Client ")
     assert raised.value.__notes__[-1].endswith(" in round 1.")
 
 

@@ -396,7 +396,7 @@ def test_feddrm_weighs_its_routing_whatever_the_rule(make_strategy: MakeStrategy
 
 def test_krum_needs_enough_clients_before_the_run(make_config: Callable[..., Config]) -> None:
     settings = read_settings(make_config("fedavg", robust="krum", max_attackers=1))
-    with pytest.raises(SettingsError, match="a round needs 5 replies, and 4 clients train in it"):
+    with pytest.raises(SettingsError, match="a round needs 5 replies, but only 4 clients train in it"):
         build_strategy(settings, Workspace(settings))
 
 

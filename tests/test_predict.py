@@ -391,7 +391,7 @@ def test_the_command_route(
         (["RUN", "0", "bad.csv"], "row 2, f: 'x' is not a number"),
         (["RUN", "0", "few.csv"], "row 2 has 1 columns; the header has 2"),
         (["RUN", "7", "bad.csv"], "client '7': "),
-        (["BARE", "0", "bad.csv"], "it was run with save-models = false"),
+        (["BARE", "0", "bad.csv"], "the run had save-models = false"),
     ],
 )
 def test_errors_of_the_command(

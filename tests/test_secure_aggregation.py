@@ -818,7 +818,7 @@ def test_sites_refuse_thresholds_that_are_unsafe_with_a_malicious_server(
 
 def test_a_site_takes_part_as_one_client(sites: list[dict[str, Any]]) -> None:
     group = ClientGroup(configs=sites).keys()
-    with pytest.raises(ProtocolError, match="this site takes part as client 0, and not as client 1"):
+    with pytest.raises(ProtocolError, match="this site takes part as client 0, not as client 1"):
         answer(group.message(1, **{"secure-stage": "keys"}), group.contexts[0])
 
 
