@@ -149,20 +149,20 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     The client's state goes to a folder of the run in ``state-dir``. Its model goes to a folder of the run in
     ``models``, or by default to a subfolder of the state's folder.
     """
-    wanted = config.pop("save-models-to", "")
+    save_to = config.pop("save-models-to", "")
     config.pop("state-directory", None)
     state, models = (str(context.node_config.get(key, "")) for key in ("state-dir", "models"))
-    if not state and not (wanted and models):
+    if not state and not (save_to and models):
         return
-    run = str(config["run"])
-    if not is_run_folder(run):
+    run_name = str(config["run"])
+    if not is_run_folder(run_name):
         raise SettingsError(
-            f"run = {run!r} in the server's message is not a valid name of a folder; change run-name on the server"
+            f"run = {run_name!r} in the server's message is not a valid name of a folder; change run-name on the server"
         )
     if state:
-        config["state-directory"] = str(absolute(state) / run)
-    if wanted:
-        config["save-models-to"] = str(absolute(models) / run if models else absolute(state) / run / "models")
+        config["state-directory"] = str(absolute(state) / run_name)
+    if save_to:
+        config["save-models-to"] = str(absolute(models) / run_name if models else absolute(state) / run_name / "models")
 
 
 class Call:
@@ -196,8 +196,8 @@ class Call:
         if not trusting:
             own_places(self._config, context)
         folder = self._config.pop("state-directory", None)
-        if self._policy and (pinned := folder or self._config.get("save-models-to")):
-            pin_state(Path(pinned), json.loads(settings_json))
+        if self._policy and (run_folder := folder or self._config.get("save-models-to")):
+            pin_state(Path(run_folder), json.loads(settings_json))
         self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self._versions = Versions.take(self._config)
         self._training = message.metadata.message_type == MessageType.TRAIN
@@ -250,11 +250,11 @@ class Call:
 
     def unpack_answer(self, answer: Parcel) -> Result:
         """Return a result from another process (:func:`packed`), and load the client's new state."""
-        (stored, replied, num_examples, metrics), arrays = answer
-        if stored is not None:
-            self._state = State(dict(zip(stored, arrays, strict=False)))
+        (state_names, reply_names, num_examples, metrics), arrays = answer
+        if state_names is not None:
+            self._state = State(dict(zip(state_names, arrays, strict=False)))
             self._state.changed = True
-        return dict(zip(replied, arrays[len(stored or ()) :], strict=True)), num_examples, metrics
+        return dict(zip(reply_names, arrays[len(state_names or ()) :], strict=True)), num_examples, metrics
 
     def close(self, result: Result | Exception) -> Message:
         """Store the client's state and return the reply, or raise the client's error.
@@ -271,8 +271,10 @@ class Call:
         if self._policy:
             metrics = limited_scores(self._policy, metrics)
         version = self._store.save(self.number, self._versions, state)
-        sent = arrays if isinstance(arrays, dict) else {}  # an evaluation without masks returns its loss instead
-        return reply_to(self.message, sent, num_examples, {**metrics, "state": version})
+        reply_arrays = (
+            arrays if isinstance(arrays, dict) else {}
+        )  # an evaluation without masks returns its loss instead
+        return reply_to(self.message, reply_arrays, num_examples, {**metrics, "state": version})
 
     def answer(self) -> Message:
         """Run the client's training or evaluation, and return the reply."""
@@ -285,10 +287,10 @@ class Call:
 
 def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Steps[Result]]:
     """Return the client and generator of a packed call, as :meth:`Call.open` does, in another process."""
-    (number, training, config, stored, sent), arrays = parcel
-    state = State(dict(zip(stored, arrays, strict=False)))
+    (number, training, config, state_names, array_names), arrays = parcel
+    state = State(dict(zip(state_names, arrays, strict=False)))
     client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
-    run = LocalRun(client.jobs, dict(zip(sent, arrays[len(stored) :], strict=True)), config)
+    run = LocalRun(client.jobs, dict(zip(array_names, arrays[len(state_names) :], strict=True)), config)
     return client, run.train() if training else run.evaluate()
 
 

@@ -200,8 +200,8 @@ class AuditLog:
             if recorded != head and (recorded is None or recorded.count >= head.count):
                 expected = None if recorded is None else recorded.count
                 notes.append({"time": _now(), "event": GAP, "expected": expected, "found": head.count})
-            for new in (*notes, *events):
-                line, head = line_of(new, head)
+            for entry in (*notes, *events):
+                line, head = line_of(entry, head)
                 lines += line
             _write(file, lines)
             getattr(os, "fdatasync", os.fsync)(file)
@@ -218,10 +218,10 @@ class AuditLog:
         if run not in self._begun:
             try:
                 with self.path.open("rb") as file, contextlib.closing(_mapped(file.fileno())) as content:
-                    begun = re.search(rb'"event":"run-begin"[^\n]*"run":"%s"' % re.escape(run.encode()), content)
+                    match = re.search(rb'"event":"run-begin"[^\n]*"run":"%s"' % re.escape(run.encode()), content)
             except (FileNotFoundError, ValueError):  # the log is missing or empty
-                begun = None
-            if begun is None:
+                match = None
+            if match is None:
                 return False
             self._begun.add(run)
         return True
@@ -300,12 +300,12 @@ def log_of(node_config: Mapping[str, Any]) -> AuditLog | None:
     A node with data keeps its log in ``state-dir``. The key ``audit`` of the node config names another file, for any
     node.
     """
-    if named := str(node_config.get(AUDIT, "")):
-        return _log_at(absolute(named))
+    if path := str(node_config.get(AUDIT, "")):
+        return _log_at(absolute(path))
     if not node_config.get("data"):
         return None
-    if state := str(node_config.get("state-dir", "")):
-        return _log_at(absolute(state) / AUDIT_NAME)
+    if state_dir := str(node_config.get("state-dir", "")):
+        return _log_at(absolute(state_dir) / AUDIT_NAME)
     _warn_once()
     return None
 
@@ -368,8 +368,8 @@ def record(audit_log: AuditLog, message: Message, context: Context, outcome: Mes
     try:
         event = event_of(message, context, outcome)
         begin = {key: event[key] for key in ("time", "node", "run", "name", "submitter", "signers", "code", "settings")}
-        first = not audit_log.has_begun(event["run"])
-        audit_log.append(*([{**begin, "event": RUN_BEGIN}] if first else []), event)
+        is_first = not audit_log.has_begun(event["run"])
+        audit_log.append(*([{**begin, "event": RUN_BEGIN}] if is_first else []), event)
     except (OSError, ValueError) as error:
         log(ERROR, "the audit log %s cannot be written, so no reply leaves this node: %s", audit_log.path, error)
         raise AuditError("this node cannot write its audit log, and sends no reply without it") from None

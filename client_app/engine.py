@@ -198,15 +198,15 @@ class Group:
         trainer, network = self.workspace.trainer, group[0].client.jobs.network(group[0].request)
         if len(group) == 1:
             return [self._answer_alone(group[0])]
-        first = group[0].request
-        shape = (first.start if isinstance(first, Train) else first.parameters).shape
+        first_request = group[0].request
+        shape = (first_request.start if isinstance(first_request, Train) else first_request.parameters).shape
         models = 1 if len(shape) == 1 else shape[0]
-        most = min(self._capacity.get(network, len(group)), max(1, trainer.capacity(network) // models))
-        if len(group) > most:
-            pieces = [group[i : i + most] for i in range(0, len(group), most)]
+        limit = min(self._capacity.get(network, len(group)), max(1, trainer.capacity(network) // models))
+        if len(group) > limit:
+            pieces = [group[i : i + limit] for i in range(0, len(group), limit)]
             return [answer for piece in pieces for answer in self._answer_group(piece)]
         try:
-            if isinstance(first, Train):
+            if isinstance(first_request, Train):
                 jobs = [member.client.jobs.job(member.request) for member in group if isinstance(member.request, Train)]
                 return list(trainer.train_together(jobs, network))
             requests = [member.request for member in group if isinstance(member.request, Forward)]

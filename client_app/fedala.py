@@ -51,7 +51,7 @@ class FedALAClient(PersonalClient):
             return shared, None
         part, entries = self.mixed_part()
         views = {"global": self.layout.views(shared), "gap": self.layout.views(shared - model)}
-        context = {f"{which} {entry.name}": views[which][entry.name] for which in views for entry in entries}
+        context = {f"{kind} {entry.name}": views[kind][entry.name] for kind in views for entry in entries}
         upper = {entry.layer for entry in entries}
         fixed = {layer: 0.0 for layer in self.layout.layers if layer not in upper}
         steps = max(1, round(self.method.sample * len(self.data.y_train) / self.settings.train.batch_size))

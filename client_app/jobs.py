@@ -100,9 +100,9 @@ class Jobs:
     def job(self, work: Train) -> Job:
         """Return a local training with the client's samples and its random streams of this round."""
         job = self._job(work)
-        for number, of_model in enumerate(job.models or (job,)):
-            if self.moments is not None and of_model.moments is not None:
-                self.moments[f"optimiser-{work.stream}-{number}"] = of_model.moments
+        for number, model_job in enumerate(job.models or (job,)):
+            if self.moments is not None and model_job.moments is not None:
+                self.moments[f"optimiser-{work.stream}-{number}"] = model_job.moments
         if not work.measures:
             self.processed += self.share(job).total * (1 if work.start.dim() == 1 else len(work.start))
         return job

@@ -147,9 +147,9 @@ class LocalRun:
         check_names("reference returns", start, tuple(arrays), f"{type(self.method).__name__}.returned")
         return [start[name] for name in arrays]
 
-    def _check_protected(self, further: Mapping[str, float]) -> None:
+    def _check_protected(self, metrics: Mapping[str, float]) -> None:
         """Raise :class:`UnprotectedError` if the method sends metrics, to which no noise is added."""
-        if further:
+        if metrics:
             raise UnprotectedError(
                 f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
                 f"refuse dp = {self.settings.train.dp!r}"
@@ -193,10 +193,12 @@ class LocalRun:
 
         A loss that the sum cannot represent counts as missing, because an error would reveal this loss.
         """
-        wrong = {key for key, value in metrics.items() if key.endswith("-loss") and not 0 <= value <= LARGEST_LOSS}
-        valid = {key: value for key, value in metrics.items() if key not in wrong}
+        invalid_keys = {
+            key for key, value in metrics.items() if key.endswith("-loss") and not 0 <= value <= LARGEST_LOSS
+        }
+        valid_metrics = {key: value for key, value in metrics.items() if key not in invalid_keys}
         sizes: dict[str, int] = {split: len(self.jobs.samples(split).y) for split in SPLITS}
-        return numbers_of(self.settings, valid, sizes, training=training)
+        return numbers_of(self.settings, valid_metrics, sizes, training=training)
 
     # -- evaluation ------------------------------------------------------------------------------------
 
@@ -242,9 +244,9 @@ class LocalRun:
 
         The training split is scored only with ``evaluate-training``. A run with noise has no scores by default.
         """
-        measured: dict[str, float] = {}
+        values: dict[str, float] = {}
         if self.settings.train.withholds_scores:
-            return measured
+            return values
         advice = advice_on_divergence(self.settings.train)
         splits: dict[str, Split] = {point: "test"}
         if self.settings.data.validation_fraction:
@@ -259,8 +261,8 @@ class LocalRun:
                     log(WARNING, "client %s has no %s scores in round %s: its outputs contain NaN", client, key, number)
                     continue  # an error would reveal the NaN
                 loss, accuracy = scores(outputs, labels, advice)
-                measured |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
-        return measured
+                values |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
+        return values
 
     def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
         """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config has one.
@@ -274,10 +276,10 @@ class LocalRun:
         client = self.client
         path = Path(str(folder)) / f"{file}-{client.client}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"client": str(client.client), "site": str(self.config.get("site", "")), "round": str(client.round)}
-        about |= {"point": point, "chosen": predictor.chosen}
-        needed = {"settings": self.settings.to_json(), "preprocessing": client.workspace.preprocessing}
-        write_arrays(path, predictor.as_arrays(), about | needed)
+        metadata = {"client": str(client.client), "site": str(self.config.get("site", "")), "round": str(client.round)}
+        metadata |= {"point": point, "chosen": predictor.chosen}
+        origin = {"settings": self.settings.to_json(), "preprocessing": client.workspace.preprocessing}
+        write_arrays(path, predictor.as_arrays(), metadata | origin)
 
     # -- received arrays -------------------------------------------------------------------------------
 
@@ -298,12 +300,14 @@ class LocalRun:
         prefix, client = f"{self.method.sent_once}-", self.client
         if not self.method.sent_once:
             return
-        sent = {int(name.removeprefix(prefix)): array for name, array in received.items() if name.startswith(prefix)}
-        for number, array in sorted(sent.items()):
-            name, stored = f"{prefix}{number}", len(self._stored_once())
-            if number > stored + 1:
-                raise StateError(f"client {client.client} stores {stored} arrays; the message begins at {name}")
-            if number == stored + 1:
+        new_arrays = {
+            int(name.removeprefix(prefix)): array for name, array in received.items() if name.startswith(prefix)
+        }
+        for number, array in sorted(new_arrays.items()):
+            name, count = f"{prefix}{number}", len(self._stored_once())
+            if number > count + 1:
+                raise StateError(f"client {client.client} stores {count} arrays; the message begins at {name}")
+            if number == count + 1:
                 client.state[name] = np.array(array)
             elif not np.array_equal(client.state[name], array):
                 raise StateError(f"the array {name} differs from the same array in an earlier message")

@@ -47,13 +47,13 @@ def _check_names(prefix: str, kind: type[Any], base: type[Any]) -> None:
         if not name.startswith("_")
     ]
     settings: Any = kind
-    own_fields = {field.name for field in fields(settings)} if is_dataclass(kind) else set()
+    setting_fields = {field.name for field in fields(settings)} if is_dataclass(kind) else set()
     for name in vars(kind):
-        if name.startswith("_") or name in base_names or name in own_fields:
+        if name.startswith("_") or name in base_names or name in setting_fields:
             continue
-        if near := get_close_matches(name, base_names, 1, SIMILAR):
+        if similar := get_close_matches(name, base_names, 1, SIMILAR):
             raise SettingsError(
-                f"{prefix}: {kind.__name__}.{name} is not used: did you mean {near[0]}? If not, begin its name with _"
+                f"{prefix}: {kind.__name__}.{name} is not used: did you mean {similar[0]}? If not, begin its name with _"
             )
 
 

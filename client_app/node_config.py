@@ -52,8 +52,8 @@ def check_words(words: Iterable[str]) -> None:
     for word in words:
         if word in NODE_WORDS:
             continue
-        if near := nearest(word, NODE_WORDS):
-            hint = f"did you mean {near}?"
+        if suggestion := nearest(word, NODE_WORDS):
+            hint = f"did you mean {suggestion}?"
         elif word.replace("_", "-") in defaults():
             hint = "it is a setting of a run, for `posy run`"
         else:

@@ -80,10 +80,10 @@ def policy_of(node_config: Mapping[str, Any]) -> Policy | None:
     if path := str(node_config.get(POLICY, "")):
         file = absolute(path)
         try:
-            about = file.stat()
+            file_stat = file.stat()
         except OSError as error:
             raise NodeConfigError(f"{POLICY} = {path!r} in the node config cannot be read: {error.strerror}") from error
-        return _stored_policy(file, about.st_mtime_ns, about.st_size)
+        return _stored_policy(file, file_stat.st_mtime_ns, file_stat.st_size)
     return Policy() if "data" in node_config else None
 
 
@@ -133,10 +133,12 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     if (weights := str(values["weights"])) and not _is_allowed_file(weights, policy.weights):
         yield Violation("weights", f"weights = {shown(weights)} is not a file that the site offers")
     inputs = names_in("input-columns", values["input-columns"]) if values["input-columns"] else ()
-    usable = policy.allowed_columns
+    offered_columns = policy.allowed_columns
     for key, names in (("input-columns", inputs), ("group-column", (values["group-column"],))):
-        if forbidden := [name for name in names if name and usable and name not in usable]:
-            yield Violation("columns", f"{key} = {shown(values[key])}; the site does not offer {forbidden[0]!r}")
+        if forbidden_columns := [name for name in names if name and offered_columns and name not in offered_columns]:
+            yield Violation(
+                "columns", f"{key} = {shown(values[key])}; the site does not offer {forbidden_columns[0]!r}"
+            )
     if values["label-column"] not in ("", policy.label):
         yield Violation("label", f"label-column = {shown(values['label-column'])}; the site does not offer this label")
 
@@ -182,25 +184,25 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
         if values[key] > largest:
             yield Violation(rule, f"{key} = {values[key]}; the site allows at most {largest}")
     prefix = f"{key_prefix(str(values['method']))}-"
-    of_method = {key: value for key, value in values.items() if key.startswith(prefix) and type(value) is int}
-    for key, value in of_method.items():
+    method_values = {key: value for key, value in values.items() if key.startswith(prefix) and type(value) is int}
+    for key, value in method_values.items():
         if key.endswith("-epochs") and value > policy.max_local_epochs:
             reason = f"{key} = {value}; the site allows at most {policy.max_local_epochs}"
             yield Violation("max-local-epochs", reason)
-    repeated = of_method.get("pfedme-steps", 1)
-    if values["local-epochs"] <= policy.max_local_epochs < repeated * values["local-epochs"]:
-        reason = f"pfedme-steps = {repeated} in each step of local-epochs = {values['local-epochs']}"
+    inner_steps = method_values.get("pfedme-steps", 1)
+    if values["local-epochs"] <= policy.max_local_epochs < inner_steps * values["local-epochs"]:
+        reason = f"pfedme-steps = {inner_steps} in each step of local-epochs = {values['local-epochs']}"
         yield Violation("max-local-epochs", f"{reason}; the site allows at most {policy.max_local_epochs} in total")
-    if values["num-clients"] < (least := policy.min_clients or MIN_CLIENTS):
+    if values["num-clients"] < (min_clients := policy.min_clients or MIN_CLIENTS):
         yield Violation(
-            "min-clients", f"num-clients = {values['num-clients']}; the site needs at least {least} clients"
+            "min-clients", f"num-clients = {values['num-clients']}; the site needs at least {min_clients} clients"
         )
     if policy.epsilon and (reason := unprotected(values)):
         yield Violation("epsilon", reason)
-    masked = values["secure-aggregation"]
-    if policy.secure_aggregation == "required" and not masked:
+    is_masked = values["secure-aggregation"]
+    if policy.secure_aggregation == "required" and not is_masked:
         yield Violation("secure-aggregation", "secure-aggregation = false; the site sends only masked updates")
-    if policy.scores == "withheld" and not masked:
+    if policy.scores == "withheld" and not is_masked:
         yield Violation("scores", "secure-aggregation = false; the site sends scores only in masked sums")
 
 
@@ -230,41 +232,41 @@ def size_violations(
     parameters : int
         Parameters of the network.
     """
-    train, violated = settings.train, []
+    train, violation_list = settings.train, []
     per_step = getattr(settings.method, "steps", 1) if settings.run.method == "pfedme" else 1
     tuning = 0 if per_step > 1 else getattr(settings.method, "steps", 0)
     for steps, key in ((train.local_steps * per_step, "local-steps"), (tuning, f"{settings.run.method}-steps")):
         if steps * train.batch_size > policy.max_local_epochs * rows:
             reason = f"{key} = {steps} is more than {policy.max_local_epochs} passes over the rows"
-            violated.append(Violation("max-local-epochs", reason))
+            violation_list.append(Violation("max-local-epochs", reason))
     if parameters > policy.max_parameters:
-        violated.append(too_many_parameters(parameters, policy))
+        violation_list.append(too_many_parameters(parameters, policy))
     if 0 < train.local_steps * train.batch_size < rows:
-        violated.append(
+        violation_list.append(
             Violation(
                 "min-rows",
                 f"local-steps = {train.local_steps} with batch-size = {train.batch_size} is less than a pass over the "
                 "rows; a round must train on all rows",
             )
         )
-    rare = any(0 < count < policy.min_rows for count in class_counts)
-    if rare and train.class_weights != "none":
-        violated.append(
+    has_rare_class = any(0 < count < policy.min_rows for count in class_counts)
+    if has_rare_class and train.class_weights != "none":
+        violation_list.append(
             Violation(
                 "min-rows",
                 f"class-weights = {train.class_weights!r} gives a large weight to a class with fewer than "
                 f"{policy.min_rows} rows",
             )
         )
-    if rare and settings_class(settings.run.method).class_statistics:
-        violated.append(
+    if has_rare_class and settings_class(settings.run.method).class_statistics:
+        violation_list.append(
             Violation(
                 "min-rows",
                 f"method = {settings.run.method!r} sends statistics of each class, and a class of this site has fewer "
                 f"than {policy.min_rows} rows",
             )
         )
-    return violated
+    return violation_list
 
 
 def too_many_parameters(parameters: int, policy: Policy) -> Violation:
@@ -320,10 +322,10 @@ def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> N
         write_json(file, _with_run(policy, read_json(file) if file.exists() else {}, run_id))
 
 
-def _with_run(policy: Policy, begun: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
+def _with_run(policy: Policy, runs_by_day: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
     """Return the runs of today with one more run, by day. Raise :class:`PolicyError` beyond the limit."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    runs = begun.get(today, [])
+    runs = runs_by_day.get(today, [])
     if run_id not in runs and len(runs) >= policy.max_runs_per_day:
         raise PolicyError(Violation("max-runs-per-day", f"{len(runs)} runs have begun today; try again tomorrow (UTC)"))
     return {today: [*runs, *([] if run_id in runs else [run_id])]}
@@ -437,8 +439,8 @@ def check_once(
 
     A repeated message with the same arrays and entries is allowed, because a reply may be lost.
     """
-    lasting = sorted((key, value) for key, value in entries.items() if key != "state-keep")
-    digest = blake2b(repr(lasting).encode(errors="surrogatepass"), digest_size=16)
+    checked_entries = sorted((key, value) for key, value in entries.items() if key != "state-keep")
+    digest = blake2b(repr(checked_entries).encode(errors="surrogatepass"), digest_size=16)
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(memoryview(array).cast("B") if array.flags.c_contiguous and array.size else array.tobytes())

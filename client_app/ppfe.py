@@ -37,7 +37,7 @@ class PPFEClient(PersonalClient):
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the stage's layers, or with ``final_epochs`` its personal layers only. Send the shared layers."""
         stage = yield from self.catch_up(config)
-        slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
+        slower_layers = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         head_only = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
         factor = self.method.body_lr_factor if stage.number >= self.method.body_lr_stage else 1.0
         weights = self.stored.get("weights")
@@ -48,7 +48,7 @@ class PPFEClient(PersonalClient):
             epochs=self.method.final_epochs if head_only else None,
             sample_weight=weights,
             resample=self.method.weighting == "resample",
-            rates=dict.fromkeys(slower, 0.0 if head_only else factor),
+            rates=dict.fromkeys(slower_layers, 0.0 if head_only else factor),
             mask=self.mask(stage),
             network=stage.architecture,
         )
@@ -62,8 +62,8 @@ class PPFEClient(PersonalClient):
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
         """Return the ensemble of the finished stages and, if it has been trained, the current stage."""
         stage = yield from self.catch_up(config)
-        fresh = not config["rounds-done"] and self.betas.size > 0
-        return (yield from self.ensemble(stage, None if fresh else self.stage_model(stage, received["model"])))
+        is_untrained = not config["rounds-done"] and self.betas.size > 0
+        return (yield from self.ensemble(stage, None if is_untrained else self.stage_model(stage, received["model"])))
 
     @property
     def betas(self) -> np.ndarray:
@@ -84,11 +84,11 @@ class PPFEClient(PersonalClient):
         if stage.number < len(self.stages):
             if self.method.reweighting:
                 self.stored["weights"] = weights
-            after = self.stages[stage.number]
-            begun = open_stage(stage, after, model, self.stored.get("finished-1"))
-            if (mask := self.mask(after)) is not None:
-                begun *= mask
-            self.stored[f"personal-{after.number}"] = after.personal_part.take(begun).clone()
+            next_stage = self.stages[stage.number]
+            next_model = open_stage(stage, next_stage, model, self.stored.get("finished-1"))
+            if (mask := self.mask(next_stage)) is not None:
+                next_model *= mask
+            self.stored[f"personal-{next_stage.number}"] = next_stage.personal_part.take(next_model).clone()
 
     def reweighted(self, stage: Stage, model: Tensor) -> Steps[tuple[float, Tensor]]:
         """Return β and the new sample weights for the ensemble of the earlier stages and a model of this stage.
@@ -103,12 +103,12 @@ class PPFEClient(PersonalClient):
                 weights = weights * self.jobs.class_weight
         classes, rule = self.data.num_classes, self.method.beta
         losses = yield from self.sample_losses(Predictor([Member(model, stage.architecture)]))
-        beta, new = reweight(losses, weights, classes, rule)
-        if (before := self.finished_members()[: stage.number - 1]) and self.method.ensemble:
-            members = [*before, Member(model, stage.architecture, beta)]
+        beta, new_weights = reweight(losses, weights, classes, rule)
+        if (earlier_members := self.finished_members()[: stage.number - 1]) and self.method.ensemble:
+            members = [*earlier_members, Member(model, stage.architecture, beta)]
             losses = yield from self.sample_losses(self.predictor(members))
-            beta, new = reweight(losses, weights, classes, rule)
-        return beta, new
+            beta, new_weights = reweight(losses, weights, classes, rule)
+        return beta, new_weights
 
     def sample_losses(self, predictor: Predictor) -> Steps[Tensor]:
         """Return ℓ_i ``(n,)`` in [0, 1] on the training samples."""
@@ -116,10 +116,10 @@ class PPFEClient(PersonalClient):
         labels = self.data.y_train
         if self.method.loss == "zero-one":
             return (log_probabilities.argmax(dim=-1) != labels).float()
-        of_label = log_probabilities.gather(1, labels[:, None]).squeeze(1)
+        label_logs = log_probabilities.gather(1, labels[:, None]).squeeze(1)
         if self.method.loss == "probability":
-            return 1 - of_label.exp()
-        return -of_label / (-of_label).max().clamp_min(torch.finfo(of_label.dtype).tiny)
+            return 1 - label_logs.exp()
+        return -label_logs / (-label_logs).max().clamp_min(torch.finfo(label_logs.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
         """Return Σ_t β_t softmax(model_t), or the sum of log-probabilities. ``current`` is a model of this stage.
@@ -209,5 +209,5 @@ def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) 
         beta += 0.5 * math.log(max(num_classes - 1, 1))
     if beta_rule != "adaboost":
         beta = max(0.0, beta)
-    new = weights * torch.exp(beta * losses)
-    return beta, new * (len(new) / new.sum())
+    new_weights = weights * torch.exp(beta * losses)
+    return beta, new_weights * (len(new_weights) / new_weights.sum())

@@ -61,13 +61,13 @@ class Predictor:
 
         In an ensemble, the names start with ``stage<t>.``, and each member has a coefficient.
         """
-        several = len(self.members) > 1
+        is_ensemble = len(self.members) > 1
         arrays: dict[str, FloatArray] = {}
         for number, member in enumerate(self.members, start=1):
-            prefix = f"stage{number}." if several else ""
-            named = {**member.architecture.layout.views(array_of(member.parameters)), **member.architecture.fixed}
-            arrays |= {prefix + name: array for name, array in named.items()}
-            if several:
+            prefix = f"stage{number}." if is_ensemble else ""
+            tensors = {**member.architecture.layout.views(array_of(member.parameters)), **member.architecture.fixed}
+            arrays |= {prefix + name: array for name, array in tensors.items()}
+            if is_ensemble:
                 arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
         return arrays
 

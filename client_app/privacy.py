@@ -41,8 +41,8 @@ def check_privacy(settings: Settings) -> None:
 def _check_noise(settings: Settings) -> None:
     run, train, data = settings.run, settings.train, settings.data
     mode = f"dp = {train.dp!r}"
-    if refused := settings.method.refused_privacy(train.dp):
-        raise SettingsError(f"{mode} with method = {run.method!r}: {refused.why}; choose another method or mode")
+    if refusal := settings.method.refused_privacy(train.dp):
+        raise SettingsError(f"{mode} with method = {run.method!r}: {refusal.why}; choose another method or mode")
     if not train.dp_clip:
         raise SettingsError(f"{mode} with dp-clip = 0: the noise needs a clipping norm; set dp-clip above 0")
     if data.share_class_counts:
@@ -130,37 +130,39 @@ def noised(
     threshold : int
         Smallest number of clients whose masked sum the server can unmask, or 0 without masks.
     """
-    changed, norm = clipped(arrays, references, clip or settings.train.dp_clip)
-    if changed and (deviation := reply_deviation(settings, threshold)):
-        changed = with_noise(changed, deviation)
-    kind = np.float64 if threshold else np.float32  # masks need the exact sum of update and noise
+    changes, norm = clipped(arrays, references, clip or settings.train.dp_clip)
+    if changes and (deviation := reply_deviation(settings, threshold)):
+        changes = with_noise(changes, deviation)
+    dtype = np.float64 if threshold else np.float32  # masks need the exact sum of update and noise
     with np.errstate(over="ignore"):
-        pairs = zip(references, changed, strict=True)
-        noisy = [(reference + change).astype(kind) for reference, change in pairs]
+        pairs = zip(references, changes, strict=True)
+        noisy = [(reference + change).astype(dtype) for reference, change in pairs]
     return noisy, norm
 
 
 def _check_sums(settings: Settings) -> None:
     """Raise :class:`SettingsError` if a run needs more than the weighted sum of its clients' updates."""
     run, train = settings.run, settings.train
-    on = "secure-aggregation = true"
+    setting = "secure-aggregation = true"
     if settings.method.sums:
-        raise SettingsError(f"{on} with method = {run.method!r}: {settings.method.sums.why}; set it to false")
+        raise SettingsError(f"{setting} with method = {run.method!r}: {settings.method.sums.why}; set it to false")
     if run.max_update_norm:
         raise SettingsError(
-            f"{on} with max-update-norm = {run.max_update_norm:g}: the server sees no single update, so it cannot "
+            f"{setting} with max-update-norm = {run.max_update_norm:g}: the server sees no single update, so it cannot "
             "measure a norm; set max-update-norm = 0 (each client limits changes of a parameter to secure-range)"
         )
     cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
     if cohort < 2:
-        raise SettingsError(f"{on}: at least two clients must train in a round, because a sum of one is its update")
+        raise SettingsError(
+            f"{setting}: at least two clients must train in a round, because a sum of one is its update"
+        )
     if train.dp not in (LOCAL, CENTRAL) or not train.dp_clip:
         return
     deviation = reply_deviation(settings, threshold_of(cohort, fraction_of(run.secure_threshold)))
-    if (least := train.dp_clip + DEVIATIONS * deviation) > run.secure_range:
+    if (smallest_range := train.dp_clip + DEVIATIONS * deviation) > run.secure_range:
         raise SettingsError(
             f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: the noise may exceed the range; "
-            f"set secure-range to at least {least:.4g}"
+            f"set secure-range to at least {smallest_range:.4g}"
         )
     word = run.secure_range * cohort / ONE
     if train.dp == CENTRAL and deviation < SMOOTH * word:

@@ -28,7 +28,7 @@ def check_run(workspace: Workspace) -> None:
     part, dataset = workspace.partition, workspace.dataset
     counts = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
     parameters = workspace.architecture.layout.size
-    if refused := size_violations(policy, settings, len(part.train[0]), counts, parameters):
-        raise PolicyError(refused[0])
+    if violations := size_violations(policy, settings, len(part.train[0]), counts, parameters):
+        raise PolicyError(violations[0])
     check_network(settings, workspace.architecture)
     workspace.checked = True

@@ -184,8 +184,10 @@ class Secrets:
         """:data:`TRAINING`, :data:`EVALUATION` or :data:`STATISTICS`: each has its own session."""
         self._key = f"{SESSIONS}{client}-{self.purpose}" if self.purpose else f"{SESSIONS}{client}"
         self._run = run
-        begun = {key.removeprefix(SESSIONS).partition("-")[0] for key in self._records if key.startswith(SESSIONS)}
-        if self._site and (other_clients := begun - {str(client)}):
+        session_clients = {
+            key.removeprefix(SESSIONS).partition("-")[0] for key in self._records if key.startswith(SESSIONS)
+        }
+        if self._site and (other_clients := session_clients - {str(client)}):
             raise ProtocolError(f"this site takes part as client {min(other_clients)}, not as client {client}")
 
     def load(self) -> Session:
@@ -223,8 +225,8 @@ class Secrets:
 
     def survivors_text(self, session: Session, client: int) -> bytes:
         """Return the text that a client signs before it reveals shares: the round, its view, and the survivors."""
-        listed = ",".join(map(str, session.survivors)).encode()
-        return SURVIVORS_OF + b" ".join((self.context_of(session), str(client).encode(), listed))
+        survivor_list = ",".join(map(str, session.survivors)).encode()
+        return SURVIVORS_OF + b" ".join((self.context_of(session), str(client).encode(), survivor_list))
 
 
 def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -> list[bytes]:
@@ -259,12 +261,12 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
     if NEXT not in config:
         return texts
     try:  # the server asks again in the next round, and then receives an error
-        following = secrets_of(config[NEXT])
-        if following.purpose == client_secrets.purpose:
+        next_secrets = secrets_of(config[NEXT])
+        if next_secrets.purpose == client_secrets.purpose:
             raise ProtocolError("the secrets for the next round would replace secrets of this round")
         if stage == SURVIVORS:
-            return [*texts, *_keys(following, early=True)]
-        return [*texts, *_shares(following, _keys_in(config), View.read(config), min_clients)]
+            return [*texts, *_keys(next_secrets, early=True)]
+        return [*texts, *_shares(next_secrets, _keys_in(config), View.read(config), min_clients)]
     except (ProtocolError, MaskingError) as error:
         log(WARNING, "no keys or shares for round %s yet: %s", config[NEXT], error)
         return texts
@@ -298,10 +300,10 @@ def _keys(client_secrets: Secrets, *, again: bool = False, early: bool = False) 
     """
     session, name = client_secrets.latest(), client_secrets.name
     if session is None or _order(session.name) < _order(name):
-        void = True
+        is_void = True
     else:
-        void = again and session.name == name and (bool(session.sealed) or session.early) and not session.masked
-    if session is None or void:
+        is_void = again and session.name == name and (bool(session.sealed) or session.early) and not session.masked
+    if session is None or is_void:
         session = replace(Session.new(name), early=early)
         client_secrets.save(session)
     if session.name != name or not session.mask_secret:
@@ -320,8 +322,8 @@ def _shares(
     session, client = client_secrets.load(), client_secrets.client
     if not session.mask_secret:
         raise ProtocolError(f"round {session.name} is over")
-    if refused := _refused(client_secrets, session, neighbour_keys):
-        return [REFUSAL, *(f"{client} {reason}".encode() for client, reason in refused.items())]
+    if refusals := _refused(client_secrets, session, neighbour_keys):
+        return [REFUSAL, *(f"{client} {reason}".encode() for client, reason in refusals.items())]
     public = {client: texts[:2] for client, texts in neighbour_keys.items()}
     keys = [key for pair in public.values() for key in pair]
     if session.sealed:
@@ -354,27 +356,30 @@ def _shares(
 
 def _check_view(view: View, client: int, roster: Collection[int], min_clients: int, *, colluders: bool) -> None:
     """Raise :class:`ProtocolError` unless a round with this view reveals only sums over enough clients."""
-    size, near = len(view.cohort), view.neighbourhood
+    size, neighbourhood = len(view.cohort), view.neighbourhood
     if client not in view.cohort or len(set(view.cohort)) != size or size > MAX_CLIENTS:
         raise ProtocolError("the cohort lacks this client, or has a client twice, or is too large")
     _check_size("the cohort", size, min_clients)
-    if view.reach < 0 or near > size or not set(roster) <= set(view.rosters()[client]):
+    if view.reach < 0 or neighbourhood > size or not set(roster) <= set(view.rosters()[client]):
         raise ProtocolError("the neighbours do not match the cohort")
-    for threshold, most, everyone in ((view.threshold, len(roster), near), (view.cohort_threshold, size, size)):
-        if not (2 <= threshold <= most and everyone < 2 * threshold):
+    for threshold, count, group_size in (
+        (view.threshold, len(roster), neighbourhood),
+        (view.cohort_threshold, size, size),
+    ):
+        if not (2 <= threshold <= count and group_size < 2 * threshold):
             raise ProtocolError(
-                f"{threshold} of {most} clients is not a safe threshold; it must be more than half of {everyone}"
+                f"{threshold} of {count} clients is not a safe threshold; it must be more than half of {group_size}"
             )
-        many = colluding(everyone)
-        if colluders and threshold < (safe := safe_threshold(everyone, many)):
+        colluder_count = colluding(group_size)
+        if colluders and threshold < (safe_number := safe_threshold(group_size, colluder_count)):
             raise ProtocolError(
-                f"{threshold} of {everyone} clients is not a safe threshold where sites sign their keys: a server that "
-                f"colludes with {many} of them could isolate a client; it must be at least {safe}; set "
-                "secure-threshold = auto"
+                f"{threshold} of {group_size} clients is not a safe threshold where sites sign their keys: a server "
+                f"that colludes with {colluder_count} of them could isolate a client; it must be at least "
+                f"{safe_number}; set secure-threshold = auto"
             )
     if colluders and view.tolerated() < min(1, colluding(size)):
         raise ProtocolError(
-            f"with {near - 1} neighbours, a server that colludes with one client could isolate others; set "
+            f"with {neighbourhood - 1} neighbours, a server that colludes with one client could isolate others; set "
             "secure-neighbours = 0, or 4 or more"
         )
 
@@ -390,7 +395,7 @@ def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int
     A site refuses keys that no trusted site has signed. All clients refuse the keys of two clients with one signer.
     """
     signatures, this_client = client_secrets.signatures(session), client_secrets.client
-    refused, signers = {}, {this_client: signatures.verifying_key}
+    refusals, signers = {}, {this_client: signatures.verifying_key}
     for client, (*keys, signature, signer) in neighbour_keys.items():
         if client == this_client:
             continue
@@ -398,10 +403,10 @@ def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int
             signatures.check(client_secrets.keys_text(client, keys), signature, signer)
             signers[client] = signer
         except UnknownSignerError as error:
-            refused[client] = str(error)
+            refusals[client] = str(error)
     counts = Counter(signers.values())
-    double = [client for client, signer in signers.items() if counts[signer] > 1 and client != this_client]
-    return refused | dict.fromkeys(double, "one site has signed the keys of two clients")
+    duplicates = [client for client, signer in signers.items() if counts[signer] > 1 and client != this_client]
+    return refusals | dict.fromkeys(duplicates, "one site has signed the keys of two clients")
 
 
 def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> list[bytes]:
@@ -413,8 +418,8 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
         return session.signature
     if not session.masked:
         raise ProtocolError("this client has not sent its update")
-    present, view = set(survivors), session.view
-    if survivors != sorted(present) or client not in present or not present <= set(view.cohort):
+    survivor_set, view = set(survivors), session.view
+    if survivors != sorted(survivor_set) or client not in survivor_set or not survivor_set <= set(view.cohort):
         raise ProtocolError(
             "the list of survivors lacks this client, names clients outside the cohort, or is not sorted"
         )
@@ -424,11 +429,13 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
             f"{len(survivors)} clients have sent their updates, but {view.cohort_threshold} of the cohort are needed"
         )
     rosters = view.rosters()
-    if (few := min(len(present.intersection(rosters[other])) for other in survivors)) < view.threshold:
-        raise ProtocolError(f"{few} clients have sent their updates, but {view.threshold} of the neighbours are needed")
-    if not present.intersection(rosters[client]) <= set(session.peers):
+    if (fewest := min(len(survivor_set.intersection(rosters[other])) for other in survivors)) < view.threshold:
+        raise ProtocolError(
+            f"{fewest} clients have sent their updates, but {view.threshold} of the neighbours are needed"
+        )
+    if not survivor_set.intersection(rosters[client]) <= set(session.peers):
         raise ProtocolError("a neighbour on the list of survivors has sent this client no shares")
-    if not connected(present, rosters):
+    if not connected(survivor_set, rosters):
         raise ProtocolError("no shared secrets connect the survivors, so a part of them would have a separate sum")
     session.survivors = survivors
     text = client_secrets.survivors_text(session, client)
@@ -453,10 +460,10 @@ def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, byte
         except UnknownSignerError:
             continue
         signers.add(signer)
-    if (count := len(signers)) < (needed := max(session.cohort_threshold, min_clients)):
+    if (count := len(signers)) < (required := max(session.cohort_threshold, min_clients)):
         raise ProtocolError(
             f"{count} of the {len(session.cohort)} clients of the cohort have signed this client's list of survivors, "
-            f"but {needed} are needed"
+            f"but {required} are needed"
         )
     revealed = [
         shares[:SECRET_BYTES] if peer in session.survivors else shares[SECRET_BYTES:]
@@ -554,18 +561,22 @@ class Masking:
         self._secrets.save(replace(session, masked=masked))
         return words
 
-    def _joined(self, session: Session, sent: dict[int, bytes]) -> Session:
+    def _joined(self, session: Session, sealed_shares: dict[int, bytes]) -> Session:
         """Return the session with the decrypted shares of the other neighbours."""
         if not session.sealed:
             raise ProtocolError(f"round {session.name} is over")
         client, context = self._secrets.client, self._secrets.context_of(session)
-        if client in sent or not sent.keys() <= set(session.roster) or len(sent) + 1 < session.threshold:
+        if (
+            client in sealed_shares
+            or not sealed_shares.keys() <= set(session.roster)
+            or len(sealed_shares) + 1 < session.threshold
+        ):
             raise ProtocolError(
-                f"the message has shares of {len(sent)} other clients; it needs shares of at least "
+                f"the message has shares of {len(sealed_shares)} other clients; it needs shares of at least "
                 f"{session.threshold - 1} neighbours, and only of neighbours"
             )
         shares = {client: session.own_share}
-        for source, content in sent.items():
+        for source, content in sealed_shares.items():
             shares[source] = opened(content, session.seals, session.public_of(source)[1], source, client, context)
             if len(shares[source]) != 2 * SECRET_BYTES:
                 raise ProtocolError(f"client {source} has sent shares of the wrong length")

@@ -72,8 +72,8 @@ class SiteSignatures:
             public = {path.name: load_ssh_public_key(path.read_bytes()) for path in sorted(trusted.glob("*.pub"))}
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise NodeConfigError(f"{SIGNING} or {TRUSTED} in the node config cannot be used: {error}") from error
-        wrong = [name for name, loaded in public.items() if not isinstance(loaded, EllipticCurvePublicKey)]
-        if not isinstance(private, EllipticCurvePrivateKey) or wrong or not public:
+        wrong_files = [name for name, loaded in public.items() if not isinstance(loaded, EllipticCurvePublicKey)]
+        if not isinstance(private, EllipticCurvePrivateKey) or wrong_files or not public:
             raise NodeConfigError(
                 f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} a directory with "
                 f"public keys (*.pub), as `posy certificates` creates them"

@@ -128,6 +128,6 @@ def check_unchanged(workspace: Workspace, context: Context) -> None:
 
     Other samples, or another order, would change the split, and the model would have been trained on test samples.
     """
-    before = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
-    if before["fingerprint"] != workspace.fingerprint:
+    record = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
+    if record["fingerprint"] != workspace.fingerprint:
         raise DataError(f"{workspace.site}: the data has changed during the run; start a new run", "changed-data")

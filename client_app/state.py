@@ -213,8 +213,8 @@ class DirectoryStore(StateStore):
     def _write(self, client: int, version: str, arrays: Arrays) -> None:
         file = self._file(client, version)
         file.parent.mkdir(parents=True, exist_ok=True)
-        for abandoned in file.parent.glob(".*.part"):  # from a process that was killed during a write
-            abandoned.unlink(missing_ok=True)
+        for partial_file in file.parent.glob(".*.part"):  # from a process that was killed during a write
+            partial_file.unlink(missing_ok=True)
         write_arrays(file, arrays, durable=self._durable)
 
     def _remove(self, client: int, version: str) -> None:
@@ -295,8 +295,8 @@ class MemoryStore(DirectoryStore):
         while self._limit and self.nbytes > self._limit:
             client, versions = next(iter(self._states.items()))
             try:
-                for unused in versions:
-                    self._write_file(client, unused)
+                for stored_version in versions:
+                    self._write_file(client, stored_version)
             except OSError as error:  # this client's state stays in memory, and the current call continues
                 if not self._warned:
                     log(WARNING, "client states stay in memory beyond state-memory; writing them failed: %s", error)

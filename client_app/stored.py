@@ -82,15 +82,15 @@ class ClientModel(nn.Module):
         FileNotFoundError
             If the file does not exist.
         """
-        arrays, about = read_arrays(path)
+        arrays, metadata = read_arrays(path)
         try:
-            settings = read_settings({}, str(path), json.loads(about["settings"]))
-            preprocessing = Preprocessing.from_json(about["preprocessing"])
+            settings = read_settings({}, str(path), json.loads(metadata["settings"]))
+            preprocessing = Preprocessing.from_json(metadata["preprocessing"])
             # The file of initial weights is not needed, because the stored model contains all tensors.
-            started = replace(settings, train=replace(settings.train, weights=""))
-            plain = plain_architecture(started, preprocessing.task)
+            settings_without_file = replace(settings, train=replace(settings.train, weights=""))
+            plain = plain_architecture(settings_without_file, preprocessing.task)
             network = settings.method.network(plain, settings.data.num_clients)
-            return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, about)
+            return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, metadata)
         except KeyError as error:
             raise DamagedFileError(
                 f"{path} lacks {error}; an earlier version of Posy may have written it; run the federation again"

@@ -60,8 +60,8 @@ def choose_device(name: str) -> torch.device:
 def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()) -> Architecture:
     """Return the settings' network, before a method changes it. ``words`` are the words of a text data set."""
     train, folder = settings.train, settings.data.data_dir
-    start, digest = (train.linear_init, train.weights, train.frozen), train.weights_sha256
-    return architecture_for(train.model, task, *start, digest=digest, words=words, folder=folder)
+    initialisation, digest = (train.linear_init, train.weights, train.frozen), train.weights_sha256
+    return architecture_for(train.model, task, *initialisation, digest=digest, words=words, folder=folder)
 
 
 class Workspace:
@@ -193,9 +193,11 @@ class Workspace:
     @property
     def forks(self) -> bool:
         """Whether forked processes can train. Autograd's GPU threads do not survive a fork."""
-        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        tried = self.criterion is not None and torch.cuda.is_available()  # the check of a custom loss uses autograd
-        return not used and not tried
+        has_used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        has_checked_loss = (
+            self.criterion is not None and torch.cuda.is_available()
+        )  # the check of a custom loss uses autograd
+        return not has_used_cuda and not has_checked_loss
 
     @cached_property
     def _loaded(self) -> tuple[Dataset, Partition]:

@@ -188,9 +188,9 @@ class Schedule:
         width = min(shares[0].size, max(share.count for share in shares))
         self.order = sorted(range(len(shares)), key=lambda i: -shares[i].steps)
         shares = [shares[i] for i in self.order]
-        most = shares[0].steps
-        indices = np.zeros((len(shares), most, width), np.int64)
-        sizes, last_sizes = np.zeros((2, len(shares), most), np.float32)
+        max_steps = shares[0].steps
+        indices = np.zeros((len(shares), max_steps, width), np.int64)
+        sizes, last_sizes = np.zeros((2, len(shares), max_steps), np.float32)
         for share, *rows in zip(shares, indices, sizes, last_sizes, strict=True):
             share.draw(*rows)
         index, step_sizes, counted = (
@@ -200,21 +200,23 @@ class Schedule:
         # Several models of one client share its samples, which are stored once.
         keys = [(id(share.samples.x), id(share.weight), id(share.notes)) for share in shares]
         by_key = dict(zip(keys, shares, strict=True))
-        distinct = list(by_key.values())
-        begin = dict(zip(by_key, np.cumsum([0, *(share.count for share in distinct)]).tolist(), strict=False))
-        starts = torch.tensor([begin[key] for key in keys])
+        distinct_shares = list(by_key.values())
+        offsets = dict(zip(by_key, np.cumsum([0, *(share.count for share in distinct_shares)]).tolist(), strict=False))
+        starts = torch.tensor([offsets[key] for key in keys])
         mask = torch.arange(width) < step_sizes[..., None]
         self._index = (index + starts[:, None]).to(device)
         self._weight = (mask * (width / step_sizes[..., None].clamp_min(1))).to(device)
         self._counted = counted[..., None].to(device)
         self.last_pass_count = self._counted.sum(0)
-        self._x = torch.cat([share.samples.x for share in distinct]).contiguous()
-        self._y = torch.cat([share.samples.y for share in distinct])
+        self._x = torch.cat([share.samples.x for share in distinct_shares]).contiguous()
+        self._y = torch.cat([share.samples.y for share in distinct_shares])
         self._sample_weight = None
-        if any(share.weight is not None for share in distinct):
-            weights = [torch.ones(s.count, device=device) if s.weight is None else s.weight for s in distinct]
+        if any(share.weight is not None for share in distinct_shares):
+            weights = [torch.ones(s.count, device=device) if s.weight is None else s.weight for s in distinct_shares]
             self._sample_weight = torch.cat(weights)
-        self._notes = None if shares[0].notes is None else torch.cat([_not_none(share.notes) for share in distinct])
+        self._notes = (
+            None if shares[0].notes is None else torch.cat([_not_none(share.notes) for share in distinct_shares])
+        )
         self._augment = shares[0].augment
         self._augment_numbers = _draw_numbers([share.augment for share in shares], sizes, mask, device)
         self._dropout_numbers = _draw_numbers([share.dropout for share in shares], sizes, mask, device)
@@ -264,14 +266,14 @@ def _draw_numbers(
     Padding, where ``mask`` ``(S, P, B)`` is False, gets 0. Drawing numbers for padding would change the client's
     stream.
     """
-    drawn = []
+    tables = []
     for source, counts, is_sample in zip(sources, sizes.astype(int), mask.unbind(1), strict=True):
         if source is None:  # then all sources are None
             return None
         numbers = source.numbers(counts[counts > 0].tolist())
-        drawn.append(torch.zeros(*is_sample.shape, numbers.shape[1]))
-        drawn[-1][is_sample] = numbers
-    return torch.stack(drawn, 1).to(device)
+        tables.append(torch.zeros(*is_sample.shape, numbers.shape[1]))
+        tables[-1][is_sample] = numbers
+    return torch.stack(tables, 1).to(device)
 
 
 def _not_none(value: T | None) -> T:

@@ -33,11 +33,11 @@ def criterion_of(loss: str) -> Criterion | None:
     labels = torch.arange(_SAMPLES) % _CLASSES
     try:
         losses = criterion(logits, labels)
-        returned = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        result = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         if not isinstance(losses, Tensor) or losses.shape != labels.shape:
             raise SettingsError(
                 f"{setting}: for logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} it "
-                f"must return the loss of each sample, of shape {tuple(labels.shape)}, not {returned}"
+                f"must return the loss of each sample, of shape {tuple(labels.shape)}, not {result}"
             )
         if problem := _problem(criterion, logits, labels, losses):
             raise SettingsError(f"{setting}: {problem}")

@@ -126,7 +126,7 @@ class LoopedModels:
         self.count = len(start)
         self._nets = network.nets[: self.count]
         self._names = trainable_names(network.layout, work.rates)
-        moving = set(self._names)
+        trained_names = set(self._names)
         layer_of = {entry.name: entry.layer for entry in network.layout.entries}
         for net, resident in zip(self._nets, network.modules, strict=False):
             resident.train(not work.measures)
@@ -136,7 +136,7 @@ class LoopedModels:
                     module.train(not work.measures and layer is not None and work.rates.get(layer, 1.0) != 0)
             for name, tensor in net.tensors.items():
                 if isinstance(tensor, nn.Parameter):
-                    tensor.requires_grad_(name in moving)
+                    tensor.requires_grad_(name in trained_names)
         self._dropouts = [
             (resident.get_submodule(name.removesuffix(".numbers")), columns)
             for resident in network.modules[: self.count]
@@ -170,8 +170,10 @@ class LoopedModels:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
         if self._closed is not None and not autocasts(batch):
             of_client = Batch(batch.x[None], batch.y[None], None if batch.weight is None else batch.weight[None])
-            each = [self._closed.gradients(net.tensors, lambda tensor: tensor[None], of_client) for net in self._nets]
-            return torch.stack([loss for loss, _ in each], dim=1), [t[0] for _, slopes in each for t in slopes]
+            results = [
+                self._closed.gradients(net.tensors, lambda tensor: tensor[None], of_client) for net in self._nets
+            ]
+            return torch.stack([loss for loss, _ in results], dim=1), [t[0] for _, slopes in results for t in slopes]
         for layer, columns in self._dropouts:
             layer.numbers = _numbers_of(batch)[:, columns]
         losses: list[Tensor] = []
@@ -184,8 +186,8 @@ class LoopedModels:
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
-        each = [torch._foreach_norm(self.of_model(gradients, number)) for number in range(len(self._nets))]
-        return torch.stack([torch.linalg.vector_norm(torch.stack(norms)) for norms in each]).unsqueeze(0)
+        tensor_norms = [torch._foreach_norm(self.of_model(gradients, number)) for number in range(len(self._nets))]
+        return torch.stack([torch.linalg.vector_norm(torch.stack(norms)) for norms in tensor_norms]).unsqueeze(0)
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
         """Return the gradients, with each model's gradient scaled down to an L2 norm, or exactly with ``enlarge``."""
@@ -228,7 +230,7 @@ class StackedModels:
         self._context = {name: torch.stack([work.context[name] for work in works]) for name in first.context}
         self._dropouts = {} if first.measures else network.dropouts
         fields = (first.notes is None, not self._dropouts)
-        batches = Batch(0, 0, 0, *(None if absent else 0 for absent in fields))  # type: ignore[arg-type]
+        batches = Batch(0, 0, 0, *(None if is_absent else 0 for is_absent in fields))  # type: ignore[arg-type]
         self.count = starts.shape[1]
         # A single model has no model axis, because this axis would slow down every operation.
         models = vmap(self._loss, in_dims=(0, None, None), randomness="error") if self.count > 1 else self._loss
@@ -258,15 +260,17 @@ class StackedModels:
         active = len(batch.y)
         if self._closed is not None and not autocasts(batch):
             samples = (batch.x, batch.y) if batch.weight is None else (batch.x, batch.y, batch.weight)
-            each = Batch(*(tensor.repeat_interleave(self.count, 0) for tensor in samples))
-            losses, slopes = self._closed.gradients(self._tensors, lambda tensor: tensor[:active].flatten(0, 1), each)
+            model_batch = Batch(*(tensor.repeat_interleave(self.count, 0) for tensor in samples))
+            losses, slopes = self._closed.gradients(
+                self._tensors, lambda tensor: tensor[:active].flatten(0, 1), model_batch
+            )
             return losses.view(active, -1), [gradient.view(active, -1, *gradient.shape[1:]) for gradient in slopes]
         tensors = {name: tensor[:active].detach() for name, tensor in self._tensors.items()}
-        moving = [tensors[name].requires_grad_() for name in self._names]
+        leaves = [tensors[name].requires_grad_() for name in self._names]
         models = tensors if self.count > 1 else {name: tensor[:, 0] for name, tensor in tensors.items()}
         losses = self._losses(models, batch, {name: value[:active] for name, value in self._context.items()})
         # The models share no parameters, so the gradient of the sum contains the gradient of each loss.
-        gradients = torch.autograd.grad(losses.sum(), moving, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
         return losses.detach().view(active, -1), gradients
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:

@@ -27,9 +27,9 @@ class Optimiser:
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
         work = jobs[0].work
-        without = work.plain or (work.rule is not None and work.rule.regularises)
-        self._norm = 0.0 if without else settings.max_grad_norm
-        self._decay = 0.0 if without else settings.weight_decay
+        skips_regularisation = work.plain or (work.rule is not None and work.rule.regularises)
+        self._norm = 0.0 if skips_regularisation else settings.max_grad_norm
+        self._decay = 0.0 if skips_regularisation else settings.weight_decay
         self._momentum = 0.0 if work.plain else settings.momentum
         self._adaptive = not work.plain and settings.optimizer != "sgd"
         self._decoupled = settings.optimizer == "adamw"
@@ -48,12 +48,12 @@ class Optimiser:
         self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
         self._masks = models.parts(masks) if masks else []
         self._offsets = models.parts(offsets) if offsets else []
-        stored = [job.moments for job in jobs if job.moments is not None]
-        counts = [moments.steps for moments in stored]
+        stored_moments = [job.moments for job in jobs if job.moments is not None]
+        counts = [moments.steps for moments in stored_moments]
         self._earlier = torch.tensor(counts, dtype=torch.float64) if len(set(counts)) > 1 else max(counts, default=0)
         self._steps = 0
-        self._buffers = _copied(models, [moments.means for moments in stored])
-        self._squares = _copied(models, [moments.squares for moments in stored])
+        self._buffers = _copied(models, [moments.means for moments in stored_moments])
+        self._squares = _copied(models, [moments.squares for moments in stored_moments])
         if self._masks and self._buffers:  # the moments may come from a round with another mask
             torch._foreach_mul_(self._buffers, self._masks)
 
@@ -136,8 +136,8 @@ def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
 
 def _copied(models: Models, rows: Sequence[Tensor | None]) -> list[Tensor]:
     """Return writable tensors of the clients' rows, with zeros for missing rows, or nothing if all rows are missing."""
-    present = [row for row in rows if row is not None]
-    if not present:
+    known_rows = [row for row in rows if row is not None]
+    if not known_rows:
         return []
-    filled = [torch.zeros_like(present[0]) if row is None else row for row in rows]
-    return [tensor.clone() for tensor in models.parts(filled)]
+    all_rows = [torch.zeros_like(known_rows[0]) if row is None else row for row in rows]
+    return [tensor.clone() for tensor in models.parts(all_rows)]

@@ -22,12 +22,12 @@ def linear_layers(module: nn.Module) -> list[str]:
     if not isinstance(module, ChainModel):
         return []
     hidden = {f"blocks.{name}.linear": getattr(block, "linear", None) for name, block in module.blocks.items()}
-    plain = all(
+    is_plain = all(
         type(block) is FullyConnected and not block.norm and not block.dropout for block in module.blocks.values()
     )
     layers = {**hidden, "head": module.head}
-    biased = all(type(layer) is nn.Linear and layer.bias is not None for layer in layers.values())
-    return list(layers) if plain and biased else []
+    has_biases = all(type(layer) is nn.Linear and layer.bias is not None for layer in layers.values())
+    return list(layers) if is_plain and has_biases else []
 
 
 @torch.no_grad()

@@ -63,8 +63,8 @@ def steps(
     per_sample = gradients_of_samples(job, network)
     samples, count = job.samples, len(job.samples.y)
     deviation = sampling.noise_multiplier * sampling.clip * (1 + SLACK)
-    last = round(1 / sampling.probability)
-    loss, counted = torch.zeros((), device=samples.y.device), 0
+    last_steps = round(1 / sampling.probability)
+    loss, sample_count = torch.zeros((), device=samples.y.device), 0
     for number in range(sampling.steps):
         index = torch.from_numpy(generator.chosen(count, sampling.probability)).to(samples.y.device)
         sums, losses = clipped_sum(job, per_sample, index, parameters, sampling.clip)
@@ -73,9 +73,9 @@ def steps(
         mean = torch.from_numpy(noisy / sampling.batch_size).to(flat)
         pieces = torch.split(mean, [parameter.numel() for parameter in parameters])
         step([piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)])
-        if number >= sampling.steps - last:
-            loss, counted = loss + losses.sum(), counted + len(losses)
-    return loss / max(counted, 1)
+        if number >= sampling.steps - last_steps:
+            loss, sample_count = loss + losses.sum(), sample_count + len(losses)
+    return loss / max(sample_count, 1)
 
 
 def gradients_of_samples(job: Job, network: Network) -> Callable[..., tuple[list[Tensor], Tensor]]:
@@ -84,18 +84,18 @@ def gradients_of_samples(job: Job, network: Network) -> Callable[..., tuple[list
     names = trainable_names(network.layout, work.rates)
     columns = network.dropouts
 
-    def loss(moving: list[Tensor], fixed: dict[str, Tensor], sample: Batch) -> Tensor:
+    def loss(trained: list[Tensor], fixed: dict[str, Tensor], sample: Batch) -> Tensor:
         batch = Batch(*(None if part is None else part.unsqueeze(0) for part in sample))  # type: ignore[arg-type]
         numbers = {} if batch.numbers is None else {name: batch.numbers[:, part] for name, part in columns.items()}
-        tensors = {**fixed, **dict(zip(names, moving, strict=True))}
+        tensors = {**fixed, **dict(zip(names, trained, strict=True))}
         single = Net(net.module, tensors, numbers=numbers, criterion=network.criterion)
         return work.objective(single, batch, work.context)
 
     def compute(parameters: Sequence[Tensor], batch: Batch) -> tuple[list[Tensor], Tensor]:
-        moving = [parameter.detach() for parameter in parameters]
+        trained = [parameter.detach() for parameter in parameters]
         fixed = {name: tensor.detach() for name, tensor in net.tensors.items() if name not in names}
         axes = Batch(*(None if part is None else 0 for part in batch))  # type: ignore[arg-type]
-        gradients, losses = vmap(grad_and_value(loss), in_dims=(None, None, axes))(moving, fixed, batch)
+        gradients, losses = vmap(grad_and_value(loss), in_dims=(None, None, axes))(trained, fixed, batch)
         return list(gradients), losses
 
     return compute

@@ -93,15 +93,15 @@ class MoreauEnvelope:
         for _ in range(self.steps):
             losses, gradients = models.gradients(batch)
             with torch.no_grad():
-                theta, near = leading(parameters, gradients), leading(w, gradients)
+                theta, active_w = leading(parameters, gradients), leading(w, gradients)
                 slope = models.resized(gradients, self.max_norm) if self.max_norm else list(gradients)
                 if self.decay:
                     slope = list(torch._foreach_add(slope, theta, alpha=self.decay))
-                distance = torch._foreach_sub(theta, near)
-                pulled = torch._foreach_add(slope, distance, alpha=self.strength)
-                torch._foreach_sub_(theta, pulled, alpha=self.rate)
+                distance = torch._foreach_sub(theta, active_w)
+                direction = torch._foreach_add(slope, distance, alpha=self.strength)
+                torch._foreach_sub_(theta, direction, alpha=self.rate)
         with torch.no_grad():
-            envelope = torch._foreach_sub(near, theta)
+            envelope = torch._foreach_sub(active_w, theta)
             torch._foreach_mul_(envelope, self.strength)
             if models.auxiliary:  # in place: a captured step reads θ from the same memory
                 torch._foreach_copy_(models.auxiliary, parameters)
@@ -125,11 +125,11 @@ class Mixed:
         """Return the gradients and losses of w and of the mixture."""
         shared, personal = (models.of_model(models.parameters, number) for number in (0, 1))
         with torch.no_grad():
-            before = [tensor.clone() for tensor in personal]
+            original = [tensor.clone() for tensor in personal]
             torch._foreach_lerp_(personal, shared, 1 - self.share)
         losses, gradients = models.gradients(batch)
         with torch.no_grad():
-            torch._foreach_copy_(personal, before)
+            torch._foreach_copy_(personal, original)
             torch._foreach_mul_(models.of_model(gradients, 1), self.share)
         return losses, gradients
 
@@ -156,26 +156,26 @@ def displaced(models: Models, by: Sequence[Tensor], scale: float = 1.0) -> Itera
     """Move the parameters within a context. Forward passes in the context do not change the running statistics."""
     parameters = leading(models.parameters, by)
     with torch.no_grad():
-        before = [parameter.clone() for parameter in parameters]
+        original = [parameter.clone() for parameter in parameters]
         torch._foreach_add_(parameters, list(by), alpha=scale)
     try:
         with frozen_statistics(models):
             yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(parameters, before)
+            torch._foreach_copy_(parameters, original)
 
 
 @contextmanager
 def frozen_statistics(models: Models) -> Iterator[None]:
     """Restore BatchNorm's running statistics at the end of a context."""
-    before = [tensor.clone() for tensor in models.statistics]
+    original = [tensor.clone() for tensor in models.statistics]
     try:
         yield
     finally:
-        if before:
+        if original:
             with torch.no_grad():
-                torch._foreach_copy_(models.statistics, before)
+                torch._foreach_copy_(models.statistics, original)
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -220,5 +220,7 @@ def _where(empty: Tensor, first: Tensor, part: Tensor) -> Tensor:
 def _rescaled(piece: Batch, fraction: Tensor) -> Batch:
     """Return a part with rescaled weights. ``fraction`` ``(A, 1)`` is the share of samples in the full row."""
     assert piece.weight is not None
-    present = (piece.weight > 0).to(piece.weight).mean(dim=1, keepdim=True)
-    return piece._replace(weight=piece.weight * (fraction / present.clamp_min(torch.finfo(present.dtype).tiny)))
+    part_fraction = (piece.weight > 0).to(piece.weight).mean(dim=1, keepdim=True)
+    return piece._replace(
+        weight=piece.weight * (fraction / part_fraction.clamp_min(torch.finfo(part_fraction.dtype).tiny))
+    )

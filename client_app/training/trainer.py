@@ -98,8 +98,8 @@ class Trainer:
             return False
         if self.settings.stack == "vmap" or self.device.type == "cuda":
             return True
-        closed = network.linear_layers if work is None else network.is_closed(work)
-        return not network.convolves and network.size <= (SMALL_PERCEPTRON if closed else SMALL)
+        is_closed_form = network.linear_layers if work is None else network.is_closed(work)
+        return not network.convolves and network.size <= (SMALL_PERCEPTRON if is_closed_form else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
         """Return the number of clients in a stack. On a CPU, a larger stack would not be faster.
@@ -107,10 +107,10 @@ class Trainer:
         On a CPU, more than two clients form at least two stacks, for two cores. The size of a stack cannot depend on
         the number of cores, because stacks of different sizes round differently.
         """
-        most = self.capacity(network)
+        limit = self.capacity(network)
         if self.device.type == "cuda":
-            return most
-        return min(most, max(STACK, STACK_PARAMETERS // network.size), max(2, -(-clients // 2)))
+            return limit
+        return min(limit, max(STACK, STACK_PARAMETERS // network.size), max(2, -(-clients // 2)))
 
     def capacity(self, network: Network) -> int:
         """Return the number of models of a network that fit into memory at the same time.
@@ -118,11 +118,11 @@ class Trainer:
         The estimate covers parameters, gradients, momentum, anchor and result, and as much memory again for
         activations.
         """
-        free = STACK_BYTES
+        free_bytes = STACK_BYTES
         if self.device.type == "cuda":  # PyTorch can reuse memory that it has reserved but not allocated
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            free = torch.cuda.mem_get_info(self.device)[0] + unused
-        return max(1, int(0.8 * free) // (10 * 4 * network.size))
+            reusable_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free_bytes = torch.cuda.mem_get_info(self.device)[0] + reusable_bytes
+        return max(1, int(0.8 * free_bytes) // (10 * 4 * network.size))
 
     def train(self, job: Job, network: Network) -> Trained:
         """Run one client's local SGD, or raise :class:`TrainingDivergedError` if its result is not finite."""
@@ -149,11 +149,11 @@ class Trainer:
             return [self._train_privately(job, job.sampling, network) for job in jobs if job.sampling is not None]
         if jobs[0].models:
             return self._train_separately(jobs, network)
-        single = jobs[0].work.start.dim() == 1
+        is_single = jobs[0].work.start.dim() == 1
         shares = [self.share(job, network.smallest_batch) for job in jobs]
         models: Models
         schedule: Share | Schedule
-        if len(jobs) > 1 or self.stacks(network, 1 if single else len(jobs[0].work.start), jobs[0].work):
+        if len(jobs) > 1 or self.stacks(network, 1 if is_single else len(jobs[0].work.start), jobs[0].work):
             schedule = Schedule(shares)
             order = schedule.order
             models = StackedModels(network, [jobs[index].work for index in order])
@@ -164,23 +164,23 @@ class Trainer:
         optimiser = Optimiser(self.settings, models, ordered)
         loss = self._run(network, models, ordered, schedule, optimiser) / schedule.last_pass_count
         flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # a new tensor
-        finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
+        finite_rows = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
         outcome = [flat, loss]
         if models.auxiliary:
             with torch.no_grad():
                 outcome.append(flat + models.joined(torch._foreach_sub(models.auxiliary, models.parameters)))
-        of_jobs = [(t[:, 0] if single else t).unbind() for t in outcome]
-        for row, (index, *trained) in enumerate(zip(order, *of_jobs, strict=True)):
+        values_by_job = [(t[:, 0] if is_single else t).unbind() for t in outcome]
+        for row, (index, *trained) in enumerate(zip(order, *values_by_job, strict=True)):
             results[index] = Trained(*trained)._replace(steps=shares[index].steps)
-            if not finite[row]:
+            if not finite_rows[row]:
                 # Without the loss, the message is the same for all clients, so the server logs it once per round.
                 results[index] = TrainingDivergedError(
                     "training diverged: the model or its loss is NaN or infinite; "
                     f"{advice_on_divergence(self.settings, jobs[index].lr)}"
                 )
         if jobs[0].moments is not None:
-            rows = zip(ordered, order, optimiser.moments(models, single), finite, strict=True)
+            rows = zip(ordered, order, optimiser.moments(models, is_single), finite_rows, strict=True)
             for job, index, means, is_finite in rows:
                 if is_finite and job.moments is not None:
                     job.moments.follow(shares[index].steps, *means)
@@ -195,9 +195,9 @@ class Trainer:
         results = [result for group in groups for result in self.train_together(group, network)]
         joined: list[Trained | TrainingDivergedError] = []
         for begin in range(0, len(results), count):
-            of_client = results[begin : begin + count]
-            errors = [result for result in of_client if isinstance(result, TrainingDivergedError)]
-            trained = [result for result in of_client if isinstance(result, Trained)]
+            client_results = results[begin : begin + count]
+            errors = [result for result in client_results if isinstance(result, TrainingDivergedError)]
+            trained = [result for result in client_results if isinstance(result, Trained)]
             if errors:
                 joined.append(errors[0])
                 continue
@@ -239,13 +239,15 @@ class Trainer:
         total = torch.zeros(len(jobs), models.count, device=self.device)
         work = jobs[0].work
 
-        def step(batch: Batch, counted: Tensor | int | None) -> None:
+        def step(batch: Batch, loss_weight: Tensor | int | None) -> None:
             with self._autocast():
                 losses, gradients = work.rule.gradients(models, batch) if work.rule else models.gradients(batch)
             optimiser.step(gradients)
-            if counted is not None:
+            if loss_weight is not None:
                 rows = total[: len(losses)]
-                rows.addcmul_(losses, counted) if isinstance(counted, Tensor) else rows.add_(losses, alpha=counted)
+                rows.addcmul_(losses, loss_weight) if isinstance(loss_weight, Tensor) else rows.add_(
+                    losses, alpha=loss_weight
+                )
 
         def check_interrupted() -> None:
             if self.interrupted.is_set():
@@ -255,8 +257,8 @@ class Trainer:
             kind = (work.kind, network)
             self._graphs.replay(kind, schedule.runs(), lambda *index: step(*schedule.at(*index)), check_interrupted)
             return total
-        for batch, counted in schedule:
-            step(batch, counted)
+        for batch, loss_weight in schedule:
+            step(batch, loss_weight)
             check_interrupted()
         return total
 
@@ -296,8 +298,8 @@ class Trainer:
         return [result[0].float() if len(result) == 1 else tuple(t.float() for t in result) for result in results]
 
     def _forward_alone(self, work: Forward, network: Network, inputs: Tensor) -> list[Tensor]:
-        single = work.parameters.dim() == 1
-        parameters = work.parameters.unsqueeze(0) if single else work.parameters
+        is_single = work.parameters.dim() == 1
+        parameters = work.parameters.unsqueeze(0) if is_single else work.parameters
         network.stack(len(parameters)).copy_(parameters)
         outputs = []
         options = (True,) if work.features else ()
@@ -305,12 +307,12 @@ class Trainer:
             module.eval()
             pieces = [_tuple(module(x, *options)) for x in torch.split(inputs, EVALUATION_BATCH)]
             outputs.append([torch.cat(column) for column in zip(*pieces, strict=True)])
-        return outputs[0] if single else [torch.stack(column) for column in zip(*outputs, strict=True)]
+        return outputs[0] if is_single else [torch.stack(column) for column in zip(*outputs, strict=True)]
 
     def _forward_stacked(
         self, works: Sequence[Forward], network: Network, samples: Sequence[Samples]
     ) -> list[list[Tensor]]:
-        single = works[0].parameters.dim() == 1
+        is_single = works[0].parameters.dim() == 1
         order = sorted(range(len(works)), key=lambda i: -len(samples[i].y))
         counts = torch.tensor([len(samples[i].y) for i in order])
         rows = rows_of([works[i].parameters for i in order])
@@ -330,15 +332,15 @@ class Trainer:
             active = int((counts > begin).sum())
             columns = torch.arange(begin, min(begin + width, int(counts[0])))
             index = starts[:active, None] + torch.minimum(columns[None, :], counts[:active, None] - 1)
-            of_active = {name: tensor[:active] for name, tensor in tensors.items()}
-            result = _tuple(compute(of_active, inputs[index.to(inputs.device)]))
+            active_tensors = {name: tensor[:active] for name, tensor in tensors.items()}
+            result = _tuple(compute(active_tensors, inputs[index.to(inputs.device)]))
             for row in range(active):
                 valid = min(int(counts[row]) - begin, width)
                 pieces[order[row]].append([t[row, :, :valid] for t in result])
         # The outputs of a client without samples have no rows.
         empty = [t[:, :0] for t in pieces[order[0]][0]]
         joined = [[torch.cat(column, dim=1) for column in zip(*(client or [empty]), strict=True)] for client in pieces]
-        return [[t[0] for t in client] for client in joined] if single else joined
+        return [[t[0] for t in client] for client in joined] if is_single else joined
 
 
 def _tuple(output: Any) -> tuple[Tensor, ...]:
