@@ -51,9 +51,9 @@ def _check_names(prefix: str, kind: type[Any], base: type[Any]) -> None:
     for name in vars(kind):
         if name.startswith("_") or name in base_names or name in setting_fields:
             continue
-        if similar := get_close_matches(name, base_names, 1, SIMILAR):
+        if close := get_close_matches(name, base_names, 1, SIMILAR):
             raise SettingsError(
-                f"{prefix}: {kind.__name__}.{name} is not used: did you mean {similar[0]}? If not, begin its name with _"
+                f"{prefix}: {kind.__name__}.{name} is not used: did you mean {close[0]}? If not, begin its name with _"
             )
 
 

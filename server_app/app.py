@@ -96,11 +96,11 @@ def run(
     """
     with named_sources(user_settings, where):
         stored = StoredRun.find(user_settings, where)
-    ran = stored.settings if stored else None
-    settings = read_settings(user_settings, where, ran)
+    stored_settings = stored.settings if stored else None
+    settings = read_settings(user_settings, where, stored_settings)
     if notice := merge_experiment(user_settings, where).notice:
         log(WARNING, "%s", notice)
-    with named_sources(user_settings, where, ran):
+    with named_sources(user_settings, where, stored_settings):
         return _run(grid, settings, stored, begun, status)
 
 

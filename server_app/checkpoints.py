@@ -62,27 +62,27 @@ class Checkpoints:
         """Return whether a checkpoint is due after a round, because it is scheduled or takes little time."""
         if not self.every:
             return False
-        cheap = self._seconds < WRITING_SHARE * (time.monotonic() - self._written)
-        return cheap or server_round % self.every == 0 or server_round == self.last_round
+        is_cheap = self._seconds < WRITING_SHARE * (time.monotonic() - self._written)
+        return is_cheap or server_round % self.every == 0 or server_round == self.last_round
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove the oldest checkpoints."""
-        begun, number = time.monotonic(), checkpoint.server_round
+        started, number = time.monotonic(), checkpoint.server_round
         self.flush(checkpoint.versions)
         self.directory.sync()
         folder = self._folder(number)
-        part = folder.with_name(f".{folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        temporary = folder.with_name(f".{folder.name}.part")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
         written_by = {"run": self.directory.id, "round": str(number)}
-        write_arrays(part / ARRAYS, checkpoint.arrays, written_by, durable=True)
-        write_json(part / PROGRESS, {**written_by, **checkpoint.progress}, durable=True)
+        write_arrays(temporary / ARRAYS, checkpoint.arrays, written_by, durable=True)
+        write_json(temporary / PROGRESS, {**written_by, **checkpoint.progress}, durable=True)
         shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+        temporary.rename(folder)
         sync(folder.parent)
         self._keep({**{r: v for r, v in self.versions.items() if r < number}, number: checkpoint.versions})
         self._written = time.monotonic()
-        self._seconds = self._written - begun
+        self._seconds = self._written - started
 
     def read(self, server_round: int) -> Checkpoint:
         """Return the checkpoint of a round, or raise an error if it is incomplete or from another run or round."""
@@ -112,9 +112,9 @@ class Checkpoints:
                 reasons.append(str(error) if isinstance(error, DamagedFileError | OSError) else repr(error))
                 log(WARNING, "the checkpoint of round %s is not used: %s", number, reasons[-1])
                 versions.pop(number, None)
-                aside = self._folder(number).with_name(f"round-{number}-refused")
-                shutil.rmtree(aside, ignore_errors=True)
-                self._folder(number).rename(aside)
+                refused_folder = self._folder(number).with_name(f"round-{number}-refused")
+                shutil.rmtree(refused_folder, ignore_errors=True)
+                self._folder(number).rename(refused_folder)
         if newest is None:
             name = self.directory.path.name
             raise SettingsError(f"resume = {name!r}: no checkpoint of the run can be used ({'; '.join(reasons)})")
@@ -165,21 +165,33 @@ def resumption(
     if stored.damage:
         log(WARNING, "config.yaml is rewritten: %s", stored.damage)
     checkpoint = checkpoints.newest(lambda stored_checkpoint: load_state(strategy, stored_checkpoint.arrays))
-    finished, stored_digests, digests = checkpoint.server_round, checkpoint.progress["data"], data_digests(workspace)
-    if differing := [part for part in digests if stored_digests.get(part) != digests[part]]:
+    last_round, stored_digests, digests = (
+        checkpoint.server_round,
+        checkpoint.progress["data"],
+        data_digests(workspace),
+    )
+    if changed_parts := [part for part in digests if stored_digests.get(part) != digests[part]]:
         raise SettingsError(
-            f"resume = {run.resume!r}: {' and '.join(differing)} have changed since the run began, in "
+            f"resume = {run.resume!r}: {' and '.join(changed_parts)} have changed since the run began, in "
             f"dataset = {settings.data.dataset!r}"
         )
-    if finished > run.num_server_rounds:
+    if last_round > run.num_server_rounds:
         raise SettingsError(
-            f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has already finished {finished} rounds"
+            f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has already finished {last_round} rounds"
         )
-    if finished == run.num_server_rounds and read_summary(directory.path).get("status") in ("completed", "diverged"):
+    if last_round == run.num_server_rounds and read_summary(directory.path).get("status") in (
+        "completed",
+        "diverged",
+    ):
         raise SettingsError(
-            f"resume = {run.resume!r}: its {finished} rounds are complete; a larger num-server-rounds continues it"
+            f"resume = {run.resume!r}: its {last_round} rounds are complete; a larger num-server-rounds continues it"
         )
-    entry = {"round": finished, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed), **stored.ran_on}
+    entry = {
+        "round": last_round,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "changed": dict(changed),
+        **stored.ran_on,
+    }
     history = [*stored.resumed_before, entry]
     checkpoints.note(settings.as_config(), history)
     return Resumption(directory, checkpoints, checkpoint, history)

@@ -128,14 +128,14 @@ class PollingGrid(WaveGrid):
 
         All messages share the ``timeout``. Without it, the pace gives the time limit of each node.
         """
-        sent = list(messages)
-        phase = _Phase(self, sent, math.inf if timeout is None else timeout)
+        all_messages = list(messages)
+        phase = _Phase(self, all_messages, math.inf if timeout is None else timeout)
         requested = time.monotonic()
         while not phase.over():
             # Posy's SuperLink holds a request until a reply has arrived.
             time.sleep(max(LEAST_PAUSE, pause(phase.waited) - (time.monotonic() - requested)))
             requested = time.monotonic()
-        self._note_gone(sent, phase.replies)
+        self._note_gone(all_messages, phase.replies)
         return phase.replies
 
     def send(self, messages: Collection[Message], timeout: float = math.inf) -> list[Delivery]:
@@ -144,11 +144,11 @@ class PollingGrid(WaveGrid):
             limit = self.pace.limit(message.metadata.message_type, message.metadata.dst_node_id)
             message.metadata.ttl = min(message.metadata.ttl, limit + CLOCK_SECONDS)
         numbers = self.push_messages(messages)
-        clock, sent = time.monotonic(), []
+        sent_at, deliveries = time.monotonic(), []
         for message, number in zip(messages, numbers, strict=False):
             silence = min(self.pace.silence(message.metadata.message_type), TIMEOUT_SHARE * timeout)
-            sent.append(Delivery(message, number or "", clock, clock + silence, silence, silence))
-        return sent
+            deliveries.append(Delivery(message, number or "", sent_at, sent_at + silence, silence, silence))
+        return deliveries
 
     def look(self, deliveries: Collection[Delivery]) -> float:
         """Request the replies to deliveries, send copies of lost messages, and question silent nodes.
@@ -215,15 +215,17 @@ class PollingGrid(WaveGrid):
             if delivery.copies >= COPIES or clock >= delivery.patience_ends:
                 delivery.lost, delivery.number = False, ""
         due = [delivery for delivery in lost if delivery.lost]
-        present = set(self.get_node_ids()) if due else set()
-        if not (due := [delivery for delivery in due if delivery.node in present]):
+        connected = set(self.get_node_ids()) if due else set()
+        if not (due := [delivery for delivery in due if delivery.node in connected]):
             return
         log(WARNING, "%s messages were lost in transit; the server sends them again", len(due))
         copies = []
         for delivery in due:
-            content, old = delivery.message.content, delivery.message.metadata
-            ttl = max(CLOCK_SECONDS, old.ttl - (clock - delivery.sent))
-            copies.append(Message(content, old.dst_node_id, old.message_type, ttl=ttl, group_id=old.group_id))
+            content, metadata = delivery.message.content, delivery.message.metadata
+            ttl = max(CLOCK_SECONDS, metadata.ttl - (clock - delivery.sent))
+            copies.append(
+                Message(content, metadata.dst_node_id, metadata.message_type, ttl=ttl, group_id=metadata.group_id)
+            )
         self.counts["sent-again"] += len(due)
         for delivery, number in zip(due, self.push_messages(copies), strict=False):
             delivery.lost = delivery.proven = False
@@ -238,10 +240,10 @@ class PollingGrid(WaveGrid):
             return
         questions = []
         for delivery in silent:
-            content, old = RecordDict({"config": ConfigRecord({PING: True})}), delivery.message.metadata
-            question = Message(content, delivery.node, MessageType.QUERY, ttl=old.ttl)
+            content, metadata = RecordDict({"config": ConfigRecord({PING: True})}), delivery.message.metadata
+            question = Message(content, delivery.node, MessageType.QUERY, ttl=metadata.ttl)
             # The question is newer than the message, even if the clock was set back meanwhile.
-            question.metadata.created_at = max(question.metadata.created_at, old.created_at + 1e-3)
+            question.metadata.created_at = max(question.metadata.created_at, metadata.created_at + 1e-3)
             questions.append(question)
         for delivery, number in zip(silent, self.push_messages(questions), strict=False):
             delivery.questions |= {number} if number else set()
@@ -273,38 +275,42 @@ class _Phase:
     def over(self) -> bool:
         """Send messages to free nodes, request replies, and return whether the phase is over."""
         grid, under_way = self._grid, self._under_way
-        free = [node for node, queue in self._queues.items() if queue and node not in {*under_way, *grid.late}]
-        wave = [self._queues[node].popleft() for node in free]
+        free_nodes = [node for node, queue in self._queues.items() if queue and node not in {*under_way, *grid.late}]
+        wave = [self._queues[node].popleft() for node in free_nodes]
         under_way |= {delivery.node: delivery for delivery in grid.send(wave, self._timeout)}
         self._report()
         delay = grid.look(list(under_way.values()))
         self._ends, self._grace_ends = self._ends + delay, self._grace_ends + delay
         for node, delivery in list(under_way.items()):
             if not delivery.open:
-                why = "its message was lost every time" if delivery.copies else "the SuperLink refused its message"
-                self.replies.append(delivery.reply or unanswered(delivery.message, why))
+                reason = "its message was lost every time" if delivery.copies else "the SuperLink refused its message"
+                self.replies.append(delivery.reply or unanswered(delivery.message, reason))
                 del under_way[node]
-        succeeded = sum(not reply.has_error() for reply in self.replies)
-        if self._grace is not None and succeeded >= self._needed:
+        success_count = sum(not reply.has_error() for reply in self.replies)
+        if self._grace is not None and success_count >= self._needed:
             self._grace_ends = min(self._grace_ends, time.monotonic() + self._grace)
         self._give_up()
         queued = [node for node, queue in self._queues.items() if queue]
         # With enough replies, the phase does not wait for nodes that are busy with an earlier message.
-        if not under_way and all(node in grid.late for node in queued) and (not queued or succeeded >= self._needed):
+        if (
+            not under_way
+            and all(node in grid.late for node in queued)
+            and (not queued or success_count >= self._needed)
+        ):
             self._leave_out("it was still busy with an earlier message")
             return True
         return False
 
     def _give_up(self) -> None:
         """Stop waiting for clients whose time limit has expired. Their nodes stay busy."""
-        clock, all_end = time.monotonic(), ""
+        clock, phase_reason = time.monotonic(), ""
         if clock >= self._ends:
-            all_end = f"no reply within round-timeout = {self._timeout:g} s"
+            phase_reason = f"no reply within round-timeout = {self._timeout:g} s"
         elif clock >= self._grace_ends:
-            all_end = f"no reply within grace = {self._grace:g} s after {self._needed} other clients"
+            phase_reason = f"no reply within grace = {self._grace:g} s after {self._needed} other clients"
         for node, delivery in list(self._under_way.items()):
             limit = self._grid.pace.limit(delivery.phase, node)
-            reason = all_end or (
+            reason = phase_reason or (
                 f"no reply within {limit:.3g} s (round-timeout = auto)" if clock >= delivery.sent + limit else ""
             )
             if reason:
@@ -312,8 +318,8 @@ class _Phase:
                 del self._under_way[node]
                 if not delivery.lost:
                     self._grid.late[node] = delivery
-        if all_end:
-            self._leave_out(all_end)
+        if phase_reason:
+            self._leave_out(phase_reason)
 
     def _leave_out(self, reason: str) -> None:
         """Return an error for each message that was not sent."""

@@ -121,13 +121,13 @@ class Federation:
         self._members.assign()
         self._members.begun = True
         clients = self._num_clients
-        if missing := clients - len(self.clients):
+        if missing_count := clients - len(self.clients):
             present = describe_clients(self.clients, self.owners, clients, most=MAX_NAMED)
-            log(WARNING, "The run begins without %s of its %s clients: %s present", missing, clients, present)
+            log(WARNING, "The run begins without %s of its %s clients: %s present", missing_count, clients, present)
         if not self._of_sites and len(self.nodes) < clients:
-            each = f'--federation-config "num-supernodes={clients} client-resources-num-cpus=1" gives each a node'
-            several = "each node serves several clients, one after the other"
-            log(INFO, "%s clients on %s SuperNodes: %s; %s", clients, len(self.nodes), several, each)
+            advice = f'--federation-config "num-supernodes={clients} client-resources-num-cpus=1" gives each a node'
+            explanation = "each node serves several clients, one after the other"
+            log(INFO, "%s clients on %s SuperNodes: %s; %s", clients, len(self.nodes), explanation, advice)
         return self.clients
 
     def refresh(self) -> list[int]:
@@ -136,18 +136,20 @@ class Federation:
         The states of these clients may be lost. New nodes have :data:`REFRESH_SECONDS` to answer. With fewer clients
         than ``min-clients``, or none, the round waits for more clients for up to ``join-timeout``.
         """
-        before = {client: self.nodes[info.node_id] for client, info in self.clients.items()}
+        earlier_nodes = {client: self.nodes[info.node_id] for client, info in self.clients.items()}
         earlier_clients = set(self._members.records)
         self._presence.wait_for_round()
         # A returned node has a new record, even under its old id.
-        moved = [client for client, info in self.clients.items() if before.get(client) is not self.nodes[info.node_id]]
-        back = [client for client in moved if client in earlier_clients]
-        new = [client for client in moved if client not in earlier_clients]
-        for clients, state in ((new, "new"), (back, "back")):
+        moved = [
+            client for client, info in self.clients.items() if earlier_nodes.get(client) is not self.nodes[info.node_id]
+        ]
+        returned = [client for client in moved if client in earlier_clients]
+        new_clients = [client for client in moved if client not in earlier_clients]
+        for clients, state in ((new_clients, "new"), (returned, "back")):
             if clients:
                 arrived = describe_clients(clients, self.owners, self._num_clients)
                 print(f"{arrived} {state}; {self._presence.describe()}", flush=True)
-        return back
+        return returned
 
     def task(self, model: str) -> str:
         """Return a table with the agreed task for a network, and a row for each site."""
@@ -208,8 +210,8 @@ def _site_row(
     if description := descriptions.get(_site_of(client, info.name)):
         names = description.classes
         row["samples"] = f"{description.kind}, shape {'x'.join(map(str, description.shape))}"
-        few = 0 < len(names) <= FEW_CLASSES
-        row["classes"] = one_line(f"{len(names)}: {', '.join(names)}", MAX_CLASSES) if few else len(names)
+        is_short = 0 < len(names) <= FEW_CLASSES
+        row["classes"] = one_line(f"{len(names)}: {', '.join(names)}", MAX_CLASSES) if is_short else len(names)
     row["classes"] = row.get("classes") or sum(samples > 0 for samples in info.class_counts) or ""
     row["skipped"] = info.skipped or ""
     return row

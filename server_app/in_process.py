@@ -52,9 +52,9 @@ class InProcessGrid(PosyGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients on the messages at once, and store the replies until the server pulls them."""
-        pushed = list(messages)
-        self._replies |= {m.metadata.reply_to_message_id: m for m in self._answers(pushed, float("inf"))}
-        return [message.metadata.message_id for message in pushed]
+        message_list = list(messages)
+        self._replies |= {m.metadata.reply_to_message_id: m for m in self._answers(message_list, float("inf"))}
+        return [message.metadata.message_id for message in message_list]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to the messages with these ids."""
@@ -72,13 +72,13 @@ class InProcessGrid(PosyGrid):
             if time.monotonic() >= end:
                 continue
             try:
-                received = self._receive(message)
+                outcome = self._receive(message)
             except Exception as error:  # a client's exception becomes its reply, as on a real node
-                received = _failure(message, error)
-            if isinstance(received, Call):
-                calls[number] = received
+                outcome = _failure(message, error)
+            if isinstance(outcome, Call):
+                calls[number] = outcome
             else:
-                replies[number] = received
+                replies[number] = outcome
         numbers, pending = list(calls), list(calls.values())
 
         def finish(index: int, result: Any) -> None:

@@ -73,9 +73,9 @@ class Membership:
                 (unnumbered[info.name] if info.client < 0 else claims[info.client]).append(info)
                 if self._of_sites and info.name and info.client >= 0:
                     numbers[info.name] = info.client
-        used = claims.keys() | self.records.keys()
-        free = (client for client in count() if client not in used)
-        for infos, client in zip(unnumbered.values(), free, strict=False):
+        used_indices = claims.keys() | self.records.keys()
+        free_indices = (client for client in count() if client not in used_indices)
+        for infos, client in zip(unnumbered.values(), free_indices, strict=False):
             claims[client] = [replace(info, client=client) for info in infos]
         if not self.begun:
             for client, infos in sorted(claims.items()):
@@ -91,13 +91,13 @@ class Membership:
                     reason = f"all {self._num_clients} clients of the run belong to other sites"
                     self._nodes.exclude(self._nodes[info.node_id], reason)
                 continue
-            before = self.records.get(client, claims[0])
-            host = next((info for info in claims if info.node_id == before.node_id), claims[0])
+            last_info = self.records.get(client, claims[0])
+            host = next((info for info in claims if info.node_id == last_info.node_id), claims[0])
             self.hosted[client] = self.records[client] = host
             for other in claims:
                 if other.node_id != host.node_id:
-                    present = f"{title(client, host.name)} is already present on another node"
-                    self._nodes.exclude(self._nodes[other.node_id], self._objection(other, -1) or present)
+                    duplicate = f"{title(client, host.name)} is already present on another node"
+                    self._nodes.exclude(self._nodes[other.node_id], self._objection(other, -1) or duplicate)
 
     def reserve(self, clients: Iterable[ClientInfo]) -> None:
         """Reserve clients for their names before they join."""

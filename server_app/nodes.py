@@ -111,15 +111,15 @@ class NodeRegistry:
         """
         self._look_up()
         time_now = time.monotonic()
-        if due := [node for node in self if node.ask_at <= time_now]:
-            questions = self._grid.push_messages([self._query.message(node.number) for node in due])
-            for node, question in zip(due, questions, strict=False):
+        if due_nodes := [node for node in self if node.ask_at <= time_now]:
+            questions = self._grid.push_messages([self._query.message(node.number) for node in due_nodes])
+            for node, question in zip(due_nodes, questions, strict=False):
                 node.asked_at = node.asked_at if node.question else time_now
                 node.question, node.ask_at, node.patience = question, time_now + node.patience, 2 * node.patience
-        if waiting := {node.question: node for node in self.silent}:
-            for reply in self._grid.pull_messages(list(waiting)):
-                self._read(waiting[reply.metadata.reply_to_message_id], reply)
-        return due
+        if nodes_by_question := {node.question: node for node in self.silent}:
+            for reply in self._grid.pull_messages(list(nodes_by_question)):
+                self._read(nodes_by_question[reply.metadata.reply_to_message_id], reply)
+        return due_nodes
 
     def ask_again(self) -> None:
         """Ask all nodes again that were not excluded, even nodes whose answer is in transit."""
@@ -139,12 +139,12 @@ class NodeRegistry:
     def _look_up(self) -> None:
         """Add new nodes, and remove nodes that have left or whose question may be lost after an outage."""
         connected = {info.node_id: info.name for info in self._grid.get_nodes()}
-        outage = self._outages != self._grid.outages.count
+        had_outage = self._outages != self._grid.outages.count
         self._outages = self._grid.outages.count
         self._nodes = {
             number: node
             for number, node in self._nodes.items()
-            if number in connected and number not in self._grid.gone and not (outage and node.question)
+            if number in connected and number not in self._grid.gone and not (had_outage and node.question)
         }
         self._grid.gone.clear()
         for number, name in sorted(connected.items()):
@@ -169,5 +169,5 @@ class NodeRegistry:
                 node.clients, node.description = claims.clients, claims.description or node.description
                 self._status.node(node.number, [info.client for info in node.clients], answer)
             except UNREADABLE as error:
-                understood = isinstance(error, DataError | BadReplyError)
-                self.exclude(node, str(error) if understood else f"malformed answer: {error!r}")
+                is_known_error = isinstance(error, DataError | BadReplyError)
+                self.exclude(node, str(error) if is_known_error else f"malformed answer: {error!r}")

@@ -42,5 +42,5 @@ class Pace:
         slowest = self._slowest[phase]
         if not self.automatic or not slowest:
             return math.inf
-        least, margin = (FLOOR_SECONDS, MARGIN) if node in slowest else (FIRST_SECONDS, FIRST_MARGIN)
-        return max(least, margin * max(slowest.values()))
+        floor, margin = (FLOOR_SECONDS, MARGIN) if node in slowest else (FIRST_SECONDS, FIRST_MARGIN)
+        return max(floor, margin * max(slowest.values()))

@@ -61,22 +61,22 @@ class Presence:
             If too few clients join in time.
         """
         begun = time.monotonic()
-        needed = self._run.min_clients or self._num_clients
+        required = self._run.min_clients or self._num_clients
         patience = nodes.ASK_SECONDS if describe else SILENT_SECONDS
-        enough = math.inf  # time at which enough clients were claimed
+        enough_since = math.inf  # time at which enough clients were claimed
         while True:
             self._nodes.poll()
             time_now = time.monotonic()
             waited, silent = time_now - self._started, self._nodes.silent
             claimed = sum(client < self._num_clients for client in self._members.claims())
-            overdue = all(time_now - node.asked_at > nodes.ASK_SECONDS for node in silent)
-            late = waited > self._run.join_timeout and overdue
-            enough = min(enough, time_now) if claimed >= needed else math.inf
-            if claimed >= needed and (not silent or late or time_now - enough > patience):
+            is_overdue = all(time_now - node.asked_at > nodes.ASK_SECONDS for node in silent)
+            is_late = waited > self._run.join_timeout and is_overdue
+            enough_since = min(enough_since, time_now) if claimed >= required else math.inf
+            if claimed >= required and (not silent or is_late or time_now - enough_since > patience):
                 return
-            if late or not silent:
+            if is_late or not silent:
                 self._exclude_silent(silent)
-                if late or self._is_hopeless(claimed):
+                if is_late or self._is_hopeless(claimed):
                     self._members.assign()  # reports nodes that claim the same client
                     raise SettingsError(self._too_few(claimed, waited))
             self._publish_wait(claimed, self._num_clients, self._started)
@@ -87,8 +87,8 @@ class Presence:
 
         New nodes have :data:`REFRESH_SECONDS` to answer. The round waits for up to ``join-timeout``.
         """
-        present, needed = set(self._members.hosted), max(self._run.min_clients, 1)
-        started, warned = time.monotonic(), False
+        present, required = set(self._members.hosted), max(self._run.min_clients, 1)
+        started, has_warned = time.monotonic(), False
         asked_nodes: list[Node] = []
         while True:
             asked_nodes += self._nodes.poll()
@@ -96,20 +96,20 @@ class Presence:
             if waited > REFRESH_SECONDS or not any(node.question for node in asked_nodes):
                 self._members.assign()
                 hosted = self._members.hosted
-                if lost := sorted(present - hosted.keys()):
+                if gone_clients := sorted(present - hosted.keys()):
                     log(
                         WARNING,
                         "%s gone; %s",
-                        describe_clients(lost, self._members.owners, self._num_clients),
+                        describe_clients(gone_clients, self._members.owners, self._num_clients),
                         self.describe(),
                     )
-                    present -= set(lost)
-                if len(hosted) >= needed or waited > self._run.join_timeout:
+                    present -= set(gone_clients)
+                if len(hosted) >= required or waited > self._run.join_timeout:
                     return
-                self._publish_wait(len(hosted), needed, started)
-                if not warned:
-                    log(WARNING, "%s; the round waits until %s are present", self.describe(), needed)
-                    warned = True
+                self._publish_wait(len(hosted), required, started)
+                if not has_warned:
+                    log(WARNING, "%s; the round waits until %s are present", self.describe(), required)
+                    has_warned = True
             time.sleep(pause(waited))
 
     def describe(self) -> str:
@@ -135,12 +135,12 @@ class Presence:
 
     def _too_few(self, hosted: int, waited: float) -> str:
         """Return the error message for a run whose clients have not joined in time."""
-        least, timeout = self._run.min_clients, self._run.join_timeout
+        min_clients, timeout = self._run.min_clients, self._run.join_timeout
         reasons = "; ".join(f"{name}: {reason}" if name else reason for name, reason in self._nodes.excluded)
         if reasons and not self._of_sites:
             return f"a node cannot serve this run: {reasons}"
         return (
-            f"num-clients = {self._num_clients}{f', min-clients = {least}' if least else ''}, but the "
+            f"num-clients = {self._num_clients}{f', min-clients = {min_clients}' if min_clients else ''}, but the "
             f"{len(self._nodes)} connected nodes host {hosted} of them after {round(min(waited, timeout), 2):g} s"
             + (f"; excluded: {reasons}" if reasons else "")
         )

@@ -66,9 +66,9 @@ class PrivacyLedger:
             self._add(event, group)
 
     def _add(self, event: Event, clients: Sequence[int]) -> None:
-        single = Event(event.mode, event.noise_multiplier, 1, event.sampling)
+        one_training = Event(event.mode, event.noise_multiplier, 1, event.sampling)
         for client in clients:
-            self._events[int(client)][single] += event.count
+            self._events[int(client)][one_training] += event.count
 
     def epsilon(self) -> float:
         """Return the largest ε that a client has spent so far, for ``dp-delta``."""

@@ -123,15 +123,15 @@ class Progress:
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
         remarks = partial or {}
         self._latest |= {name: (server_round, text + remarks.get(name, "")) for name, text in texts.items() if text}
-        shown = [
-            f"{name} {text}" + ("" if at == server_round else f" (round {at})")
-            for name, (at, text) in self._latest.items()
+        parts = [
+            f"{name} {text}" + ("" if last_round == server_round else f" (round {last_round})")
+            for name, (last_round, text) in self._latest.items()
         ]
         (first, start), (last, end) = self._ends[0], self._ends[-1]
         pace, remaining = (end - start) / max(1, last - first), self._rounds - server_round
-        shown += [present] if present else []
-        shown += [f"{pace:.2f} s/round"] + ([f"{duration(pace * remaining)} left"] if remaining > 0 else [])
-        figures = "  ".join(shown)
+        parts += [present] if present else []
+        parts += [f"{pace:.2f} s/round"] + ([f"{duration(pace * remaining)} left"] if remaining > 0 else [])
+        figures = "  ".join(parts)
         if self._bar is not None:
             self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
         elif server_round in (self._done + 1, self._rounds) or server_round % self._every == 0:
@@ -158,9 +158,9 @@ def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> s
     facts : mapping of str to str
         Facts by name, which are wrapped to 100 columns.
     """
-    used = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
-    cells = [[shortened(str(row.get(name, ""))) for name in used] for row in rows[:MAX_ROWS]]
-    lines = as_lines(laid_out("", used, cells, right=("client", "training", "test", "skipped")))
+    columns = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
+    cells = [[shortened(str(row.get(name, ""))) for name in columns] for row in rows[:MAX_ROWS]]
+    lines = as_lines(laid_out("", columns, cells, right=("client", "training", "test", "skipped")))
     lines += [f"… and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
     indent = " " * (max(map(len, facts)) + 2)
     for line in _aligned(facts):
@@ -184,8 +184,8 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     rows = []
     for point in ("served", "local"):
         # The best round on the test splits is an upper bound of the accuracy, not an estimate.
-        which = "best" if summary[point]["best"] else "upper-bound"
-        for name, scores in (("last", summary[point]["last"]), (which, summary[point][which])):
+        choice = "best" if summary[point]["best"] else "upper-bound"
+        for name, scores in (("last", summary[point]["last"]), (choice, summary[point][choice])):
             cells = _cells(scores, members) if scores else ["not evaluated", *[""] * 6]
             rows.append([f"{point} model, {name.replace('-', ' ')}", *cells])
     for point, scores in (summary.get("newcomers") or {}).items():
@@ -273,9 +273,9 @@ def _bar(stream: TextIO) -> Bar:
 
 def _aligned(facts: Mapping[str, str]) -> list[str]:
     """Return a line for each nonempty fact, with aligned texts."""
-    present = {key: text for key, text in facts.items() if text}
-    width = max(map(len, ("system accuracy", *present)))
-    return [f"{key:<{width}}  {text}" for key, text in present.items()]
+    texts = {key: text for key, text in facts.items() if text}
+    width = max(map(len, ("system accuracy", *texts)))
+    return [f"{key:<{width}}  {text}" for key, text in texts.items()]
 
 
 def _clients(summary: Mapping[str, Any]) -> str:
@@ -284,9 +284,9 @@ def _clients(summary: Mapping[str, Any]) -> str:
     if not missing:
         return str(clients)
     names = summary.get("sites", [None] * clients)
-    first = ", ".join(names[client] or f"client {client}" for client in missing[:MAX_NAMED])
+    first_names = ", ".join(names[client] or f"client {client}" for client in missing[:MAX_NAMED])
     more = ", …" if len(missing) > MAX_NAMED else ""
-    return f"{clients - len(missing)} of {clients} (missing in the last evaluation: {first}{more})"
+    return f"{clients - len(missing)} of {clients} (missing in the last evaluation: {first_names}{more})"
 
 
 def _cells(row: Mapping[str, Any], members: int) -> list[str]:

@@ -97,9 +97,11 @@ class NodeQuery:
         skipped = self._log_warnings(name or f"client {client}", answer)
         return NodeClients((ClientInfo(client, node, *sizes, name, class_counts, fingerprint, skipped),))
 
-    def _check_fixed_tensors(self, fixed: Sequence[float]) -> None:
-        same = len(fixed) == len(self.fixed_tensors) and np.allclose(fixed, self.fixed_tensors, TOLERANCE, TOLERANCE)
-        if self.fixed_tensors and not same:
+    def _check_fixed_tensors(self, fingerprint: Sequence[float]) -> None:
+        is_equal = len(fingerprint) == len(self.fixed_tensors) and np.allclose(
+            fingerprint, self.fixed_tensors, TOLERANCE, TOLERANCE
+        )
+        if self.fixed_tensors and not is_equal:
             raise BadReplyError(
                 "its network's fixed tensors differ from the server's; install the file from which the model loads "
                 "them on every node"

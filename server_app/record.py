@@ -204,17 +204,19 @@ class Record:
     @cached_property
     def _files(self) -> dict[int, Path]:
         """The stored models by client, after training if the client has trained. An error if there are none."""
-        numbered = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
-        files = {int(number): path for number, path in numbered if number.isdecimal()}
+        numbered_paths = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
+        files = {int(number): path for number, path in numbered_paths if number.isdecimal()}
         if files:
             return dict(sorted(files.items()))
         if not self.settings.get("save-models", True):
-            why = "the run had save-models = false"
+            reason = "the run had save-models = false"
         elif (self.models / "server.safetensors").is_file():
-            why = "they stay on the clients' nodes, in the folder that `models` or `state-dir` of the node config names"
+            reason = (
+                "they stay on the clients' nodes, in the folder that `models` or `state-dir` of the node config names"
+            )
         else:
-            why = "they are stored in the last round, and at intervals before that"
-        raise SettingsError(f"{self.path} has no clients' models: {why}")
+            reason = "they are stored in the last round, and at intervals before that"
+        raise SettingsError(f"{self.path} has no clients' models: {reason}")
 
     def _number(self, client: int | str) -> int:
         """Return the number of a client whose model is stored."""
@@ -223,17 +225,17 @@ class Record:
         number = number_by_name.get(text, int(text) if text.isdecimal() else -1)
         if number in self._files:
             return number
-        first = ", ".join(number_by_name or map(str, list(self._files)[:SHOWN]))
+        first_clients = ", ".join(number_by_name or map(str, list(self._files)[:SHOWN]))
         more = "" if number_by_name or len(self._files) <= SHOWN else f", … {max(self._files)}"
-        raise SettingsError(f"client {client!r}: {self.models} has the models of {first}{more}")
+        raise SettingsError(f"client {client!r}: {self.models} has the models of {first_clients}{more}")
 
     def _members(self) -> list[int]:
         """Return the clients that took part in the last round, and whose models are stored."""
         if not len(self.clients):
             raise SettingsError(f"{self.path} has no finished round")
-        last = self.clients[self.clients["round"] == self.clients["round"].max()]
-        present = set(last[last["n_train"].notna()]["partition"]) & self._files.keys()
-        return sorted(present)
+        last_rows = self.clients[self.clients["round"] == self.clients["round"].max()]
+        members = set(last_rows[last_rows["n_train"].notna()]["partition"]) & self._files.keys()
+        return sorted(members)
 
     def _file(self, name: str) -> Path:
         """Return a file of the run's record, or raise :class:`SettingsError` if it does not exist."""

@@ -84,8 +84,8 @@ class Recorder:
         self.federation = federation
         run = settings.run
         if resumption is None:
-            data, when = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
-            name = run.run_name or f"{key_prefix(run.method)}-{data}-seed{run.seed}-{when}"
+            dataset, timestamp = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
+            name = run.run_name or f"{key_prefix(run.method)}-{dataset}-seed{run.seed}-{timestamp}"
             self.directory = RunDirectory.create(Path(run.output_dir), name)
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
             self._resumed: list[dict[str, Any]] = []
@@ -93,12 +93,12 @@ class Recorder:
         else:  # the resumption has compared the data
             self.directory, self.checkpoints, checkpoint, self._resumed = resumption
             self._data = checkpoint.progress["data"]
-        absent = {
+        absent_columns = {
             *(() if settings.data.validation_fraction else VALIDATION),
             *(() if run.evaluate_training else TRAINING),
             *((*MEASURES, *VALIDATION, *TRAINING, "n_test", "chosen") if run.secure_aggregation else ()),
         }
-        self.directory.columns = tuple(column for column in CLIENT_COLUMNS if column not in absent)
+        self.directory.columns = tuple(column for column in CLIENT_COLUMNS if column not in absent_columns)
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
@@ -139,10 +139,10 @@ class Recorder:
             with self._writing():
                 self._write_end("completed")
         else:
-            failed: Status = "failed" if issubclass(kind, Exception) else "stopped"
+            outcome: Status = "failed" if issubclass(kind, Exception) else "stopped"
             try:
                 self._write_last_checkpoint()
-                self._write_end("diverged" if issubclass(kind, DivergedError) else failed)
+                self._write_end("diverged" if issubclass(kind, DivergedError) else outcome)
             except OSError as error:  # a full disk may have ended the run
                 log(WARNING, "some files of the run could not be written: %s", error)
         if self.summary:
@@ -182,21 +182,21 @@ class Recorder:
             raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
         record = self.strategy.record
         losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
-        if summed := spreads(record.sums).get("train_loss"):
-            losses = [summed["mean"]]
+        if spread := spreads(record.sums).get("train_loss"):
+            losses = [spread["mean"]]
         diverged = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
         diverged -= record.trained
         # The loss of guessing is ln C, plus ln M if the method also classifies clients.
         guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
-        why = ""
+        problem = ""
         if 2 * len(diverged) >= max(len(record.cohort), 1):
             cohort = f"the {len(record.cohort)} clients that trained in the last round"
-            why = f"{len(diverged)} of {cohort} sent no finite numbers"
+            problem = f"{len(diverged)} of {cohort} sent no finite numbers"
         elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
-            why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
-        if why:
-            raise DivergedError(f"the training has diverged: {why}; {advice_on_divergence(self.settings.train)}")
+            problem = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
+        if problem:
+            raise DivergedError(f"the training has diverged: {problem}; {advice_on_divergence(self.settings.train)}")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -259,10 +259,10 @@ class Recorder:
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy of a round, or None if its evaluation is not part of the final average."""
-        due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
+        is_due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
             self.settings.run, server_round
         )
-        if not due or self.settings.train.withholds_scores:
+        if not is_due or self.settings.train.withholds_scores:
             return None
         system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if system is None:

@@ -92,8 +92,8 @@ class Totals:
         """Read the totals from the result of :meth:`as_json`. ``stored`` may contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
         # Checkpoints of earlier versions lack the system accuracy of single rounds and the limited clients.
-        newer = ("system", *LIMITED)
-        totals = cls(**{name: stored[key] for name, key in keys.items() if name not in newer or key in stored})
+        optional_names = ("system", *LIMITED)
+        totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
         for name in LIMITED:
             setattr(totals, name, Counter({int(client): n for client, n in getattr(totals, name).items()}))
@@ -161,10 +161,10 @@ class Totals:
         if average_rounds:
             for point, evaluations in zip(POINTS, self.accuracy, strict=True):
                 accuracy[point]["average"] = over_rounds(evaluations, average_rounds)
-            last = [value for number, value in self.system if number > self.system[-1][0] - average_rounds]
-            if last:
-                mean, deviation = float(np.mean(last)), float(np.std(last))
-                system = {"evaluations": len(last), "mean": mean, "deviation": deviation}
+            last_values = [value for number, value in self.system if number > self.system[-1][0] - average_rounds]
+            if last_values:
+                mean, deviation = float(np.mean(last_values)), float(np.std(last_values))
+                system = {"evaluations": len(last_values), "mean": mean, "deviation": deviation}
                 accuracy["system-accuracy-average"] = system
         sums = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down, "samples": self.samples}
         limited = {key_of(name): _by_client(counts) for name in LIMITED if (counts := getattr(self, name))}
@@ -286,24 +286,24 @@ class RunDirectory:
         for name in GROWING:
             path, rounds = self.path / name, grown[name]
             content = path.read_bytes() if path.is_file() else b""
-            intact = [(0, 0)]
+            intact_ends = [(0, 0)]
             for end, expected in rounds:
-                size, checksum = intact[-1]
+                size, checksum = intact_ends[-1]
                 if end > len(content) or zlib.crc32(content[size:end], checksum) != expected:
-                    lost = f"rounds {len(intact)} to {len(rounds)}"
-                    log(WARNING, "%s is lost or damaged: its rows of %s are lost", path, lost)
+                    lost_rounds = f"rounds {len(intact_ends)} to {len(rounds)}"
+                    log(WARNING, "%s is lost or damaged: its rows of %s are lost", path, lost_rounds)
                     break
-                intact.append((end, expected))
+                intact_ends.append((end, expected))
             path.touch()
-            os.truncate(path, intact[-1][0])
+            os.truncate(path, intact_ends[-1][0])
             # A round without rows ends where the previous round ends.
-            self.grown[name] = (intact + [intact[-1]] * len(rounds))[1 : len(rounds) + 1]
+            self.grown[name] = (intact_ends + [intact_ends[-1]] * len(rounds))[1 : len(rounds) + 1]
 
 
 def spread_of(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
     """Return the spread of a column over the clients with a value, weighted by their training samples."""
-    having = [row for row in rows if column in row]
-    return spread([row[column] for row in having], [row["n_train"] for row in having])
+    rows_with_value = [row for row in rows if column in row]
+    return spread([row[column] for row in rows_with_value], [row["n_train"] for row in rows_with_value])
 
 
 def _by_client(rounds: Mapping[int, int]) -> list[dict[str, int]]:

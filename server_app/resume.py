@@ -54,53 +54,59 @@ class StoredRun:
             raise SettingsError(f"resume = {name!r}: it must be the name of a folder in output-dir = {output_dir}")
         if not checkpoint_rounds(path) and not (path / CONFIG).is_file():
             raise SettingsError(f"resume = {name!r}: {path} does not contain a run; name a folder in output-dir")
-        written, damage = _written(path)
+        config, damage = _written(path)
         reasons: list[str] = []
         records = [record for _, record in _records(path, reasons)]
         if not records:
-            none = "it has no checkpoint (the first follows round 1; checkpoint-every = 0 writes none)"
-            why = (
+            no_checkpoint = "it has no checkpoint (the first follows round 1; checkpoint-every = 0 writes none)"
+            reason = (
                 f"no checkpoint of the run can be used ({'; '.join(reasons)})"
                 if reasons
-                else f"{none}. Start a new run"
+                else f"{no_checkpoint}. Start a new run"
             )
-            raise SettingsError(f"resume = {name!r}: {why}")
+            raise SettingsError(f"resume = {name!r}: {reason}")
         # If config.yaml is complete, its id selects one of several runs.
-        record = next((record for record in records if record["run"] == written.get("id")), records[0])
-        if not damage and written["id"] != record["run"]:
+        record = next((record for record in records if record["run"] == config.get("id")), records[0])
+        if not damage and config["id"] != record["run"]:
             damage = f"{path / CONFIG} belongs to another run"
         if not damage:  # an edited file would mislead its readers
-            ran, listed = record["settings"], written["settings"]
-            keys = [key for key in sorted(listed.keys() | ran.keys()) if plain(listed.get(key)) != plain(ran.get(key))]
-            if edited := "; ".join(f"{key} = {listed.get(key)!r}, the run has {ran.get(key)!r}" for key in keys):
+            run_settings, file_settings = record["settings"], config["settings"]
+            keys = [
+                key
+                for key in sorted(file_settings.keys() | run_settings.keys())
+                if plain(file_settings.get(key)) != plain(run_settings.get(key))
+            ]
+            if edited := "; ".join(
+                f"{key} = {file_settings.get(key)!r}, the run has {run_settings.get(key)!r}" for key in keys
+            ):
                 raise SettingsError(
                     f"resume = {name!r}: {path / CONFIG} was edited: {edited}. Restore it, or delete "
                     "the file, and Posy rewrites it; change settings on the command line"
                 )
-        ran_on = {} if damage else {key: written[key] for key in RAN_ON if key in written}
+        ran_on = {} if damage else {key: config[key] for key in RAN_ON if key in config}
         return cls(path, record["run"], current_keys(record["settings"]), record["resumed"], damage, ran_on)
 
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return the settings that differ from the stored run. Raise :class:`SettingsError` if one may not change."""
-        wanted = settings.as_config()
-        declared = declared_for(wanted)
-        ran = {key: setting.before for key, setting in declared.items()} | dict(self.settings)
-        changed = {k: value for k, value in wanted.items() if not declared[k].once and value != ran[k]}
-        fixed = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
-        fixed |= settings.method.follows_number_of_rounds or settings.train.dp != OFF
-        depends_on_it = (
+        new_settings = settings.as_config()
+        declared = declared_for(new_settings)
+        run_settings = {key: setting.before for key, setting in declared.items()} | dict(self.settings)
+        changed = {k: value for k, value in new_settings.items() if not declared[k].once and value != run_settings[k]}
+        rounds_are_fixed = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
+        rounds_are_fixed |= settings.method.follows_number_of_rounds or settings.train.dp != OFF
+        rounds_note = (
             " (not num-server-rounds, because the method, the schedule, full-last-round or the noise depends on it)"
         )
-        refused = [
-            f"{key} = {value!r}, the run has {ran[key]!r}"
+        refusals = [
+            f"{key} = {value!r}, the run has {run_settings[key]!r}"
             for key, value in sorted(changed.items())
-            if not declared[key].resumable or (fixed and key == "num-server-rounds")
+            if not declared[key].resumable or (rounds_are_fixed and key == "num-server-rounds")
         ]
-        if refused:
+        if refusals:
             raise SettingsError(
-                f"resume = {self.path.name!r}: {'; '.join(refused)}. It would be a different run; only these settings "
+                f"resume = {self.path.name!r}: {'; '.join(refusals)}. It would be a different run; only these settings "
                 f"may change: {', '.join(sorted(key for key, setting in declared.items() if setting.resumable))}"
-                + (depends_on_it if fixed else "")
+                + (rounds_note if rounds_are_fixed else "")
             )
         return changed
 
@@ -108,7 +114,7 @@ class StoredRun:
 def checkpoint_rounds(run: Path) -> list[int]:
     """Return the rounds of the checkpoints in a run's directory, in ascending order."""
     matches = (_CHECKPOINT.fullmatch(path.name) for path in (run / "checkpoints").glob("round-*"))
-    return sorted(int(name[1]) for name in matches if name)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def reached(run: Path) -> tuple[int, int]:

@@ -89,9 +89,13 @@ class RunStatus:
 
     def node(self, number: int, clients: Iterable[int], answer: Mapping[str, Any]) -> None:
         """Record the clients of a node, and the versions of its packages from its answer."""
-        listed = answer.get("versions", [])
-        texts = [one_line(str(text), MAX_VERSION) for text in listed[:MAX_VERSIONS]] if isinstance(listed, list) else []
-        packages = {name: version for name, _, version in (text.partition(" ") for text in texts)}
+        version_texts = answer.get("versions", [])
+        lines = (
+            [one_line(str(text), MAX_VERSION) for text in version_texts[:MAX_VERSIONS]]
+            if isinstance(version_texts, list)
+            else []
+        )
+        packages = {name: version for name, _, version in (text.partition(" ") for text in lines)}
         self._nodes.setdefault(number, {}).update(clients=list(clients), versions=packages, told=time.time())
         self._change()
 
@@ -99,21 +103,21 @@ class RunStatus:
         """Record messages that the SuperLink has accepted under these ids, and count copies of earlier messages."""
         sent_at = time.time()
         for message, number in zip(messages, numbers, strict=False):
-            about = message.metadata
+            metadata = message.metadata
             if not number:  # refused
                 continue
-            if about.message_type not in _WORK:
-                self._asked[number] = about.dst_node_id, sent_at
+            if metadata.message_type not in _WORK:
+                self._asked[number] = metadata.dst_node_id, sent_at
                 continue
-            if (phase := (about.message_type, about.group_id)) != self._phase:
+            if (phase := (metadata.message_type, metadata.group_id)) != self._phase:
                 self._phase, self._phase_since, self._until = phase, sent_at, None
                 self._sent.clear()
-            key = (*phase, about.dst_node_id, record_in(message.content, "config", ConfigRecord).get("client"))
+            key = (*phase, metadata.dst_node_id, record_in(message.content, "config", ConfigRecord).get("client"))
             self._sent[key] = self._sent.get(key, 0) + 1
             self._facts["sent-again"] += self._sent[key] > 1
-            work = self._works.get(about.dst_node_id)
+            work = self._works.get(metadata.dst_node_id)
             if work is None or work.key != key:
-                work = self._works[about.dst_node_id] = _Work(key, sent_at)
+                work = self._works[metadata.dst_node_id] = _Work(key, sent_at)
             work.numbers.add(number)
             self._waits = None
         self._change()
@@ -151,8 +155,8 @@ class RunStatus:
         for node, work in self._works.items():
             activity = f"{_WORK[work.key[0]]}s in round {work.key[1]}"
             nodes.setdefault(node, {}).update(does=activity, since=work.since)
-        written = {"written": time.time(), "process": os.getpid(), "versions": versions()}
-        content: dict[str, Any] = plain({**self._facts, **written, "waits": waits, "nodes": nodes})
+        process_facts = {"written": time.time(), "process": os.getpid(), "versions": versions()}
+        content: dict[str, Any] = plain({**self._facts, **process_facts, "waits": waits, "nodes": nodes})
         return content
 
     def write(self, *, force: bool = False) -> None:

@@ -44,8 +44,8 @@ def system_accuracy(
 
     A method with ``routes`` chooses the client that answers. The clients' local models vote in all other methods.
     """
-    wanted, routes = settings.run.system_accuracy, settings.method.routes
-    if wanted == "off" or (wanted == "auto" and not routes):
+    setting, routes = settings.run.system_accuracy, settings.method.routes
+    if setting == "off" or (setting == "auto" and not routes):
         return None
     paths = {c: directory.models / f"client-{c}.safetensors" for c in strategy.members}
     reason = ""
@@ -61,15 +61,19 @@ def system_accuracy(
         log(WARNING, "system accuracy is not available: %s", reason)
         return None
     # A client that was lost in the last round may have left the model of an earlier round.
-    stored = [c for c, path in paths.items() if "n_train" in strategy.record.clients.get(c, {}) and path.exists()]
-    if missing := sorted(paths.keys() - set(stored)):
+    stored_clients = [
+        c for c, path in paths.items() if "n_train" in strategy.record.clients.get(c, {}) and path.exists()
+    ]
+    if missing := sorted(paths.keys() - set(stored_clients)):
         log(WARNING, "system accuracy: the last models of clients %s are missing", missing)
-        if routes or not stored:
+        if routes or not stored_clients:
             return None
     x, y, owner = pooled_test(workspace, strategy.members)
     if routes:
         return routed_accuracy(strategy, workspace, directory.models, x, y, owner)
-    outputs = (stored_probabilities(workspace, strategy.architecture, load_arrays(paths[c]), x, y) for c in stored)
+    outputs = (
+        stored_probabilities(workspace, strategy.architecture, load_arrays(paths[c]), x, y) for c in stored_clients
+    )
     winners = majority_vote((output.argmax(-1).cpu().numpy() for output in outputs), workspace.task.num_classes)
     return SystemAccuracy(float((winners == y.cpu().numpy()).mean()))
 

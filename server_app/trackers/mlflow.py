@@ -25,9 +25,9 @@ class MLflow:
         experiment = self._client.get_experiment_by_name(EXPERIMENT)
         artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else absolute("mlruns").as_uri()
         number = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT, artifacts)
-        resumed = self._client.search_runs([number], f"tags.`{ID}` = '{run.id}'") if run.finished else []
-        if resumed:
-            self._number = resumed[0].info.run_id
+        earlier_runs = self._client.search_runs([number], f"tags.`{ID}` = '{run.id}'") if run.finished else []
+        if earlier_runs:
+            self._number = earlier_runs[0].info.run_id
             self._client.update_run(self._number, "RUNNING")
             return
         self._number = self._client.create_run(number, run_name=run.name).info.run_id

@@ -51,8 +51,8 @@ class Tracking:
             return call()
         except Exception as error:  # a tracker may raise any error
             self._tracker = None
-            why = format_error(error)
-            log(WARNING, "track = %s failed and is disabled; the run continues: %s", shown(self._track), why)
+            reason = format_error(error)
+            log(WARNING, "track = %s failed and is disabled; the run continues: %s", shown(self._track), reason)
             return None
 
 
