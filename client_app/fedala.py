@@ -34,7 +34,7 @@ class FedALAClient(PersonalClient):
         return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)
 
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
-        """Aggregate with weights that are learned for this evaluation alone."""
+        """Aggregate with weights that are learned only for this evaluation."""
         start, _ = yield from self.aggregated(received["model"])
         return self.plain(start)
 
@@ -45,7 +45,7 @@ class FedALAClient(PersonalClient):
         return self.layout.select(lambda entry: entry in entries), entries
 
     def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Return the start of training ``(d,)`` and the weights. In the first round it is the global model."""
+        """Return the start of training ``(d,)``, which is the global model in the first round, and the weights."""
         model, weights = self.stored.get("model"), self.stored.get("weights")
         if model is None:
             return shared, None

@@ -45,7 +45,7 @@ class FedAvgFTClient(PersonalClient):
         return rounds
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the training that turns the served model into the local model, or one round of it."""
+        """Return the training that turns the served model into the local model, or one round of fine-tuning."""
         training = Train(start, lr=self.method.lr or None, stream=FINE_TUNING)
         if not self.tuning_rounds:
             training.steps = self.method.steps or None

@@ -33,14 +33,14 @@ def mean_directions(features: Tensor, labels: Tensor, num_classes: int) -> Tenso
     features : torch.Tensor, (n, D)
         The head's inputs for the samples.
     labels : torch.Tensor, (n,)
-        Their classes.
+        Classes of the samples.
     num_classes : int
         Number of classes C.
 
     Returns
     -------
     torch.Tensor, (C, D)
-        0 for a class without samples.
+        The scaled directions, with 0 for a class without samples.
     """
     members = F.one_hot(labels, num_classes).to(features.dtype)
     sums = members.T @ F.normalize(features)

@@ -42,7 +42,7 @@ class FedProtoClient(PersonalClient):
         return self.nearest(parameters, prototypes, defined) if bool(defined.any()) else self.plain(parameters)
 
     def personal_model(self, received: Received, config: Config) -> Predictor | None:
-        """Return the network after its last training, with the prototypes of that training."""
+        """Return the network after its last training, with the prototypes of this training."""
         parameters, prototypes, defined = (self.stored.get(name) for name in ("model", "prototypes", "known"))
         if parameters is None or prototypes is None or defined is None:
             return None

@@ -35,7 +35,7 @@ class Jobs:
         self.processed = 0
         """Number of samples on which this call has trained models. K models count each sample K times."""
         self.samples_private = False
-        """Whether trainings use DP-SGD, which only trainings that affect the reply do."""
+        """Whether trainings use DP-SGD. Only trainings that affect the reply use it."""
         self.moments: dict[str, Moments] | None = None
         """The optimisers of the round's trainings by name, with ``optimizer-state = kept``."""
 

@@ -171,7 +171,7 @@ class LocalRun:
     # -- masks -----------------------------------------------------------------------------------------
 
     def _masked_update(self, arrays: Arrays, metrics: dict[str, Any]) -> Words:
-        """Return an update and its scores under masks."""
+        """Return the masked words of an update and its scores."""
         try:
             return self._masked(arrays, self._numbers(metrics, training=True))
         except OutOfRangeError as error:  # raised before the masks are used
@@ -180,7 +180,7 @@ class LocalRun:
             return self._masked(self._unchanged(), numbers)
 
     def _masked(self, arrays: Arrays, numbers: Sequence[int]) -> Words:
-        """Return an update, empty for an evaluation, and scores under masks."""
+        """Return the masked words of scores and an update, which is empty for an evaluation."""
         assert self.masking is not None
         references, limit = self._references(arrays), self.settings.run.secure_range
         uniform = self.config.get(UNIFORM_WEIGHTS) or self.settings.run.client_weights == UNIFORM or not arrays

@@ -162,7 +162,7 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
 
 
 def folds_of(labels: Tensor, count: int) -> Tensor:
-    """Return each sample's fold ``(n,)``, in turn within each class, or −1 for classes too small for all folds."""
+    """Return each sample's fold ``(n,)``, which alternates within a class, or −1 for classes smaller than ``count``."""
     order = labels.argsort(stable=True)
     counts = labels.bincount()
     ranks = torch.empty_like(labels)
@@ -176,8 +176,8 @@ def best_shares(
 ) -> tuple[float, float]:
     """Return the β of the means and the β of the covariance with the lowest cross-entropy on held-out folds.
 
-    The candidates are :data:`SHARES` values, the same β for both, or with ``two`` all pairs of them. A search over
-    fixed values cannot end in a local minimum. Without any held-out sample both are 0.
+    The candidates are :data:`SHARES` values that both β share, or with ``two`` all pairs of these values. A search over
+    fixed values cannot end in a local minimum. Without held-out samples both β are 0.
 
     Parameters
     ----------

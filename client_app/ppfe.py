@@ -35,7 +35,7 @@ class PPFEClient(PersonalClient):
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the stage's layers, or with ``final_epochs`` its personal layers only. Send the shared layers."""
+        """Train the stage's layers, or with ``final_epochs`` only its personal layers. Send the shared layers."""
         stage = yield from self.catch_up(config)
         slower_layers = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         head_only = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
@@ -122,9 +122,10 @@ class PPFEClient(PersonalClient):
         return -label_logs / (-label_logs).max().clamp_min(torch.finfo(label_logs.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
-        """Return Σ_t β_t softmax(model_t), or the sum of log-probabilities. ``current`` is a model of this stage.
+        """Return Σ_t β_t softmax(model_t), or the sum of log-probabilities.
 
-        A newcomer trains after the last stage has ended. Its trained model replaces its model of the last stage.
+        ``current`` is the model of the current stage, which enters as if the stage ended now. A newcomer trains after
+        the last stage has ended. Its trained model replaces its model of the last stage.
         """
         members = self.finished_members()
         if current is not None:

@@ -154,7 +154,7 @@ def _check_sums(settings: Settings) -> None:
     cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
     if cohort < 2:
         raise SettingsError(
-            f"{setting}: at least two clients must train in a round, because a sum of one is its update"
+            f"{setting}: at least two clients must train in a round, because the sum of one client is its update"
         )
     if train.dp not in (LOCAL, CENTRAL) or not train.dp_clip:
         return

@@ -13,7 +13,7 @@ from posy.strategies.methods import METHODS, check_method, own_class, settings_c
 
 @cache
 def client_class(method: str) -> Any:
-    """Return the NumPyClient class of a method; by default FedAvg's class, which all methods share."""
+    """Return the NumPyClient class of a method. The default is FedAvg's class, which all methods share."""
     check_method(method)
     if is_custom(method):
         client = own_class(method, "Client", PersonalClient)

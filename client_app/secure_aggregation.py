@@ -524,7 +524,7 @@ class Masking:
         Parameters
         ----------
         arrays : list of numpy.ndarray
-            The update; empty for an evaluation.
+            The update, which is empty for an evaluation.
         references : list of numpy.ndarray
             The arrays that the client started from, in the same shapes.
         weight : int

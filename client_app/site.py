@@ -108,8 +108,8 @@ def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
     """Return the fingerprint of a site's data for the server: 16 hexadecimal digits, keyed with a secret of the node.
 
     The secret is in a file in ``state-dir``. It prevents the server from recognising a known data set by its
-    fingerprint. Without ``state-dir`` the node has no secret that survives a restart, so the fingerprint is not
-    changed.
+    fingerprint. Without ``state-dir`` the node has no secret that survives a restart, so it sends the
+    fingerprint unchanged.
     """
     folder = str(node_config.get("state-dir", ""))
     if not folder:

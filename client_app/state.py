@@ -225,7 +225,7 @@ class DirectoryStore(StateStore):
 
 
 class MemoryStore(DirectoryStore):
-    """Stores states in memory by reference, and moves least recently used clients to files beyond a limit.
+    """Stores states in memory by reference, and moves the least recently used clients to files beyond a limit.
 
     Several threads may use the store. Callers never write into the arrays that they load. The limit is in bytes (0: no
     limit). The directory receives the states beyond the limit and the states that checkpoints need.

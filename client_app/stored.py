@@ -140,7 +140,7 @@ class ClientModel(nn.Module):
         ]
 
     def predict(self, sample: Any) -> Prediction:
-        """Return the prediction for one sample, or raise :class:`DataError` if it is not of the right kind."""
+        """Return the prediction for one sample, or raise :class:`DataError` if the sample has the wrong kind."""
         return self.predict_all([sample])[0]
 
     @torch.no_grad()

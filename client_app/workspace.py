@@ -186,7 +186,7 @@ class Workspace:
 
     @property
     def workers(self) -> int:
-        """Number of clients that train at the same time: the number of cores over ``threads``, or one on a GPU."""
+        """Number of clients that train at once: the number of cores divided by ``threads``, or one on a GPU."""
         threads = self.settings.train.threads
         return max(1, cores() // threads) if self.device.type == "cpu" and threads else 1
 

@@ -158,7 +158,7 @@ def resumption(
 ) -> Resumption:
     """Return the resumption of a run from its newest checkpoint, after loading it into the strategy.
 
-    Raises :class:`SettingsError` if the run has no checkpoint, is complete, or has different data.
+    Raises :class:`SettingsError` if the run has no checkpoint or is complete, or its data has changed.
     """
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)

@@ -1,4 +1,4 @@
-"""Delivery of messages to real nodes, which distinguishes lost messages from slow nodes and limits waits."""
+"""Message delivery to real nodes. It distinguishes lost messages from slow nodes, and limits waits."""
 
 import math
 import time
@@ -43,7 +43,7 @@ class Delivery:
     silence: float
     """Seconds after which the node's silence is unusual."""
     patience: float
-    """Seconds until the next question, which double each time."""
+    """Seconds until the next question. The time doubles with each question."""
     questions: set[str] = field(default_factory=set)
     """Ids of the questions sent after the last copy."""
     proven: bool = False
@@ -89,7 +89,7 @@ class Wait:
 class PollingGrid(WaveGrid):
     """A grid of real nodes. It requests replies up to ten times a second, and Flower's grid every 3 s.
 
-    A node handles one message at a time, in the order of their creation. If a node is silent for long, the grid sends
+    A node handles one message at a time, in order of creation. If a node is silent for long, the grid sends
     it a question that changes no state. If the node answers the question but not the earlier message, the message or
     its reply is lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
     answered, the node receives no further message until it answers. Its late reply is dropped and counted.
@@ -198,7 +198,7 @@ class PollingGrid(WaveGrid):
         return delay
 
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
-        """Record the reply to a message or its copy. ``missing`` means that message or node does not exist."""
+        """Record the reply to a message or its copy. ``missing`` means that the message or the node does not exist."""
         clock = time.monotonic()
         delivery.reply = answer_to(delivery.message, reply)
         if not reply.has_error():

@@ -88,7 +88,7 @@ class Federation:
         if not self._query.is_open:
             return self.settings
         self._presence.wait_for_claims(describe=True)
-        for client, claims in sorted(self._members.claims().items()):  # the order of the answers must not matter
+        for client, claims in sorted(self._members.claims().items()):  # independent of the order of the answers
             description = self.nodes[claims[0].node_id].description
             if client < self._num_clients and description is not None:
                 self._descriptions[_site_of(client, claims[0].name)] = description
@@ -187,7 +187,7 @@ class Federation:
         self._members.restore(stored)
 
     def class_counts(self) -> npt.NDArray[np.int64] | None:
-        """Return the number of samples of each class on each client ``(M, C)``, or None unless all sites sent it."""
+        """Return the number of samples of each class on each client ``(M, C)``, or None if a site has not sent it."""
         return self._members.class_counts()
 
     def _pooled(self, data: DataSettings, names: list[str]) -> Pooled:

@@ -104,7 +104,7 @@ class Membership:
         self.records |= {info.client: ClientInfo(info.client, 0, 0, 0, info.name) for info in clients if info.name}
 
     def class_counts(self) -> npt.NDArray[np.int64] | None:
-        """Return the number of samples of each class on each client ``(M, C)``, or None unless all sites sent it."""
+        """Return the number of samples of each class on each client ``(M, C)``, or None if a site has not sent it."""
         rows = [info.class_counts for _, info in sorted(self.records.items())]
         return np.array(rows, np.int64) if len(rows) == self._num_clients and all(rows) else None
 
@@ -129,7 +129,10 @@ class Membership:
             raise SettingsError(f"the checkpoint does not name the sites of the clients: {error!r}") from error
 
     def _objection(self, info: ClientInfo, assigned: int) -> str:
-        """Return why a node may not host a claimed client, or nothing. ``assigned`` is its site's client, or -1."""
+        """Return why a node may not host a claimed client, or an empty string.
+
+        ``assigned`` is the client that belongs to the node's name, or -1.
+        """
         last_info = self.records.get(info.client, info)
         if last_info.name not in ("", info.name):
             return f"client {info.client} belongs to {last_info.name}: give each its own partition-id"

@@ -21,7 +21,7 @@ from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo
 from posy.words import one_line
 
 ASK_SECONDS = 60.0
-"""Seconds until the server repeats an unanswered question to a node, which double each time."""
+"""Seconds until the server repeats an unanswered question to a node. The time doubles with each repetition."""
 MAX_REASON = 500
 """Largest number of characters of the reason for a node's exclusion."""
 MAX_EXCLUDED = 200
@@ -122,7 +122,7 @@ class NodeRegistry:
         return due_nodes
 
     def ask_again(self) -> None:
-        """Ask all nodes again that were not excluded, even nodes whose answer is in transit."""
+        """Repeat the question to all nodes that were not excluded, even if their answers are in transit."""
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
 
     def exclude(self, node: Node, reason: str) -> None:

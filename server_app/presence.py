@@ -50,7 +50,7 @@ class Presence:
     def wait_for_claims(self, *, describe: bool = False) -> None:
         """Wait until enough clients are claimed: ``min-clients``, or all M clients if it is 0.
 
-        With enough clients, the wait does not include absent nodes. Connected nodes that have not answered get
+        With enough clients, the server does not wait for absent nodes. Connected nodes that have not answered get
         :data:`SILENT_SECONDS` more, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they ``describe`` their data.
         ``join-timeout`` counts from the first question of the run. A connected node has at least ``ASK_SECONDS`` to
         answer.

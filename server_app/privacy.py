@@ -77,7 +77,7 @@ class PrivacyLedger:
         return max((spent(events, self.settings.train.dp_delta, self._unit) for events in totals), default=0.0)
 
     def round_row(self) -> dict[str, Any]:
-        """Return the entries of a round in ``rounds.jsonl``, which is empty without noise."""
+        """Return the privacy entries of a round in ``rounds.jsonl``, or none without noise."""
         if self.settings.train.dp == OFF:
             return {}
         return {"dp_epsilon": self.epsilon(), "dp_delta": self.settings.train.dp_delta}

@@ -104,7 +104,7 @@ class Progress:
         present: str = "",
         partial: Mapping[str, str] | None = None,
     ) -> None:
-        """Show a finished round. A missing figure is repeated from an earlier round, with the number of that round.
+        """Show a finished round. A missing figure is repeated from an earlier round, with the number of the round.
 
         Parameters
         ----------

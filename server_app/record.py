@@ -163,7 +163,7 @@ class Record:
         Raises
         ------
         SettingsError
-            If no model is stored, or the folder is a node's, which lacks the models of other clients.
+            If no model is stored, or the folder belongs to a node, which lacks the models of other clients.
         """
         queries, members = list(samples), self._members()
         first = self.predictor(members[0])
@@ -203,7 +203,7 @@ class Record:
 
     @cached_property
     def _files(self) -> dict[int, Path]:
-        """The stored models by client, after training if the client has trained. An error if there are none."""
+        """The stored models by client, if possible after training. Raises :class:`SettingsError` if none is stored."""
         numbered_paths = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
         files = {int(number): path for number, path in numbered_paths if number.isdecimal()}
         if files:

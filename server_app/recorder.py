@@ -293,7 +293,7 @@ class Recorder:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions that checkpoints need, with this round's for a checkpoint after an interrupt."""
+        """Record the versions that checkpoints need, including a later checkpoint of this round."""
         self.strategy.exchange.states.needed = [*self.checkpoints.versions.values()]
         if self.checkpoints.every:
             self.strategy.exchange.states.needed.append(self._versions)

@@ -114,7 +114,7 @@ class Totals:
         A measure that no client reports is None. A measure of :data:`VALIDATION` or :data:`TRAINING` that no client
         reports is absent. ``evaluated`` says whether an evaluation was due in the round.
         """
-        rows = dict(sorted(record.clients.items()))  # the order of the replies must not change the sums
+        rows = dict(sorted(record.clients.items()))  # sorted, so that the order of the replies does not change the sums
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
         over_clients |= {m: values for m in (*VALIDATION, *TRAINING) if (values := spread_of(rows.values(), m))}
         over_clients |= spreads(record.sums)

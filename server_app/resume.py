@@ -1,4 +1,4 @@
-"""Resumption of a run from its directory, with its settings, of which only some may change."""
+"""Resumption of a run from its directory. The run keeps its settings, and only some may change."""
 
 import json
 import re
@@ -81,7 +81,7 @@ class StoredRun:
             ):
                 raise SettingsError(
                     f"resume = {name!r}: {path / CONFIG} was edited: {edited}. Restore it, or delete "
-                    "the file, and Posy rewrites it; change settings on the command line"
+                    "the file so that Posy rewrites it; change settings on the command line"
                 )
         ran_on = {} if damage else {key: config[key] for key in RAN_ON if key in config}
         return cls(path, record["run"], current_keys(record["settings"]), record["resumed"], damage, ran_on)

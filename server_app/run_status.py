@@ -1,7 +1,7 @@
 """The current status of a run on a federation, in a small file that the server updates for `posy status`.
 
-The file is in the SuperLink's directory, and its name is the number of the run. It exists before the first node has
-answered, and after the run has ended.
+The file is in the SuperLink's directory, and its name is the number of the run. It exists before the first node
+answers, and remains after the run has ended.
 """
 
 import json

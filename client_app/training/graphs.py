@@ -14,7 +14,7 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Steps before the first capture for a kind and a number of clients, which load kernels and select algorithms."""
+"""Warm-up steps before the first capture for a kind and a number of clients. They load and select kernels."""
 FEWEST = 4
 """Smallest number of replays that justifies a capture, which takes about as long as two steps."""
 

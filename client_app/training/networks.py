@@ -190,7 +190,7 @@ class LoopedModels:
         return torch.stack([torch.linalg.vector_norm(torch.stack(norms)) for norms in tensor_norms]).unsqueeze(0)
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, with each model's gradient scaled down to an L2 norm, or exactly with ``enlarge``."""
+        """Return the gradients, with each model's scaled down to an L2 norm, or to exactly this norm if ``enlarge``."""
         resized: list[Tensor] = []
         for number, length in enumerate(self.norms(gradients)[0]):
             resized += torch._foreach_mul(self.of_model(gradients, number), _factor(norm, length, enlarge))

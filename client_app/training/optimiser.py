@@ -126,7 +126,7 @@ class Optimiser:
 
 
 def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
-    """Divide tensors in place by a number, or each client's rows by that client's number."""
+    """Divide tensors in place by one number, or each client's rows by the number of this client."""
     if isinstance(divisor, float):
         torch._foreach_div_(tensors, divisor)
         return
@@ -135,7 +135,7 @@ def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
 
 
 def _copied(models: Models, rows: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return writable tensors of the clients' rows, with zeros for missing rows, or nothing if all rows are missing."""
+    """Return writable tensors of the clients' rows, with zeros for missing rows, or an empty list without any rows."""
     known_rows = [row for row in rows if row is not None]
     if not known_rows:
         return []

@@ -15,7 +15,7 @@ from posy.models.layers import FullyConnected
 
 
 def linear_layers(module: nn.Module) -> list[str]:
-    """Return the names of a perceptron's linear layers from input to output, or nothing for other networks.
+    """Return the names of a perceptron's linear layers from input to output, or an empty list for other networks.
 
     A perceptron has only ReLUs between its linear layers.
     """

@@ -145,7 +145,7 @@ class FisherTrace:
     regularises: ClassVar[bool] = False
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return gradients of zero and the squared norms."""
+        """Return the squared norms, and gradients that are zero."""
         with frozen_statistics(models):
             _, gradients = models.gradients(batch)
         return models.norms(gradients).square(), [torch.zeros_like(gradient) for gradient in gradients]
@@ -179,7 +179,7 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading rows of stacked tensors, of the clients that still train. ``like`` has only these rows."""
+    """Return the leading rows of stacked tensors, whose clients are still in training. ``like`` has only these rows."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]

@@ -51,8 +51,8 @@ gradients have a closed form."""
 class Trainer:
     """Runs :class:`Train` and :class:`Forward` requests on a device.
 
-    ``min_batch`` is the smallest number of samples in a mini-batch. If a client's last
-    mini-batch would be smaller, Posy enlarges the client's mini-batches.
+    ``min_batch`` is the smallest number of samples in a mini-batch. If a client's last mini-batch
+    would be smaller, all mini-batches of this client are larger.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device, min_batch: int = 1) -> None:
@@ -263,7 +263,7 @@ class Trainer:
         return total
 
     def share(self, job: Job, smallest: int = 1) -> Share:
-        """Return the batches of a job, for the epochs or steps of the job or else of the settings."""
+        """Return the batches of a job, with the epochs or steps of the job, or else of the settings."""
         work, size = job.work, full_batches(self.settings.batch_size, job.samples.y.shape[0], self.min_batch)
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COLUMNS = 2 << 20
-"""Largest number of elements in a model's unfolded batch. A larger batch would take too much memory, and keeps a
-GPU busy without unfolding."""
+"""Largest number of elements in a model's unfolded batch. A larger batch would take too much memory, and a GPU
+is busy without unfolding."""
 FEW = 8
 """Smallest ratio of an unfolded sample's size to the weights' size at which each sample has a separate product.
 

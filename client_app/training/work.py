@@ -125,7 +125,7 @@ class Models(Protocol):
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, with each model's gradient scaled down to an L2 norm, or exactly with ``enlarge``."""
+        """Return the gradients, with each model's scaled down to an L2 norm, or to exactly this norm if ``enlarge``."""
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
         """Return the tensors of one of the K models of each client."""
@@ -138,7 +138,7 @@ class Rule(Protocol):
     """Whether the rule, not the optimiser, applies ``weight-decay`` and ``max-grad-norm``."""
 
     def gradients(self, models: Models, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return losses and directions in the form of :meth:`Models.gradients`, without a change of the parameters."""
+        """Return losses and directions in the form of :meth:`Models.gradients`, without changing the parameters."""
 
 
 class Pull(NamedTuple):
