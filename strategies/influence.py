@@ -118,8 +118,8 @@ class Influence:
         largest = self.largest_share(len(sent))
         if largest < 1:
             weight_factors = share_factors(self.strategy.mean_weights(sent), largest)
-            summed = self.strategy.sums_samples
-            samples_factors = share_factors(sample_counts(sent), largest) if summed else np.ones(len(sent))
+            sums_samples = self.strategy.sums_samples
+            samples_factors = share_factors(sample_counts(sent), largest) if sums_samples else np.ones(len(sent))
             for update, weight_factor, samples_factor in zip(sent, weight_factors, samples_factors, strict=True):
                 update.weight_factor, update.samples_factor = float(weight_factor), float(samples_factor)
             limited: npt.NDArray[np.bool_] = np.less(np.minimum(weight_factors, samples_factors), 1)

@@ -459,7 +459,7 @@ class SecureRound:
 
     def _raise_too_few(self, count: int, size: int, action: str, needed: int) -> None:
         fraction = self._run.secure_threshold
-        raise TooFewError(f"{count} of {size} clients have {action}, secure-threshold = {fraction} needs {needed}")
+        raise TooFewError(f"{count} of {size} clients have {action}, but secure-threshold = {fraction} needs {needed}")
 
     def _near(self, client: int, among: set[int]) -> list[int]:
         return [other for other in self._rosters[client] if other in among]
