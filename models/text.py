@@ -128,6 +128,6 @@ class ParallelConvolutions(nn.Module):
 def masked(vectors: Tensor, mask: Tensor) -> Tensor:
     """Return vectors ``(B, L, D)`` with zeros where the mask ``(B, L, 1)`` is false.
 
-    The mask is necessary because averaging or noise may make the embedding of padding nonzero.
+    The mask is necessary, because averaging or noise may make the embedding of padding nonzero.
     """
     return vectors * mask.to(vectors.dtype)

@@ -166,7 +166,7 @@ def noisy_sum(
 
 
 def split_noise(multiplier: float, cohort: int) -> tuple[float, float]:
-    """Return z_Δ, the noise multiplier of the sum, and σ_b of the count; both together cost as much as ``multiplier``.
+    """Return the noise multiplier z_Δ of the sum, and σ_b of the count; their joint cost is the cost of ``multiplier``.
 
     z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the count of b − 1/2 has the sensitivity 1/2. σ_b is a
     twentieth of the cohort, and at least z, so that small cohorts keep three quarters of the budget for the sum.

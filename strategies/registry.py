@@ -176,12 +176,12 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
     combined = relevant_settings(from_file, _method({**from_file, **values})) | values
-    idle = {key: why for key, why in without_effect(combined).items() if key not in values}
-    idle_in_file = without_effect(from_file)
+    unused = {key: why for key, why in without_effect(combined).items() if key not in values}
+    unused_in_file = without_effect(from_file)
     if not _is_record(content):
         check_effect(unused, from_file, str(path))
         check_limits(from_file, from_file, str(path))
-    overridden = {key: why for key, why in idle.items() if key not in idle_in_file}
+    overridden = {key: why for key, why in unused.items() if key not in unused_in_file}
     if "model" not in values and not _unsuitable_model(from_file) and (why := _unsuitable_model(combined)):
         overridden["model"] = why
     grouped: dict[str, list[str]] = {}
@@ -189,7 +189,7 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
         grouped.setdefault(overridden[key], []).append(f"{key} = {shown(from_file[key])}")
     listed = "; ".join(f"{', '.join(texts)} ({why})" for why, texts in grouped.items())
     notice = f"Posy ignores settings {at(str(path))}, because settings {at(where)} override the file: {listed}"
-    merged = {key: value for key, value in combined.items() if key not in idle.keys() | overridden.keys()}
+    merged = {key: value for key, value in combined.items() if key not in unused.keys() | overridden.keys()}
     merged = lowered(merged, values)
     return Merged(merged, dict.fromkeys(merged, str(path)) | sources, notice if listed else "")
 

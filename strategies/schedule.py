@@ -9,7 +9,7 @@ from posy.strategies.settings import Settings
 
 def learning_rate(settings: Settings, server_round: int) -> float:
     """Return the learning rate of a round, counted from 1; the cosine schedule ends near 0."""
-    train, done = settings.train, server_round - 1
+    train, finished_rounds = settings.train, server_round - 1
     if train.lr_schedule == "cosine":
         return train.lr * 0.5 * (1 + math.cos(math.pi * finished_rounds / settings.run.num_server_rounds))
     steps = {"constant": 0, "exponential": finished_rounds, "step": finished_rounds // train.lr_step}[train.lr_schedule]
@@ -51,7 +51,7 @@ def notices(settings: Settings, num_rounds: int, cohort: Callable[[int], list[in
     neighbours = max(len(cohort(number)) for number in (1, num_rounds)) - 1
     if run.secure_aggregation and run.secure_neighbours > neighbours:
         warnings.append(
-            f"secure-neighbours = {run.secure_neighbours}: a round has at most {neighbours} other clients, with "
-            f"all of which each client shares secrets; set it to at most {neighbours}"
+            f"secure-neighbours = {run.secure_neighbours}: a round has at most {neighbours} other clients, and each "
+            f"client shares secrets with all of them; set it to at most {neighbours}"
         )
     return tuple(warnings)
