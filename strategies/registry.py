@@ -327,24 +327,41 @@ def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
     config : mapping
         Settings by key; a missing key has its default.
     """
-    declarations = declared([_method(config)])
-    defaults = {key: setting.default for key, setting in declarations.items()}
-    values = {**defaults, **config}
+    method = _method(config)
+    declarations = declared([method])
+    values = {**{key: setting.default for key, setting in declarations.items()}, **config}
     values["partition"] = located(build(DataSettings, values)).partition
-    unmet: dict[str, str] = {}
-    conditional = {key: setting for key, setting in declarations.items() if setting.needs}
-    for _ in declarations:  # in the conditions of other settings, a setting without an effect has its default
-        current = values | {key: defaults[key] for key in unmet}
-        before, unmet = unmet, {key: text for key, setting in conditional.items() if (text := setting.unmet(current))}
-        if unmet.keys() == before.keys():
-            break
-    reasons = {key: f"it needs {declarations[key].needs}, but {text}" for key, text in unmet.items()}
+    if is_custom(method) or not all(isinstance(value, Scalar) for value in values.values()):
+        reasons = _unmet(declarations, values)
+    else:
+        reasons = dict(_unmet_of_method(method, tuple((k, type(value), value) for k, value in values.items())))
     if values["dataset"] in DATASETS:
         kind = DATASETS[values["dataset"]].kind
         for key, setting in declarations.items():
             if setting.samples not in ("", kind):
                 reasons.setdefault(key, f"it needs {SAMPLES[setting.samples]}, but {_samples_of(values)}")
     return reasons
+
+
+@lru_cache(maxsize=1024)
+def _unmet_of_method(method: str, assignments: tuple[tuple[str, type, Scalar], ...]) -> dict[str, str]:
+    """Return the result of :func:`_unmet` for one of Posy's methods.
+
+    A table reads the settings of each run many times. The types are part of the cache's key, because 1 equals True.
+    """
+    return _unmet(declared([method]), {key: value for key, _, value in assignments})
+
+
+def _unmet(declarations: Mapping[str, Setting], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings whose conditions are false, by key, with the reason."""
+    unmet: dict[str, str] = {}
+    conditional = {key: setting for key, setting in declarations.items() if setting.needs}
+    for _ in declarations:  # in the conditions of other settings, a setting without an effect has its default
+        current = {**values, **{key: declarations[key].default for key in unmet}}
+        before, unmet = unmet, {key: text for key, setting in conditional.items() if (text := setting.unmet(current))}
+        if unmet.keys() == before.keys():
+            break
+    return {key: f"it needs {declarations[key].needs}, but {text}" for key, text in unmet.items()}
 
 
 def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
