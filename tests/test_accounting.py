@@ -46,7 +46,7 @@ def delta_by_integration(noise_multiplier: float, epsilon: float) -> float:
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(10, 2.3e-5), (20, 1.5e-3), (50, 0.59)])
-def test_the_classic_noise_misses_delta_and_the_analytic_noise_does_not(epsilon: float, delta: float) -> None:
+def test_classic_noise_misses_delta_and_analytic_noise_meets_it(epsilon: float, delta: float) -> None:
     """The failures that the security review measured at δ = 1e-5."""
     assert math.exp(log_delta(classic(epsilon), epsilon)) == pytest.approx(delta, rel=0.03)
     multiplier = noise_multiplier_for(epsilon, DELTA)
@@ -56,13 +56,13 @@ def test_the_classic_noise_misses_delta_and_the_analytic_noise_does_not(epsilon:
 
 
 @pytest.mark.parametrize("epsilon", [0.01, 0.1, 0.5, 1.0])
-def test_for_small_epsilon_the_classic_noise_is_larger_than_necessary(epsilon: float) -> None:
+def test_classic_noise_is_too_large_for_small_epsilon(epsilon: float) -> None:
     assert noise_multiplier_for(epsilon, DELTA) < classic(epsilon)
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 0.03, 1.0, 4.0, 8.0, 30.0, 200.0])
 @pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-12])
-def test_the_noise_is_the_smallest_that_satisfies_the_condition(epsilon: float, delta: float) -> None:
+def test_noise_is_the_smallest_that_meets_delta(epsilon: float, delta: float) -> None:
     """Balle & Wang, 2018, Theorem 8: Φ(1/2z − εz) − e^ε Φ(−1/2z − εz) ≤ δ, with 60 digits."""
 
     def exact(z: float) -> mpmath.mpf:
@@ -88,12 +88,12 @@ def test_degenerate_cases() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 100, 10_000])
-def test_rounds_of_one_gaussian_mechanism_are_one_with_less_noise(rounds: int) -> None:
+def test_repeated_gaussian_mechanisms_equal_one_with_less_noise(rounds: int) -> None:
     events = [Event("local", 40.0)] * min(rounds, 100) if rounds <= 100 else [Event("local", 40.0, rounds)]
     assert spent(events, DELTA) == pytest.approx(epsilon_of(40.0 / math.sqrt(rounds), DELTA), rel=1e-12)
 
 
-def test_rounds_spend_less_than_their_sum_and_more_delta_than_one() -> None:
+def test_composition_costs_less_than_the_sum_of_epsilons() -> None:
     """T rounds at (ε, δ) each were "at worst T·ε"; the page omitted T·δ."""
     multiplier = noise_multiplier_for(1.0, DELTA)
     assert 1.0 < spent([Event("local", multiplier, 10)], DELTA) < 10.0
@@ -102,12 +102,12 @@ def test_rounds_spend_less_than_their_sum_and_more_delta_than_one() -> None:
     assert math.exp(log_delta(multiplier / math.sqrt(10), 1.0)) > DELTA
 
 
-def test_different_noise_composes_by_the_sum_of_precisions() -> None:
+def test_noise_multipliers_compose_by_the_sum_of_precisions() -> None:
     assert composed([Event("local", 3.0), Event("local", 4.0)]) == pytest.approx(12 / 5)
     assert composed([]) == math.inf and spent([], DELTA) == 0
 
 
-def test_units_convert_to_what_each_mode_hides() -> None:
+def test_epsilon_depends_on_the_unit_of_privacy() -> None:
     central, local, sample = Event("central", 4.0), Event("local", 2.0), Event("sample", 2.0)
     assert spent([central], DELTA, "client") == epsilon_of(4.0, DELTA)
     assert spent([central], DELTA, "sample") == spent([local], DELTA, "sample") == epsilon_of(2.0, DELTA)
@@ -124,14 +124,16 @@ tutorial of TensorFlow Privacy, 60 epochs in batches of 256 (ε = 3.01)."""
 
 
 @pytest.mark.parametrize(("sampling", "multiplier", "steps", "published"), FIGURES)
-def test_published_figures_of_dp_sgd(sampling: float, multiplier: float, steps: int, published: float) -> None:
+def test_dp_sgd_epsilon_matches_published_figures(
+    sampling: float, multiplier: float, steps: int, published: float
+) -> None:
     """The accountant is at most as large: RDP conversion has improved since (Canonne et al., 2020)."""
     pytest.importorskip("dp_accounting")
     epsilon = spent([Event("sample", multiplier, steps, sampling)], DELTA)
     assert 0.75 * published < epsilon <= 1.01 * published
 
 
-def test_rdp_bounds_the_privacy_loss_distribution_from_above() -> None:
+def test_rdp_epsilon_is_an_upper_bound_on_pld_epsilon() -> None:
     dp_accounting = pytest.importorskip("dp_accounting")
     from dp_accounting import pld
 
@@ -141,7 +143,7 @@ def test_rdp_bounds_the_privacy_loss_distribution_from_above() -> None:
         assert exact <= spent([Event("sample", multiplier, steps, sampling)], DELTA) < 1.35 * exact
 
 
-def test_the_library_agrees_on_gaussian_composition() -> None:
+def test_gaussian_composition_matches_dp_accounting() -> None:
     dp_accounting = pytest.importorskip("dp_accounting")
     from dp_accounting import gaussian_mechanism, pld
 
@@ -153,7 +155,7 @@ def test_the_library_agrees_on_gaussian_composition() -> None:
     assert accountant.get_epsilon(DELTA) == pytest.approx(spent([Event("local", 20.0, 100)], DELTA), rel=1e-3)
 
 
-def test_the_noise_of_dp_sgd_meets_the_budget_and_hardly_more() -> None:
+def test_dp_sgd_noise_just_meets_the_budget() -> None:
     pytest.importorskip("dp_accounting")
     for epsilon in (1.0, 8.0):
         multiplier = sampled_noise_multiplier(epsilon, DELTA, 0.05, 400)
@@ -165,14 +167,14 @@ def test_the_noise_of_dp_sgd_meets_the_budget_and_hardly_more() -> None:
 # -- the ledger --------------------------------------------------------------------------------------------------
 
 
-def test_a_ledger_returns_its_events_and_facts() -> None:
+def test_ledger_round_trip() -> None:
     events = [Event("local", 3.25), Event("sample", 0.1, 40, 0.05)]
     text = "".join(ledger_line(event, run="a", round=number) for number, event in enumerate(events))
     assert read_ledger(text) == [(events[0], {"run": "a", "round": 0}), (events[1], {"run": "a", "round": 1})]
     assert text.count("\n") == 2
 
 
-def test_an_unfinished_last_line_is_ignored_and_other_damage_is_not() -> None:
+def test_an_incomplete_last_line_is_ignored_and_other_damage_is_an_error() -> None:
     line = ledger_line(Event("local", 3.0))
     assert len(read_ledger(line + line[:-5])) == 1
     for damaged in ("{}\n", "nonsense\n", "[]\n", line.replace("3.0", "-3.0"), line.replace("local", "none")):
@@ -180,7 +182,7 @@ def test_an_unfinished_last_line_is_ignored_and_other_damage_is_not() -> None:
             read_ledger(damaged + line)
 
 
-def test_a_budget_covers_a_run_until_it_is_spent() -> None:
+def test_a_run_fits_only_within_the_remaining_budget() -> None:
     run = [Event("local", math.sqrt(10) * noise_multiplier_for(1.0, DELTA), 10)]
     assert fits([], run, 1.0, DELTA)
     assert not fits(run, run, 1.0, DELTA)
@@ -189,6 +191,6 @@ def test_a_budget_covers_a_run_until_it_is_spent() -> None:
     assert fits(run * 3, [], 10.0, DELTA)
 
 
-def test_spending_grows_with_each_event() -> None:
+def test_epsilon_grows_with_the_number_of_events() -> None:
     epsilons = [spent([Event("central", 9.0, count)], DELTA) for count in (1, 2, 10, 100)]
     assert all(first < second for first, second in pairwise(epsilons))

@@ -46,11 +46,11 @@ def faults(choice: str, **environment: str) -> tuple[str, int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc only")
-def test_what_a_step_frees_is_there_for_the_next():
+def test_freed_memory_is_reused_by_the_next_step():
     told, count = faults("keep")
     assert told == "True"
     assert 10 * count < faults("leave")[1]
 
 
-def test_what_a_person_has_told_the_c_library_stands():
+def test_user_malloc_variables_take_precedence():
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"

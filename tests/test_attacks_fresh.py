@@ -104,7 +104,7 @@ def arrays_of(reply: Message) -> list[np.ndarray]:
 # -- records ---------------------------------------------------------------------------------------------
 
 
-def test_an_operator_that_skips_the_join_meets_the_same_rules(tmp_path: Path, cells: np.ndarray) -> None:
+def test_policy_rules_apply_without_a_join(tmp_path: Path, cells: np.ndarray) -> None:
     """The mean of a class with one row was this row, because only the answer to the join checked the classes."""
     labels = ["9" if i == 5 else str(i % 2) for i in range(ROWS)]
     config = values("fedproto", classes="0,1,9")
@@ -116,7 +116,7 @@ def test_an_operator_that_skips_the_join_meets_the_same_rules(tmp_path: Path, ce
     assert "rule max-parameters" in send(NodeGrid(large), values(), model(), kind="train").error.reason
 
 
-def test_an_error_about_classes_does_not_count_the_rows_of_a_label(tmp_path: Path, cells: np.ndarray) -> None:
+def test_class_errors_do_not_reveal_row_counts(tmp_path: Path, cells: np.ndarray) -> None:
     """The count of rows with other labels fell by one if the run named the label of one patient."""
     labels = ["rare" if i == 5 else str(i % 2) for i in range(ROWS)]
     node = site(tmp_path, cells, labels)
@@ -125,7 +125,7 @@ def test_an_error_about_classes_does_not_count_the_rows_of_a_label(tmp_path: Pat
 
 
 @pytest.mark.parametrize("changes", [{"input_columns": "age,bp"}, {"input_columns": "age", "group_column": "bp"}])
-def test_no_setting_chooses_the_label_by_elimination(changes: Config, tmp_path: Path, cells: np.ndarray) -> None:
+def test_settings_cannot_select_the_label_column(changes: Config, tmp_path: Path, cells: np.ndarray) -> None:
     """Without a column named label, the last column that the run left was the label: the names of the patients."""
     lines = [f"Patient A{i},{row[0]},{i % 2},{row[1]}" for i, row in enumerate(cells.tolist())]
     (tmp_path / "site.csv").write_text("\n".join(["name,age,ill,bp", *lines]) + "\n")
@@ -139,7 +139,7 @@ def test_no_setting_chooses_the_label_by_elimination(changes: Config, tmp_path: 
     assert described["classes"] == ["0", "1"]
 
 
-def test_two_validation_fractions_do_not_differ_by_a_few_rows(tmp_path: Path, cells: np.ndarray) -> None:
+def test_validation_fractions_cannot_isolate_a_few_rows(tmp_path: Path, cells: np.ndarray) -> None:
     """The gradients with and without 7 validation rows differed by the gradient of these 7 rows."""
     node = site(tmp_path, cells[:45])
     full_batch = {"batch_size": 1000, "local_epochs": 1}
@@ -150,7 +150,7 @@ def test_two_validation_fractions_do_not_differ_by_a_few_rows(tmp_path: Path, ce
     np.testing.assert_array_equal(*updates)
 
 
-def test_the_range_check_does_not_depend_on_rows_that_the_run_does_not_use(tmp_path: Path) -> None:
+def test_range_check_ignores_unused_rows(tmp_path: Path) -> None:
     """A test set of one row was dropped from the run, but a search over feature-std found its values."""
     x = np.random.default_rng(7).normal(50, 20, (40, 1))
     limit = float((x.std() * np.sqrt(40) + abs(x.mean())) / np.finfo(np.float32).max)
@@ -162,7 +162,7 @@ def test_the_range_check_does_not_depend_on_rows_that_the_run_does_not_use(tmp_p
         assert not ask(NodeGrid(node), config).has_error()
 
 
-def test_a_method_cannot_compare_models_on_a_single_row(tmp_path: Path, cells: np.ndarray) -> None:
+def test_fedfomo_cannot_score_models_on_one_row(tmp_path: Path, cells: np.ndarray) -> None:
     """With fedfomo-validation = 0.03 the weights were the exact losses of several models on one row."""
     rules = [violation.rule for violation in violations(Policy(), values("fedfomo", fedfomo_validation=0.03))]
     assert rules == ["validation-fraction"]
@@ -180,7 +180,7 @@ def test_a_method_cannot_compare_models_on_a_single_row(tmp_path: Path, cells: n
 # -- scores ----------------------------------------------------------------------------------------------
 
 
-def test_a_site_is_one_client(tmp_path: Path, cells: np.ndarray) -> None:
+def test_a_site_accepts_one_client_index(tmp_path: Path, cells: np.ndarray) -> None:
     """The site scored another model in the same round for each client index in a message, also for -3."""
     grid = NodeGrid(site(tmp_path, cells))
     assert not send(grid, values(), model()).has_error()
@@ -196,13 +196,13 @@ def test_a_site_is_one_client(tmp_path: Path, cells: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["evaluate.default", "train.default"])
-def test_another_name_of_a_message_type_is_refused(kind: str, tmp_path: Path, cells: np.ndarray) -> None:
+def test_message_type_aliases_are_refused(kind: str, tmp_path: Path, cells: np.ndarray) -> None:
     """Flower calls the same function for train and for train.default, so that a site scored three models a round."""
     reply = send(NodeGrid(site(tmp_path, cells)), values(), model(), kind=kind)
     assert f"the message type {kind!r} is neither train nor evaluate" in reply.error.reason
 
 
-def test_a_run_has_no_more_rounds_than_its_settings(tmp_path: Path, cells: np.ndarray) -> None:
+def test_rounds_beyond_num_server_rounds_are_refused(tmp_path: Path, cells: np.ndarray) -> None:
     """The policy limited num-server-rounds, and the operator sent more rounds than this setting."""
     grid = NodeGrid(site(tmp_path, cells))
     assert not send(grid, values(num_server_rounds=2), model(), **{"server-round": 2}).has_error()
@@ -211,7 +211,7 @@ def test_a_run_has_no_more_rounds_than_its_settings(tmp_path: Path, cells: np.nd
         assert f"rule max-rounds: round {number}; the run has num-server-rounds = 2" in reason
 
 
-def test_a_round_has_one_config(tmp_path: Path, cells: np.ndarray) -> None:
+def test_a_second_config_in_a_round_is_refused(tmp_path: Path, cells: np.ndarray) -> None:
     """The same model with other learning rates in one round gave as many updates as the operator wanted."""
     grid, config = NodeGrid(site(tmp_path, cells)), values()
     first = send(grid, config, model(), kind="train", lr=1e-3)
@@ -220,7 +220,7 @@ def test_a_round_has_one_config(tmp_path: Path, cells: np.ndarray) -> None:
     assert "in round 1, or another config" in send(grid, config, model(), kind="train", lr=1e-6).error.reason
 
 
-def test_a_rounded_loss_has_few_digits(tmp_path: Path, cells: np.ndarray) -> None:
+def test_losses_are_rounded_and_capped(tmp_path: Path, cells: np.ndarray) -> None:
     """A model with large outputs had the loss 1240267.5, whose seven digits two decimals did not limit."""
     losses = {}
     for scale in (1, 1e-2, 1e4, 1e30):
@@ -258,7 +258,7 @@ class Installed(Apps):
         return client_app
 
 
-def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, cells: np.ndarray) -> None:
+def test_a_node_remembers_a_run_after_an_error(tmp_path: Path, cells: np.ndarray) -> None:
     """The node dropped its notes on the run with each error, so an error was an answer that no rule counted."""
     node = site(tmp_path, cells)
     grid, wrong = NodeGrid(node), model(np.nan)
@@ -281,7 +281,7 @@ def test_a_failed_message_does_not_make_the_node_forget_the_run(tmp_path: Path, 
 # -- privacy budget --------------------------------------------------------------------------------------
 
 
-def test_a_site_with_a_budget_checks_the_noise_of_the_method(tmp_path: Path, cells: np.ndarray) -> None:
+def test_a_privacy_budget_refuses_methods_without_noise(tmp_path: Path, cells: np.ndarray) -> None:
     """With dp = sample and fedproto the site sent class means without noise: only `posy run` refused this pair."""
     (tmp_path / "policy.yaml").write_text("epsilon: 2.0\n")
     words = {"policy": str(tmp_path / "policy.yaml"), "state-dir": str(tmp_path / "state")}
@@ -296,7 +296,7 @@ def test_a_site_with_a_budget_checks_the_noise_of_the_method(tmp_path: Path, cel
     assert not (tmp_path / "state" / "privacy-ledger.jsonl").exists()
 
 
-def test_the_server_does_not_choose_the_norm_where_clients_add_the_noise() -> None:
+def test_adaptive_clipping_with_masks_is_refused() -> None:
     """With adaptive clipping under masks, dp-clip = 1e9 in a message made the noise of the clients negligible."""
     noise = {"dp": "central", "dp_clip": 1.0, "dp_clip_quantile": 0.5, "client_weights": "uniform"}
     settings = from_json(json.dumps(values(**noise, secure_aggregation=True)))
@@ -315,18 +315,18 @@ def test_the_server_does_not_choose_the_norm_where_clients_add_the_noise() -> No
         ("pfedme", {"pfedme-steps": 1_000_000}),
     ],
 )
-def test_the_passes_of_a_method_are_limited_too(method: str, changes: Config) -> None:
+def test_method_epochs_and_steps_obey_max_local_epochs(method: str, changes: Config) -> None:
     assert violations(Policy(), values(method)) == []
     assert [violation.rule for violation in violations(Policy(), values(method) | changes)] == ["max-local-epochs"]
 
 
-def test_the_steps_of_fine_tuning_are_limited_too(tmp_path: Path, cells: np.ndarray) -> None:
+def test_fine_tuning_steps_obey_max_local_epochs(tmp_path: Path, cells: np.ndarray) -> None:
     reply = send(NodeGrid(site(tmp_path, cells)), values("fedavg-ft", fedavg_ft_steps=10_000), model())
     assert "rule max-local-epochs: fedavg-ft-steps = 10000" in reply.error.reason
 
 
 @pytest.mark.parametrize("run", ["site-secret", ".policy-runs.json.part", "Audit.jsonl.head", "privacy-ledger.lock"])
-def test_a_run_has_no_folder_in_place_of_a_file_of_the_node(run: str, tmp_path: Path, cells: np.ndarray) -> None:
+def test_run_names_cannot_replace_node_files(run: str, tmp_path: Path, cells: np.ndarray) -> None:
     """A run of this name made a folder that the node took for its file, and no later run could join."""
     node = site(tmp_path, cells) | {"state-dir": str(tmp_path / "state")}
     reply = send(NodeGrid(node), values(), model(), run=run)
@@ -335,14 +335,14 @@ def test_a_run_has_no_folder_in_place_of_a_file_of_the_node(run: str, tmp_path: 
     assert not ask(NodeGrid(node), values()).has_error()
 
 
-def test_an_empty_array_with_many_rows_takes_no_memory(tmp_path: Path, cells: np.ndarray) -> None:
+def test_an_empty_array_with_many_rows_is_refused(tmp_path: Path, cells: np.ndarray) -> None:
     """An array of 400,000 rows of 0 numbers, a message of 200 bytes, made the node allocate 14 GB."""
     grid, config = NodeGrid(site(tmp_path, cells)), values("fedrep", model="mlp")
     reply = send(grid, config, np.zeros((400_000, 0), np.float32))
     assert "the server's message has a model of shape (400000, 0); the client expects 8768" in reply.error.reason
 
 
-def test_a_local_user_cannot_lock_the_files_of_a_node(tmp_path: Path) -> None:
+def test_lock_files_are_private_to_the_node(tmp_path: Path) -> None:
     """Who may open a file for reading may lock it, and the node then waited for ever."""
     with exclusive(tmp_path / "state" / "policy-runs.lock"):
         pass
@@ -350,7 +350,7 @@ def test_a_local_user_cannot_lock_the_files_of_a_node(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
 
 
-def test_a_bundle_is_not_unpacked_to_be_compared() -> None:
+def test_bundles_are_compared_without_unpacking() -> None:
     """A bundle of 200 KB had a file of 200 MB, which the node unpacked before it refused the run."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as bundle:
@@ -364,14 +364,14 @@ def test_a_bundle_is_not_unpacked_to_be_compared() -> None:
     assert peak < 1 << 22
 
 
-def test_the_length_of_a_text_is_limited_by_the_memory() -> None:
+def test_text_length_beyond_memory_is_refused() -> None:
     """With input-shape = 268435456 a site of 60 texts allocated 129 GB."""
     with pytest.raises(DataError, match="more than fits into memory"):
         hashed(["a word"], 1 << 50, 100)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("features", (20,)), ("image", (3, 32, 32)), ("text", (50,))])
-def test_the_parameters_are_counted_without_the_network(kind: str, shape: tuple[int, ...]) -> None:
+def test_parameters_are_counted_without_building_the_network(kind: str, shape: tuple[int, ...]) -> None:
     """A vocabulary of ten million words allocated 12 GB before the rule max-parameters refused the run."""
     task = Task(kind, shape, ("a", "b"), 1000 if kind == "text" else 0)
     for name, network in MODELS.items():
@@ -380,7 +380,7 @@ def test_the_parameters_are_counted_without_the_network(kind: str, shape: tuple[
             assert count_parameters(name, task) == built, name
 
 
-def test_a_masked_round_begins_once_in_a_run() -> None:
+def test_a_masked_round_cannot_restart_under_another_name() -> None:
     """Under the names 0-1 and 1-1 the server had two sums of one round, over different clients."""
     context = NodeGrid({"data": "x"}).nodes[1]
     entries = {"client": 0, "server-round": 1, "secure-round": "0-1", "state-keep": []}
@@ -390,7 +390,7 @@ def test_a_masked_round_begins_once_in_a_run() -> None:
         check_once(context, 0, "train", 1, [model()], entries | {"secure-round": "1-1"})
 
 
-def test_a_run_does_not_replace_the_models_of_another_run(tmp_path: Path, cells: np.ndarray) -> None:
+def test_a_run_cannot_replace_the_models_of_another_run(tmp_path: Path, cells: np.ndarray) -> None:
     """With `models` and without `state-dir`, a run with the name of an earlier run replaced its models."""
     node = site(tmp_path, cells) | {"models": str(tmp_path / "models")}
     wanted = {"save-models-to": "any"}
@@ -400,6 +400,6 @@ def test_a_run_does_not_replace_the_models_of_another_run(tmp_path: Path, cells:
     assert "rule state: the state of this run name belongs to a run with other settings" in reply.error.reason
 
 
-def test_settings_without_end_are_refused(tmp_path: Path, cells: np.ndarray) -> None:
+def test_oversized_settings_are_refused(tmp_path: Path, cells: np.ndarray) -> None:
     reply = ask(NodeGrid(site(tmp_path, cells)), values(run_name="x" * (1 << 24)))
     assert "rule settings: the settings have more than 16,777,216 characters" in reply.error.reason

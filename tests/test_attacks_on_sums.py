@@ -82,10 +82,10 @@ def parts(clients: int) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[l
     return x, y, [list(range(s, s + 6)) for s in starts], [list(range(s + 6, s + 12)) for s in starts]
 
 
-# -- M2: poisoned updates ----------------------------------------------------------------------------------
+# -- poisoned updates ----------------------------------------------------------------------------------
 
 
-def test_m2_a_client_cannot_move_a_parameter_beyond_the_range(
+def test_updates_beyond_secure_range_are_rejected(
     make_config: Any, federate: Federate, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     """One of ten clients moved every parameter by 31 in one round."""
@@ -104,10 +104,10 @@ def test_m2_a_client_cannot_move_a_parameter_beyond_the_range(
     assert "a client has changed a parameter by more than secure-range = 16" in warnings.text
 
 
-# -- H1: evaluation scores ---------------------------------------------------------------------------------
+# -- evaluation scores ---------------------------------------------------------------------------------
 
 
-def test_h1_no_reply_has_a_score_of_one_client(make_config: Any, federate: Federate) -> None:
+def test_replies_contain_no_individual_scores(make_config: Any, federate: Federate) -> None:
     """Replies contained the accuracies, losses, numbers of test samples and the training loss of each client."""
     servers: list[Server] = []
 
@@ -129,7 +129,7 @@ def test_h1_no_reply_has_a_score_of_one_client(make_config: Any, federate: Feder
     assert {reply.content.metric_records["metrics"]["num-examples"] for reply in evaluations} == {0}
 
 
-def test_h1_a_constant_model_does_not_give_the_class_counts_of_a_client(make_config: Any, federate: Federate) -> None:
+def test_unmasked_scores_of_a_constant_model_are_refused(make_config: Any, federate: Federate) -> None:
     """The accuracy of a model that always predicts class 1 is the share of class 1 among the client's test samples."""
     kept: list[Server] = []
 
@@ -159,7 +159,7 @@ def test_h1_a_constant_model_does_not_give_the_class_counts_of_a_client(make_con
     assert "secure aggregation: round 0-1-evaluation is over" in refusals[1]
 
 
-def test_h1_a_second_model_in_a_round_is_refused(make_config: Any, federate: Federate) -> None:
+def test_a_second_model_in_a_round_is_refused(make_config: Any, federate: Federate) -> None:
     """The server evaluates another model under the same masks, before the client has revealed its shares."""
     refusals: list[str] = []
 
@@ -184,7 +184,7 @@ def test_h1_a_second_model_in_a_round_is_refused(make_config: Any, federate: Fed
     assert done.records[0].sums["served"].samples == 30
 
 
-# -- H2: one client is isolated -----------------------------------------------------------------------------
+# -- one client is isolated -----------------------------------------------------------------------------
 
 
 def revealed_secrets(server: Server) -> tuple[set[int], set[int]]:
@@ -250,7 +250,7 @@ def excluded_by_place(reach: int, threshold: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(("size", "neighbours", "signed"), [(SIZE, 4, False), (SIZE, 4, True), (50, 20, False)])
-def test_h2_a_server_cannot_isolate_a_client_in_a_ring(
+def test_a_server_cannot_isolate_a_client_in_a_ring(
     make_config: Any, federate: Federate, sites: list[dict[str, Any]], size: int, neighbours: int, signed: bool
 ) -> None:
     """With a threshold of 0.6, lists that differ gave the keys of all neighbours of client 0."""
@@ -303,7 +303,7 @@ def test_h2_a_server_cannot_isolate_a_client_in_a_ring(
     assert not keys and not masks
 
 
-def test_h2_a_key_that_equals_another_one_cancels_no_masks() -> None:
+def test_an_equivalent_public_key_does_not_cancel_masks() -> None:
     """X25519 ignores the highest bit: client 3 could send client 1's key as another text. Client 2's masks vanished."""
     private, other_private = (private_key(bytes([i]) * 16) for i in (1, 2))
     public = public_key(other_private)
@@ -318,7 +318,7 @@ def test_h2_a_key_that_equals_another_one_cancels_no_masks() -> None:
     assert not (ends[0] + ends[1]).any()
 
 
-def test_h2_a_server_cannot_have_a_sum_over_two_of_five_clients(make_config: Any, federate: Federate) -> None:
+def test_a_server_cannot_unmask_two_of_five_clients(make_config: Any, federate: Federate) -> None:
     """All clients are neighbours, with threshold 3: the server learnt the sum over clients 0 and 1."""
     excluded = {0: (2, 3), 1: (2, 4), 2: (3, 4), 3: (2, 4), 4: (2, 3)}
     servers: list[Server] = []
@@ -340,7 +340,7 @@ def test_h2_a_server_cannot_have_a_sum_over_two_of_five_clients(make_config: Any
 
 
 @pytest.mark.parametrize(("trusted", "least"), [(12, 7), (6, 4), (5, 3), (4, 3), (3, 2), (2, 2), (1, 2)])
-def test_m3_a_site_joins_sums_over_most_of_the_trusted_sites(tmp_path: Path, trusted: int, least: int) -> None:
+def test_smallest_sum_is_a_majority_of_the_trusted_sites(tmp_path: Path, trusted: int, least: int) -> None:
     """A site that trusted twelve keys joined a sum of two."""
     make_certificates(tmp_path, [], [f"site-{i}" for i in range(trusted)], 1)
     config = {"signing-key": str(tmp_path / "site-0.key"), "trusted-keys": str(tmp_path)}
@@ -351,14 +351,16 @@ def test_m3_a_site_joins_sums_over_most_of_the_trusted_sites(tmp_path: Path, tru
         assert secure_aggregation.smallest_sum(config) == max(2, (trusted - 1) // 2 + 1)
 
 
-def test_m3_two_of_twelve_sites_make_no_sum(make_config: Any, federate: Federate, sites: list[dict[str, Any]]) -> None:
+def test_two_of_twelve_sites_cannot_form_a_sum(
+    make_config: Any, federate: Federate, sites: list[dict[str, Any]]
+) -> None:
     config = make_config("fedavg", data=parts(2), num_server_rounds=1, local_steps=1) | {"secure-aggregation": True}
     done = federate(config, grid=lambda clients: Server(clients, configs=sites[:2]))
     reasons = {reason for _, reason in done.records[0].dropped}
     assert any("the cohort has 2 clients, and this site joins sums of at least 7" in reason for reason in reasons)
 
 
-def test_a_round_below_the_smallest_cohort_of_a_site_is_refused() -> None:
+def test_rounds_below_min_clients_are_refused() -> None:
     """A site may refuse sums over few clients, in the cohort and in the list of survivors."""
     nodes = [Node(client) for client in range(4)]
     shared_round(nodes, min_clients=4)
@@ -369,10 +371,10 @@ def test_a_round_below_the_smallest_cohort_of_a_site_is_refused() -> None:
         shared_round(few, min_clients=5)
 
 
-# -- H3: one client receives another control variate --------------------------------------------------------
+# -- one client receives another control variate --------------------------------------------------------
 
 
-def test_h3_scaffold_masks_do_not_cancel_with_another_control_variate(
+def test_a_different_control_variate_prevents_unmasking(
     make_config: Any, federate: Federate, warnings: pytest.LogCaptureFixture
 ) -> None:
     """The masks did not depend on the control variate. An extreme one for client 2 dominated the sum."""
@@ -389,7 +391,7 @@ def test_h3_scaffold_masks_do_not_cancel_with_another_control_variate(
 
 
 @pytest.mark.parametrize("entry", ["server-round", "state-to"])
-def test_h3_masks_do_not_cancel_with_another_entry(
+def test_a_different_config_entry_prevents_unmasking(
     make_config: Any, federate: Federate, warnings: pytest.LogCaptureFixture, entry: str
 ) -> None:
     """The masks did not depend on the number of the round, from which a client derives its batches and rates."""
@@ -407,7 +409,7 @@ def test_h3_masks_do_not_cancel_with_another_entry(
     assert refused if entry == "server-round" else "the masks do not cancel" in warnings.text
 
 
-# -- Low: shares were marked as revealed after they were sent -------------------------------------------------
+# -- shares after a lost context or a new worker -------------------------------------------------
 
 
 class Node:
@@ -485,7 +487,7 @@ def shared_round(nodes: Sequence[Node], min_clients: int = 2) -> None:
         assert node.ask("train", {"weights": 8, "sources": sources, "shares": shares}) == [b"masked"]
 
 
-def test_low_a_node_that_loses_a_context_does_not_reveal_other_shares() -> None:
+def test_a_lost_context_does_not_reveal_other_shares() -> None:
     """The worker sent the shares of one list, and the node lost the context. The worker then sent those of another."""
     stage = getattr(secure_aggregation, "SURVIVORS", "unmask")
     nodes = [Node(client) for client in range(4)]
@@ -498,7 +500,7 @@ def test_low_a_node_that_loses_a_context_does_not_reveal_other_shares() -> None:
     assert nodes[0].ask(stage, {"survivors": [0, 1, 2]}) == first
 
 
-def test_low_a_new_worker_refuses_the_rest_of_the_round() -> None:
+def test_a_restarted_worker_refuses_the_unfinished_round() -> None:
     """The secrets end with the worker, and are not in the context that the node stores."""
     nodes = [Node(client) for client in range(4)]
     shared_round(nodes)

@@ -60,7 +60,7 @@ def rewrite(log: AuditLog, lines: list[bytes]) -> Checked:
 # -- the chain ---------------------------------------------------------------------------------------------
 
 
-def test_a_chain_begins_with_zeros_and_each_event_names_the_hash_before_it(audit_log: AuditLog) -> None:
+def test_each_event_stores_the_hash_of_the_previous_event(audit_log: AuditLog) -> None:
     events = [json.loads(line) for line in fill(audit_log)]
     assert [event["number"] for event in events] == list(range(1, WHOLE + 1))
     assert [event["previous"] for event in events] == [START, *(event["hash"] for event in events[:-1])]
@@ -75,7 +75,7 @@ def test_a_chain_begins_with_zeros_and_each_event_names_the_hash_before_it(audit
     assert (checked.head, checked.events) == (Head(WHOLE, events[-1]["hash"]), events)
 
 
-def test_the_files_are_for_their_owner_alone(audit_log: AuditLog) -> None:
+def test_audit_files_are_readable_by_the_owner_only(audit_log: AuditLog) -> None:
     fill(audit_log, 1)
     for path in audit_log.path.parent.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -83,7 +83,7 @@ def test_the_files_are_for_their_owner_alone(audit_log: AuditLog) -> None:
     assert stat.S_IMODE(audit_log.path.parent.stat().st_mode) == 0o700
 
 
-def test_the_log_is_opened_for_appending_only(audit_log: AuditLog) -> None:
+def test_the_log_is_append_only(audit_log: AuditLog) -> None:
     """On a file that the administrator has made append-only (`chattr +a`), no other way works."""
     fill(audit_log, 2)
     before = audit_log.path.read_bytes()
@@ -110,7 +110,7 @@ def test_the_log_is_opened_for_appending_only(audit_log: AuditLog) -> None:
         (lambda lines: [*lines[:-1], lines[-1][:-20]], WHOLE, "the log ends after event 5 of 6"),
     ],
 )
-def test_every_change_of_the_log_is_noticed(
+def test_check_detects_every_change_to_the_log(
     change: Callable[[list[bytes]], list[bytes]], line: int, problem: str, audit_log: AuditLog
 ) -> None:
     checked = rewrite(audit_log, change(fill(audit_log)))
@@ -118,7 +118,7 @@ def test_every_change_of_the_log_is_noticed(
     assert problem in checked.problem
 
 
-def test_a_log_that_was_written_anew_does_not_fit_its_head(audit_log: AuditLog, tmp_path: Path) -> None:
+def test_a_replaced_log_does_not_match_its_head(audit_log: AuditLog, tmp_path: Path) -> None:
     fill(audit_log)
     other = AuditLog(tmp_path / "other.jsonl")
     other.append(*[{"event": "reply", "run": "x"}] * (WHOLE + 2))
@@ -126,7 +126,7 @@ def test_a_log_that_was_written_anew_does_not_fit_its_head(audit_log: AuditLog, 
     assert checked.problem == f"event {WHOLE} is not the one that the head records: the log was replaced"
 
 
-def test_without_the_head_the_end_is_unknown(audit_log: AuditLog) -> None:
+def test_a_missing_head_is_reported(audit_log: AuditLog) -> None:
     fill(audit_log)
     audit_log.path.with_name("audit.jsonl.head").unlink()
     assert "the head of the log is missing" in audit_log.check().problem
@@ -152,7 +152,7 @@ def test_later_events_do_not_hide_a_truncation(audit_log: AuditLog) -> None:
     assert "the log had 0 of 10 events" in audit_log.check().problem
 
 
-def test_a_rewritten_log_with_a_rewritten_head_differs_from_an_anchor(audit_log: AuditLog) -> None:
+def test_an_anchor_detects_a_rewritten_log_and_head(audit_log: AuditLog) -> None:
     """The chain alone cannot notice this: the docs say so."""
     fill(audit_log)
     anchor = audit_log.check().head
@@ -182,7 +182,7 @@ for i in range(100):
 """
 
 
-def test_many_processes_and_threads_write_one_chain(audit_log: AuditLog) -> None:
+def test_concurrent_writers_share_one_chain(audit_log: AuditLog) -> None:
     environment = {**os.environ, "PYTHONPATH": str(APP)}
     command = [sys.executable, "-P", "-c", WRITER, str(audit_log.path)]
     processes = [subprocess.Popen([*command, f"p{i}"], env=environment) for i in range(2)]
@@ -200,7 +200,7 @@ def test_many_processes_and_threads_write_one_chain(audit_log: AuditLog) -> None
 
 
 @pytest.mark.parametrize("cut", [1, 40, -1])
-def test_an_incomplete_line_stays_and_is_recorded(cut: int, audit_log: AuditLog) -> None:
+def test_an_incomplete_line_is_preserved_and_recorded(cut: int, audit_log: AuditLog) -> None:
     fill(audit_log)
     partial = line_of({"event": "reply", "run": "6"}, audit_log.check().head)[0][:cut]
     with audit_log.path.open("ab") as file:
@@ -221,7 +221,7 @@ def test_an_incomplete_line_stays_and_is_recorded(cut: int, audit_log: AuditLog)
     assert rewrite(audit_log, [changed]).problem == "this line is not an event"
 
 
-def test_a_crash_during_the_recovery_is_recorded_too(audit_log: AuditLog) -> None:
+def test_a_crash_during_recovery_is_recorded(audit_log: AuditLog) -> None:
     fill(audit_log)
     with audit_log.path.open("ab") as file:
         file.write(b'{"event":"re\n{"bytes":12,"eve')
@@ -230,7 +230,7 @@ def test_a_crash_during_the_recovery_is_recorded_too(audit_log: AuditLog) -> Non
     assert (checked.line, [event["event"] for event in checked.events[WHOLE:]]) == (0, ["recovered", "reply"])
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_a_log_that_continues(audit_log: AuditLog) -> None:
+def test_the_log_continues_after_a_process_dies_while_writing(audit_log: AuditLog) -> None:
     """The process dies after a part of the line; its head still records the event before."""
     fill(audit_log, 2)
     program = f"""
@@ -253,7 +253,7 @@ audit.AuditLog(Path({str(audit_log.path)!r})).append({{"event": "reply", "run": 
     assert (checked.line, checked.problem) == (0, "")
 
 
-def test_a_process_that_is_killed_before_it_writes_the_head_costs_nothing(audit_log: AuditLog) -> None:
+def test_the_log_continues_from_an_outdated_head(audit_log: AuditLog) -> None:
     fill(audit_log)
     head = audit_log.path.with_name("audit.jsonl.head")
     before = head.read_bytes()
@@ -264,7 +264,7 @@ def test_a_process_that_is_killed_before_it_writes_the_head_costs_nothing(audit_
     assert (audit_log.check().line, audit_log.check().head.count) == (0, WHOLE + 2)
 
 
-def test_a_long_last_line_is_found(audit_log: AuditLog) -> None:
+def test_a_long_last_line_is_read(audit_log: AuditLog) -> None:
     audit_log.append({"event": "reply", "run": "1", "long": "x" * 100_000})
     fill(audit_log, 1)
     assert (audit_log.check().line, audit_log.check().head.count) == (0, 2)
@@ -303,7 +303,7 @@ def reply_to(request_message: Message) -> Message:
     return Message(content, reply_to=request_message)
 
 
-def test_an_event_names_the_kinds_and_sizes_of_what_is_sent() -> None:
+def test_an_event_records_names_and_sizes_of_sent_records() -> None:
     request_message = message(settings=SETTINGS, client=2, server_round=3)
     node_context = context(name="site-a")
     note(node_context, submitter="ada", signers=["fpk_1"], code="ab12", epsilon=0.25, delta=1e-5)
@@ -357,7 +357,7 @@ def test_a_folded_message_has_the_same_event() -> None:
         ({"settings": SETTINGS}, "query:join"),
     ],
 )
-def test_a_query_is_named_by_its_question(config: dict[str, Any], kind: str) -> None:
+def test_query_events_name_the_kind_of_query(config: dict[str, Any], kind: str) -> None:
     request_message = message(MessageType.QUERY, **config)
     assert event_of(request_message, context(), Message(RecordDict(), reply_to=request_message))["type"] == kind
 
@@ -366,7 +366,7 @@ class RefusedError(Exception):
     rule = "min-rows"
 
 
-def test_refusals_and_errors_have_no_text(audit_log: AuditLog) -> None:
+def test_refusals_and_errors_omit_their_text(audit_log: AuditLog) -> None:
     request_message = message(settings=SETTINGS)
     node_context = context(name="site-a")
     record(
@@ -390,7 +390,7 @@ def test_refusals_and_errors_have_no_text(audit_log: AuditLog) -> None:
     assert b"Patient" not in audit_log.path.read_bytes()
 
 
-def test_names_of_custom_code_and_control_characters_stay_out(audit_log: AuditLog) -> None:
+def test_untrusted_names_and_control_characters_are_removed(audit_log: AuditLog) -> None:
     request_message = message(run="evil\x1b[2J\nname")
     content = RecordDict({"Patient A0": MetricRecord({"age=86, sbp=167": 1.0, "x" * 61: 2.0, "fine": 3.0})})
     record(audit_log, request_message, context(), Message(content, reply_to=request_message))
@@ -399,7 +399,7 @@ def test_names_of_custom_code_and_control_characters_stay_out(audit_log: AuditLo
     assert event["name"] == "evil [2J name"
 
 
-def test_a_run_begins_once_for_all_processes(audit_log: AuditLog) -> None:
+def test_run_begin_is_recorded_once_per_run(audit_log: AuditLog) -> None:
     request_message = message(settings=SETTINGS)
     for log in (audit_log, audit_log, AuditLog(audit_log.path)):
         record(log, request_message, context(), reply_to(request_message))
@@ -410,7 +410,7 @@ def test_a_run_begins_once_for_all_processes(audit_log: AuditLog) -> None:
     assert begun == ["5", "55"]
 
 
-def test_which_nodes_keep_a_log(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_node_config_decides_whether_a_log_is_written(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     _warn_once.cache_clear()  # another test may have caused the warning
     assert log_of({"partition-id": 0, "num-partitions": 2, "state-dir": str(tmp_path)}) is None
     site_log = log_of({"data": "/srv/a", "state-dir": str(tmp_path)})
@@ -439,7 +439,7 @@ def settings_json(**settings: Any) -> str:
     return read_settings(config).to_json()
 
 
-def test_the_client_app_records_every_answer_and_every_error(site: dict[str, Any], tmp_path: Path) -> None:
+def test_the_client_app_records_replies_and_errors(site: dict[str, Any], tmp_path: Path) -> None:
     node_context = Context(run_id=5, node_id=77, node_config=site, state=RecordDict(), run_config={})
     described = message(MessageType.QUERY, settings=settings_json(), describe=True)
     answer = app(described, node_context).content.config_records["config"]
@@ -461,7 +461,7 @@ def test_the_client_app_records_every_answer_and_every_error(site: dict[str, Any
     assert {"classes", "name"} <= set(checked.events[1]["sent"]["config"]["names"])
 
 
-def test_no_reply_leaves_a_node_that_cannot_record_it(
+def test_a_node_without_a_writable_log_sends_no_reply(
     site: dict[str, Any], tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "state").write_text("not a directory")
@@ -472,7 +472,7 @@ def test_no_reply_leaves_a_node_that_cannot_record_it(
     assert "audit.jsonl cannot be written" in warnings.text
 
 
-def test_simulations_keep_no_log(
+def test_simulations_write_no_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, federate: Any, make_config: Any
 ) -> None:
     monkeypatch.setattr(AuditLog, "append", lambda *_: pytest.fail("a simulation keeps no log"))
@@ -499,7 +499,7 @@ def filled(audit_log: AuditLog) -> AuditLog:
     return audit_log
 
 
-def test_posy_audit_prints_a_table_and_filters_it(filled: AuditLog, capsys: pytest.CaptureFixture[str]) -> None:
+def test_posy_audit_prints_and_filters_events(filled: AuditLog, capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*words: str, status: int = 0) -> list[str]:
         assert cli.main(["audit", str(filled.path.parent), *words]) == status
         return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -543,7 +543,7 @@ def test_posy_audit_names_the_first_broken_line(filled: AuditLog, capsys: pytest
         (["LOG", "--contains", "7"], "--contains '7' is not an anchor"),
     ],
 )
-def test_wrong_words_are_explained(
+def test_invalid_arguments_are_explained(
     words: list[str], message: str, filled: AuditLog, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(filled.path) if word == "LOG" else word for word in words]
@@ -551,7 +551,7 @@ def test_wrong_words_are_explained(
     assert message in capsys.readouterr().err
 
 
-def test_a_node_with_data_always_has_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supernode_adds_an_audit_path_for_nodes_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test catches the command before its process starts."""
     commands: list[str] = []
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
@@ -566,7 +566,7 @@ def test_a_node_with_data_always_has_a_log(tmp_path: Path, monkeypatch: pytest.M
         assert commands[-1].endswith(f"--node-config {expected}")
 
 
-def test_the_errors_of_the_node_itself_are_recorded(tmp_path: Path) -> None:
+def test_errors_outside_the_client_app_are_recorded(tmp_path: Path) -> None:
     from posy.deploy.refusals import record_error
 
     config = {"partition-id": 0, "num-partitions": 2, "audit": str(tmp_path / "a.jsonl")}

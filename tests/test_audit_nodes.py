@@ -103,7 +103,7 @@ def apps_of(sites: Deployment, run: "subprocess.Popen[bytes]") -> set[str]:
     return apps
 
 
-def test_without_the_secret_no_process_takes_a_task(sites: Deployment) -> None:
+def test_a_process_without_the_secret_cannot_take_a_task(sites: Deployment) -> None:
     address = runtime_api(sites, "stock")
     for secret in (b"", new_secret()):
         with pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"):
@@ -120,7 +120,7 @@ def test_a_warm_node_listens_on_no_port(sites: Deployment) -> None:
         assert not numbers & listening
 
 
-def test_each_answer_of_a_run_is_in_the_logs(sites: Deployment) -> None:
+def test_logs_contain_every_reply_of_a_run(sites: Deployment) -> None:
     """Meanwhile no token of an app is on a command line."""
     assert apps_of(sites, sites.submit("first", *words())) == {"flwr-serverapp", "flwr-clientapp"}
     summary = sites.summary("first")
@@ -153,7 +153,7 @@ def test_each_answer_of_a_run_is_in_the_logs(sites: Deployment) -> None:
     assert stock["submitter"] == ""  # Flower does not hand it to the ClientApp
 
 
-def test_refused_code_is_in_the_log_of_the_node_that_refuses_it(sites: Deployment) -> None:
+def test_refused_code_is_logged(sites: Deployment) -> None:
     before = log_at(sites, "warm").check().head.count
     (sites.folder / "losses.py").write_text(LOSS)
     sites.submit("second", *words(loss="losses:mine", join_timeout=15))
@@ -168,7 +168,7 @@ def test_refused_code_is_in_the_log_of_the_node_that_refuses_it(sites: Deploymen
     assert (checked.line, checked.problem) == (0, "")
 
 
-def test_the_death_of_a_worker_is_in_the_log(sites: Deployment) -> None:
+def test_a_killed_worker_is_logged(sites: Deployment) -> None:
     """The worker dies while it trains, for which it needs minutes."""
     audit_log = log_at(sites, "warm")
     before, begun = audit_log.check().head.count if audit_log.path.exists() else 0, trained(sites)
@@ -182,7 +182,7 @@ def test_the_death_of_a_worker_is_in_the_log(sites: Deployment) -> None:
     assert (lost["event"], lost["type"], lost["decision"]) == ("error", "train", "failed")
 
 
-def test_a_waiting_app_is_for_the_holder_of_the_secret(sites: Deployment) -> None:
+def test_taking_a_pending_server_app_requires_the_secret(sites: Deployment) -> None:
     """The process that takes the SuperLink's tasks is suspended, so that a run waits for another process."""
     file = sites.folder / "superlink/flower/private/superexec-secret"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -43,7 +43,7 @@ def test_fine_tuning_by_hand(make_client, softmax_regression, gradient_of):
     assert not client.state
 
 
-def test_fine_tuning_by_steps_and_at_the_rounds_rate(make_client, softmax_regression, gradient_of):
+def test_fine_tuning_steps_use_the_rate_of_the_round(make_client, softmax_regression, gradient_of):
     client = make_client("fedavg-ft", **WHOLE, fedavg_ft_steps=2)
     start = start_of(client)
     _, _, metrics = client.evaluate([start], {**EVALUATE, "lr": 0.02})
@@ -53,7 +53,7 @@ def test_fine_tuning_by_steps_and_at_the_rounds_rate(make_client, softmax_regres
     assert metrics["local-loss"] == pytest.approx(softmax_regression(tuned, *test)[0], rel=1e-5)
 
 
-def test_fine_tuning_follows_the_schedule(make_strategy):
+def test_fine_tuning_follows_the_lr_schedule(make_strategy):
     """Check the cosine over 4 rounds: lr/2 (1 + cos(π/2)) in round 3, in evaluation and in training."""
     strategy = make_strategy("fedavg-ft", lr=0.4, lr_schedule="cosine", num_server_rounds=4, evaluate_every=1)
     grid = InProcessGrid(strategy.num_clients)
@@ -63,14 +63,14 @@ def test_fine_tuning_follows_the_schedule(make_strategy):
         assert all(m.content.config_records["config"]["lr"] == pytest.approx(0.2) for m in messages)
 
 
-def test_fine_tuned_federation_serves_fedavgs_model(make_config, federate):
+def test_fine_tuning_serves_the_fedavg_model(make_config, federate):
     tuned, plain = federate(make_config("fedavg-ft")), federate(make_config("fedavg"))
     np.testing.assert_array_equal(tuned.strategy.model, plain.strategy.model)
     assert tuned.column("served_accuracy") == plain.column("served_accuracy")
     assert set(tuned.column("local_accuracy")[0]) == {0, 1, 2}  # client 3 has no test sample
 
 
-def test_rounds_of_fine_tuning_by_hand(make_client, gradient_of, softmax_regression):
+def test_fine_tuning_rounds_by_hand(make_client, gradient_of, softmax_regression):
     """In the last two of four rounds, the client fine-tunes the served, then its local model. It sends nothing."""
     client = make_client("fedavg-ft", **WHOLE, num_server_rounds=4, fedavg_ft_rounds=2, fedavg_ft_lr=0.3)
     served, other = start_of(client), start_of(client, 1)
@@ -93,7 +93,7 @@ def test_rounds_of_fine_tuning_by_hand(make_client, gradient_of, softmax_regress
 
 
 @pytest.mark.parametrize("method", ["fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu"])
-def test_nothing_is_averaged_while_clients_fine_tune(make_config, federate, method):
+def test_fine_tuning_rounds_do_not_change_the_server_model(make_config, federate, method):
     """Five rounds, the last two of them fine-tuning, give the same server's model as three rounds."""
     settings = {f"{method}-rounds".replace("-", "_"): 2}
     tuned = federate(make_config(method, model="mlp", num_server_rounds=5, local_steps=2, **settings))
@@ -108,20 +108,20 @@ def test_nothing_is_averaged_while_clients_fine_tune(make_config, federate, meth
     assert not any(record.dropped for record in tuned.records)
 
 
-def test_fine_tuning_rounds_are_the_same_side_by_side(make_config, federate):
+def test_stacked_fine_tuning_rounds_match_sequential_ones(make_config, federate):
     settings = {"model": "mlp", "momentum": 0.5, "num_server_rounds": 4, "fedavg_ft_rounds": 2}
     alone, together = (federate(make_config("fedavg-ft", stack=stack, **settings)) for stack in ("loop", "vmap"))
     for client in range(4):
         np.testing.assert_allclose(together.kept(client)["model"], alone.kept(client)["model"], rtol=1e-4, atol=1e-5)
 
 
-def test_rounds_of_fine_tuning_fix_the_number_of_rounds(make_strategy):
+def test_fine_tuning_rounds_depend_on_the_number_of_rounds(make_strategy):
     """The last rounds fine-tune, so a resumed run cannot extend the number of rounds."""
     assert make_strategy("fedavg-ft", fedavg_ft_rounds=1).method.follows_number_of_rounds
     assert not make_strategy("fedavg-ft").method.follows_number_of_rounds
 
 
-def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
+def test_invalid_fine_tuning_rounds_are_refused(make_strategy):
     with pytest.raises(SettingsError, match=r"fedavg-ft-rounds = 3.*num-server-rounds = 3"):
         make_strategy("fedavg-ft", fedavg_ft_rounds=3)
     with pytest.raises(SettingsError, match=r"fedbabu-rounds = 1.*secure-aggregation = true"):
@@ -134,7 +134,7 @@ def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
 # -- FedProx -------------------------------------------------------------------------------------------
 
 
-def test_fedprox_without_pull_is_fedavg(make_config, federate):
+def test_fedprox_with_mu_0_is_fedavg(make_config, federate):
     prox, plain = federate(make_config("fedprox", fedprox_mu=0.0)), federate(make_config("fedavg"))
     np.testing.assert_array_equal(prox.strategy.model, plain.strategy.model)
 
@@ -146,9 +146,7 @@ def test_fedprox_without_pull_is_fedavg(make_config, federate):
     ("lengths", "head_steps", "body_steps"),
     [({"fedrep_head_epochs": 2}, 2, 1), ({"local_steps": 3}, 3, 3)],
 )
-def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head(
-    make_client, lengths, head_steps, body_steps
-):
+def test_fedrep_trains_the_head_then_the_body(make_client, lengths, head_steps, body_steps):
     client = make_client("fedrep", batch_size=100, **lengths)
     start = client.initial()
     model = client.architecture.build()
@@ -172,7 +170,7 @@ def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head
     np.testing.assert_allclose(client.state["personal"], client.layout.part(["head"]).take(expected), atol=1e-6)
 
 
-def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
+def test_fedrep_combines_the_server_body_with_the_client_head(make_client):
     client = make_client("fedrep")
     body = client.layout.without(["head"])
     client.fit([body.take(client.initial().numpy())], CONFIG)
@@ -186,7 +184,7 @@ def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
 # -- Ditto ---------------------------------------------------------------------------------------------
 
 
-def test_dittos_personal_epochs(make_client, gradient_of):
+def test_ditto_personal_epochs_by_hand(make_client, gradient_of):
     client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_epochs=2, ditto_start="received")
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
@@ -196,7 +194,7 @@ def test_dittos_personal_epochs(make_client, gradient_of):
     np.testing.assert_allclose(client.state["model"], twice, atol=1e-5)
 
 
-def test_dittos_models_both_take_the_local_steps(make_client, gradient_of):
+def test_ditto_trains_both_models_for_local_steps(make_client, gradient_of):
     client = make_client("ditto", **WHOLE, local_steps=2, ditto_strength=0.7, ditto_start="received")
     start = start_of(client)
     (sent,), _, metrics = client.fit([start], CONFIG)
@@ -207,12 +205,12 @@ def test_dittos_models_both_take_the_local_steps(make_client, gradient_of):
     assert metrics["samples"] == 4 * 21
 
 
-def test_dittos_global_model_is_fedavgs(make_config, federate):
+def test_ditto_global_model_equals_fedavg(make_config, federate):
     ditto, plain = federate(make_config("ditto")), federate(make_config("fedavg"))
     np.testing.assert_array_equal(ditto.strategy.model, plain.strategy.model)
 
 
-def test_dittos_personal_model_is_the_local_one(make_client, softmax_regression):
+def test_ditto_scores_its_personal_model_as_local(make_client, softmax_regression):
     client = make_client("ditto", **WHOLE)
     client.stored["model"] = torch.from_numpy(start_of(client))
     _, _, metrics = client.evaluate([start_of(client, 1)], EVALUATE)
@@ -224,7 +222,7 @@ def test_dittos_personal_model_is_the_local_one(make_client, softmax_regression)
 # -- FedAMP --------------------------------------------------------------------------------------------
 
 
-def test_message_weights_by_hand():
+def test_fedamp_message_weights_by_hand():
     """Check ξ_01 = α/σ exp(-1/σ) with α = 0.5, σ = 2, ||w0 - w1||² = 1 and a far third model (exp(-32))."""
     models = np.array([[0, 0], [1, 0], [0, 8]], np.float32)
     near = 0.25 * math.exp(-0.5)
@@ -239,7 +237,7 @@ def test_large_alpha_keeps_the_messages_convex():
     np.testing.assert_allclose(np.diag(weights), 0, atol=1e-9)
 
 
-def test_small_distances_of_large_models_keep_their_digits():
+def test_small_distances_between_large_models_are_precise():
     """Use squared norms of 1e6, where neighbouring float32 numbers differ by 1/16."""
     models = np.full((3, 100), 100.0, np.float32)
     models[1, 0] += 0.1
@@ -248,7 +246,7 @@ def test_small_distances_of_large_models_keep_their_digits():
     np.testing.assert_allclose(squared_distances(models), expected, atol=1e-5)
 
 
-def test_fedamp_with_the_distance_not_squared_by_hand(make_client, gradient_of):
+def test_fedamp_with_norm_distance_by_hand(make_client, gradient_of):
     """The gradient of λ/(2α) ||w - u|| is λ/(2α) times the unit vector from u to w, and zero at w = u."""
     client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0, fedamp_distance="norm")
     first, second = start_of(client), start_of(client, 1)
@@ -259,7 +257,7 @@ def test_fedamp_with_the_distance_not_squared_by_hand(make_client, gradient_of):
     np.testing.assert_allclose(sent, trained - LR * (gradient_of(client, trained) + 0.75 * away), atol=1e-5)
 
 
-def test_fedamp_with_the_distance_not_squared_side_by_side(make_config, federate):
+def test_stacked_fedamp_with_norm_distance_matches_sequential_training(make_config, federate):
     settings = {"model": "mlp", "momentum": 0.5, "fedamp_distance": "norm", "fedamp_alpha": 1.0}
     alone, together = (federate(make_config("fedamp", stack=stack, **settings)) for stack in ("loop", "vmap"))
     np.testing.assert_allclose(together.strategy.models, alone.strategy.models, rtol=1e-4, atol=1e-5)
@@ -269,13 +267,13 @@ def test_fedamp_with_the_distance_not_squared_side_by_side(make_config, federate
 
 
 @pytest.mark.parametrize("cluster", [-1, 2])
-def test_cluster_that_does_not_exist(make_strategy, cluster):
+def test_an_unknown_cluster_is_refused(make_strategy, cluster):
     strategy = make_strategy("ifca", ifca_clusters=2)
     with pytest.raises(BadReplyError, match=f"cluster {cluster} of 2"):
         strategy.check(0, {"model": strategy.models[0], "cluster": np.array(cluster)})
 
 
-def test_ifca_starts_from_different_models_and_the_first_is_fedavgs(make_strategy):
+def test_ifca_starts_from_different_models(make_strategy):
     strategy = make_strategy("ifca", ifca_clusters=2)
     np.testing.assert_array_equal(strategy.models[0], make_strategy("fedavg").model)
     assert np.abs(strategy.models[0] - strategy.models[1]).max() > 0.01
@@ -314,7 +312,7 @@ def test_local_clients_share_only_the_initial_model(make_config, federate):
     assert alone.kept(2) == {}
 
 
-def test_the_remedy_for_too_many_personal_layers_names_their_setting(tmp_path, monkeypatch, make_strategy):
+def test_error_for_too_many_personal_layers_names_the_setting(tmp_path, monkeypatch, make_strategy):
     """FedMine of docs/own.md on the mlp, which has three layers."""
     monkeypatch.chdir(tmp_path)
     own = (Path(__file__).parents[1] / "docs/own.md").read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ def test_scaffold_counts_the_steps_of_mini_batches(make_client):
         np.testing.assert_allclose(change, (start - sent) / (steps * LR), rtol=1e-4, atol=1e-5)
 
 
-def test_scaffolds_variate_stays_the_mean_of_the_clients(make_config, federate):
+def test_scaffold_control_variate_is_the_mean_over_clients(make_config, federate):
     finished = federate(make_config("scaffold", num_server_rounds=6, fraction_train=0.5))
     controls = [finished.kept(client).get("control") for client in range(4)]
     mean = sum(n * c for n, c in zip((21, 12, 8, 1), controls, strict=True) if c is not None) / 42
@@ -42,7 +42,7 @@ def test_scaffolds_variate_stays_the_mean_of_the_clients(make_config, federate):
     assert np.abs(mean).max() > 1e-3
 
 
-def test_scaffolds_first_round_is_fedavgs(make_config, federate):
+def test_scaffold_first_round_equals_fedavg(make_config, federate):
     first = {"num_server_rounds": 1, "momentum": 0.5}
     scaffold, plain = federate(make_config("scaffold", **first)), federate(make_config("fedavg", **first))
     np.testing.assert_array_equal(scaffold.strategy.model, plain.strategy.model)
@@ -70,7 +70,7 @@ def test_running_statistics_have_no_control_variate(make_client, images):
 
 
 @pytest.mark.parametrize("model", ["lenet-gn", "resnet18-bn"])
-def test_fedbn_keeps_normalisation_and_shares_all_else(model, make_client, make_strategy, images):
+def test_fedbn_shares_all_layers_except_normalisation(model, make_client, make_strategy, images):
     client, strategy = (make("fedbn", data=images, model=model, batch_size=6) for make in (make_client, make_strategy))
     kinds = (torch.nn.BatchNorm2d, torch.nn.GroupNorm, torch.nn.LayerNorm)
     module = client.architecture.build()
@@ -122,14 +122,14 @@ def test_moon_without_contrast_is_fedavg(make_config, federate):
     np.testing.assert_array_equal(moon.strategy.model, plain.strategy.model)
 
 
-def test_moons_first_round_is_fedavgs(make_config, federate):
+def test_moon_first_round_equals_fedavg(make_config, federate):
     first = {"num_server_rounds": 1}
     moon, plain = federate(make_config("moon", **first)), federate(make_config("fedavg", **first))
     np.testing.assert_allclose(moon.strategy.model, plain.strategy.model, atol=1e-6)
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_features_of_zero_have_a_contrast(stack, make_client):
+def test_moon_trains_with_zero_features(stack, make_client):
     """A body of zeros gives features of zero, whose cosine has a gradient of zero."""
     client = make_client("moon", batch_size=4, stack=stack)
     start = client.initial().numpy().copy()
@@ -143,7 +143,7 @@ def test_features_of_zero_have_a_contrast(stack, make_client):
 # -- FedProto ------------------------------------------------------------------------------------------
 
 
-def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strategy, update):
+def test_fedproto_averages_prototypes_by_samples(make_strategy, update):
     strategy = make_strategy("fedproto", model="linear")
     strategy.prototypes = np.arange(18, dtype=np.float32).reshape(3, 6)
     strategy.known = np.array([0, 0, 1], np.float32)
@@ -158,7 +158,7 @@ def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strateg
 
 @pytest.mark.parametrize("counts", [[-1, 22, 0], [0, 0, 0], [0.5, 20.5, 0], [2, 0, 1]])
 @pytest.mark.parametrize("method", ["fedproto", "fedpac"])
-def test_samples_by_class_that_cannot_be(method, counts, make_strategy):
+def test_invalid_class_counts_are_refused(method, counts, make_strategy):
     strategy = make_strategy(method)
     arrays = {name: np.zeros(shape, np.float32) for name, shape in strategy.exchange.expected_shapes(0).items()}
     arrays["counts"] = np.array([20, 0, 1], np.float32)
@@ -185,7 +185,7 @@ def test_fedproto_predicts_by_the_nearest_known_prototype(make_client):
     torch.testing.assert_close(flat, client.initial())
 
 
-def test_fedproto_without_distance_trains_as_local_does(make_config, federate):
+def test_fedproto_with_strength_0_trains_as_local(make_config, federate):
     proto, local = federate(make_config("fedproto", fedproto_strength=0.0)), federate(make_config("local"))
     for client in range(4):  # FedProto uses autograd, which rounds differently from Local's closed-form gradients
         np.testing.assert_allclose(proto.kept(client)["model"], local.kept(client)["model"], atol=1e-6)
@@ -196,7 +196,7 @@ def test_fedproto_sends_no_model(make_config, federate):
     assert [row["bytes_up"] for row in finished.records[0].clients.values()] == [4 * (3 * 64 + 3)] * 4
 
 
-def test_a_client_that_sits_out_keeps_its_prototypes(make_client):
+def test_fedproto_local_model_keeps_its_last_prototypes(make_client):
     """The local model keeps the prototypes of the client's last training, also when the served prototypes change."""
     client = make_client("fedproto")
     first = [np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32), np.ones(3, np.float32)]
@@ -210,14 +210,14 @@ def test_a_client_that_sits_out_keeps_its_prototypes(make_client):
 # -- FedPAC --------------------------------------------------------------------------------------------
 
 
-def test_combination_of_two_heads_by_hand():
+def test_fedpac_combination_by_hand():
     """Client 0's matrix is diag(V_0, V_1 + ||h_0 − h_1||²) = diag(1, 3 + 4), so weights are inverse."""
     products = np.array([[[0, 1], [2, 5]], [[0, 1], [0, 5]]])
     weights = combination(products, [1.0, 3.0])
     np.testing.assert_allclose(weights, [[7 / 8, 1 / 8], [3 / 8, 5 / 8]], atol=1e-12)
 
 
-def test_combination_minimises_the_estimate_of_the_paper():
+def test_fedpac_combination_minimises_the_papers_estimate():
     rng = np.random.default_rng(0)
     h, variances = rng.normal(size=(3, 2, 4)), rng.uniform(0.5, 6, 3)
     grid = np.array([(i, j, 200 - i - j) for i in range(201) for j in range(201 - i)]) / 200
@@ -232,12 +232,12 @@ def test_combination_minimises_the_estimate_of_the_paper():
         np.testing.assert_allclose(weights[i], best, atol=0.02)
 
 
-def test_equal_clients_share_their_heads_evenly():
+def test_equal_clients_weigh_heads_equally():
     np.testing.assert_allclose(combination(np.ones((5, 2, 3)), np.full(5, 0.1)), np.full((5, 5), 0.2), atol=1e-9)
     np.testing.assert_allclose(combination(np.ones((5, 2, 3)), np.zeros(5)), np.full((5, 5), 0.2), atol=1e-9)
 
 
-def test_statistics_of_features_by_hand():
+def test_fedpac_statistics_by_hand():
     """V is the variance of the mean of (one-hot label) × feature, and h is this mean."""
     rng = np.random.default_rng(0)
     features, y = rng.normal(size=(7, 4)), np.array([0, 2, 2, 0, 2, 2, 2])
@@ -249,7 +249,7 @@ def test_statistics_of_features_by_hand():
     assert float(alone) == pytest.approx(0, abs=1e-6)
 
 
-def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, federate):
+def test_fedpac_with_one_client_and_no_alignment_is_fedrep(make_config, federate):
     rng = np.random.default_rng(0)
     data = (rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2, [range(12)], [range(12, 20)])
     settings = {"data": data, "fedpac_strength": 0.0, "fedpac_head_lr": 0.0, "fedrep_head_epochs": 1}
@@ -258,7 +258,7 @@ def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, fed
     np.testing.assert_allclose(pac.strategy.heads[0], rep.kept(0)["personal"], atol=1e-6)
 
 
-def test_a_variance_below_zero(make_strategy):
+def test_a_negative_variance_is_refused(make_strategy):
     strategy = make_strategy("fedpac")
     arrays = {name: np.full(shape, 7, np.float32) for name, shape in strategy.exchange.expected_shapes(0).items()}
     strategy.check(0, arrays)
@@ -270,7 +270,7 @@ def test_a_variance_below_zero(make_strategy):
 # -- FedAS ---------------------------------------------------------------------------------------------
 
 
-def test_a_trace_below_zero(make_strategy):
+def test_a_negative_fisher_trace_is_refused(make_strategy):
     strategy = make_strategy("fedas")
     strategy.check(0, {"model": strategy.model, "fisher": np.array(0.0)})
     with pytest.raises(BadReplyError, match="Fisher"):
@@ -305,7 +305,7 @@ def by_kernels(x, y):
     return mean(x, x) + mean(y, y) - 2 * mean(x, y)
 
 
-def test_discrepancy_by_its_definition():
+def test_fedcp_discrepancy_matches_its_definition():
     x, y = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(discrepancy(x, 1 + y), by_kernels(x, 1 + y), rtol=1e-4, atol=1e-6)
     assert float(discrepancy(x, x).abs()) < 1e-6
@@ -314,7 +314,7 @@ def test_discrepancy_by_its_definition():
     torch.testing.assert_close(discrepancy(x, 1 + y, weight), by_kernels(x[:4], 1 + y[:4]), rtol=1e-4, atol=1e-6)
 
 
-def test_fedcp_starts_with_equal_heads_and_leaves_the_global_one(make_client):
+def test_fedcp_starts_with_equal_heads_and_freezes_the_global_head(make_client):
     client = make_client("fedcp")
     tensors = client.layout.views(client.initial())
     for kind in ("weight", "bias"):

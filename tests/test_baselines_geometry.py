@@ -38,7 +38,7 @@ def test_inner_products_by_hand():
 # -- FedMTL --------------------------------------------------------------------------------------------
 
 
-def test_every_client_is_tied_to_the_mean_of_all(make_strategy, update):
+def test_fedmtl_ties_each_client_to_the_mean_model(make_strategy, update):
     """λ Σ_j Ω_ij w_j with Ω = I − 11ᵀ/3 is λ (w_i − w̄), a pull of 2λ/3 towards the mean of the other clients."""
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
     models = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
@@ -53,7 +53,7 @@ def test_every_client_is_tied_to_the_mean_of_all(make_strategy, update):
         np.testing.assert_allclose(tie * (models[row] - served), 0.6 * (models[row] - models.mean(axis=0)), atol=1e-6)
 
 
-def test_a_newcomer_is_tied_to_the_mean_of_the_models(make_strategy, update):
+def test_fedmtl_ties_a_new_client_to_the_mean_model(make_strategy, update):
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
     assert strategy.train_config(1, 2) == {"tie": 0.0}  # the server has no client's model yet
     models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
@@ -62,7 +62,7 @@ def test_a_newcomer_is_tied_to_the_mean_of_the_models(make_strategy, update):
     assert strategy.train_config(2, 2)["tie"] == pytest.approx(0.6 * 2 / 3)
 
 
-def test_relations_are_learnt_from_the_models():
+def test_fedmtl_learns_relations_from_the_models():
     right = np.eye(3) * 4.0
     np.testing.assert_allclose(learnt_relations(right), np.eye(3) / 2, atol=1e-12)
     equal = np.full((3, 3), 7.0)
@@ -74,7 +74,7 @@ def test_relations_are_learnt_from_the_models():
     np.testing.assert_allclose(learnt_relations(w.T @ w), expected, atol=1e-10)
 
 
-def test_learnt_ties_are_the_gradient_of_the_regulariser(make_strategy, update):
+def test_fedmtl_ties_equal_the_gradient_of_the_regulariser(make_strategy, update):
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6, fedmtl_relations="learnt")
     models = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
     models[2] = models[0] + 0.1 * models[2]
@@ -113,7 +113,7 @@ def test_fedmtl_without_ties_is_local_training(make_config, federate):
 # -- FedMGDA+ ------------------------------------------------------------------------------------------
 
 
-def test_the_shortest_mix_by_hand():
+def test_common_descent_by_hand():
     """For g = (1, 0) and (0, 2), λ² + 4 (1 − λ)² is least at 0.8. At length 1 both have equal weight."""
     changes, centre = np.array([[1, 0], [0, 2]], np.float32), np.array([0.5, 0.5])
     weights, scale = common_descent(changes, centre, 1.0, normalise=False)
@@ -127,7 +127,7 @@ def test_the_shortest_mix_by_hand():
     np.testing.assert_allclose(weights, [0.65, 0.35], atol=1e-9)
 
 
-def test_opposed_updates_leave_the_model(make_strategy, update):
+def test_opposed_updates_do_not_move_the_model(make_strategy, update):
     strategy = make_strategy("fedmgda", model="linear", fedmgda_epsilon=1.0)
     before = strategy.model.copy()
     step = np.random.default_rng(0).normal(size=strategy.size).astype(np.float32)
@@ -135,7 +135,7 @@ def test_opposed_updates_leave_the_model(make_strategy, update):
     np.testing.assert_allclose(strategy.model, before, atol=1e-5)
 
 
-def test_clients_that_have_not_moved(make_strategy, update):
+def test_zero_updates_do_not_move_the_model(make_strategy, update):
     strategy = make_strategy("fedmgda", model="linear")
     before = strategy.model.copy()
     strategy.aggregate(1, [update(0, {"model": before}), update(1, {"model": before})])
@@ -182,7 +182,7 @@ def test_running_statistics_are_averaged(make_config, federate, method, settings
     assert np.abs(strategy.model - expected)[~statistics].max() > 1e-3
 
 
-def test_fedmgda_without_a_choice_is_fedavg(make_config, federate):
+def test_fedmgda_with_epsilon_0_is_fedavg(make_config, federate):
     settings = {"fedmgda_epsilon": 0.0, "fedmgda_normalise": False, "fraction_train": 0.6}
     free, plain = federate(make_config("fedmgda", **settings)), federate(make_config("fedavg", fraction_train=0.6))
     np.testing.assert_allclose(free.strategy.model, plain.strategy.model, atol=1e-6)
@@ -211,7 +211,7 @@ def features_and_logits():
     return features, logits
 
 
-def test_feduvs_regularisers_by_hand(features_and_logits):
+def test_feduv_regularisers_by_hand(features_and_logits):
     features, logits = (torch.tensor(a) for a in features_and_logits)
     mask = torch.ones(7, dtype=torch.float64)
     assert float(too_little_variance(logits, mask)) == pytest.approx(variance_by_hand(logits.numpy()), rel=1e-6)
@@ -253,7 +253,7 @@ def test_feduv_without_regularisers_is_fedavg(make_config, federate):
 @pytest.mark.parametrize(
     ("count", "size", "largest"), [(3, 2, -0.5), (10, 64, -1 / 9), (2, 1, -1), (6, 3, 0), (12, 3, 5**-0.5)]
 )
-def test_prototypes_are_as_far_apart_as_can_be(count, size, largest):
+def test_prototypes_are_maximally_separated(count, size, largest):
     """Check a simplex, an octahedron and an icosahedron."""
     directions = spread_directions(count, size).double()
     torch.testing.assert_close(directions.norm(dim=1), torch.ones(count, dtype=torch.float64))
@@ -261,13 +261,13 @@ def test_prototypes_are_as_far_apart_as_can_be(count, size, largest):
     assert float(cosines.max()) == pytest.approx(largest, abs=0.01)
 
 
-def test_prototypes_follow_the_seed(make_strategy):
+def test_prototypes_depend_on_the_seed(make_strategy):
     first, again, other = (make_strategy("fednh", seed=seed).model for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.1
 
 
-def test_prototypes_are_drawn_by_hand():
+def test_fednh_prototype_update_by_hand():
     prototypes = np.array([[1, 0], [0, 1], [0.6, 0.8]], np.float32)
     means = np.array([[0, 0.2], [0, 0], [-3, -4]], np.float32)
     moved = drawn(prototypes, means, 0.75)
@@ -276,7 +276,7 @@ def test_prototypes_are_drawn_by_hand():
     np.testing.assert_allclose(drawn(prototypes, means, 0.0), [[0, 1], [0, 1], [-0.6, -0.8]], atol=1e-6)
 
 
-def test_a_class_without_samples_has_no_direction():
+def test_a_class_without_samples_has_a_zero_direction():
     means = mean_directions(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), torch.tensor([2, 2]), 3)
     torch.testing.assert_close(means, torch.tensor([[0, 0], [0, 0], [0.6, 0.8]]))
 
@@ -312,7 +312,7 @@ def test_gaussians_by_hand(clouds):
     np.testing.assert_allclose(covariance, centred.T @ centred / 6 + 0.5 * np.eye(4), atol=1e-12)
 
 
-def test_the_discriminant_equals_the_log_densities():
+def test_discriminant_matches_the_log_densities():
     rng = np.random.default_rng(0)
     means, root, x = rng.normal(size=(3, 4)), rng.normal(size=(4, 4)), rng.normal(size=(5, 4))
     covariance, prior = root @ root.T + np.eye(4), np.array([0.2, 0.5, 0.3])
@@ -328,7 +328,7 @@ def test_folds_balance_the_classes():
     assert folds_of(labels, 3).tolist() == [0, 0, 1, 1, 2, -1, 2]
 
 
-def test_the_share_minimises_the_held_out_loss():
+def test_best_shares_minimise_the_hold_out_loss():
     local = torch.tensor([[2.0, 0.0], [-2.0, 0.0]]).double(), torch.eye(2).double()
     labels = torch.tensor([0, 1, 0, 1])
     prior = torch.tensor([0.5, 0.5]).double().log()
@@ -353,7 +353,7 @@ def test_an_invalid_covariance_is_refused(make_strategy, column):
 # -- ConFREE -------------------------------------------------------------------------------------------
 
 
-def test_guidance_by_hand():
+def test_confree_guidance_by_hand():
     """(1, 0) and (-1, 1) become (1/2, 1/2) and (0, 1). Half their sum is 1 times the first plus 3/4 of the second."""
     products = gram(np.array([[1, 0], [-1, 1]], np.float32))
     np.testing.assert_allclose(guidance(products), [1, 0.75], atol=1e-12)
@@ -363,7 +363,7 @@ def test_guidance_by_hand():
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.9])
-def test_the_direction_maximises_the_least_inner_product_in_the_ball(alpha):
+def test_direction_maximises_the_smallest_inner_product(alpha):
     """Compare with a fine search over the edge of the ball."""
     rows = np.array([[1, 0.2], [-0.3, 1], [2, 0.1]], np.float32)
     guide = np.array([0.5, 0.3, 0.2])
@@ -375,13 +375,13 @@ def test_the_direction_maximises_the_least_inner_product_in_the_ball(alpha):
     assert (rows @ direction).min() == pytest.approx((edge @ rows.T).min(axis=1).max(), rel=1e-4)
 
 
-def test_a_ball_without_radius_is_its_centre():
+def test_a_zero_radius_returns_the_guide():
     products, guide = gram(np.array([[1, 0.2], [-0.3, 1]], np.float32)), np.array([0.7, 0.4])
     np.testing.assert_array_equal(best_for_the_worst(products, guide, 0.0), guide)
     np.testing.assert_array_equal(best_for_the_worst(np.zeros((2, 2)), guide, 0.5), guide)
 
 
-def test_confree_resolves_conflicts_tensor_by_tensor(make_strategy, update):
+def test_confree_resolves_conflicts_per_tensor(make_strategy, update):
     """The updates of the first bias conflict, and the updates of the second agree. All clients have equal weight."""
     strategy = make_strategy("confree", model="mlp", confree_alpha=0.0, confree_parts="tensors")
     before, changes = strategy.model.copy(), np.zeros((2, strategy.model.size), np.float32)
@@ -399,7 +399,7 @@ def test_confree_resolves_conflicts_tensor_by_tensor(make_strategy, update):
     assert quantities == {"conflicts": pytest.approx(0.5 / 4)}  # half of the products of one tensor are negative
 
 
-def test_confree_with_one_client_and_no_radius_is_fedrep(make_config, federate):
+def test_confree_with_one_client_and_zero_radius_is_fedrep(make_config, federate):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2
     data = (x, y, [range(12)], [range(12, 20)])

@@ -110,7 +110,7 @@ def test_fedbabu_trains_the_body_and_fine_tunes_all_layers(make_client: Make) ->
     assert metrics["local-loss"] == pytest.approx(test_loss(client, flat), rel=1e-4)
 
 
-def test_fedbabu_fine_tunes_the_head_alone(make_client: Make) -> None:
+def test_fedbabu_can_fine_tune_only_the_head(make_client: Make) -> None:
     client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2, fedbabu_tuned="head")
     body, head = client.layout.without(["head"]), client.layout.part(["head"])
     flat = client.initial().numpy().copy()
@@ -122,7 +122,7 @@ def test_fedbabu_fine_tunes_the_head_alone(make_client: Make) -> None:
     assert metrics["local-loss"] == pytest.approx(test_loss(client, flat), rel=1e-4)
 
 
-def test_fedbabus_server_holds_no_head(make_config: Make, federate: Make) -> None:
+def test_fedbabu_server_stores_no_head(make_config: Make, federate: Make) -> None:
     finished = federate(make_config("fedbabu", model="mlp"))
     assert finished.strategy.model.size == finished.strategy.architecture.layout.without(["head"]).size
     assert all(finished.kept(client) == {} for client in range(4))
@@ -151,13 +151,13 @@ def test_fine_tuning_has_no_extra_term(method: str, settings: dict[str, float], 
     assert not np.array_equal(client.fit([start], CONFIG)[0][0], plain.fit([start], CONFIG)[0][0])
 
 
-def test_fedprox_with_fine_tuning_serves_fedproxs_model(make_config: Make, federate: Make) -> None:
+def test_fedprox_ft_serves_the_fedprox_model(make_config: Make, federate: Make) -> None:
     tuned = federate(make_config("fedprox-ft", fedprox_ft_mu=0.5))
     same_runs(tuned, federate(make_config("fedprox", fedprox_mu=0.5)), "served_loss")
 
 
 @pytest.mark.parametrize("settings", [{"fedprox_ft_mu": 0.0}, {"fedsam_ft_rho": 0.0}])
-def test_without_their_terms_they_are_fedavg_with_fine_tuning(
+def test_fedprox_ft_and_fedsam_ft_without_their_terms_are_fedavg_ft(
     settings: dict[str, float], make_config: Make, federate: Make
 ) -> None:
     method = next(iter(settings)).rpartition("_")[0].replace("_", "-")
@@ -204,7 +204,7 @@ def test_apfl_with_alpha_0_is_fedavg(make_config: Make, federate: Make) -> None:
     same_runs(mixed, plain, "served_loss", "local_loss")
 
 
-def test_apfls_alpha_stays_between_0_and_1(make_client: Make) -> None:
+def test_apfl_alpha_stays_between_0_and_1(make_client: Make) -> None:
     client = make_client("apfl", **WHOLE, model="mlp", apfl_alpha=0.5, apfl_adaptive=True, lr=1.0)
     ends = set()
     for sign in (-1, 1):
@@ -222,7 +222,7 @@ def test_apfls_alpha_stays_between_0_and_1(make_client: Make) -> None:
 
 
 @pytest.mark.parametrize("hessian", ["fo", "hf"])
-def test_per_fedavg_adapts_on_one_part_of_a_batch_and_learns_on_another(hessian: str, make_client: Make) -> None:
+def test_per_fedavg_adapts_and_learns_on_different_samples(hessian: str, make_client: Make) -> None:
     """A batch has one sample per part. Exactly one order of the samples gives the update."""
     parts = 2 if hessian == "fo" else 3
     x = np.random.default_rng(1).normal(size=(parts, 5)).astype(np.float32)
@@ -244,7 +244,7 @@ def test_per_fedavg_adapts_on_one_part_of_a_batch_and_learns_on_another(hessian:
     assert sum(fits) == 1
 
 
-def test_per_fedavgs_local_model_is_adapted_to_the_training_data(make_client: Make) -> None:
+def test_per_fedavg_adapts_its_local_model_to_training_data(make_client: Make) -> None:
     optimiser = {"momentum": 0.9, "weight_decay": 0.1}  # training uses these settings, adaptation does not
     client = make_client("per-fedavg", **WHOLE, **optimiser, model="mlp", per_fedavg_alpha=0.3, per_fedavg_steps=2)
     start = start_of(client)
@@ -271,7 +271,7 @@ def test_per_fedavg_without_adaptation_on_single_samples_is_fedavg(
 # -- pFedMe --------------------------------------------------------------------------------------------
 
 
-def test_pfedmes_server_by_hand(make_strategy: Make, update: Make) -> None:
+def test_pfedme_server_by_hand(make_strategy: Make, update: Make) -> None:
     assert relaxed(np.float32([1, 2]), np.float32([3, 0]), 1.5).tolist() == [4, -1]
     strategy = make_strategy("pfedme", model="linear", pfedme_beta=0.5)
     before = strategy.model
@@ -321,7 +321,7 @@ def test_fedfomo_weighs_models_on_validation_samples(make_client: Make, of_the_r
     np.testing.assert_allclose(reported, [0, *expected], rtol=1e-4)  # the client's model is the model before training
 
 
-def test_models_are_chosen_by_affinity_or_at_random() -> None:
+def test_fedfomo_chooses_models_by_affinity_or_at_random() -> None:
     affinity = np.array([0.5, 3.0, -1.0, 2.0])
 
     def drawn(count: int, epsilon: float, scores: np.ndarray = affinity) -> list[tuple[int, ...]]:
@@ -336,7 +336,7 @@ def test_models_are_chosen_by_affinity_or_at_random() -> None:
     assert chosen(np.zeros(0), 5, 0.5, np.random.default_rng(0)) == []
 
 
-def test_fedfomos_server_by_hand(make_strategy: Make, update: Make) -> None:
+def test_fedfomo_server_by_hand(make_strategy: Make, update: Make) -> None:
     strategy = make_strategy("fedfomo", model="linear", fedfomo_models=2, fedfomo_epsilon=0.0)
     rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     assert strategy.serve(1)["models"].shape == (0, strategy.size)
@@ -386,7 +386,7 @@ def test_bipartition_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bipartition_has_the_smallest_largest_similarity(seed: int) -> None:
+def test_bipartition_minimises_the_largest_cross_similarity(seed: int) -> None:
     half = np.triu(np.random.default_rng(seed).uniform(-1, 1, (6, 6)), 1)
     similarity = half + half.T + np.eye(6)
 
@@ -397,7 +397,7 @@ def test_bipartition_has_the_smallest_largest_similarity(seed: int) -> None:
     assert cross(bipartition(similarity)) == min(cross(part) for part in every)
 
 
-def test_conditions_of_a_split() -> None:
+def test_cfl_split_conditions() -> None:
     moved, n = np.float32([[3, 0.1], [-3, 0.1], [3, 0]]), np.array([1.0, 2.0, 1.0])  # the mean is (0, 0.075)
     assert split(moved, n, 0.08, 2.9).tolist() == [False, True, False]
     assert not split(moved, n, 0.07, 2.9).any()  # the mean still moves
@@ -424,7 +424,7 @@ def test_cfl_splits_until_each_client_is_alone(make_config: Make, federate: Make
 # -- FedALA --------------------------------------------------------------------------------------------
 
 
-def test_when_fedalas_weights_have_settled() -> None:
+def test_fedala_weights_settle_when_losses_stop_changing() -> None:
     def losses(*values: float) -> list[torch.Tensor]:
         return [torch.tensor(value) for value in values]
 
@@ -437,7 +437,7 @@ def test_when_fedalas_weights_have_settled() -> None:
     assert not settled(losses(*[1.0] * 10, 1.3), 0.08)  # the standard deviation is 0.09
 
 
-def test_fedalas_passes_see_most_samples(make_client: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedala_passes_use_the_same_batches(make_client: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 % of 21 samples are four batches of 4, and every pass uses the same four."""
     client = make_client("fedala", batch_size=4, model="mlp")
     client.fit([start_of(client)], CONFIG)
@@ -450,7 +450,7 @@ def test_fedalas_passes_see_most_samples(make_client: Make, monkeypatch: pytest.
     assert {work.stream for work in passes} == {1} and {work.stream for work in requests if not work.bounds} == {0}
 
 
-def test_fedala_that_learns_no_weights_is_fedavg(make_config: Make, federate: Make) -> None:
+def test_fedala_with_eta_0_is_fedavg(make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6}
     mixed = federate(make_config("fedala", fedala_eta=0.0, **settings))
     plain = federate(make_config("fedavg", **settings))

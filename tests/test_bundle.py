@@ -60,15 +60,13 @@ def packed(files: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_file_brings_what_it_imports_from_beside_it(folder: Path) -> None:
+def test_local_imports_are_collected_recursively(folder: Path) -> None:
     found = {path.relative_to(folder).as_posix() for path in local_imports(folder / "nets.py")}
     assert found == {"nets.py", "tools.py", "inner/__init__.py", "inner/deep.py", "last.py"}
     assert local_imports(folder / "mine.py") == [folder / "mine.py"]
 
 
-def test_own_files_lie_in_the_bundle_and_own_keys_are_admitted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_contains_custom_files_and_their_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "inner/deep.py").write_text("x = 1\n", encoding="utf-8")
     given = {"method": "mine:FedMine", "fedmine-strength": 0.7, "lr": 0.1}
     content, sent = bundle(given)
@@ -81,13 +79,13 @@ def test_own_files_lie_in_the_bundle_and_own_keys_are_admitted(
     assert foreign_code(content) == ["own/mine.py"]
 
 
-def test_a_bundle_without_own_files_holds_nothing_foreign() -> None:
+def test_a_bundle_without_custom_files_has_no_foreign_code() -> None:
     content, sent = bundle({"method": "fedavg", "model": "mlp"})
     assert sent == {"method": "fedavg", "model": "mlp"}
     assert foreign_code(content) == []
 
 
-def test_what_is_wrong_is_told_where_the_run_is_submitted(folder: Path) -> None:
+def test_bundle_errors_are_raised_at_submission(folder: Path) -> None:
     with pytest.raises(LaunchError, match="fedmine-strength is not in"):
         bundle({"method": "fedavg", "fedmine-strength": 0.7})
     (folder / "nets.py").write_text("import a_package_that_is_not_there\n", encoding="utf-8")
@@ -99,7 +97,7 @@ def test_what_is_wrong_is_told_where_the_run_is_submitted(folder: Path) -> None:
         bundle({"method": "mine:FedMine", "model": "sub/mine.py:net"})
 
 
-def test_a_node_names_foreign_code_or_refuses_it() -> None:
+def test_the_code_rule_reports_or_refuses_foreign_code() -> None:
     """The rule of the node decides; a dot file such as own/.py is code too."""
     files = members(bundle({})[0])
     assert check_code(packed(files), "installed") and not check_code(packed(files), "any")
@@ -121,21 +119,19 @@ def test_a_node_names_foreign_code_or_refuses_it() -> None:
     assert check_code(packed({**files, "papers/fedfew/settings/other.yaml": b"lr: 0.1"}), "installed")  # data
 
 
-def test_the_rule_on_code_is_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_rule_comes_from_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(REFUSE, raising=False)
     assert [code_rule(policy) for policy in (None, Policy(), Policy(code="signed"))] == ["any", "installed", "signed"]
     monkeypatch.setenv(REFUSE, "1")
     assert code_rule(Policy(code="any")) == "installed"
 
 
-def test_a_stock_node_runs_any_code_so_it_needs_a_policy_that_allows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stock_node_requires_code_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["supernode", "--insecure", "--stock", f"data={tmp_path}"]) == 2
     assert "has code = installed; drop --stock, or set code: any in the policy" in capsys.readouterr().err
 
 
-def test_a_stock_node_cannot_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stock_node_cannot_refuse_foreign_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["supernode", "--insecure", "--stock", "--refuse-foreign-code"]) == 2
     assert "--refuse-foreign-code cannot be combined with --stock" in capsys.readouterr().err
 
@@ -156,7 +152,7 @@ server.join()
 """
 
 
-def test_a_simulation_loads_both_apps_of_a_bundle_at_once(tmp_path: Path) -> None:
+def test_a_simulation_loads_both_apps_concurrently(tmp_path: Path) -> None:
     """Flower imports the ServerApp in a thread and looks the ClientApp up in another, both while `posy` is imported."""
     files = members(bundle({})[0])
     files["posy/__init__.py"] = b"import time\ntime.sleep(0.5)\n" + files["posy/__init__.py"]

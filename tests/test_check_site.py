@@ -23,7 +23,7 @@ def folder(root: Path) -> Path:
     return class_folders(root, np.random.default_rng(0).integers(0, 256, (8, 4, 5), np.uint8), "aaaaaabb")
 
 
-def test_a_folder_of_images(tmp_path: Path) -> None:
+def test_image_folders_are_reported(tmp_path: Path) -> None:
     (folder(tmp_path) / "a" / "torn.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"torn\.png: not an image.*skip-unreadable=true in its node config"):
         check_site(NODE | {"data": str(tmp_path)}, OPEN)
@@ -42,7 +42,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
         assert [report.classes[name][column] for name in "ab"] == counts[:2]
 
 
-def test_features_worth_a_look(tmp_path: Path) -> None:
+def test_unusual_features_are_reported(tmp_path: Path) -> None:
     x = np.array([[i % 7, 5.0, 1.7e9 + i] for i in range(400)])
     x[17, 0] = 1e5
     path = table(tmp_path / "s.csv", x, np.arange(400) % 2)
@@ -58,7 +58,7 @@ def test_features_worth_a_look(tmp_path: Path) -> None:
     ]
 
 
-def test_the_statistics_that_leave_the_site_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_statistics_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = np.column_stack([np.arange(8.0), np.full(8, 6.2)])
     path = table(tmp_path / "s.csv", x, [0, 1] * 4)
     report = check_site(NODE | {"data": str(path)}, OPEN)
@@ -71,7 +71,7 @@ def test_the_statistics_that_leave_the_site_are_shown(tmp_path: Path, capsys: py
     assert "standard deviation" in capsys.readouterr().out
 
 
-def test_columns_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(tmp_path / "s.csv", np.ones((4, 3)), [0, 1] * 2)
     words = ["sample-kind=features", "input-shape=2", "feature-names=f0,f1", "classes=0,1"]
     assert main(["check-site", f"policy={LENIENT}", f"data={path}", *words]) == 2
@@ -98,7 +98,7 @@ def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
         (("data={}/s.csv", "nonsense=1"), "nonsense .* is not a setting"),
     ],
 )
-def test_what_a_node_would_refuse_is_one_line(
+def test_errors_take_one_line(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table(tmp_path / "s.csv", np.arange(8.0).reshape(4, 2), [0, 1, 0, 1])
@@ -109,7 +109,7 @@ def test_what_a_node_would_refuse_is_one_line(
     assert re.search(message, line)
 
 
-def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path)
     for number in range(25):
         (tmp_path / "b" / f"torn-{number}.png").write_bytes(b"no image")

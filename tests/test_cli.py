@@ -100,7 +100,7 @@ def test_values_take_the_type_of_their_setting(text: str, value: object) -> None
         (["table", "no-such-table.yaml"], ["no-such-table.yaml"]),
     ],
 )
-def test_wrong_use_is_one_clear_line(
+def test_usage_errors_take_one_line(
     words: list[str],
     named: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -126,7 +126,7 @@ def test_wrong_use_is_one_clear_line(
         ["table", "t.yaml", "-j", "3", "lr=1", "seed=2"],
     ],
 )
-def test_settings_stand_before_and_after_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_may_precede_or_follow_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     plan = Plan("", Path(), ())
     monkeypatch.setattr("posy.commands.table.read_plan", lambda *arguments: seen.append(arguments) or plan)
@@ -185,7 +185,7 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
     ],
     ids=lambda value: " ".join(value)[:40],
 )
-def test_what_is_wrong_about_a_federation_is_one_line(
+def test_federation_errors_take_one_line(
     words: list[str],
     named: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -210,7 +210,7 @@ def test_what_is_wrong_about_a_federation_is_one_line(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "server.example.org"])
-def test_orders_are_taken_from_the_network_only_on_demand(
+def test_the_control_api_is_local_unless_opened(
     host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -229,7 +229,7 @@ def test_orders_are_taken_from_the_network_only_on_demand(
         assert danger not in capsys.readouterr().err
 
 
-def test_a_superlink_is_not_started_with_a_number_of_cores_that_is_none(
+def test_superlink_refuses_an_invalid_posy_cores(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -240,7 +240,7 @@ def test_a_superlink_is_not_started_with_a_number_of_cores_that_is_none(
     assert not list(tmp_path.iterdir())
 
 
-def test_version_and_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     own = tomllib.loads((APP / "pyproject.toml").read_text())["project"]["version"]
     for words, status, shown in (
         (["--version"], 0, f"posy {own} (flwr 1.39"),
@@ -252,7 +252,7 @@ def test_version_and_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         assert shown in capsys.readouterr().out
 
 
-def test_examples_of_the_help_are_right(
+def test_help_examples_are_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my.yaml").write_text("lr: 0.1\n", encoding="utf-8")
@@ -271,7 +271,7 @@ def test_examples_of_the_help_are_right(
             read_settings(ran[-1], "the help")
 
 
-def test_help_and_lists_come_without_pytorch() -> None:
+def test_help_and_lists_do_not_import_pytorch() -> None:
     code = (
         "import sys; from posy.commands import cli\n"
         "assert cli.main(['methods']) == cli.main(['run', '--help']) == cli.main(['--version']) == 0\n"
@@ -285,14 +285,14 @@ def test_help_and_lists_come_without_pytorch() -> None:
     assert "key=value" in done.stdout
 
 
-def test_users_keys_stand_over_the_experiment_even_at_their_defaults(tmp_path: Path) -> None:
+def test_user_settings_override_the_experiment_even_at_defaults(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("lr: 0.5\nnum-clients: 7\n", encoding="utf-8")
     at_default = defaults()["lr"]
     assert with_experiment({"experiment": str(file), "lr": at_default}, WHERE) == {"lr": at_default, "num-clients": 7}
 
 
-def test_experiment_files_hold_what_the_command_line_takes(tmp_path: Path) -> None:
+def test_experiment_values_are_parsed_as_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("lr: 1e-3\nweight-decay: 5E-4\nsystem-accuracy: on\nsave-models: True\n", encoding="utf-8")
     assert with_experiment({"experiment": str(file)}, WHERE) == {
@@ -316,7 +316,7 @@ def test_experiment_files_are_checked(content: str, named: str, tmp_path: Path) 
     assert str(file) in str(error.value)
 
 
-def test_paths_are_made_absolute_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here.npz").touch()
     Path("store").mkdir()
@@ -333,13 +333,13 @@ def test_paths_are_made_absolute_where_they_are_given(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("value", ["plain", 'a "quoted" \\ ä\n\x7f', "", True, 3, 0.1, 1e-7, 1000.0])
-def test_toml_values_come_back(value: object) -> None:
+def test_toml_round_trip(value: object) -> None:
     back = tomllib.loads(f"key = {toml(value)}")["key"]  # type: ignore[arg-type]
     assert back == value
     assert type(back) is type(value)
 
 
-def test_lists_in_a_pipe_have_one_line_for_each_row() -> None:
+def test_piped_lists_print_one_line_per_row() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "posy", "settings"],
         env=_environment(COLUMNS="80"), capture_output=True, text=True, check=True,
@@ -351,7 +351,7 @@ def test_lists_in_a_pipe_have_one_line_for_each_row() -> None:
     assert len(lines) < len(defaults()) + 5 * (len(METHODS) + 5)  # and some for the headings of the groups
 
 
-def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_datasets_and_settings_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["methods"]) == cli.main(["datasets"]) == cli.main(["settings", "fedacs"]) == 0
     printed = capsys.readouterr().out
     for word in ("FedAMP", "digits", "num-clients", "fedacs-p", "emnist-letters"):
@@ -359,12 +359,12 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fedfew-mu" not in printed
 
 
-def test_a_setting_that_the_app_does_not_admit_is_named_before_anybody_is_asked() -> None:
+def test_an_undeclared_setting_is_refused_before_connecting() -> None:
     with pytest.raises(LaunchError, match=r"fedper-personal is not in \[tool.flwr.app.config\].*docs/generate.py"):
         control.run_on_superlink({"lr": 0.1, "fedper-personal": 2}, Connection("127.0.0.1:1"))
 
 
-def test_python_runs_refuse_another_methods_settings(tmp_path: Path) -> None:
+def test_posy_run_refuses_settings_of_another_method(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"fedfew-models in the arguments of posy\.run is a setting of fedfew"):
         posy.run(method="fedavg", fedfew_models=5, output_dir=str(tmp_path))
 
@@ -411,7 +411,7 @@ def unsteady_control(away: str, log: str) -> control.Control:
     return control.Control(httpx.Client(transport=Unsteady(away, log), base_url="http://here"), "here")
 
 
-def test_a_long_run_outlives_outages_of_the_superlink(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_a_run_survives_superlink_outages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is how long the SuperLink has been away, not how long the run has taken, nor the outages before."""
     monkeypatch.setattr(control, "LOOK_SECONDS", 0.3)
     lines: list[str] = []
@@ -427,7 +427,7 @@ def _environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
 
 
-def test_the_bundle_of_the_app_holds_what_runs_and_no_more() -> None:
+def test_the_app_bundle_contains_only_runtime_files() -> None:
     """A node fetches it as one message."""
     from flwr.cli.build import build_fab_from_disk
 

@@ -59,7 +59,7 @@ def members(client: PersonalClient, *coefficients: float) -> list[Member]:
     ]
 
 
-def test_one_model_predicts_its_log_probabilities(make_client: MakeClient) -> None:
+def test_a_single_model_predicts_log_probabilities(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     ensemble = members(client, 0.0)  # a single member's coefficient does not matter
     predicted = drive(client, client.predict(Predictor(ensemble), "test"))
@@ -67,7 +67,7 @@ def test_one_model_predicts_its_log_probabilities(make_client: MakeClient) -> No
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_an_ensemble_is_the_mean_of_probabilities_by_coefficient(make_client: MakeClient, split: str) -> None:
+def test_an_ensemble_averages_probabilities_by_coefficient(make_client: MakeClient, split: str) -> None:
     client = make_client("fedavg")
     ensemble = members(client, 3.0, 0.0, 1.0)
     predicted = drive(client, client.predict(Predictor(ensemble), split)).exp()
@@ -90,7 +90,7 @@ def test_an_ensemble_of_log_probabilities_is_their_geometric_mean(
     np.testing.assert_allclose(predicted, product / product.sum(axis=1, keepdims=True), rtol=1e-4)
 
 
-def test_members_without_any_coefficient_count_alike(make_client: MakeClient) -> None:
+def test_zero_coefficients_give_equal_weights(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     ensemble = members(client, 0.0, 0.0)
     predicted = drive(client, client.predict(Predictor(ensemble), "test")).exp()
@@ -111,14 +111,14 @@ def test_negative_coefficients_choose_the_class_with_the_largest_sum(
     assert torch.isfinite(predicted).all()
 
 
-def test_confident_members_that_agree_on_no_class_have_a_finite_loss(make_client: MakeClient) -> None:
+def test_conflicting_confident_members_have_a_finite_loss(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     ensemble = [Member(m.parameters * 1e5, m.architecture, 1.0) for m in members(client, 1.0, 1.0)]
     predicted = drive(client, client.predict(Predictor(ensemble), "test"))
     assert math.isfinite(scores(predicted, client.data.y_test)[0])
 
 
-def test_of_two_outputs_the_classes_count(make_client: MakeClient) -> None:
+def test_predictions_use_the_class_output(make_client: MakeClient) -> None:
     client = make_client("feddrm", model="mlp")
     flat = torch.from_numpy(initial(client))
     predicted = drive(client, client.predict(client.plain(flat), "test"))
@@ -132,7 +132,7 @@ def test_scores_by_hand() -> None:
     assert loss == pytest.approx(-(math.log(0.5) + math.log(0.75) + math.log(0.2) + math.log(0.25)) / 4)
 
 
-def test_a_model_that_outputs_no_numbers_has_no_accuracy(make_client: MakeClient) -> None:
+def test_nan_outputs_are_an_error(make_client: MakeClient) -> None:
     with pytest.raises(ArithmeticError, match="its outputs contain NaN"):
         scores(torch.tensor([[math.nan, 0.0]]), torch.tensor([0]))
     client = make_client("fedavg")
@@ -152,7 +152,7 @@ def test_training_losses_of_several_models(make_client: MakeClient) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedfew", "ifca"])
-def test_nobody_chooses_a_model_that_has_diverged(make_client: MakeClient, method: str) -> None:
+def test_clients_do_not_choose_a_diverged_model(make_client: MakeClient, method: str) -> None:
     client = make_client(method)
     models = np.stack([initial(client, k) for k in range(3)])
     models[0] = math.nan
@@ -162,7 +162,7 @@ def test_nobody_chooses_a_model_that_has_diverged(make_client: MakeClient, metho
     assert 0 <= metrics["served-accuracy"] <= 1
 
 
-def test_fine_tuning_that_diverges_leaves_the_served_score(make_client: MakeClient) -> None:
+def test_diverged_fine_tuning_keeps_the_served_score(make_client: MakeClient) -> None:
     client = make_client("fedavg-ft")
     scored = [client.evaluate([initial(client)], {"server-round": 1, "lr": lr})[2] for lr in (0.01, 1e38)]
     assert scored[0]["served-accuracy"] == scored[1]["served-accuracy"]
@@ -178,7 +178,7 @@ def test_the_class_distribution(make_client: MakeClient) -> None:
 # -- one round -------------------------------------------------------------------------------------------
 
 
-def test_fit_returns_model_count_and_scores_that_can_be_computed_again(make_client: MakeClient) -> None:
+def test_fit_returns_model_count_and_scores(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     arrays, count, metrics = client.fit([initial(client)], TRAIN)
     trained = torch.from_numpy(arrays[0])
@@ -190,7 +190,7 @@ def test_fit_returns_model_count_and_scores_that_can_be_computed_again(make_clie
     assert metrics["local-loss"] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-5)
 
 
-def test_evaluate_scores_the_model_received(make_client: MakeClient) -> None:
+def test_evaluate_scores_the_received_model(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     flat = initial(client)
     _, count, metrics = client.evaluate([flat], {"server-round": 1})
@@ -202,7 +202,7 @@ def test_evaluate_scores_the_model_received(make_client: MakeClient) -> None:
     assert "local-accuracy" not in metrics
 
 
-def test_training_samples_are_scored_where_asked_for(make_client: MakeClient) -> None:
+def test_training_samples_are_scored_on_request(make_client: MakeClient) -> None:
     client = make_client("fedavg", evaluate_training=True)
     flat = initial(client)
     (trained,), _, fitted = client.fit([flat], TRAIN)
@@ -217,7 +217,7 @@ def test_training_samples_are_scored_where_asked_for(make_client: MakeClient) ->
     assert not [key for key in metrics if "training" in key]
 
 
-def test_scores_are_left_out_where_not_asked_for(make_client: MakeClient) -> None:
+def test_scores_are_omitted_unless_requested(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     _, _, metrics = client.fit([initial(client)], {**TRAIN, "evaluate-local": False})
     assert not {"local-accuracy", "local-loss"} & set(metrics)
@@ -241,7 +241,7 @@ def test_a_client_with_one_sample_trains_and_is_not_scored(
     assert not [key for key in {**metrics, **scored} if key.endswith("accuracy")]
 
 
-def test_the_learning_rate_is_the_messages(make_client: MakeClient) -> None:
+def test_the_message_sets_the_learning_rate(make_client: MakeClient) -> None:
     client = make_client("fedavg", lr=0.1)
     start = initial(client)
     moved = [np.abs(client.fit([start], {**TRAIN, **lr})[0][0] - start).max() for lr in ({}, {"lr": 0.1}, {"lr": 1e-9})]
@@ -249,7 +249,7 @@ def test_the_learning_rate_is_the_messages(make_client: MakeClient) -> None:
     assert moved[2] < 1e-6
 
 
-def test_what_was_received_is_not_changed(make_client: MakeClient) -> None:
+def test_received_arrays_are_not_modified(make_client: MakeClient) -> None:
     for method in ("fedavg", "ditto", "fedprox", "fedfew"):
         client = make_client(method)
         sent = np.stack([initial(client, k) for k in range(3)]) if method == "fedfew" else initial(client)
@@ -259,7 +259,7 @@ def test_what_was_received_is_not_changed(make_client: MakeClient) -> None:
         assert np.array_equal(sent, before)
 
 
-def test_batches_depend_on_seed_round_and_client_alone(make_client: MakeClient) -> None:
+def test_batches_depend_only_on_seed_round_and_client(make_client: MakeClient) -> None:
     start = initial(make_client("fedavg"))
 
     def result(server_round: int = 1, **settings: Any) -> np.ndarray:
@@ -300,7 +300,7 @@ class NoLoss(PersonalClient):
         return Update({}, math.nan), None
 
 
-def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> None:
+def test_a_nan_loss_is_an_error(make_client: MakeClient) -> None:
     regular = make_client("fedavg")
     client = NoLoss(2, regular.workspace, State())
     with pytest.raises(
@@ -309,7 +309,7 @@ def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> No
         client.fit([initial(client)], TRAIN)
 
 
-def test_a_client_that_does_not_exist(make_client: MakeClient) -> None:
+def test_an_unknown_client_is_an_error(make_client: MakeClient) -> None:
     with pytest.raises(IndexError, match="client 4: the partition has 4 clients, numbered from 0"):
         make_client("fedavg", 4)
 
@@ -325,7 +325,7 @@ def test_the_local_model_is_stored_after_training(make_client: MakeClient, tmp_p
     assert np.array_equal(client.layout.flatten(load_arrays(files[0])), arrays[0])
 
 
-def test_a_client_that_has_not_trained_stores_what_it_is_served(make_client: MakeClient, tmp_path: Path) -> None:
+def test_an_untrained_client_stores_the_served_model(make_client: MakeClient, tmp_path: Path) -> None:
     client = make_client("fedavg", 2)
     config = {"server-round": 1, "save-models-to": str(tmp_path)}
     client.evaluate([initial(client)], {**config, "evaluate-personal": False})
@@ -365,7 +365,7 @@ def context(**node: Any) -> Context:
     return Context(run_id=1, node_id=1, node_config=node_config, state=RecordDict(), run_config={})
 
 
-def test_state_survives_a_nodes_context_exactly() -> None:
+def test_state_round_trips_through_a_node_context() -> None:
     store, state = ContextStore(context()), State()
     state["weights"] = np.array([1e-30, math.pi, -0.0], np.float32)
     state["count"] = np.array(7, np.int64)
@@ -381,7 +381,7 @@ def test_state_survives_a_nodes_context_exactly() -> None:
         store.load(30, NEXT)
 
 
-def test_clients_of_one_node_have_states_of_their_own() -> None:
+def test_clients_of_one_node_have_separate_states() -> None:
     store = ContextStore(context())
     for client in (1, 11):
         state = store.load(client, FIRST)
@@ -390,7 +390,7 @@ def test_clients_of_one_node_have_states_of_their_own() -> None:
     assert [int(store.load(client, NEXT)["own"]) for client in (1, 11)] == [1, 11]
 
 
-def test_only_a_change_is_written() -> None:
+def test_only_changed_state_is_written() -> None:
     node, state = context(), State()
     store = ContextStore(node)
     assert store.save(0, FIRST, state) == ""
@@ -421,7 +421,7 @@ def test_a_stored_row_takes_the_memory_of_a_row(make_client: MakeClient) -> None
     assert client.stored["model"].untyped_storage().nbytes() == 12
 
 
-def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[..., Any]) -> None:
+def test_an_error_does_not_change_the_node_state(make_config: Callable[..., Any]) -> None:
     grid, settings = InProcessGrid(1), read_settings(make_config("local", num_clients=4))
 
     def ask(server_round: int, lr: float, start: str) -> Message:
@@ -441,7 +441,7 @@ def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[.
 # -- messages --------------------------------------------------------------------------------------------
 
 
-def test_numbers_and_texts_of_a_reply_travel_apart() -> None:
+def test_a_reply_separates_numbers_from_texts() -> None:
     InProcessGrid(1)
     request = Message(RecordDict({"config": ConfigRecord({"client": 5})}), 1, MessageType.TRAIN)
     transposed = np.arange(6, dtype=np.float32).reshape(2, 3).T
@@ -486,7 +486,7 @@ def test_every_client_has_one_node(nodes: int) -> None:
     "config",
     [{}, {"partition-id": 0}, {"partition-id": -1, "num-partitions": 2}, {"partition-id": "a", "num-partitions": 2}],
 )
-def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any]) -> None:
+def test_a_node_without_a_partition_is_refused(config: dict[str, Any]) -> None:
     workspace = SimpleNamespace(settings=read_settings({"num-clients": 10}))
     node = Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
     with pytest.raises(DataError, match="its node config must have partition-id >= 0 and num-partitions"):
@@ -496,7 +496,7 @@ def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any])
 # -- the workspace ---------------------------------------------------------------------------------------
 
 
-def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[..., Any]) -> None:
+def test_the_workspace_is_cached_until_the_settings_change(make_config: Callable[..., Any]) -> None:
     first, second = (read_settings(make_config("fedavg", seed=seed)) for seed in (1, 2))
     workspace = workspace_for(first, "")
     assert workspace_for(first, "") is workspace
@@ -504,7 +504,7 @@ def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[.
     assert workspace_for(second, "").settings.run.seed == 2
 
 
-def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any]) -> None:
+def test_client_data_is_cached_within_its_limit(make_config: Callable[..., Any]) -> None:
     workspace = Workspace(read_settings(make_config("fedavg")))
     first = workspace.client_data(0)
     assert workspace.client_data(0) is first
@@ -516,7 +516,7 @@ def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any
     assert workspace.client_data(0) is first  # otherwise clients that alternate would all be rebuilt
 
 
-def test_initial_models_are_made_once_for_all_clients(make_config: Callable[..., Any]) -> None:
+def test_initial_models_are_cached(make_config: Callable[..., Any]) -> None:
     workspace = Workspace(read_settings(make_config("fedavg")))
     model = workspace.initial(workspace.architecture, 3)
     assert workspace.initial(workspace.architecture, 3) is model
@@ -525,12 +525,12 @@ def test_initial_models_are_made_once_for_all_clients(make_config: Callable[...,
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "meta", "mps"])
-def test_a_device_that_is_none(name: str) -> None:
+def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match=f"device = '{name}'"):
         choose_device(name)
 
 
-def test_a_cuda_device_that_is_not_there() -> None:
+def test_a_missing_cuda_device_is_refused() -> None:
     number = torch.cuda.device_count()
     with pytest.raises(SettingsError, match=f"this machine has {number} CUDA"):
         choose_device(f"cuda:{number}")

@@ -28,7 +28,7 @@ def captured(updates, strategy):
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_the_models_are_averaged_with_the_weights_of_the_setting(make_config, federate, weights):
+def test_models_are_averaged_by_client_weights(make_config, federate, weights):
     updates: list[Update] = []
     config = make_config("fedavg", **UNIFORM | {"client_weights": weights})
     finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
@@ -65,7 +65,7 @@ def test_uniform_weights_change_a_run_or_are_refused(make_config, federate, meth
     assert any(not np.array_equal(uniform[name], by_samples[name]) for name in by_samples)
 
 
-def test_clusters_are_averaged_with_equal_weights(make_config, federate):
+def test_clusters_are_averaged_with_uniform_weights(make_config, federate):
     updates: list[Update] = []
     config = make_config("ifca", **UNIFORM, ifca_clusters=2)
     finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
@@ -87,7 +87,7 @@ def test_methods_without_a_mean_of_models_refuse_uniform_weights(make_config, me
         read_settings(make_config(method, client_weights="uniform"))
 
 
-def test_fednhs_prototypes_count_samples_whatever_the_weights_are(make_strategy, make_config):
+def test_fednh_always_weighs_prototypes_by_samples(make_strategy, make_config):
     heads, bodies = [], []
     for weights in ("samples", "uniform"):
         strategy = make_strategy("fednh", model="mlp", client_weights=weights)
@@ -107,12 +107,12 @@ def test_fednhs_prototypes_count_samples_whatever_the_weights_are(make_strategy,
     assert np.abs(bodies[0] - bodies[1]).max() > 0.1
 
 
-def test_fednh_refuses_uniform_weights_in_one_masked_sum(make_strategy):
+def test_fednh_refuses_uniform_weights_with_secure_aggregation(make_strategy):
     with pytest.raises(SettingsError, match=r"client-weights = 'uniform' .*with method = 'fednh'"):
         make_strategy("fednh", model="mlp", client_weights="uniform", secure_aggregation=True)
 
 
-def test_archived_runs_with_ifcas_earlier_setting_are_still_those_of_their_tables():
+def test_archived_runs_with_ifca_mean_fit_their_tables():
     table = item("cwfedavg", "table1")
     archived = archive.read(APP / "papers/cwfedavg/results/table1-small")
     cells = [c for c in table.plan("small").cells if c.method == "ifca" and c.name in archived]
@@ -127,7 +127,7 @@ def test_archived_runs_with_ifcas_earlier_setting_are_still_those_of_their_table
 
 
 @pytest.mark.parametrize(("mean", "weights"), [("uniform", "uniform"), ("weighted", "samples")])
-def test_the_config_of_a_run_with_ifcas_earlier_setting_is_an_experiment(tmp_path, mean, weights):
+def test_a_run_config_with_ifca_mean_is_an_experiment(tmp_path, mean, weights):
     file = tmp_path / "config.yaml"
     file.write_text(dump({"settings": {"method": "ifca", "ifca-mean": mean}, "versions": {}}), encoding="utf-8")
     assert read_experiment(file) == {"method": "ifca", "client-weights": weights}

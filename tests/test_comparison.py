@@ -21,7 +21,7 @@ from posy.report.comparison import (
 )
 
 
-def test_gain_is_counted_client_by_client() -> None:
+def test_gain_is_computed_per_client() -> None:
     first = ({0: 0.9, 1: 0.5, 2: 0.7}, {0: 0.8, 1: 0.6, 2: 0.7})
     second = ({0: 0.9, 1: 0.7}, {0: 0.5, 1: 0.5, 5: 1.0})  # client 5 has no counterpart
     result = gain([first, second])
@@ -58,7 +58,7 @@ def test_ranks_by_hand() -> None:
     assert ranks(scores.head(2)) is None and ranks(scores[["a", "b"]]) is None
 
 
-def test_a_row_that_always_loses_differs_from_the_best() -> None:
+def test_a_consistently_worse_row_differs_from_the_best() -> None:
     rng = np.random.default_rng(0)
     result = ranks(pd.DataFrame({"good": 0.9 + 0.01 * rng.random(20), "same": 0.9 + 0.01 * rng.random(20), "bad": 0.1}))
     assert result is not None and result.friedman < 0.05
@@ -108,7 +108,7 @@ def test_accuracies_are_read_for_a_round(runs: list[Run]) -> None:
     assert client_accuracies(runs[0].path, "served", 2) == {}
 
 
-def test_each_row_is_compared_at_its_own_point(runs: list[Run]) -> None:
+def test_rows_are_compared_by_their_served_or_local_model(runs: list[Run]) -> None:
     lines = {line["method"]: line for line in over_clients(runs).to_dict("records")}
     assert [lines[name]["point"] for name in ("Local", "FedAvg", "Ditto")] == ["local", "served", "local"]
     assert lines["Ditto"]["gain-local"] == pytest.approx(0.05)
@@ -175,7 +175,7 @@ def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
     assert "Not ranked, because they cover fewer clients: FedAS." in text
 
 
-def test_rows_of_one_cohort_are_compared_over_it(partial: list[Run]) -> None:
+def test_rows_of_one_cohort_are_ranked(partial: list[Run]) -> None:
     """Cohorts depend on the seed alone, so all rows with only local models cover the same clients."""
     rows = [run for run in partial if run.row == "FedAS"]
     both = rows + [run._replace(row="FedPer") for run in rows]
@@ -205,7 +205,7 @@ def test_diverged_runs_rank_last(runs: list[Run]) -> None:
     assert diverged.mean["Ditto"] == pytest.approx((3 + 1 + 1) / 3)
 
 
-def test_the_diagram_is_drawn(runs: list[Run], tmp_path: Path) -> None:
+def test_the_rank_diagram_is_drawn(runs: list[Run], tmp_path: Path) -> None:
     ranking = ranks(scores_by_block(runs))
     assert ranking is not None
     ranking.draw(tmp_path / "ranks.png", "a table")

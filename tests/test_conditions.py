@@ -93,14 +93,14 @@ def test_a_setting_without_an_effect_is_refused(
 
 
 @pytest.mark.parametrize("key", sorted({key for key, *_ in WITHOUT_EFFECT}))
-def test_its_default_is_accepted(key: str) -> None:
+def test_a_default_without_an_effect_is_accepted(key: str) -> None:
     """A file or table may repeat a default."""
     default = declared()[key].default
     without = next(without for other, _, without, _ in WITHOUT_EFFECT if other == key)
     assert read_settings({**without, key: default}).as_config()[key] == default
 
 
-def test_the_message_names_what_is_unmet() -> None:
+def test_the_error_names_the_unmet_condition() -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({"dp-epsilon": 0.5}, COMMAND_LINE)
     assert str(raised.value) == (
@@ -109,13 +109,13 @@ def test_the_message_names_what_is_unmet() -> None:
     )
 
 
-def test_a_message_writes_truth_values_as_a_user_types_them() -> None:
+def test_errors_print_booleans_as_users_type_them() -> None:
     with pytest.raises(SettingsError, match=r"it needs secure-aggregation = true, but secure-aggregation = false;"):
         read_settings({"secure-threshold": 0.7}, COMMAND_LINE)
 
 
 @pytest.mark.parametrize("method", ["fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu"])
-def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_tunes(method: str) -> None:
+def test_fine_tuning_lengths_exclude_each_other(method: str) -> None:
     """The methods inherit the settings; each condition names the method's keys."""
     epochs, steps, rounds = f"{method}-epochs", f"{method}-steps", f"{method}-rounds"
     for idle, other in ((epochs, steps), (epochs, rounds), (steps, rounds)):
@@ -140,20 +140,20 @@ def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_t
         ({"fedfomo-epsilon-decay": 0.1}, {"method": "fedfomo", "fedfomo-epsilon": 0.0}),
     ],
 )
-def test_a_setting_of_a_method_without_an_effect_is_refused(idle: dict[str, Any], others: dict[str, Any]) -> None:
+def test_a_method_setting_without_an_effect_is_refused(idle: dict[str, Any], others: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="has no effect: it needs"):
         read_settings({**others, **idle}, COMMAND_LINE)
     read_settings({"method": others["method"], **idle}, COMMAND_LINE)
 
 
-def test_every_shared_condition_has_a_case_above() -> None:
+def test_every_shared_condition_has_a_test_case() -> None:
     assert {key for key, item in declared([]).items() if item.needs} == {key for key, *_ in WITHOUT_EFFECT}
 
 
 # -- conditions ------------------------------------------------------------------------------------------
 
 
-def test_every_condition_names_settings_and_values_that_they_may_have() -> None:
+def test_every_condition_is_valid() -> None:
     check_conditions(declared(), declared())
 
 
@@ -171,13 +171,13 @@ KNOWN = {
     "condition",
     ["other = 1", "word = c", "word > a", "flag = True", "flag > 0", "number = a", "number > 10", "number = 0.5"],
 )
-def test_a_wrong_condition_is_found(condition: str) -> None:
+def test_an_invalid_condition_is_an_error(condition: str) -> None:
     with pytest.raises(ValueError, match=f"mine needs {condition}: "):
         check_conditions({"mine": Setting(0, "mine", needs=condition)}, KNOWN)
 
 
 @pytest.mark.parametrize("condition", ["number", "number 3", "number >", "number > 3 or flag", "number >= 3"])
-def test_a_condition_of_another_form_is_found(condition: str) -> None:
+def test_a_malformed_condition_is_an_error(condition: str) -> None:
     with pytest.raises(ValueError, match="is not a comparison such as"):
         parse_condition(condition)
 
@@ -221,7 +221,7 @@ def test_conditions_are_evaluated(condition: str, values: dict[str, Scalar], hol
     assert (Setting(0, "mine", needs=condition).unmet(values) == "") == holds
 
 
-def test_what_is_unmet_is_named() -> None:
+def test_unmet_names_the_failed_comparisons() -> None:
     setting = Setting(0, "mine", needs="word = a and number > 3")
     assert setting.unmet({"word": "a", "number": 3}) == "number = 3"
     assert setting.unmet({"word": "b", "number": 3}) == "word = 'b' and number = 3"
@@ -253,7 +253,7 @@ def test_a_value_above_its_limit_is_refused(
     assert read_settings({**others, key: largest}, COMMAND_LINE).as_config()[key] == largest
 
 
-def test_every_limit_has_a_case_above() -> None:
+def test_every_limit_has_a_test_case() -> None:
     assert {key for key, item in declared().items() if item.limit} == {key for key, *_ in ABOVE}
 
 
@@ -262,7 +262,7 @@ def test_a_default_above_its_limit_is_accepted() -> None:
     assert read_settings(settings).method.models == read_settings({**settings, "fedfomo-models": 4}).method.models == 4
 
 
-def test_a_limit_names_another_setting() -> None:
+def test_a_limit_must_name_another_setting() -> None:
     with pytest.raises(ValueError, match="mine is at most other - 1: other is not a setting"):
         check_conditions({"mine": Setting(0, "mine", limit="other - 1")}, KNOWN)
     with pytest.raises(ValueError, match="the limit 'number / 2' is not of the form `num-clients - 1`"):
@@ -272,7 +272,7 @@ def test_a_limit_names_another_setting() -> None:
     assert Setting(0, "mine", minimum=1, limit="number - 2").largest({"number": 2}) == 1
 
 
-def test_an_override_lowers_a_value_of_a_file_to_its_new_limit(tmp_path: Path) -> None:
+def test_an_override_lowers_a_file_value_to_the_new_limit(tmp_path: Path) -> None:
     file = write(tmp_path, method="fedavg", num_server_rounds=50, average_rounds=10)
     assert read_settings({"experiment": file, "num-server-rounds": 4}).run.average_rounds == 4
     assert read_settings({"experiment": file}).run.average_rounds == 10
@@ -290,7 +290,7 @@ def test_a_table_lowers_values_only_under_an_override() -> None:
         cells(table(settings={"num-server-rounds": 4, "average-rounds": 10}))
 
 
-def test_a_run_above_a_limit_fits_the_cell_with_the_limit() -> None:
+def test_a_run_above_a_limit_fits_the_cell_at_the_limit() -> None:
     """Earlier versions used the limit without a word."""
     row = {"name": "A", "settings": {"method": "fedfomo", "fedfomo-models": 9}}
     cell = cells(table(runs=[row]))["A"]
@@ -299,7 +299,7 @@ def test_a_run_above_a_limit_fits_the_cell_with_the_limit() -> None:
     assert not cell.fits(ran | {"fedfomo-models": 8})
 
 
-def test_an_earlier_value_without_an_effect_fits() -> None:
+def test_an_earlier_value_without_an_effect_fits_its_cell() -> None:
     """A run from before `test-set` counts as pooled. Digits has no test set to pool."""
     cell = cells(table())["A"]
     ran = read_settings(cell.config).as_config()
@@ -329,7 +329,7 @@ class MineSettings(MethodSettings):
 """
 
 
-def test_a_custom_method_has_conditions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_methods_can_have_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(METHOD.format(needs="mine-models > 1"), encoding="utf-8")
     with pytest.raises(SettingsError, match=r"mine-mu = 0.2 .* it needs mine-models > 1, but mine-models = 1"):
@@ -360,7 +360,7 @@ def test_a_file_with_a_setting_without_an_effect_is_refused(tmp_path: Path) -> N
     assert (settings.train.dp, settings.train.dp_epsilon) == ("local", 0.5)
 
 
-def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) -> None:
+def test_an_override_drops_file_settings_that_lose_their_effect(tmp_path: Path) -> None:
     file = write(tmp_path, method="fedavg", optimizer="adam", adam_beta1=0.8, partition="classes", classes_per_client=3)
     override = {"experiment": file, "optimizer": "sgd", "partition": "iid"}
     settings = read_settings(override, COMMAND_LINE)
@@ -370,7 +370,7 @@ def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) 
         read_settings(override | {"adam-beta1": 0.7}, COMMAND_LINE)
 
 
-def test_a_setting_without_an_effect_counts_as_its_default_in_conditions() -> None:
+def test_conditions_use_the_default_of_a_setting_without_an_effect() -> None:
     config = {"dataset": "sites", "partition": "given", "test-fraction": 0.5}
     assert effective(config) == {"dataset": "sites"}
     assert normalised(config) == {
@@ -378,7 +378,7 @@ def test_a_setting_without_an_effect_counts_as_its_default_in_conditions() -> No
     }  # fmt: skip
 
 
-def test_the_record_of_an_earlier_run_is_read(tmp_path: Path) -> None:
+def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """The record of an earlier version may hold a setting without an effect. The repeated run omits it."""
     ran = read_settings({"method": "fedavg"}).as_config() | {"dp-epsilon": 0.5}
     file = tmp_path / "config.yaml"
@@ -388,14 +388,14 @@ def test_the_record_of_an_earlier_run_is_read(tmp_path: Path) -> None:
     assert read_settings({}, "the run config", ran).train.dp_epsilon == 0.5  # for a resumed run, or a stored model
 
 
-def test_a_stored_run_may_hold_a_setting_that_is_gone() -> None:
+def test_stored_runs_may_contain_removed_settings() -> None:
     ran = read_settings({"method": "fedavg"}).as_config() | {"dp-sensitivity": 0.0}
     assert "dp-sensitivity" not in normalised(ran)
     with pytest.raises(SettingsError, match=r"dp-sensitivity on the command line is not a setting"):
         read_settings({"dp": "local", "dp-clip": 1.0, "dp-sensitivity": 1e-9}, COMMAND_LINE)
 
 
-def test_messages_to_clients_hold_all_keys() -> None:
+def test_settings_round_trip_through_json() -> None:
     settings = read_settings({"method": "fedavg", "optimizer": "adam", "adam-beta1": 0.8})
     assert from_json(settings.to_json()) == settings
 
@@ -413,7 +413,7 @@ def cells(content: dict[str, Any], overrides: dict[str, Scalar] | None = None) -
     return {cell.place: cell for cell in plan_of(content, FILE, overrides or {}).cells}
 
 
-def test_rows_share_settings_that_some_of_them_do_not_need() -> None:
+def test_table_settings_apply_only_where_they_have_an_effect() -> None:
     configs = cells(
         table(
             settings={"adam-beta1": 0.8, "dirichlet-alpha": 0.1},
@@ -452,7 +452,7 @@ def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any
     assert plan_of(table(**parts), FILE, {"dp": "local"}).cells[0].config["dp-epsilon"] == 0.5
 
 
-def test_the_command_line_may_make_settings_of_a_table_useless() -> None:
+def test_the_command_line_may_disable_table_settings() -> None:
     content = table(settings={"optimizer": "adam", "adam-beta1": 0.8})
     assert "adam-beta1" not in cells(content, {"optimizer": "sgd"})["A"].config
     with pytest.raises(SettingsError, match=r"adam-beta2 = 0.9 on the command line has no effect"):
@@ -475,7 +475,7 @@ def test_a_run_with_a_setting_without_an_effect_fits_its_cell() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.5, False)])
-def test_a_run_from_before_a_setting_fits_where_the_setting_has_no_effect(fraction: float, fits: bool) -> None:
+def test_a_run_older_than_a_setting_fits_if_the_setting_has_no_effect(fraction: float, fits: bool) -> None:
     """With all clients in each round, pfedme-clients changes nothing, so its new default needs no repeated run."""
     rows = [{"name": "A", "settings": {"method": "pfedme"}}]
     (cell,) = cells(table(settings={"fraction-train": fraction}, runs=rows)).values()
@@ -484,7 +484,7 @@ def test_a_run_from_before_a_setting_fits_where_the_setting_has_no_effect(fracti
     assert cell.fits(ran) is fits
 
 
-def test_nothing_without_an_effect_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_without_an_effect_are_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = declared(["fedavg"]) | {
         "lr-decay": Setting(0.9, "x", needs="lr-schedule = step", above=0, search=Search(0.1, 0.9))
     }

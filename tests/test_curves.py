@@ -114,7 +114,7 @@ def flat(scored: plain.Scored) -> np.ndarray:
     return torch.cat([body, 2 * c.flatten(), -c.square().sum(1)]).numpy()
 
 
-def test_the_split_is_read_alike(split: Callable[..., Path], make_config: Callable[..., Any]) -> None:
+def test_both_programs_read_the_same_split(split: Callable[..., Path], make_config: Callable[..., Any]) -> None:
     folder = split()
     workspace = Workspace(read_settings(make_config("fedavg", dataset=str(folder), partition="given", num_clients=3)))
     for number, client in enumerate(curves.read_split(folder)):
@@ -125,7 +125,7 @@ def test_the_split_is_read_alike(split: Callable[..., Path], make_config: Callab
 
 
 @pytest.mark.parametrize("method", curves.METHODS)
-def test_models_are_those_of_the_plain_program(method: str, both: Callable[[str], Any]) -> None:
+def test_models_match_the_plain_program(method: str, both: Callable[[str], Any]) -> None:
     torch.manual_seed(0)  # the order of a batch's samples affects the rounding of its sum
     models, expected, start = both(method)
     # Rounding decides between nearly equal inputs of a max-pooling, which changes a few parameters.
@@ -136,7 +136,7 @@ def test_models_are_those_of_the_plain_program(method: str, both: Callable[[str]
     assert len(distinct) == (1 if method in SERVED_ALIKE else 3)
 
 
-def test_what_was_computed_is_not_computed_again(tmp_path: Path) -> None:
+def test_stored_results_are_not_recomputed(tmp_path: Path) -> None:
     path, conditions = tmp_path / "work.jsonl", {"dataset": "mnist", "drop_last": False}
     curves.Work(path, conditions).add("fedper", "plain", 1, [0.25, 0.50004])
     again = curves.Work(path, conditions)
@@ -146,7 +146,7 @@ def test_what_was_computed_is_not_computed_again(tmp_path: Path) -> None:
     assert curves.Work(path, conditions | {"drop_last": True}).missing("fedper", "plain", [1]) == [1]
 
 
-def test_curves_are_compared() -> None:
+def test_comparison_of_curves_by_hand() -> None:
     plain_curves, ours = np.array([[0.1, 0.4], [0.3, 0.6]]), np.array([[0.3, 0.5], [0.5, 0.7]])
     comparison = curves.compared(plain_curves, ours)
     assert comparison["gap"] == pytest.approx([0.2, 0.1]) and comparison["mean_gap"] == pytest.approx(0.15)

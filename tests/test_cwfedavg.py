@@ -62,7 +62,7 @@ def test_weight_distribution_of_zeros_is_uniform():
     np.testing.assert_allclose(weight_distribution(np.zeros((1, 4, 3), np.float32)), [[0.25] * 4])
 
 
-def test_the_regulariser_of_a_head_of_zeros():
+def test_regulariser_of_a_zero_head_is_finite():
     """ln 2 + 3 * ||(1, 0) − (1/2, 1/2)||, and a gradient that is a number."""
     weight = torch.zeros(2, 3, requires_grad=True)
     context = {"distribution": torch.tensor([1.0, 0.0]), "lambda": torch.tensor(3.0)}
@@ -84,20 +84,20 @@ def test_class_models_by_hand():
     np.testing.assert_allclose(models, [[2, 4], [3, 6]], rtol=1e-6)  # class 0: weights 1 and 2 * 1/2
 
 
-def test_class_that_no_client_has_keeps_its_model():
+def test_a_class_without_clients_keeps_its_model():
     before = np.array([[7.0], [8.0], [9.0]], np.float32)
     rows = np.array([[1.0], [2.0]], np.float32)
     models = class_models(rows, np.array([[1.0, 0, 0], [0, 0, 1.0]]), np.ones(2), before)
     np.testing.assert_array_equal(models, [[1], [8], [2]])
 
 
-def test_everybody_is_served_the_initial_model_first(make_strategy):
+def test_all_clients_start_from_the_initial_model(make_strategy):
     strategy = make_strategy("cwfedavg", cwfedavg_layers="all")
     for client in range(4):
         np.testing.assert_allclose(served_model(strategy, client), strategy.initial(), rtol=1e-6)
 
 
-def test_distribution_and_norms_of_a_client_that_did_not_reply_stay(make_strategy, update):
+def test_a_client_without_a_reply_keeps_its_distribution_and_norms(make_strategy, update):
     strategy = make_strategy("cwfedavg", data=DATA, model="linear")
     strategy.aggregate(1, [update(0, {"model": FIRST}, 10)])
     strategy.aggregate(2, [update(1, {"model": SECOND}, 30)])
@@ -109,7 +109,7 @@ def test_distribution_and_norms_of_a_client_that_did_not_reply_stay(make_strateg
 
 
 @pytest.mark.parametrize("layers", ["output", "fc-output", "all"])
-def test_iid_clients_make_every_class_model_fedavgs(make_strategy, update, layers):
+def test_equal_distributions_make_every_class_model_fedavg(make_strategy, update, layers):
     """The same p̃ on all clients: q_ij = n_i / N whatever the class."""
     strategy = make_strategy("cwfedavg", cwfedavg_layers=layers)
     average = make_strategy("fedavg")
@@ -153,7 +153,7 @@ def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update)
         ("all", {"conv1", "conv2", "fc1", "head"}),
     ],
 )
-def test_layers_that_are_averaged_class_wise(make_strategy, update, layers, classwise):
+def test_only_selected_layers_are_averaged_class_wise(make_strategy, update, layers, classwise):
     """The others are the plain weighted mean; biases follow their layer."""
     rng = np.random.default_rng(0)
     data = (rng.normal(size=(6, 16, 16)).astype(np.float32), np.arange(6) % 3, [[0, 1], [2, 3]], [[4], [5]])
@@ -253,7 +253,7 @@ def test_training_moves_the_weight_distribution_towards_the_data(make_client):
 
 
 @pytest.mark.parametrize("off", [{"cwfedavg_wdr": False}, {"cwfedavg_wdr_lambda": 0.0}])
-def test_without_regulariser_the_client_is_fedavgs(make_client, off):
+def test_without_regulariser_the_client_trains_as_fedavg(make_client, off):
     client = make_client("cwfedavg", **off)
     assert client.work(client.initial()).objective is classification
     (trained,), _, _ = client.fit(sent(client), CONFIG)
@@ -261,7 +261,7 @@ def test_without_regulariser_the_client_is_fedavgs(make_client, off):
     np.testing.assert_array_equal(trained, plain)
 
 
-def test_label_counts_leave_the_client_only_in_the_ablation(make_client, make_strategy):
+def test_clients_send_label_distributions_only_in_the_ablation(make_client, make_strategy):
     for distribution, names in (("approx", ["model"]), ("empirical", ["model", "distribution"])):
         client = make_client("cwfedavg", client=1, cwfedavg_distribution=distribution)
         arrays, _, metrics = client.fit(sent(client), CONFIG | {"returns": ",".join(names)})
@@ -279,7 +279,7 @@ def test_server_uses_the_empirical_distribution_in_the_ablation(make_strategy, u
     np.testing.assert_allclose(strategy.class_models, [FIRST / 6 + SECOND * 5 / 6, FIRST, FIRST], rtol=1e-5)
 
 
-def test_pictured_norms_are_those_of_the_last_local_models(make_config, federate, tmp_path):
+def test_recorded_norms_come_from_the_last_local_models(make_config, federate, tmp_path):
     finished = federate(make_config("cwfedavg", num_server_rounds=2), models_folder=tmp_path)
     norms, distributions = finished.strategy.local_norms, finished.strategy.distributions
     heads = [load_file(tmp_path / f"client-{client}.safetensors")["head.weight"] for client in range(4)]

@@ -82,7 +82,7 @@ def numbers(engine: Engine) -> list[int]:
 @pytest.mark.parametrize(
     "statement", ["INSERT INTO t VALUES (2)", "WITH a AS (SELECT 2 AS x) INSERT INTO t SELECT x FROM a"]
 )
-def test_writers_wait_for_their_turn_however_long_sqlite_would(engines: MakeEngine, statement: str) -> None:
+def test_writers_wait_for_their_turn(engines: MakeEngine, statement: str) -> None:
     engine = engines()
     with pytest.raises(OperationalError, match="database is locked") as locked:
         write_while_another_holds_on(engine, statement)
@@ -101,7 +101,7 @@ def test_a_reader_does_not_wait_for_a_writer(engines: MakeEngine) -> None:
         assert numbers(engine) == []
 
 
-def test_the_turn_is_given_back_after_an_error_and_by_a_connection_that_is_thrown_away(
+def test_errors_and_invalidated_connections_release_the_turn(
     engines: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "TURN_SECONDS", 0.2)
@@ -117,7 +117,7 @@ def test_the_turn_is_given_back_after_an_error_and_by_a_connection_that_is_throw
     assert numbers(engine) == [2]
 
 
-def test_a_writer_whose_turn_never_comes_is_to_try_again(engines: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_without_a_turn_raises_try_again(engines: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "TURN_SECONDS", 0.2)
     engine = engines()
     Turns().install(engine)
@@ -127,7 +127,7 @@ def test_a_writer_whose_turn_never_comes_is_to_try_again(engines: MakeEngine, mo
             connection.execute(text("INSERT INTO t VALUES (2)"))
 
 
-def test_what_a_statement_with_a_subquery_has_written_does_not_outlive_an_error(engines: MakeEngine) -> None:
+def test_a_write_with_a_subquery_is_rolled_back_after_an_error(engines: MakeEngine) -> None:
     """Python's sqlite3 begins no transaction for such a statement."""
     engine = engines()
     claim = text("WITH a AS (SELECT 1 AS x) INSERT INTO t SELECT x FROM a RETURNING x")
@@ -139,7 +139,7 @@ def test_what_a_statement_with_a_subquery_has_written_does_not_outlive_an_error(
         Turns().install(engine)
 
 
-def test_errors_that_are_mistakes_are_not_retried(engines: MakeEngine) -> None:
+def test_permanent_errors_are_not_retried(engines: MakeEngine) -> None:
     with pytest.raises(OperationalError) as mistake, engines().begin() as connection:
         connection.execute(text("SELECT nothing FROM t"))
     assert not can_be_retried(mistake.value)
@@ -206,9 +206,7 @@ def fail_to_write_for_seconds(ours: Ours) -> None:
 
 @pytest.mark.parametrize("fault", [start_again, set_the_clock, fail_to_write_for_seconds])
 @pytest.mark.parametrize("first", ["token", "heartbeat", "status", "nodes"])
-def test_what_kept_signs_of_life_away_ends_no_run_and_loses_no_node(
-    ours: Ours, fault: Callable[[Ours], None], first: str
-) -> None:
+def test_a_fault_of_the_superlink_extends_deadlines(ours: Ours, fault: Callable[[Ours], None], first: str) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "token": lambda: ours.state.get_task_by_token(ours.token),
         "heartbeat": lambda: ours.state.acknowledge_task_heartbeat(ours.task),
@@ -221,21 +219,21 @@ def test_what_kept_signs_of_life_away_ends_no_run_and_loses_no_node(
         assert calls[name](), name
 
 
-def test_without_such_a_reason_deadlines_hold(ours: Ours) -> None:
+def test_deadlines_hold_without_a_fault(ours: Ours) -> None:
     ours.expire()
     assert ours.state.get_task_by_token(ours.token) is None
     assert ours.state.get_run_status({ours.run})[ours.run].status == Status.FINISHED
     assert [info.status for info in ours.state.get_node_info()] == ["offline"]
 
 
-def test_a_node_that_is_marked_as_offline_stays_so(ours: Ours) -> None:
+def test_an_offline_node_stays_offline_after_a_restart(ours: Ours) -> None:
     ours.expire()
     assert [info.status for info in ours.state.get_node_info()] == ["offline"]
     start_again(ours)
     assert [info.status for info in ours.state.get_node_info()] == ["offline"]
 
 
-def test_a_deadline_that_cannot_be_extended_makes_the_caller_try_again(ours: Ours) -> None:
+def test_a_failed_deadline_extension_can_be_retried(ours: Ours) -> None:
     ours.expire()
     start_again(ours)
     with contextlib.closing(sqlite3.connect(ours.state.database_url.removeprefix("sqlite:///"))) as other:
@@ -250,7 +248,7 @@ def test_a_deadline_that_cannot_be_extended_makes_the_caller_try_again(ours: Our
     assert ours.state.get_task_by_token(ours.token) is not None
 
 
-def test_a_server_app_has_minutes_to_start(tmp_path: Path) -> None:
+def test_a_server_app_gets_start_seconds_to_start(tmp_path: Path) -> None:
     ours = Ours(tmp_path / "state.db")
     ours.turns.give_time_to_start(ours.token)
     connection = sqlite3.connect(tmp_path / "state.db")
@@ -291,9 +289,7 @@ def fail(error: Exception) -> Callable[[Any], Any]:
         ("ActivateNode", abort_as_flower_does, grpc.StatusCode.UNAUTHENTICATED),
     ],
 )
-def test_a_node_is_told_to_call_again_only_when_that_helps(
-    method: str, act: Callable[[Any], Any], code: grpc.StatusCode
-) -> None:
+def test_nodes_retry_only_transient_errors(method: str, act: Callable[[Any], Any], code: grpc.StatusCode) -> None:
     """Flower's translator of errors handles the calls of nodes first, as in a SuperLink."""
     from flwr.supercore.interceptors import RpcErrorTranslationServerInterceptor
 
@@ -315,7 +311,7 @@ def test_a_node_is_told_to_call_again_only_when_that_helps(
         server.stop(None)
 
 
-def test_a_server_app_is_told_to_call_again_only_when_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_apps_retry_only_transient_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastapi.testclient import TestClient
     from flwr.proto.runtime_pb2 import GetNodesRequest
     from flwr.superlink import main
@@ -351,9 +347,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, str]
     return content, hashlib.sha256(content).hexdigest()
 
 
-def test_code_that_many_install_at_once_is_whole_as_soon_as_it_is_there(
-    bundle: tuple[bytes, str], tmp_path: Path
-) -> None:
+def test_concurrent_installation_is_atomic(bundle: tuple[bytes, str], tmp_path: Path) -> None:
     apps = tmp_path / "flower" / "apps"
     sizes: list[int] = []
 
@@ -375,7 +369,7 @@ def test_code_that_many_install_at_once_is_whole_as_soon_as_it_is_there(
     assert client_app_of(code) == ("c", "app")
 
 
-def test_flower_takes_the_installed_code_as_its_own(bundle: tuple[bytes, str]) -> None:
+def test_installed_code_equals_flowers_installation(bundle: tuple[bytes, str]) -> None:
     ours = install_whole(*bundle)
     files = {path.relative_to(ours): path.read_bytes() for path in ours.rglob("*") if path.is_file()}
     shutil.rmtree(ours)
@@ -384,7 +378,7 @@ def test_flower_takes_the_installed_code_as_its_own(bundle: tuple[bytes, str]) -
     assert {path.relative_to(flowers): path.read_bytes() for path in flowers.rglob("*") if path.is_file()} == files
 
 
-def test_a_bundle_that_is_changed_or_none_is_not_installed(bundle: tuple[bytes, str], tmp_path: Path) -> None:
+def test_changed_or_invalid_bundles_are_not_installed(bundle: tuple[bytes, str], tmp_path: Path) -> None:
     changed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(bundle[0])) as old, zipfile.ZipFile(changed, "w") as new:
         for entry in old.infolist():
@@ -398,6 +392,6 @@ def test_a_bundle_that_is_changed_or_none_is_not_installed(bundle: tuple[bytes, 
     assert not list((tmp_path / "flower").glob("apps/*"))
 
 
-def test_the_settings_of_a_bundle_are_read_without_installing_it(bundle: tuple[bytes, str]) -> None:
+def test_bundle_settings_are_read_without_installation(bundle: tuple[bytes, str]) -> None:
     assert default_config(bundle[0]) == {"lr": 0.1, "deep.er": True}
     assert default_config(b"no bundle") == {}

@@ -48,20 +48,20 @@ def test_the_table_describes_every_published_data_set():
     assert all(len(row) == 4 and all(row) for row in describe())
 
 
-def test_an_unknown_name_is_an_error_that_names_the_nearest():
+def test_error_for_an_unknown_name_suggests_the_nearest():
     with pytest.raises(SettingsError, match=r"cifar11.*did you mean cifar10"):
         load("cifar11")
 
 
 @pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
-def test_missing_data_says_what_to_put_where(name, tmp_path):
+def test_error_for_missing_data_names_the_expected_file(name, tmp_path):
     with pytest.raises(DataError, match="not found") as error:
         load(name, tmp_path)
     assert str(tmp_path.absolute() / f"{name}.") in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["fmnist", "cifar100", "emnist-letters"])
-def test_a_download_without_a_network_is_the_same_error(name, tmp_path, monkeypatch):
+def test_a_failed_download_raises_the_same_error(name, tmp_path, monkeypatch):
     for variable in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")  # a port without a listener
     monkeypatch.setenv("no_proxy", "")
@@ -122,7 +122,7 @@ def test_npz_of_a_published_set_refuses_wrong_labels_and_shapes(tmp_path):
         load("mnist", tmp_path)
 
 
-def test_torchvisions_layout_of_mnist_and_emnist(tmp_path):
+def test_torchvision_layout_of_mnist_and_emnist(tmp_path):
     rng = np.random.default_rng(0)
     raw = {}
     for folder, prefixes in {
@@ -142,7 +142,7 @@ def test_torchvisions_layout_of_mnist_and_emnist(tmp_path):
     assert letters.task.class_names[:2] == ("a", "b")
 
 
-def test_a_damaged_published_file_is_not_called_missing(tmp_path):
+def test_a_damaged_file_is_not_reported_as_missing(tmp_path):
     for prefix in ("train", "t10k"):
         write_idx(tmp_path / "MNIST/raw", prefix, np.zeros((4, 28, 28), np.uint8), np.zeros(4, np.uint8))
     path = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
@@ -152,14 +152,14 @@ def test_a_damaged_published_file_is_not_called_missing(tmp_path):
             load("mnist", tmp_path)
 
 
-def test_a_part_with_fewer_labels_than_images_is_refused_though_the_other_has_more(tmp_path):
+def test_unequal_images_and_labels_in_one_part_are_refused(tmp_path):
     for prefix, labels in (("train", 3), ("t10k", 5)):
         write_idx(tmp_path / "MNIST/raw", prefix, np.zeros((4, 28, 28), np.uint8), np.zeros(labels, np.uint8))
     with pytest.raises(DataError, match=r"MNIST/raw: train: .*\(images: 4, labels: 3\)"):
         load("mnist", tmp_path)
 
 
-def test_a_cifar_archive_that_is_not_the_published_one_is_never_unpickled(tmp_path):
+def test_an_unknown_cifar_archive_is_not_unpickled(tmp_path):
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     marker = tmp_path / "ran"
@@ -189,7 +189,7 @@ def test_cifar20_is_made_of_cifar100(tmp_path):
     ]
 
 
-def test_femnist_pools_a_writers_train_and_test(tmp_path):
+def test_femnist_pools_train_and_test_of_a_writer(tmp_path):
     leaf_file(tmp_path / "femnist/train/a.json", {"w2": ([0.0, 1.0], [0, 61]), "w1": ([0.5], [10])})
     leaf_file(tmp_path / "femnist/test/a.json", {"w2": ([0.2], [1])})
     femnist = load("femnist", tmp_path)
@@ -211,7 +211,7 @@ def test_femnist_pools_a_writers_train_and_test(tmp_path):
         ([0.0, 0.0], [1], "unequal length"),
     ],
 )
-def test_femnist_refuses(tmp_path, xs, ys, message):
+def test_femnist_refuses_invalid_values(tmp_path, xs, ys, message):
     leaf_file(tmp_path / "femnist/train/a.json", {"v": ([0.0], [0])})
     leaf_file(tmp_path / "femnist/test/a.json", {"w": (xs, ys)})
     with pytest.raises(DataError, match=message) as error:
@@ -229,7 +229,7 @@ def test_femnist_refuses(tmp_path, xs, ys, message):
         ([[1e300] * 784], [1], r"1e\+300 at index .* float32"),
     ],
 )
-def test_femnist_refuses_other_forms(tmp_path, x, y, message):
+def test_femnist_refuses_malformed_users(tmp_path, x, y, message):
     for split in ("train", "test"):
         leaf_file(tmp_path / f"femnist/{split}/a.json", {})
     content = {"users": ["w"], "user_data": {"w": {"x": x, "y": y}}}
@@ -287,7 +287,7 @@ def test_kvasir_and_fedisic(tmp_path):
 # Text
 
 
-def test_tokens_count_words_by_frequency():
+def test_tokens_are_numbered_by_word_frequency():
     tokens, words = tokenise(["The cat, the CAT the", "a dog isn't", "!!"], length=4, max_words=4)
     # the: 3, cat: 2, and a, dog, isn't: 1 each, in alphabetical order. The vocabulary holds four words.
     assert words == ("the", "cat", "a", "dog")
@@ -331,7 +331,7 @@ def test_sent140_keeps_users_with_enough_test_samples(tmp_path):
 # Custom .npz
 
 
-def test_own_npz_is_found_in_the_data_dir_or_by_its_path(tmp_path):
+def test_custom_npz_is_found_in_the_data_dir_or_by_its_path(tmp_path):
     path = save_npz(tmp_path / "mine.npz", x_train=np.eye(4), y_train=[5, 5, 7, 9])
     for dataset in (load("mine.npz", tmp_path), load(path)):
         assert dataset.task.kind == "features"
@@ -339,7 +339,7 @@ def test_own_npz_is_found_in_the_data_dir_or_by_its_path(tmp_path):
         assert dataset.y.tolist() == [0, 0, 1, 2]
 
 
-def test_features_are_standardised_and_a_constant_one_is_centred(tmp_path):
+def test_features_are_standardised_and_constant_features_centred(tmp_path):
     x = np.array([[1.0, 7.0], [3.0, 7.0]])
     path = save_npz(tmp_path / "mine.npz", x_train=x, y_train=["b", "a"], groups_train=["s1", "s0"])
     dataset = load(path)
@@ -366,7 +366,7 @@ def test_features_are_standardised_and_a_constant_one_is_centred(tmp_path):
         ((2, 3, 3, 3), (3, 3, 3)),
     ],
 )
-def test_image_layouts_of_own_npz(tmp_path, shape, stored):
+def test_image_layouts_of_custom_npz(tmp_path, shape, stored):
     x = np.random.default_rng(0).integers(0, 256, shape)
     dataset = load(save_npz(tmp_path / "mine.npz", x_train=x, y_train=[0, 1]))
     assert dataset.x.shape[1:] == stored
@@ -374,7 +374,7 @@ def test_image_layouts_of_own_npz(tmp_path, shape, stored):
     assert np.sort(dataset.x[0].ravel()).tolist() == np.sort(x[0].ravel()).tolist()
 
 
-def test_float_images_stay_as_they_are(tmp_path):
+def test_float_images_are_not_rescaled(tmp_path):
     x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 2, 2, 3)
     dataset = load(save_npz(tmp_path / "mine.npz", x_train=x, y_train=[0, 1]))
     tensors = client_data(dataset, Partition((np.array([0, 1]),), (np.array([0]),)), 0, DataSettings(), CPU)
@@ -414,7 +414,7 @@ def test_fortran_order_and_unequal_dtypes_are_pooled(tmp_path):
     ],
 )
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_own_npz_refuses(tmp_path, arrays, message):
+def test_invalid_custom_npz_is_refused(tmp_path, arrays, message):
     path = save_npz(tmp_path / "mine.npz", **arrays)
     with pytest.raises(DataError, match=message) as error:
         load(path)
@@ -431,7 +431,7 @@ def test_a_truncated_npz_is_refused(tmp_path, keep):
 
 
 @pytest.mark.parametrize("test_too", [False, True])
-def test_an_npz_that_claims_more_than_memory_holds_is_refused(tmp_path, test_too):
+def test_an_npz_larger_than_memory_is_refused(tmp_path, test_too):
     with zipfile.ZipFile(tmp_path / "mine.npz", "w") as archive:
         for name in ("x_train", "y_train", *(("x_test", "y_test") if test_too else ())):
             with archive.open(f"{name}.npy", "w") as stream:
@@ -442,7 +442,7 @@ def test_an_npz_that_claims_more_than_memory_holds_is_refused(tmp_path, test_too
         load(tmp_path / "mine.npz")
 
 
-def test_a_flipped_byte_is_noticed(tmp_path):
+def test_a_flipped_byte_is_detected(tmp_path):
     path = save_npz(tmp_path / "mine.npz", x_train=np.zeros((500, 20)), y_train=np.arange(500))
     content = bytearray(path.read_bytes())
     content[40_000] ^= 1
@@ -451,7 +451,7 @@ def test_a_flipped_byte_is_noticed(tmp_path):
         load(path)
 
 
-def test_labels_that_may_be_mistakes_are_warned_of(tmp_path, warnings):
+def test_suspicious_labels_cause_warnings(tmp_path, warnings):
     arrays = {"x_train": np.eye(4), "y_train": [-1, 0, 1, 1], "x_test": np.eye(4)[:2], "y_test": [0, 7]}
     assert load(save_npz(tmp_path / "mine.npz", **arrays)).task.class_names == ("-1", "0", "1", "7")
     assert "mine.npz: negative labels are separate classes: -1" in warnings.text
@@ -477,7 +477,7 @@ def test_image_folder_with_and_without_splits(tmp_path):
         assert load(root, image_size=9).task.input_shape == (3, 9, 9)
 
 
-def test_images_of_unequal_size_become_64_by_64_and_all_grey_ones_stay_grey(tmp_path):
+def test_images_of_unequal_size_become_64_by_64(tmp_path):
     save_image(tmp_path / "a/1.png", 7, (5, 9), "L")
     save_image(tmp_path / "b/1.png", 9, (8, 8), "L")
     assert load(tmp_path).x.shape == (2, 64, 64, 1)
@@ -485,7 +485,7 @@ def test_images_of_unequal_size_become_64_by_64_and_all_grey_ones_stay_grey(tmp_
     assert load(tmp_path).x.shape == (3, 64, 64, 3)
 
 
-def test_image_folder_refuses(tmp_path):
+def test_invalid_image_folders_are_refused(tmp_path):
     save_image(tmp_path / "a/1.png", 7, mode="L")
     with pytest.raises(DataError, match="at least 2 classes"):
         load(tmp_path)
@@ -559,21 +559,21 @@ def test_csv_of_texts(tmp_path, warnings):
     ],
 )
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_csv_refuses(tmp_path, text, message):
+def test_invalid_csv_is_refused(tmp_path, text, message):
     path = csv(tmp_path, text)
     with pytest.raises(DataError, match=message) as error:
         load(path)
     assert str(path) in str(error.value)
 
 
-def test_csv_that_is_no_text(tmp_path):
+def test_a_binary_csv_is_refused(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_bytes(b"a,label\n\xff\xfe,1\n")
     with pytest.raises(DataError, match="not a text file in utf-8"):
         load(path)
 
 
-def test_other_files_are_refused(tmp_path):
+def test_other_file_types_are_refused(tmp_path):
     (tmp_path / "mine.pkl").write_bytes(b"")
     with pytest.raises(DataError, match=r"allowed: \.npz, \.csv"):
         load(tmp_path / "mine.pkl")
@@ -613,7 +613,7 @@ def images(rng, n):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_pfllib_is_taken_with_its_partition(tmp_path, protocol):
+def test_pfllib_loads_with_its_partition(tmp_path, protocol):
     rng = np.random.default_rng(0)
     clients = [{"train": images(rng, 4), "test": images(rng, 2)}, {"train": images(rng, 3), "test": images(rng, 1)}]
     clients[0]["train"]["y"][:2] = [0, 1]
@@ -634,7 +634,7 @@ def test_pfllib_is_taken_with_its_partition(tmp_path, protocol):
         load(tmp_path / "p", max_samples=3)
 
 
-def test_pfllib_as_numpy_writes_it_and_under_the_names_of_numpy_1(tmp_path):
+def test_pfllib_files_of_numpy_1_and_2_load(tmp_path):
     rng = np.random.default_rng(0)
     client = {"train": {"x": rng.random((2, 5)), "y": np.array([0, 1])}, "test": {"x": rng.random((1, 5)), "y": [1]}}
     root = pfllib(tmp_path / "p", [client])
@@ -664,7 +664,7 @@ def test_pfllib_text_as_tokens_and_lengths(tmp_path):
     assert dataset.task.vocabulary == 9
 
 
-def test_pfllib_has_as_many_classes_as_its_config_says(tmp_path, warnings):
+def test_pfllib_config_sets_the_number_of_classes(tmp_path, warnings):
     train, test = ({"x": np.eye(2), "y": np.array(y)} for y in ([0, 1], [0, 3]))
     config = {"num_clients": 1, "num_classes": 5}
     dataset = load(pfllib(tmp_path / "p", [{"train": train, "test": test}], config=config))
@@ -703,7 +703,7 @@ def hostile(tmp_path, content):
     return root
 
 
-def test_a_pickle_that_runs_code_is_refused_by_name(tmp_path):
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
     marker = tmp_path / "ran"
     root = hostile(tmp_path, pickle.dumps({"x": Touch(marker), "y": [0]}))
     with pytest.raises(DataError, match=r"pathlib.*refused") as error:
@@ -727,7 +727,7 @@ def test_a_pickle_that_runs_code_is_refused_by_name(tmp_path):
         ("_codecs", "register"),
     ],
 )
-def test_any_other_global_is_refused(tmp_path, module, name):
+def test_unknown_pickle_globals_are_refused(tmp_path, module, name):
     stack_global = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)])
     for content in (f"c{module}\n{name}\n.".encode(), stack_global + name.encode() + b"\x93."):
         root = hostile(tmp_path / str(content[0]), content)
@@ -754,12 +754,12 @@ def numpy_global(name):
         b"(" * 100 + b".",
     ],
 )
-def test_crooked_pickles_are_refused(tmp_path, content):
+def test_malformed_pickles_are_refused(tmp_path, content):
     with pytest.raises(DataError, match=r"0\.npz"):
         load(hostile(tmp_path, content))
 
 
-def test_pfllib_directories_that_do_not_add_up(tmp_path):
+def test_inconsistent_pfllib_directories_are_refused(tmp_path):
     split = {"x": np.eye(2), "y": np.array([0, 1])}
     clients = [{"train": split, "test": split}] * 3
     root = pfllib(tmp_path / "a", clients, config={"num_clients": 4})
@@ -799,7 +799,7 @@ def test_pfllib_directories_that_do_not_add_up(tmp_path):
         (np.eye(2), None, "unequal length"),
     ],
 )
-def test_pfllib_values_that_are_refused(tmp_path, x, y, message):
+def test_invalid_pfllib_values_are_refused(tmp_path, x, y, message):
     samples = {"x": x, "y": y}
     with pytest.raises(DataError, match=message):
         load(pfllib(tmp_path / "p", [{"train": samples, "test": samples}]))
@@ -808,7 +808,7 @@ def test_pfllib_values_that_are_refused(tmp_path, x, y, message):
 # The tensors of a client
 
 
-def test_pixels_of_a_client_are_in_minus_one_to_one_and_channels_last():
+def test_client_pixels_are_scaled_and_channels_last():
     digits = load("digits")
     part = partition(digits, DataSettings(), seed=0)
     tensors = client_data(digits, part, 4, DataSettings(), CPU)
@@ -825,7 +825,7 @@ def test_pixels_of_a_client_are_in_minus_one_to_one_and_channels_last():
 # Augmentation
 
 
-def test_a_random_crop_keeps_a_constant_image_and_its_bounds():
+def test_random_crops_keep_the_range_of_pixels():
     x = torch.full((8, 3, 6, 6), 0.25)
     cropped = crop(x, draw_boxes(len(x), torch.Generator().manual_seed(0)))
     assert torch.allclose(cropped, x)
@@ -839,7 +839,7 @@ def test_a_random_crop_keeps_a_constant_image_and_its_bounds():
     assert torch.equal(cropped, again)
 
 
-def test_a_random_crop_cuts_a_box_of_90_to_100_percent_inside_the_image():
+def test_random_crops_keep_90_to_100_percent_of_the_area():
     size = 100
     ramp = torch.linspace(0, 1, size).expand(64, 1, size, size)  # the value of a pixel is its column
     image = torch.cat([ramp, ramp.transpose(2, 3)], 1)

@@ -120,7 +120,7 @@ def outcome(sent: list[Message], replies: Iterable[Message]) -> list[str]:
 # -- all is well -----------------------------------------------------------------------------------------
 
 
-def test_a_node_has_one_message_at_a_time_and_its_next_as_soon_as_it_has_answered() -> None:
+def test_a_node_gets_its_next_message_after_its_reply() -> None:
     line = Line(3)
     sent = works(1, 2, 1, 3, 1, 2)
     assert outcome(sent, PollingGrid(line).send_and_receive(sent)) == [""] * 6
@@ -128,11 +128,11 @@ def test_a_node_has_one_message_at_a_time_and_its_next_as_soon_as_it_has_answere
     assert set(line.worked.values()) == {1}
 
 
-def test_no_messages_take_no_time() -> None:
+def test_sending_no_messages_returns_no_replies() -> None:
     assert list(PollingGrid(Line(1)).send_and_receive([])) == []
 
 
-def test_messages_whose_content_did_not_get_through_are_pushed_again_under_new_ids() -> None:
+def test_failed_pushes_are_retried_as_new_messages() -> None:
     class Forgetful(Line):
         lost: ClassVar[list[list[float]]] = []
 
@@ -150,7 +150,7 @@ def test_messages_whose_content_did_not_get_through_are_pushed_again_under_new_i
         assert all(before < after for before, after in zip(one, two, strict=True))
 
 
-def test_a_message_that_the_superlink_refuses_is_an_error_at_once() -> None:
+def test_a_message_refused_by_the_superlink_is_an_error() -> None:
     class Refusing(Line):
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             return ["" if m.metadata.dst_node_id == 2 else n for m, n in self.pushed(list(messages))]
@@ -167,7 +167,7 @@ def test_a_message_that_the_superlink_refuses_is_an_error_at_once() -> None:
 
 
 @pytest.mark.parametrize("what", ["the message", "the reply"])
-def test_what_is_lost_is_sent_again_within_moments_and_counted(what: str) -> None:
+def test_lost_messages_and_replies_are_resent_and_counted(what: str) -> None:
     line, lost = Line(3), deque([2])
 
     def loses(message: Message) -> bool:
@@ -184,7 +184,7 @@ def test_what_is_lost_is_sent_again_within_moments_and_counted(what: str) -> Non
     assert grid.counts == {"sent-again": 1}
 
 
-def test_a_message_that_is_lost_every_time_is_given_up() -> None:
+def test_a_message_lost_every_time_is_abandoned() -> None:
     line = Line(2)
     line.loses = lambda message: message.metadata.dst_node_id == 2 and not is_ping(message)
     grid = PollingGrid(line)
@@ -193,7 +193,7 @@ def test_a_message_that_is_lost_every_time_is_given_up() -> None:
     assert line.copies() == [2] * delivery.COPIES
 
 
-def test_a_slow_node_is_asked_and_never_sent_a_copy() -> None:
+def test_a_slow_node_is_pinged_and_receives_no_copy() -> None:
     line, sent = Line(2), works(1, 2)
     line.busy = {2}
     line.then = {20: line.busy.clear}
@@ -205,7 +205,7 @@ def test_a_slow_node_is_asked_and_never_sent_a_copy() -> None:
     assert set(line.worked.values()) == {1}
 
 
-def test_a_question_that_is_lost_proves_nothing_and_is_asked_again() -> None:
+def test_a_lost_ping_is_repeated() -> None:
     line, sent, questions = Line(1), works(1), []
 
     def loses(message: Message) -> bool:
@@ -219,7 +219,7 @@ def test_a_question_that_is_lost_proves_nothing_and_is_asked_again() -> None:
     assert len(questions) == 2
 
 
-def test_a_question_comes_after_its_message_even_if_the_clock_was_set_back() -> None:
+def test_pings_follow_their_message_after_a_clock_change() -> None:
     line, sent = Line(1), works(1)
     sent[0].metadata.created_at += 3600  # by what the clock was set back since
     line.busy = {1}
@@ -229,7 +229,7 @@ def test_a_question_comes_after_its_message_even_if_the_clock_was_set_back() -> 
     assert set(line.worked.values()) == {1}
 
 
-def test_an_error_that_says_that_the_message_was_lost_is_answered_with_a_copy() -> None:
+def test_a_message_unavailable_error_triggers_a_copy() -> None:
     line, sent = Line(2), works(1, 2)
     line.loses = lambda message: message is sent[1]
     error = Error(ErrorCode.MESSAGE_UNAVAILABLE, "not found")
@@ -238,7 +238,7 @@ def test_an_error_that_says_that_the_message_was_lost_is_answered_with_a_copy() 
     assert line.copies() == [2]
 
 
-def test_a_message_whose_time_is_over_is_not_sent_again() -> None:
+def test_expired_messages_are_not_resent() -> None:
     line, sent = Line(1), works(1, ttl=1e-3)
     line.loses = lambda message: not is_ping(message)
     error = Error(ErrorCode.MESSAGE_UNAVAILABLE, "not found")
@@ -247,7 +247,7 @@ def test_a_message_whose_time_is_over_is_not_sent_again() -> None:
     assert outcome(sent, PollingGrid(line).send_and_receive(sent)) == [lost]
 
 
-def test_in_a_simulation_nobody_is_asked() -> None:
+def test_simulated_nodes_are_not_pinged() -> None:
     line, sent = Line(1), works(1)
     line.busy = {1}
     line.then = {12: line.busy.clear}
@@ -258,7 +258,7 @@ def test_in_a_simulation_nobody_is_asked() -> None:
 # -- the SuperLink was away ------------------------------------------------------------------------------
 
 
-def test_after_an_outage_nodes_are_asked_at_once_and_only_what_is_lost_is_sent_again(
+def test_after_an_outage_only_lost_messages_are_resent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pace, "SILENT_SECONDS", 60.0)
@@ -272,7 +272,7 @@ def test_after_an_outage_nodes_are_asked_at_once_and_only_what_is_lost_is_sent_a
     assert set(line.worked.values()) == {1}
 
 
-def test_a_superlink_that_is_only_slow_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_superlink_is_not_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "SILENT_SECONDS", 60.0)
     line, sent = Line(1), works(1)
     line.busy = {1}
@@ -286,7 +286,7 @@ def test_a_superlink_that_is_only_slow_has_lost_nothing(monkeypatch: pytest.Monk
     assert len(line.sent) == 1
 
 
-def test_a_node_that_seems_gone_after_an_outage_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_may_return_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not told the new SuperLink yet that it is there; one that stays away is an error in the end."""
     monkeypatch.setattr(delivery, "RETURN_SECONDS", 1.0)
     line, sent = Line(3), works(1, 2, 3)
@@ -307,7 +307,7 @@ def test_a_node_that_seems_gone_after_an_outage_is_waited_for(monkeypatch: pytes
     assert grid.gone == {3}
 
 
-def test_a_node_that_is_gone_while_the_superlink_is_up_is_not_waited_for() -> None:
+def test_an_unavailable_node_without_an_outage_is_dropped() -> None:
     line, sent = Line(2), works(1, 2)
     line.busy = {2}
     error = Error(ErrorCode.NODE_UNAVAILABLE, "gone")
@@ -321,7 +321,7 @@ def test_a_node_that_is_gone_while_the_superlink_is_up_is_not_waited_for() -> No
 # -- when waiting ends -----------------------------------------------------------------------------------
 
 
-def test_a_node_that_is_late_is_left_at_work_and_its_reply_is_counted() -> None:
+def test_a_late_node_keeps_working_and_its_reply_is_counted() -> None:
     line = Line(2)
     line.busy = {2}
     grid, late = PollingGrid(line), "no reply within round-timeout = 0.4 s"
@@ -341,7 +341,7 @@ def test_a_node_that_is_late_is_left_at_work_and_its_reply_is_counted() -> None:
     assert line.worked == {(1, 1): 5, (2, 2): 2}
 
 
-def test_if_all_nodes_are_late_the_next_phase_waits_for_them() -> None:
+def test_the_next_phase_waits_if_all_nodes_are_late() -> None:
     line = Line(1)
     line.busy = {1}
     grid = PollingGrid(line)
@@ -352,7 +352,7 @@ def test_if_all_nodes_are_late_the_next_phase_waits_for_them() -> None:
     assert grid.counts == {"late-replies": 1}
 
 
-def test_a_late_message_that_was_lost_is_not_sent_again_but_its_node_is_free() -> None:
+def test_a_lost_late_message_frees_its_node() -> None:
     line, first = Line(2), works(1, 2)
     line.loses = lambda message: message is first[1]
     grid = PollingGrid(line)
@@ -367,7 +367,7 @@ def test_a_late_message_that_was_lost_is_not_sent_again_but_its_node_is_free() -
     assert line.copies() == []
 
 
-def test_grace_ends_a_training_once_enough_have_answered() -> None:
+def test_grace_ends_training_after_enough_replies() -> None:
     line = Line(4)
     line.busy = {3, 4}
     line.then = {6: lambda: line.busy.discard(3)}
@@ -384,7 +384,7 @@ def test_grace_ends_a_training_once_enough_have_answered() -> None:
 
 
 @pytest.mark.parametrize(("enough", "kind"), [(3, MessageType.TRAIN), (2, MessageType.EVALUATE)])
-def test_grace_begins_only_when_enough_have_trained(enough: int, kind: str) -> None:
+def test_grace_requires_enough_training_replies(enough: int, kind: str) -> None:
     line = Line(3)
     line.busy = {3}
     line.then = {10: line.busy.clear}
@@ -394,7 +394,7 @@ def test_grace_begins_only_when_enough_have_trained(enough: int, kind: str) -> N
     assert outcome(sent, grid.send_and_receive(sent)) == ["", "", ""]
 
 
-def test_automatic_limits_follow_what_answers_have_taken() -> None:
+def test_automatic_limits_follow_past_reply_times() -> None:
     found = Pace(automatic=True)
     assert found.limit("train", 1) == math.inf
     found.note("train", 1, 10.0)
@@ -410,7 +410,7 @@ def test_automatic_limits_follow_what_answers_have_taken() -> None:
     assert Pace().limit("train", 1) == math.inf
 
 
-def test_silence_is_unusual_after_twice_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_threshold_is_twice_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "SILENT_SECONDS", 15.0)
     found = Pace()
     assert found.silence("train") == 15.0
@@ -419,7 +419,7 @@ def test_silence_is_unusual_after_twice_the_median(monkeypatch: pytest.MonkeyPat
     assert found.silence("train") == 40.0
 
 
-def test_a_node_beyond_its_automatic_limit_is_left_out_and_its_own_pace_is_respected(
+def test_automatic_limits_drop_late_nodes_and_adapt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pace, "FLOOR_SECONDS", 0.5)
@@ -442,7 +442,7 @@ def test_a_node_beyond_its_automatic_limit_is_left_out_and_its_own_pace_is_respe
 
 
 @pytest.mark.parametrize("timeout", [None, 0.6])
-def test_time_in_which_no_reply_could_be_taken_counts_against_no_node(
+def test_blocked_polling_does_not_count_towards_timeouts(
     monkeypatch: pytest.MonkeyPatch, timeout: float | None
 ) -> None:
     """As when a part of one reply is missing: it is waited for before any other reply is looked for."""
@@ -466,7 +466,7 @@ def test_time_in_which_no_reply_could_be_taken_counts_against_no_node(
     assert line.copies() == [1]
 
 
-def test_it_is_told_whom_a_phase_waits_for() -> None:
+def test_a_phase_reports_the_nodes_it_waits_for() -> None:
     line, sent, waits = Line(2), works(1, 2), list[Wait]()
     line.busy = {2}
     line.then = {5: line.busy.clear}

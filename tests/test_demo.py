@@ -32,7 +32,7 @@ def patients(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return files
 
 
-def test_the_policy_has_the_rules_and_meanings_that_posy_policy_new_writes() -> None:
+def test_the_policy_matches_posy_policy_new() -> None:
     changed = {"columns", "label", "max-local-epochs", "max-rounds", "min-clients", "secure-aggregation", "scores"}
     lines = {"demo": POLICY.read_text(encoding="utf-8").splitlines(), "new": default_text().splitlines()}
     demo, new = ([re.sub(r"^([a-z-]+): .*", r"\1", line) for line in lines[name]] for name in ("demo", "new"))
@@ -44,7 +44,7 @@ def test_the_policy_has_the_rules_and_meanings_that_posy_policy_new_writes() -> 
     assert different == changed
 
 
-def test_the_policy_accepts_the_run_and_refuses_it_without_masks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_policy_requires_secure_aggregation(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["policy", "check", str(POLICY), f"experiment={DOCKER / 'run.yaml'}"]
     assert main(words) == 0
     assert "accepted" in capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_the_policy_accepts_the_run_and_refuses_it_without_masks(capsys: pytest.
     assert re.search(r"secure-aggregation +secure-aggregation = false", capsys.readouterr().out)
 
 
-def test_each_patient_is_at_one_hospital_and_each_hospital_can_take_part(patients: list[Path]) -> None:
+def test_patients_are_divided_into_valid_sites(patients: list[Path]) -> None:
     numbers: list[int] = []
     malignant = []
     for file in patients:
@@ -68,7 +68,7 @@ def test_each_patient_is_at_one_hospital_and_each_hospital_can_take_part(patient
     assert malignant == sorted(malignant)
 
 
-def test_each_node_of_the_compose_file_has_data_a_policy_and_signing_keys() -> None:
+def test_compose_nodes_have_data_policy_and_signing_keys() -> None:
     nodes = {name: service for name, service in COMPOSE["services"].items() if name.startswith("node-")}
     assert len(nodes) == HOSPITALS
     for name, service in nodes.items():
@@ -79,6 +79,6 @@ def test_each_node_of_the_compose_file_has_data_a_policy_and_signing_keys() -> N
         assert service["volumes"] == [f"{name}:/data"]
 
 
-def test_the_gpu_file_changes_all_nodes_of_the_compose_file_and_nothing_else() -> None:
+def test_the_gpu_file_changes_exactly_the_nodes() -> None:
     changed = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text(encoding="utf-8"))["services"]
     assert set(changed) == {name for name in COMPOSE["services"] if name.startswith("node-")}

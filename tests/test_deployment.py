@@ -17,12 +17,12 @@ from posy.deploy.node import MAX_POLL_SECONDS, Waits, pause
 from posy.settings import SettingsError
 
 
-def test_a_free_port_is_below_the_ports_of_outgoing_connections() -> None:
+def test_free_ports_are_below_the_outgoing_ports() -> None:
     assert addresses.LISTENING.stop <= 32_768  # Linux draws outgoing ports from 32768 on
     assert all(free_port() in addresses.LISTENING for _ in range(20))
 
 
-def test_a_port_that_is_listened_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -31,7 +31,7 @@ def test_a_port_that_is_listened_on_is_not_free(monkeypatch: pytest.MonkeyPatch)
             free_port()
 
 
-def test_certificates_are_made_once(tmp_path: Path) -> None:
+def test_existing_certificates_are_not_replaced(tmp_path: Path) -> None:
     files = Files(tmp_path / "keys")
     written = make_certificates(files.folder, ["superlink"], ["a"], 30)
     assert {path.name for path in written} == {"ca.key", "ca.pem", "server.key", "server.pem", "a.key", "a.pub"}
@@ -42,7 +42,7 @@ def test_certificates_are_made_once(tmp_path: Path) -> None:
     assert {name: (files.folder / name).read_bytes() for name in before} == before
 
 
-def test_half_a_pair_is_refused(tmp_path: Path) -> None:
+def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
     make_certificates(tmp_path, [], ["a"], 30)
     (tmp_path / "server.key").unlink()
     with pytest.raises(SettingsError, match=r"server\.pem exists without its other half"):
@@ -54,7 +54,7 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
         make_certificates(tmp_path, [], ["../a"], 30)
 
 
-def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path) -> None:
+def test_other_hosts_and_invalid_files_are_refused(tmp_path: Path) -> None:
     for host in ("", "a b", "ä.example", "server:9092"):
         with pytest.raises(
             SettingsError, match=r"--host .*: it must be an IP address or a name such as server\.example\.org"
@@ -74,7 +74,7 @@ def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path
         make_certificates(tmp_path, [], [], 1)
 
 
-def test_a_site_makes_its_keys_and_no_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_creates_keys_without_an_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site, server = tmp_path / "site", tmp_path / "server"
     assert main(["certificates", str(site), "va"]) == 0
     assert sorted(path.name for path in site.iterdir()) == ["va.key", "va.pub"]
@@ -112,7 +112,7 @@ def test_node_config_is_passed_to_flower(words: list[str], expected: str) -> Non
     ]
 
 
-def test_node_config_must_be_key_and_value() -> None:
+def test_node_config_must_have_the_form_key_value() -> None:
     with pytest.raises(SettingsError, match="'partition-id': node config has the form key=value"):
         node_config(["partition-id"])
 
@@ -132,7 +132,7 @@ def test_node_config_must_be_key_and_value() -> None:
         ("state-dir=/srv/{name}", r"\{name\} is the name of a node's key, and no --key of `posy supernode` names this"),
     ],
 )
-def test_a_node_refuses_a_word_that_it_does_not_read(
+def test_invalid_node_config_is_refused(
     word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SettingsError, match=message):
@@ -156,7 +156,7 @@ def test_a_single_key_names_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert config == 'data="/srv/site-a" state-dir="/state/site-a"'
 
 
-def test_the_page_names_every_word_of_a_node() -> None:
+def test_the_federation_page_lists_every_node_config_key() -> None:
     page = (Path(__file__).parents[1] / "docs/federation.md").read_text(encoding="utf-8")
     rows = [
         line.split("|")[1] for line in page.partition("| node config |")[2].splitlines()[2:] if line.startswith("| `")
@@ -181,7 +181,7 @@ def test_nodes_of_one_command_divide_the_partitions() -> None:
             node_configs(words, names)
 
 
-def test_a_node_polls_seldom_until_the_expected_time_of_messages() -> None:
+def test_polling_is_rare_until_a_message_is_expected() -> None:
     def polls(gap: float, expected: float) -> tuple[int, float]:
         """Return the number of requests until a message arrives after ``gap`` seconds, and the delay."""
         waited, count = 0.0, 0
@@ -199,7 +199,7 @@ def test_a_node_polls_seldom_until_the_expected_time_of_messages() -> None:
     assert polls(3600, 10)[0] < 3600 / 2.9 + 60
 
 
-def test_a_node_learns_when_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_adapts_to_message_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slept = [0.0], []
 
     def sleep(seconds: float) -> None:

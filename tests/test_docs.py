@@ -24,7 +24,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
 
 
-def test_the_readme_is_one_screen() -> None:
+def test_the_readme_is_short() -> None:
     lines = README.splitlines()
     assert len(lines) <= 150
     assert max(len(line) for line in lines if not line.startswith(("|", "```"))) <= 120
@@ -75,7 +75,7 @@ def test_the_example_of_a_data_set_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_file_and_setting_that_a_page_names_exists(page: Path) -> None:
+def test_links_files_and_settings_on_pages_exist(page: Path) -> None:
     from posy.strategies.registry import defaults
 
     text = page.read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def test_every_link_file_and_setting_that_a_page_names_exists(page: Path) -> Non
     assert "@@" not in text
 
 
-def test_every_method_has_an_idea_in_the_table_of_methods() -> None:
+def test_every_method_has_a_summary() -> None:
     """A name may hold a full stop, as in `pFedMe (T. Dinh et al., 2020)`."""
     specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert specification is not None and specification.loader is not None
@@ -109,7 +109,7 @@ def test_every_method_has_an_idea_in_the_table_of_methods() -> None:
     ]  # fmt: skip
 
 
-def test_the_privacy_page_says_what_every_method_reveals() -> None:
+def test_the_privacy_page_lists_every_method() -> None:
     from posy.strategies.methods import METHODS
 
     text = (ROOT / "docs/privacy.md").read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def test_the_privacy_page_says_what_every_method_reveals() -> None:
     assert sorted(listed) == sorted(METHODS)
 
 
-def test_the_privacy_page_says_which_methods_support_noise() -> None:
+def test_the_privacy_page_lists_methods_that_support_noise() -> None:
     from posy.strategies.arrays import ALLOWED
     from posy.strategies.methods import METHODS, settings_class
 
@@ -131,7 +131,7 @@ def test_the_privacy_page_says_which_methods_support_noise() -> None:
 
 
 @pytest.mark.parametrize("file", ["stacking.txt", "stacking-cuda.txt"])
-def test_the_difference_of_stacked_models_was_measured_for_all_methods(file: str) -> None:
+def test_stacking_results_cover_all_methods(file: str) -> None:
     from posy.strategies.methods import METHODS
 
     rows = (ROOT / "benchmarks/results" / file).read_text(encoding="utf-8").splitlines()[1:]

@@ -103,7 +103,7 @@ def fleet(tmp_path: Path) -> Iterator[tuple[Fleet, Files]]:
 # -- renewed certificates and keys -----------------------------------------------------------------------
 
 
-def test_a_renewed_server_certificate_is_for_the_same_hosts_and_the_old_one_is_kept(tmp_path: Path) -> None:
+def test_renewal_preserves_the_hosts_and_the_old_certificate(tmp_path: Path) -> None:
     files = made(tmp_path)
     before = {path: path.read_bytes() for path in (files.server, files.server_key, files.ca, files.ca_key)}
     assert renew(tmp_path, ["new.example"], [], 30) == [files.server_key, files.server]
@@ -120,7 +120,7 @@ def test_a_renewed_server_certificate_is_for_the_same_hosts_and_the_old_one_is_k
     assert not [*tmp_path.glob(".*.part")]
 
 
-def test_a_node_renews_its_key_where_there_is_no_authority(tmp_path: Path) -> None:
+def test_a_node_renews_its_key_without_the_authority(tmp_path: Path) -> None:
     files = made(tmp_path, "site-a")
     for path in (files.ca_key, files.server, files.server_key):
         path.unlink()
@@ -134,7 +134,7 @@ def test_a_node_renews_its_key_where_there_is_no_authority(tmp_path: Path) -> No
         renew(tmp_path, [], [], 1)
 
 
-def test_an_authority_is_renewed_while_old_and_new_certificates_are_trusted(tmp_path: Path) -> None:
+def test_a_renewed_authority_trusts_old_and_new_certificates(tmp_path: Path) -> None:
     files = made(tmp_path / "server")
     old_ca = tmp_path / "old.pem"
     shutil.copy(files.ca, old_ca)
@@ -155,7 +155,7 @@ def test_an_authority_is_renewed_while_old_and_new_certificates_are_trusted(tmp_
 # -- what is wrong ---------------------------------------------------------------------------------------
 
 
-def test_expired_and_nearly_expired_certificates(tmp_path: Path) -> None:
+def test_expired_and_expiring_certificates_are_reported(tmp_path: Path) -> None:
     soon = wrong(doctor.check_certificates(made(tmp_path / "soon", days=10).folder))
     assert [found.level for found in soon] == ["warning", "warning"]
     assert all("expires in 9 days" in found.text for found in soon)
@@ -166,7 +166,7 @@ def test_expired_and_nearly_expired_certificates(tmp_path: Path) -> None:
     assert "--renew`" in over[1].text
 
 
-def test_a_certificate_that_is_valid_later_points_to_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_not_yet_valid_certificate_points_to_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = made(tmp_path)
     past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
     monkeypatch.setattr(doctor, "_now", lambda: past)
@@ -175,7 +175,7 @@ def test_a_certificate_that_is_valid_later_points_to_the_clock(tmp_path: Path, m
     assert len(found) == 2
 
 
-def test_modes_and_pairs_and_another_authority(tmp_path: Path) -> None:
+def test_file_modes_key_pairs_and_authority_are_checked(tmp_path: Path) -> None:
     files = made(tmp_path / "a", "site-a", "site-b")
     other = made(tmp_path / "b", "site-a")
     assert not wrong(doctor.check_certificates(files.folder))
@@ -199,7 +199,7 @@ def test_modes_and_pairs_and_another_authority(tmp_path: Path) -> None:
     assert any("site-b.key is not a private key in the format of `posy certificates`" in text for text in texts)
 
 
-def test_the_way_to_a_superlink(fleet: tuple[Fleet, Files], tmp_path: Path) -> None:
+def test_check_reach_reports_trust_and_availability(fleet: tuple[Fleet, Files], tmp_path: Path) -> None:
     started, files = fleet
     [ok] = doctor.check_reach("it", started.address, files.ca, files.server)
     assert ok.level == "ok"
@@ -216,7 +216,7 @@ def test_the_way_to_a_superlink(fleet: tuple[Fleet, Files], tmp_path: Path) -> N
     assert "does not use" in stale.text
 
 
-def test_a_key_is_registered_or_not_and_nothing_comes_of_asking(fleet: tuple[Fleet, Files]) -> None:
+def test_check_admission_reports_registration_without_side_effects(fleet: tuple[Fleet, Files]) -> None:
     started, files = fleet
     before = [str(node) for node in started.state.get_node_info()]
     known = [*doctor.check_admission(started.address, files.ca, files.node_key("site-a"))]
@@ -238,7 +238,7 @@ def test_a_key_is_registered_or_not_and_nothing_comes_of_asking(fleet: tuple[Fle
         (-400, "error", "more than 305 s behind"),
     ],
 )
-def test_the_clock_of_a_site(
+def test_clock_errors_of_a_site_are_reported(
     seconds: float, level: str, text: str, fleet: tuple[Fleet, Files], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, files = fleet
@@ -248,7 +248,7 @@ def test_the_clock_of_a_site(
     assert (found.level, text in found.text) == (level, True), found
 
 
-def test_versions_and_clocks_of_nodes() -> None:
+def test_different_versions_and_clocks_are_reported() -> None:
     nodes = [NodeInfo(node_id=number, name=name, status="online") for number, name in enumerate("abcd", start=1)]
     same = {name: str(version) for name, version in versions().items()}
     told = {
@@ -268,7 +268,7 @@ def test_versions_and_clocks_of_nodes() -> None:
     ]
 
 
-def test_keys_of_the_folder_and_of_the_superlink(tmp_path: Path) -> None:
+def test_unregistered_and_unknown_keys_are_reported(tmp_path: Path) -> None:
     files = made(tmp_path, "site-a", "site-b")
     nodes = [
         NodeInfo(name="site-a", public_key=public_pem(files.node_public("site-a")), status="registered"),
@@ -286,14 +286,16 @@ def test_keys_of_the_folder_and_of_the_superlink(tmp_path: Path) -> None:
     ("total", "free", "level"),
     [(1 << 40, 1 << 39, "ok"), (1 << 40, 1 << 35, "warning"), (1 << 31, 1 << 30, "ok"), (1 << 31, 1 << 29, "warning")],
 )
-def test_a_full_disk(total: int, free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_disk_space_is_reported(
+    total: int, free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(total, total - free, free))
     place, temporary = doctor.check_disk([("the state", tmp_path / "not/yet/there")])
     assert place.level == temporary.level == level
     assert f"free disk for the state ({tmp_path / 'not/yet/there'}): " in place.text
 
 
-def test_data_of_a_site(tmp_path: Path) -> None:
+def test_unreadable_data_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for name, level in (("empty", "error"), ("none", "error"), ("file", "ok"), ("", "ok")):
@@ -301,7 +303,7 @@ def test_data_of_a_site(tmp_path: Path) -> None:
         assert found.level == level, found
 
 
-def test_a_whole_check_of_a_site(
+def test_a_site_check_fails_on_unreadable_data(
     fleet: tuple[Fleet, Files], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started, files = fleet
@@ -315,7 +317,7 @@ def test_a_whole_check_of_a_site(
     assert doctor.show(doctor.of_site(reached, files.node_key("site-a"), {})) == 0
 
 
-def test_a_server_whose_superlink_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_superlink_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(tmp_path / "certificates", "site-a")
     words = ["doctor", "--certificates", str(tmp_path / "certificates"), "--state", str(tmp_path / "superlink")]
     assert cli.main([*words, "--superlink", f"127.0.0.1:{free_port()}", "--fleet", f"127.0.0.1:{free_port()}"]) == 1
@@ -333,7 +335,7 @@ def test_a_server_whose_superlink_is_down(tmp_path: Path, capsys: pytest.Capture
 # -- backups ---------------------------------------------------------------------------------------------
 
 
-def test_a_backup_holds_the_registered_keys_while_the_database_is_open(tmp_path: Path) -> None:
+def test_a_backup_of_an_open_database_restores_registered_keys(tmp_path: Path) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
     files = made(tmp_path / "certificates", "site-a", "site-b", "site-c")
     with pytest.raises(SettingsError, match=r"it contains no state\.db; a SuperLink with --volatile writes none"):
@@ -367,7 +369,7 @@ def reopened(state: Path) -> Any:
     return LinkStateFactory(str(state / "state.db"), NoOpFederationManager(), ObjectStoreFactory()).state()
 
 
-def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
+def test_invalid_backups_are_refused(tmp_path: Path) -> None:
     state = tmp_path / "superlink"
     state.mkdir()
     (state / "state.db").write_text("mine")
@@ -386,7 +388,7 @@ def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
     assert not (tmp_path / "backup").exists()
 
 
-def test_a_damaged_state_is_replaced(tmp_path: Path) -> None:
+def test_restore_replaces_a_damaged_state(tmp_path: Path) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
     state.mkdir()
     link = reopened(state)
@@ -402,7 +404,7 @@ def test_a_damaged_state_is_replaced(tmp_path: Path) -> None:
 # -- status ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_node_does_and_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_describes_node_activity_and_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1000.0)
     runs = [Run("1", {"run-name": "mine"}, "running", "", 0.0, ""), Run("2", {}, "completed", "", 0.0, "")]
     told = {

@@ -54,7 +54,7 @@ def assert_same(found, expected):
 
 @every_method
 @pytest.mark.parametrize("model", ["mlp", "linear"])
-def test_side_by_side_is_one_after_the_other(make_config, federate, method, model):
+def test_stacked_training_matches_sequential_training(make_config, federate, method, model):
     alone = ("fedrep", "fedper", "fedbabu", "fednh", "pfedfda", "confree", "fedpac", "fedas")
     if method in alone and model == "linear":
         pytest.skip("a single layer leaves nothing to share, or to train")
@@ -81,7 +81,7 @@ WIDE = {"model": "cnn-3fc-wide", "augment": "crop-flip"}
         *((method, WIDE) for method in ("fedavg", "feddrm", "fedcp", "moon", "per-fedavg", "ppfe")),
     ],
 )
-def test_convolutions_side_by_side(make_config, federate, method, more):
+def test_stacked_convolutions_match_sequential_training(make_config, federate, method, more):
     rng = np.random.default_rng(0)
     y = np.arange(36) % 3
     x = (rng.integers(0, 200, (36, 28, 28, 1)) + 20 * y[:, None, None, None]).astype(np.uint8)
@@ -95,7 +95,7 @@ def test_convolutions_side_by_side(make_config, federate, method, more):
 OWN = {"fedfew_batches": "own", "fedfew_initialisation": "same", "batch_size": 4, "local_epochs": 2}
 
 
-def test_models_with_batches_of_their_own_side_by_side(make_config, federate):
+def test_stacked_models_with_separate_batches_match_sequential_training(make_config, federate):
     """Also where images are augmented: by random numbers of each model's own."""
     rng = np.random.default_rng(0)
     y = np.arange(36) % 3
@@ -110,7 +110,7 @@ def test_models_with_batches_of_their_own_side_by_side(make_config, federate):
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_models_with_batches_of_their_own_are_trained_alike_everywhere(make_config, federate, where, stack):
+def test_models_with_separate_batches_match_across_processes(make_config, federate, where, stack):
     results = {}
     for place in ("one after the other", "processes"):
         where(place)
@@ -136,7 +136,7 @@ def where(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "more"), [("ditto", {}), ("ppfe", {}), ("ppfe", {"ppfe_reduction": "svd-fedavg"}), ("fedfew", {})]
 )
-def test_clients_are_trained_alike_everywhere(make_config, federate, where, monkeypatch, tmp_path, method, more):
+def test_clients_match_across_threads_and_processes(make_config, federate, where, monkeypatch, tmp_path, method, more):
     """Bit for bit: a client's arithmetic does not depend on who else is trained, on the thread, or on the process."""
     results, train = {}, Trainer.train_together
     for place in PLACES:
@@ -159,7 +159,7 @@ def test_clients_are_trained_alike_everywhere(make_config, federate, where, monk
             np.testing.assert_array_equal(results[place][name], array, err_msg=f"{place}: {name}")
 
 
-def test_once_a_gpu_was_used_no_process_is_forked(make_config, federate, where, monkeypatch):
+def test_no_process_is_forked_after_gpu_use(make_config, federate, where, monkeypatch):
     """Autograd's threads for GPUs would not be there, and PyTorch refuses to differentiate without them."""
     where("processes")
     monkeypatch.setattr(Workers, "run", lambda *arguments: pytest.fail("a process is forked"))
@@ -170,7 +170,7 @@ def test_once_a_gpu_was_used_no_process_is_forked(make_config, federate, where, 
 @pytest.mark.parametrize(
     ("available", "criterion", "forks"), [(False, True, True), (True, False, True), (True, True, False)]
 )
-def test_a_loss_of_ones_own_is_tried_before_the_fork(make_config, monkeypatch, available, criterion, forks):
+def test_a_custom_loss_prevents_forking_with_a_gpu(make_config, monkeypatch, available, criterion, forks):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(Workspace, "criterion", torch.nn.functional.cross_entropy if criterion else None)
     assert Workspace(read_settings(make_config("fedavg"))).forks is forks
@@ -184,7 +184,7 @@ def test_processes_end_with_the_run(make_config, where):
     assert set(multiprocessing.active_children()) <= before  # those of earlier tests may end, too
 
 
-def test_a_process_that_dies_costs_its_client_the_round(make_config, federate, where, monkeypatch):
+def test_a_killed_process_drops_its_client_for_the_round(make_config, federate, where, monkeypatch):
     where("processes")
     begin = LocalRun.__init__
 
@@ -201,7 +201,7 @@ def test_a_process_that_dies_costs_its_client_the_round(make_config, federate, w
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_a_client_that_raises_is_left_out_and_the_others_are_not(make_config, federate, monkeypatch, stack):
+def test_only_the_diverged_client_is_dropped(make_config, federate, monkeypatch, stack):
     """Client 2 diverges at its first step: of the others nothing changes."""
 
     begin = LocalRun.__init__
@@ -228,7 +228,7 @@ def unknown_weight(net, batch, context):
     [Train(torch.zeros(0), unknown_weight), Train(torch.zeros(0), rates={"no-such-layer": 0.5}), "no request"],
     ids=["objective", "rates", "request"],
 )
-def test_a_faulty_request_is_a_mistake_in_the_method(make_config, federate, monkeypatch, stack, fault):
+def test_a_faulty_request_raises_with_client_and_round(make_config, federate, monkeypatch, stack, fault):
     plain = PersonalClient.work
 
     def work(self, start):
@@ -264,7 +264,7 @@ def test_only_the_store_keeps_states_in_memory(make_config, federate, monkeypatc
     assert max(alive) <= 2  # of the two that are in hand
 
 
-def test_memory_that_pytorch_holds_unused_is_free_to_it(monkeypatch):
+def test_unused_reserved_gpu_memory_counts_as_free(monkeypatch):
     """After a round that has filled the device, the next one must not go on in smaller pieces."""
     total, used = 80 << 30, 1 << 30
     trainer = Trainer(TrainSettings(), torch.device("cpu"))
@@ -302,7 +302,7 @@ def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate,
 
 
 @pytest.mark.parametrize("method", ["ditto", "ppfe", "fedfew", "feddrm"])
-def test_stacks_are_trained_alike_everywhere(make_config, federate, where, monkeypatch, tmp_path, method):
+def test_stacks_match_across_processes(make_config, federate, where, monkeypatch, tmp_path, method):
     """Bit for bit: how many cores there are does not decide who is stacked with whom."""
     results, sizes, train = {}, {}, Trainer.train_together
     for place in ("one after the other", "processes"):
@@ -324,7 +324,7 @@ def test_stacks_are_trained_alike_everywhere(make_config, federate, where, monke
         np.testing.assert_array_equal(results["processes"][name], array, err_msg=name)
 
 
-def test_groups_are_few_and_of_about_one_size():
+def test_groups_are_few_and_of_similar_size():
     assert evenly(range(7), 3) == [range(1), range(1, 3), range(3, 5), range(5, 7)]
     assert evenly(range(4), 4) == [range(4)]
     assert evenly(range(4), 1) == [range(i, i + 1) for i in range(4)]
@@ -385,7 +385,7 @@ def test_an_interrupt_while_clients_are_submitted_ends_their_training(make_confi
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_does_not_outlive_its_run(make_config, federate, monkeypatch, where, place):
+def test_an_interrupt_does_not_affect_the_next_run(make_config, federate, monkeypatch, where, place):
     """A second Ctrl-C ends the wait for the threads: the next run of the process must train all the same."""
     where(place)
     made = Engine.__init__
@@ -399,7 +399,7 @@ def test_an_interrupt_does_not_outlive_its_run(make_config, federate, monkeypatc
     assert all(not record.dropped for record in finished.records)
 
 
-def test_what_all_receive_is_one_tensor(make_config):
+def test_each_received_array_is_one_shared_tensor(make_config):
     workspace = Workspace(read_settings(make_config("fedavg")))
     first, second = np.ones(3, np.float32), np.ones(3, np.float32)
     assert workspace.tensor(first) is workspace.tensor(first)
@@ -413,7 +413,7 @@ def test_what_all_receive_is_one_tensor(make_config):
 
 @every_method
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_clients_leave_alone_what_they_receive(make_config, federate, method, stack):
+def test_clients_do_not_modify_received_arrays(make_config, federate, method, stack):
     """Arrays pass by reference: what was sent must be the same when all have answered."""
 
     class Guarded(InProcessGrid):

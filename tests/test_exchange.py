@@ -83,7 +83,7 @@ def codes(exchange: Exchange, *numbers: str) -> list[int]:
     return [reply.envelope.error.code for reply in exchange.replies(RUN, numbers)]
 
 
-def test_a_message_and_its_reply_arrive_and_nothing_stays(exchange: Exchange) -> None:
+def test_the_exchange_is_empty_after_delivery(exchange: Exchange) -> None:
     message = packed()
     number = message.tree.object_id
     send(exchange, message)
@@ -116,7 +116,7 @@ def test_a_message_is_delivered_when_all_its_objects_have_arrived(exchange: Exch
     assert exchange.pull(NODE).number == first.tree.object_id  # type: ignore[union-attr]
 
 
-def test_an_object_with_other_content_than_its_id_is_refused(exchange: Exchange) -> None:
+def test_an_object_that_does_not_match_its_id_is_refused(exchange: Exchange) -> None:
     message = packed()
     wanted = send(exchange, message, whole=False)
     assert not exchange.store(RUN, wanted[0], message.objects[wanted[0]] + b"x")
@@ -124,7 +124,7 @@ def test_an_object_with_other_content_than_its_id_is_refused(exchange: Exchange)
     assert exchange.store(RUN, wanted[0], message.objects[wanted[0]])
 
 
-def test_equal_objects_are_sent_once_and_stay_until_the_last_receiver_has_them(exchange: Exchange) -> None:
+def test_equal_objects_are_sent_once_and_stored_for_all_receivers(exchange: Exchange) -> None:
     one, two = packed(node=NODE), packed(node=6)
     shared = one.objects.keys() & two.objects.keys()
     assert shared
@@ -136,7 +136,7 @@ def test_equal_objects_are_sent_once_and_stay_until_the_last_receiver_has_them(e
     assert len(exchange._depot) == 0
 
 
-def test_what_a_receiver_has_not_confirmed_is_delivered_again_but_not_for_ever(exchange: Exchange) -> None:
+def test_unconfirmed_messages_are_redelivered_a_limited_number_of_times(exchange: Exchange) -> None:
     message = packed()
     send(exchange, message)
     times = 0
@@ -150,7 +150,7 @@ def test_what_a_receiver_has_not_confirmed_is_delivered_again_but_not_for_ever(e
         assert len(exchange.replies(RUN, [second.tree.object_id])) == 1
 
 
-def test_a_call_may_be_repeated(exchange: Exchange) -> None:
+def test_repeated_calls_are_idempotent(exchange: Exchange) -> None:
     message = packed()
     wanted = send(exchange, message, whole=False)
     assert send(exchange, message) == wanted
@@ -161,7 +161,7 @@ def test_a_call_may_be_repeated(exchange: Exchange) -> None:
     assert len(exchange.replies(RUN, [message.tree.object_id])) == 1
 
 
-def test_errors_say_why_no_reply_comes(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_explain_missing_replies(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [packed(value=float(i), node=i) for i in range(5, 8)]
     late = packed(value=9.0, ttl=0.05)
     for message in (*messages, late):
@@ -183,7 +183,7 @@ def test_errors_say_why_no_reply_comes(exchange: Exchange, monkeypatch: pytest.M
     assert codes(exchange, messages[2].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
 
 
-def test_a_reply_that_nothing_waits_for_is_dropped(exchange: Exchange) -> None:
+def test_unexpected_replies_are_dropped(exchange: Exchange) -> None:
     message, unknown = packed(), packed(value=2.0)
     send(exchange, message)
     reply = reply_to(message)
@@ -204,7 +204,7 @@ def test_invalid_messages_are_refused(exchange: Exchange) -> None:
     assert exchange._parcels == {}
 
 
-def test_messages_of_an_ended_run_and_incomplete_ones_are_forgotten(
+def test_messages_of_ended_runs_and_incomplete_messages_are_discarded(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, half, whole = packed(run=8), packed(value=2.0), packed(value=3.0, ttl=1e6)
@@ -250,9 +250,7 @@ def test_requests_wait_for_messages_and_replies(exchange: Exchange, monkeypatch:
         timer.join()
 
 
-def test_requests_wait_for_a_limited_time_and_in_limited_number(
-    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_and_number_of_waiting_requests_are_limited(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.5)
     begun = time.monotonic()
     assert exchange.pull(NODE) is None
@@ -359,7 +357,7 @@ def superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Super
     made.server.stop(None)
 
 
-def test_a_message_goes_to_a_node_and_back(superlink: SuperLink) -> None:
+def test_a_message_and_its_reply_pass_through_the_superlink(superlink: SuperLink) -> None:
     message = packed(superlink.node, superlink.run)
     assert superlink.send(message) == 200
     found = superlink.fleet.pull()
@@ -383,7 +381,7 @@ def test_a_message_goes_to_a_node_and_back(superlink: SuperLink) -> None:
     assert superlink.state.num_message_ins() == superlink.state.num_message_res() == 0, "Flower stores none"
 
 
-def test_flower_refuses_a_token_that_is_unknown_or_of_another_run(superlink: SuperLink) -> None:
+def test_tokens_that_are_unknown_or_of_another_run_are_refused(superlink: SuperLink) -> None:
     message = packed(superlink.node, superlink.run)
     assert superlink.send(message, token="stolen") == 401
     _, other = superlink.start_run()
@@ -393,7 +391,7 @@ def test_flower_refuses_a_token_that_is_unknown_or_of_another_run(superlink: Sup
     assert superlink.send(message) == 200
 
 
-def test_an_ended_run_takes_no_messages_and_no_replies(superlink: SuperLink) -> None:
+def test_an_ended_run_accepts_no_messages_or_replies(superlink: SuperLink) -> None:
     answered, waiting = (packed(superlink.node, superlink.run, value=value) for value in (1.0, 2.0))
     superlink.send(answered)
     found = superlink.fleet.pull()
@@ -413,7 +411,7 @@ def test_an_ended_run_takes_no_messages_and_no_replies(superlink: SuperLink) -> 
     assert superlink.exchange._parcels == {}
 
 
-def test_after_a_restart_flower_says_that_messages_are_lost(superlink: SuperLink) -> None:
+def test_messages_are_reported_lost_after_a_restart(superlink: SuperLink) -> None:
     superlink.calls._tokens.clear()
     status, answered = superlink.post("PullMessages", message_ids=["0" * 64])
     assert status == 200
@@ -424,7 +422,7 @@ def test_after_a_restart_flower_says_that_messages_are_lost(superlink: SuperLink
     assert superlink.post("PullObject", object_id=tree.object_id, **about)[1].object_available  # Flower's own object
 
 
-def test_a_missing_object_is_no_part_of_a_message(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pulling_a_missing_object_is_an_error(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
     message = packed(superlink.node, superlink.run)
     superlink.send(message)
     found = superlink.fleet.pull()
@@ -437,7 +435,7 @@ def test_a_missing_object_is_no_part_of_a_message(superlink: SuperLink, monkeypa
     assert superlink.exchange._parcels == {}
 
 
-def test_a_run_goes_on_when_the_last_node_that_called_is_unregistered(superlink: SuperLink) -> None:
+def test_a_run_continues_after_the_last_caller_is_unregistered(superlink: SuperLink) -> None:
     other = superlink.state.create_node("account", "name", b"other key", 30.0)
     superlink.fleet.pull()
     message = packed(other, superlink.run)
@@ -457,7 +455,7 @@ def test_heartbeats_keep_a_node_online(superlink: SuperLink) -> None:
     assert superlink.exchange.nodes.is_offline(superlink.node)
 
 
-def test_no_more_server_apps_start_at_once_than_there_are_cores(
+def test_concurrent_server_app_starts_are_limited_to_the_cores(
     superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front, "cores", lambda: 1)

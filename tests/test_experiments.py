@@ -266,12 +266,12 @@ TOLD: list[tuple[str, str, str | None, Rows]] = [
 """Settings from the papers for some rows of their tables and figures, in a single column or in all (None)."""
 
 
-def test_every_file_is_compared_with_its_paper() -> None:
+def test_every_experiment_file_is_tested() -> None:
     assert {path.stem for path in FILES} == NUMBERS.keys()
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_experiment_holds_the_papers_numbers(name: str) -> None:
+def test_experiments_match_the_papers_numbers(name: str) -> None:
     method, dataset = name.split("-")[:2]
     named = read_settings({"experiment": name}).as_config()
     submitted = read_settings(with_experiment({"experiment": name}, "a test")).as_config()
@@ -285,7 +285,7 @@ def test_experiment_holds_the_papers_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize(("paper", "name"), dict.fromkeys((paper, name) for paper, name, _, _ in TOLD))
-def test_the_rows_of_a_table_have_the_papers_settings(paper: str, name: str) -> None:
+def test_table_rows_match_the_papers_settings(paper: str, name: str) -> None:
     source = item(paper, name)
     plan = replace(source, content={**source.content, "seeds": [0]}).plan("full", folder=Path("nowhere"))
     actual = {(cell.variant, cell.row): read_settings(cell.config).as_config() for cell in plan.cells}
@@ -305,7 +305,7 @@ def test_comment_names_paper_table_and_choices(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.startswith("ppfe")])
-def test_stages_fit_the_network(name: str) -> None:
+def test_ppfe_stages_fit_the_network(name: str) -> None:
     classes = {"cifar100": 100, "emnist": 26, "sent140": 2}.get(name.split("-")[1], 10)
     shape = (1, 28, 28) if "emnist" in name else (3, 32, 32)
     task = Task("image", shape, tuple(map(str, range(classes))))
@@ -319,7 +319,7 @@ def test_stages_fit_the_network(name: str) -> None:
     assert sum(stage.rounds for stage in stages) == settings.run.num_server_rounds
 
 
-def test_a_tuned_table_lies_where_its_name_says_and_names_no_place_of_this_machine() -> None:
+def test_a_tuned_table_has_a_relative_output_path() -> None:
     path = next(path for path in TABLES if path.stem == "tune-digits")
     content = plan_as_yaml(read_plan(path), {("", "fedprox"): {"fedprox-mu": 0.5}}, {})
     assert content["output"] == "benchmarks/results/tune-digits-tuned"
@@ -346,7 +346,7 @@ def test_tables_load(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "samples", "variants"), [("digits", 0, 3), ("mnist", 6000, 3), ("agnews", 4000, 3), ("cifar10", 12000, 1)]
 )
-def test_the_common_tables_have_every_method(name: str, samples: int, variants: int) -> None:
+def test_comparison_tables_contain_every_method(name: str, samples: int, variants: int) -> None:
     plan = read_plan(APP / f"benchmarks/tables/compare-{name}.yaml")
     settings = [read_settings(cell.config) for cell in plan.cells]
     assert {s.run.method for s in settings} == set(METHODS)
@@ -356,7 +356,7 @@ def test_the_common_tables_have_every_method(name: str, samples: int, variants: 
     assert runs == {(name, samples, 20, 0.2)}
 
 
-def test_archived_runs_of_fedfew_fit_the_cells_of_the_comparison() -> None:
+def test_archived_fedfew_runs_fit_the_comparison_cells() -> None:
     """Runs from before the setting took the paper's steps, no longer the default. They still fit the tables' cells."""
     table = next(path for path in TABLES if path.stem == "compare-digits")
     archived = archive.read(table.parents[1] / "results/compare-digits").values()
