@@ -47,7 +47,7 @@ def delta_by_integration(noise_multiplier: float, epsilon: float) -> float:
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(10, 2.3e-5), (20, 1.5e-3), (50, 0.59)])
 def test_classic_noise_misses_delta_and_analytic_noise_meets_it(epsilon: float, delta: float) -> None:
-    """The failures that the security review measured at δ = 1e-5."""
+    """The classic noise exceeds its target δ = 1e-5 for these ε."""
     assert math.exp(log_delta(classic(epsilon), epsilon)) == pytest.approx(delta, rel=0.03)
     multiplier = noise_multiplier_for(epsilon, DELTA)
     assert multiplier > classic(epsilon)
@@ -80,7 +80,7 @@ def test_degenerate_cases() -> None:
     # ε = 0: δ is the total variation distance 2Φ(1/2z) − 1 of the two normal distributions.
     assert math.exp(log_delta(2.0, 0.0)) == pytest.approx(2 * norm.cdf(0.25) - 1, rel=1e-12)
     assert noise_multiplier_for(1e-30, DELTA) == pytest.approx(1 / (2 * norm.ppf(0.5 + DELTA / 2)), rel=1e-9)
-    # δ so small that a subtraction of two floating-point numbers would give 0.
+    # At this δ, the difference of two floating-point numbers would be 0.
     assert log_delta(noise_multiplier_for(1e-3, 1e-40), 1e-3) == pytest.approx(math.log(1e-40), rel=1e-9)
 
 
@@ -94,7 +94,7 @@ def test_repeated_gaussian_mechanisms_equal_one_with_less_noise(rounds: int) -> 
 
 
 def test_composition_costs_less_than_the_sum_of_epsilons() -> None:
-    """T rounds at (ε, δ) each were "at worst T·ε"; the page omitted T·δ."""
+    """T rounds at (ε, δ) cost more than one round, and less than T·ε and T·δ."""
     multiplier = noise_multiplier_for(1.0, DELTA)
     assert 1.0 < spent([Event("local", multiplier, 10)], DELTA) < 10.0
     delta_at_ten = math.exp(log_delta(multiplier / math.sqrt(10), 10.0))
@@ -127,7 +127,7 @@ tutorial of TensorFlow Privacy, 60 epochs in batches of 256 (ε = 3.01)."""
 def test_dp_sgd_epsilon_matches_published_figures(
     sampling: float, multiplier: float, steps: int, published: float
 ) -> None:
-    """The accountant is at most as large: RDP conversion has improved since (Canonne et al., 2020)."""
+    """The ε is at most the published value, because RDP conversion has improved (Canonne et al., 2020)."""
     pytest.importorskip("dp_accounting")
     epsilon = spent([Event("sample", multiplier, steps, sampling)], DELTA)
     assert 0.75 * published < epsilon <= 1.01 * published
@@ -160,8 +160,8 @@ def test_dp_sgd_noise_just_meets_the_budget() -> None:
     for epsilon in (1.0, 8.0):
         multiplier = sampled_noise_multiplier(epsilon, DELTA, 0.05, 400)
         assert 0.99 * epsilon < spent([Event("sample", multiplier, 400, 0.05)], DELTA) <= epsilon
-    whole = sampled_noise_multiplier(1.0, DELTA, 1.0, 25)  # without subsampling: the closed form
-    assert whole == pytest.approx(5 * noise_multiplier_for(1.0, DELTA))
+    full_batch_multiplier = sampled_noise_multiplier(1.0, DELTA, 1.0, 25)  # without subsampling: the closed form
+    assert full_batch_multiplier == pytest.approx(5 * noise_multiplier_for(1.0, DELTA))
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_a_run_fits_only_within_the_remaining_budget() -> None:
     assert fits([], run, 1.0, DELTA)
     assert not fits(run, run, 1.0, DELTA)
     assert not fits([], run, 0.999, DELTA)
-    assert fits(run, run, 1.5, DELTA) and not fits(run * 2, run, 1.5, DELTA)  # √2 and √3 of the privacy loss, or so
+    assert fits(run, run, 1.5, DELTA) and not fits(run * 2, run, 1.5, DELTA)  # about √2 and √3 times the privacy loss
     assert fits(run * 3, [], 10.0, DELTA)
 
 

@@ -1,4 +1,4 @@
-"""Tests of what the C library does with freed memory."""
+"""Client processes reuse freed memory unless the user configures malloc."""
 
 import os
 import platform
@@ -29,26 +29,26 @@ faults(5)
 count = faults(20)
 print(keep_freed_memory(), count)
 """
-"""Each step takes 64 MiB and frees them: more than the largest block that glibc ever keeps by default."""
+"""Each step allocates and frees 64 MiB, more than the largest block that glibc keeps by default."""
 
 
 def faults(choice: str, **environment: str) -> tuple[str, int]:
-    """Return whether a fresh process can keep memory, and how many pages 20 steps touch for the first time there.
+    """Return whether a new process keeps freed memory, and the number of page faults in 20 steps.
 
-    With ``keep`` it is a client's process.
+    With ``keep``, the process creates a client's workspace.
     """
-    known = {name: value for name, value in os.environ.items() if name not in USER_VARIABLES}
+    inherited = {name: value for name, value in os.environ.items() if name not in USER_VARIABLES}
     command = [sys.executable, "-c", PROGRAM, choice]
-    told, count = subprocess.run(
-        command, env=known | environment, capture_output=True, text=True, check=True
+    keeps_memory, count = subprocess.run(
+        command, env=inherited | environment, capture_output=True, text=True, check=True
     ).stdout.split()
-    return told, int(count)
+    return keeps_memory, int(count)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc only")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="requires glibc")
 def test_freed_memory_is_reused_by_the_next_step():
-    told, count = faults("keep")
-    assert told == "True"
+    keeps_memory, count = faults("keep")
+    assert keeps_memory == "True"
     assert 10 * count < faults("leave")[1]
 
 

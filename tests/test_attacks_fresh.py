@@ -1,4 +1,4 @@
-"""Attacks of a submitter or an operator on a site with the default policy. Each test repeats one attack."""
+"""Attacks of a submitter or an operator on a site with the default policy. Docstrings describe the attacks."""
 
 import io
 import json
@@ -42,7 +42,7 @@ Config = dict[str, Any]
 
 
 def values(method: str = "fedavg", **changes: Any) -> Config:
-    """Return the settings in a message of an operator, who need not check them as `posy run` does."""
+    """Return the settings in an operator's message, without the checks of `posy run`."""
     task = {"sample-kind": "features", "input-shape": "3", "classes": "0,1", "feature-mean": "0", "feature-std": "1"}
     config = read_settings({"dataset": "sites", "method": method, "num-clients": 2, "device": "cpu", **task})
     changed = {"input-columns": INPUTS, "model": "linear", **changes}
@@ -51,7 +51,7 @@ def values(method: str = "fedavg", **changes: Any) -> Config:
 
 @pytest.fixture
 def cells() -> np.ndarray:
-    """Return the features of the patients of a site: no cell has the value of another."""
+    """Return the features of the patients of a site. All values differ."""
     return np.random.default_rng(7).normal(50, 20, (ROWS, FEATURES)).round(6)
 
 
@@ -72,7 +72,7 @@ def exchange(grid: NodeGrid, message: Message) -> Message:
 
 
 def ask(grid: NodeGrid, config: Config, **entries: Any) -> Message:
-    """Return the node's answer when it is asked to join a run, or to describe its data."""
+    """Return the node's answer to a request to join a run or to describe its data."""
     record = ConfigRecord({"settings": json.dumps(config), **entries})
     return exchange(grid, Message(RecordDict({"config": record}), dst_node_id=1, message_type="query"))
 
@@ -105,7 +105,7 @@ def arrays_of(reply: Message) -> list[np.ndarray]:
 
 
 def test_policy_rules_apply_without_a_join(tmp_path: Path, cells: np.ndarray) -> None:
-    """The mean of a class with one row was this row, because only the answer to the join checked the classes."""
+    """The mean of a class with one row was this row, because only a join checked the classes."""
     labels = ["9" if i == 5 else str(i % 2) for i in range(ROWS)]
     config = values("fedproto", classes="0,1,9")
     prototypes = np.zeros((3, FEATURES), np.float32), np.zeros(3, np.float32)
@@ -117,7 +117,7 @@ def test_policy_rules_apply_without_a_join(tmp_path: Path, cells: np.ndarray) ->
 
 
 def test_class_errors_do_not_reveal_row_counts(tmp_path: Path, cells: np.ndarray) -> None:
-    """The count of rows with other labels fell by one if the run named the label of one patient."""
+    """An error counted the rows with other labels, which revealed whether a patient had a given label."""
     labels = ["rare" if i == 5 else str(i % 2) for i in range(ROWS)]
     node = site(tmp_path, cells, labels)
     answers = [ask(NodeGrid(node), values(classes=names)).error.reason for names in ("rare,x", "other,x")]
@@ -126,7 +126,7 @@ def test_class_errors_do_not_reveal_row_counts(tmp_path: Path, cells: np.ndarray
 
 @pytest.mark.parametrize("changes", [{"input_columns": "age,bp"}, {"input_columns": "age", "group_column": "bp"}])
 def test_settings_cannot_select_the_label_column(changes: Config, tmp_path: Path, cells: np.ndarray) -> None:
-    """Without a column named label, the last column that the run left was the label: the names of the patients."""
+    """Without a column named label, the last unused column was the label: the names of the patients."""
     lines = [f"Patient A{i},{row[0]},{i % 2},{row[1]}" for i, row in enumerate(cells.tolist())]
     (tmp_path / "site.csv").write_text("\n".join(["name,age,ill,bp", *lines]) + "\n")
     node = {"data": str(tmp_path / "site.csv"), "name": "a", "policy": ""}
@@ -151,7 +151,7 @@ def test_validation_fractions_cannot_isolate_a_few_rows(tmp_path: Path, cells: n
 
 
 def test_range_check_ignores_unused_rows(tmp_path: Path) -> None:
-    """A test set of one row was dropped from the run, but a search over feature-std found its values."""
+    """A run did not use a test set of one row, but a search over feature-std revealed its values."""
     x = np.random.default_rng(7).normal(50, 20, (40, 1))
     limit = float((x.std() * np.sqrt(40) + abs(x.mean())) / np.finfo(np.float32).max)
     for value in (50.0, 5e6):
@@ -235,7 +235,7 @@ def test_losses_are_rounded_and_capped(tmp_path: Path, cells: np.ndarray) -> Non
 
 
 class Recorded(NodeTask):
-    """A task of a node that keeps the context which the worker stores on the node."""
+    """A node's task that records the context that the worker stores on the node."""
 
     def __init__(self, message: Message, context: Context) -> None:
         self.message, self.context = message, context
@@ -252,14 +252,14 @@ class Recorded(NodeTask):
 
 
 class Installed(Apps):
-    """The app that is installed here, for every run."""
+    """The installed app, for every run."""
 
     def load(self, bundle: Bundle, rule: str) -> Any:
         return client_app
 
 
 def test_a_node_remembers_a_run_after_an_error(tmp_path: Path, cells: np.ndarray) -> None:
-    """The node dropped its notes on the run with each error, so an error was an answer that no rule counted."""
+    """The node deleted its record of the run after each error, so no rule counted replies with errors."""
     node = site(tmp_path, cells)
     grid, wrong = NodeGrid(node), model(np.nan)
     context = grid.nodes[1]
@@ -304,7 +304,7 @@ def test_adaptive_clipping_with_masks_is_refused() -> None:
         check_privacy(settings)
 
 
-# -- work and files of a node ----------------------------------------------------------------------------
+# -- resources of a node ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_an_empty_array_with_many_rows_is_refused(tmp_path: Path, cells: np.ndar
 
 
 def test_lock_files_are_private_to_the_node(tmp_path: Path) -> None:
-    """Who may open a file for reading may lock it, and the node then waited for ever."""
+    """A user with read access could lock a file, and the node then waited forever."""
     with exclusive(tmp_path / "state" / "policy-runs.lock"):
         pass
     assert stat.S_IMODE((tmp_path / "state" / "policy-runs.lock").stat().st_mode) == 0o600
@@ -381,7 +381,7 @@ def test_parameters_are_counted_without_building_the_network(kind: str, shape: t
 
 
 def test_a_masked_round_cannot_restart_under_another_name() -> None:
-    """Under the names 0-1 and 1-1 the server had two sums of one round, over different clients."""
+    """With the names 0-1 and 1-1, the server obtained two sums of one round over different clients."""
     context = NodeGrid({"data": "x"}).nodes[1]
     entries = {"client": 0, "server-round": 1, "secure-round": "0-1", "state-keep": []}
     check_once(context, 0, "train", 1, [model()], entries)

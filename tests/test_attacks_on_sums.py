@@ -1,7 +1,7 @@
-"""A server that cheats in secure aggregation: each attack succeeded before the protections, and is refused now.
+"""Attacks of a malicious server on secure aggregation. A test's docstring describes the attack before the protections.
 
-The attacks change messages of a server that otherwise follows the protocol, and collect the replies. They use only
-entries of messages that are in every version, so that they also run on the code before the protections.
+The attacks change the messages of a server that otherwise follows the protocol, and record the replies. They use only
+message entries of all versions, so they also run on code without the protections.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ SIZE = 12
 
 
 class Server(InProcessGrid):
-    """A server that changes messages before they leave, and stores all messages and replies."""
+    """A server that changes messages before it sends them, and records all messages and replies."""
 
     def __init__(self, clients: int, change: Change = lambda message, config: None, configs: Any = ()) -> None:
         super().__init__(clients)
         self.change = change
-        self.seen: list[tuple[Message, Message]] = []
+        self.exchanges: list[tuple[Message, Message]] = []
         for number, config in enumerate(configs, start=1):
             self._contexts[number].node_config.update(config)
 
@@ -47,22 +47,22 @@ class Server(InProcessGrid):
         for message in sent:
             self.change(message, message.content.config_records["config"])
         replies = list(super().send_and_receive(sent, timeout=timeout))
-        self.seen += zip(sent, replies, strict=True)
+        self.exchanges += zip(sent, replies, strict=True)
         return replies
 
     def ask(self, client: int, kind: str, content: RecordDict) -> Message:
-        """Send one client a message of the server's own making."""
+        """Send one client a forged message, and return its reply."""
         [reply] = self.send_and_receive([Message(content, client + 1, kind)])
         return reply
 
     def in_stage(self, stage: str) -> list[tuple[Mapping[str, Any], Message]]:
         """Return the configs and replies of a stage of training."""
-        found = []
-        for message, reply in self.seen:
+        exchanges = []
+        for message, reply in self.exchanges:
             config: Mapping[str, Any] = message.content.config_records["config"]
             if config.get("secure-stage") == stage and "evaluation" not in str(config["secure-round"]):
-                found.append((config, reply))
-        return found
+                exchanges.append((config, reply))
+        return exchanges
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def parts(clients: int) -> tuple[np.ndarray, np.ndarray, list[list[int]], list[l
     return x, y, [list(range(s, s + 6)) for s in starts], [list(range(s + 6, s + 12)) for s in starts]
 
 
-# -- poisoned updates ----------------------------------------------------------------------------------
+# -- poisoned updates --------------------------------------------------------------------------------------
 
 
 def test_updates_beyond_secure_range_are_rejected(
@@ -104,7 +104,7 @@ def test_updates_beyond_secure_range_are_rejected(
     assert "a client has changed a parameter by more than secure-range = 16" in warnings.text
 
 
-# -- evaluation scores ---------------------------------------------------------------------------------
+# -- evaluation scores -------------------------------------------------------------------------------------
 
 
 def test_replies_contain_no_individual_scores(make_config: Any, federate: Federate) -> None:
@@ -119,27 +119,27 @@ def test_replies_contain_no_individual_scores(make_config: Any, federate: Federa
     federate(config | {"secure-aggregation": True, "evaluate-training": True}, grid=grid)
     numbers = {
         key
-        for message, reply in servers[0].seen
+        for message, reply in servers[0].exchanges
         if message.metadata.message_type in (MessageType.TRAIN, MessageType.EVALUATE)
         for record in reply.content.metric_records.values()
         for key in record
     }
     assert numbers == {"num-examples"}
-    evaluations = [r for m, r in servers[0].seen if m.metadata.message_type == MessageType.EVALUATE]
+    evaluations = [r for m, r in servers[0].exchanges if m.metadata.message_type == MessageType.EVALUATE]
     assert {reply.content.metric_records["metrics"]["num-examples"] for reply in evaluations} == {0}
 
 
 def test_unmasked_scores_of_a_constant_model_are_refused(make_config: Any, federate: Federate) -> None:
     """The accuracy of a model that always predicts class 1 is the share of class 1 among the client's test samples."""
-    kept: list[Server] = []
+    servers: list[Server] = []
 
     def constant(message: Message, config: Mapping[str, Any]) -> None:
         if message.metadata.message_type == MessageType.EVALUATE:
             templates.append(message.content)
 
     def grid(clients: int) -> Server:
-        kept.append(Server(clients, constant))
-        return kept[0]
+        servers.append(Server(clients, constant))
+        return servers[0]
 
     templates: list[RecordDict] = []
     config = make_config("fedavg", data=parts(5), model="linear", num_server_rounds=1)
@@ -152,7 +152,7 @@ def test_unmasked_scores_of_a_constant_model_are_refused(make_config: Any, feder
     for names in (("secure-round",), ()):
         config_record = ConfigRecord({k: v for k, v in content.config_records["config"].items() if k not in names})
         request = RecordDict({"arrays": content["arrays"], "config": config_record})
-        reply = kept[0].ask(0, MessageType.EVALUATE, request)
+        reply = servers[0].ask(0, MessageType.EVALUATE, request)
         assert reply.has_error(), reply.content.metric_records["metrics"]
         refusals.append(str(reply.error.reason))
     assert "secure aggregation: the server asks for scores without masks" in refusals[0]
@@ -169,7 +169,7 @@ def test_a_second_model_in_a_round_is_refused(make_config: Any, federate: Federa
         def again(message: Message, config: Mapping[str, Any]) -> None:
             if config.get("secure-stage") == "survivors" and "evaluation" in config["secure-round"] and not refusals:
                 refusals.append("")
-                first = next(m for m, _ in server.seen if m.metadata.message_type == MessageType.EVALUATE)
+                first = next(m for m, _ in server.exchanges if m.metadata.message_type == MessageType.EVALUATE)
                 arrays = ArrayRecord({"model": Array(first.content.array_records["arrays"]["model"].numpy() + 1)})
                 request = RecordDict({"arrays": arrays, "config": first.content["config"]})
                 reply = server.ask(int(first.content.config_records["config"]["client"]), MessageType.EVALUATE, request)
@@ -184,17 +184,17 @@ def test_a_second_model_in_a_round_is_refused(make_config: Any, federate: Federa
     assert done.records[0].sums["served"].samples == 30
 
 
-# -- one client is isolated -----------------------------------------------------------------------------
+# -- one client is isolated --------------------------------------------------------------------------------
 
 
 def revealed_secrets(server: Server) -> tuple[set[int], set[int]]:
-    """Return the clients of which the server can compute the self-mask, and those of which it has the private key."""
+    """Return the clients whose self-mask the server can compute, and the clients whose private key it has."""
     rosters, public, thresholds = {}, {}, {}
     for config, _ in server.in_stage("shares"):
         client = int(config["client"])
         rosters[client], thresholds[client] = list(config["roster"]), int(config["threshold"])
-        place = rosters[client].index(client)
-        public[client] = config["public-keys"][KEY_TEXTS * place]
+        position = rosters[client].index(client)
+        public[client] = config["public-keys"][KEY_TEXTS * position]
     shares: dict[int, dict[int, bytes]] = {client: {} for client in rosters}
     for config, reply in server.in_stage("unmask"):
         if not reply.has_error():
@@ -205,20 +205,20 @@ def revealed_secrets(server: Server) -> tuple[set[int], set[int]]:
     configs = [config for stage in ("survivors", "unmask") for config, _ in server.in_stage(stage)]
     lists = {int(config["client"]): list(config["survivors"]) for config in configs if "survivors" in config}
     masks, keys = set(), set()
-    for client, held in shares.items():
-        of_key = {rosters[client].index(s): share for s, share in held.items() if client not in lists[s]}
+    for client, received in shares.items():
+        key_shares = {rosters[client].index(s): share for s, share in received.items() if client not in lists[s]}
         threshold = thresholds[client]
-        if len(of_key) >= threshold:
-            secret = combined(dict(sorted(of_key.items())[:threshold]), threshold)
+        if len(key_shares) >= threshold:
+            secret = combined(dict(sorted(key_shares.items())[:threshold]), threshold)
             if public_key(private_key(secret)) == public[client]:
                 keys.add(client)
-        if len(held) - len(of_key) >= threshold:
+        if len(received) - len(key_shares) >= threshold:
             masks.add(client)
     return masks, keys
 
 
 def isolating(exclusions: Callable[[int, Sequence[int]], Sequence[int]]) -> Change:
-    """Return a change that takes some clients out of the list of survivors that each client receives."""
+    """Return a change that removes some clients from each client's list of survivors."""
 
     def change(message: Message, config: Mapping[str, Any]) -> None:
         if "survivors" in config and "evaluation" not in str(config["secure-round"]):
@@ -229,24 +229,27 @@ def isolating(exclusions: Callable[[int, Sequence[int]], Sequence[int]]) -> Chan
     return change
 
 
-def excluded_by_place(reach: int, threshold: int) -> dict[int, list[int]]:
-    """Return the neighbours of client 0 that each place of the ring leaves out, so that each is left out often enough.
+def excluded_by_position(reach: int, threshold: int) -> dict[int, list[int]]:
+    """Return the neighbours of client 0 to remove from the list of survivors at each position of the ring.
 
-    A client accepts a list if ``threshold`` of its 2 · reach + 1 neighbours are on it, itself included. The private key
-    of a neighbour of client 0 comes from the shares of ``threshold`` clients whose lists lack it.
+    A client accepts a list with ``threshold`` of its 2 · reach + 1 neighbours, including itself. The private key of a
+    neighbour of client 0 follows from the shares of ``threshold`` clients whose lists lack this neighbour.
     """
-    targets = [place for place in range(-reach, reach + 1) if place]
-    places = [place for place in range(-2 * reach, 2 * reach + 1) if place]  # client 0 itself signs the full list
+    targets = [position for position in range(-reach, reach + 1) if position]
+    # Client 0 itself signs the full list.
+    positions = [position for position in range(-2 * reach, 2 * reach + 1) if position]
     source, sink, first = 0, 1, 2 + len(targets)
-    capacities = np.zeros((first + len(places),) * 2, np.int32)
+    capacities = np.zeros((first + len(positions),) * 2, np.int32)
     capacities[source, 2:first], capacities[first:, sink] = threshold, 2 * reach + 1 - threshold
     for i, target in enumerate(targets):
-        for j, place in enumerate(places):
-            capacities[2 + i, first + j] = place != target and abs(place - target) <= reach
+        for j, position in enumerate(positions):
+            capacities[2 + i, first + j] = position != target and abs(position - target) <= reach
     flow = maximum_flow(csr_matrix(capacities), source, sink)
     assert flow.flow_value == len(targets) * threshold
     chosen = flow.flow.toarray()[2:first, first:] > 0
-    return {place: [target for i, target in enumerate(targets) if chosen[i, j]] for j, place in enumerate(places)}
+    return {
+        position: [target for i, target in enumerate(targets) if chosen[i, j]] for j, position in enumerate(positions)
+    }
 
 
 @pytest.mark.parametrize(("size", "neighbours", "signed"), [(SIZE, 4, False), (SIZE, 4, True), (50, 20, False)])
@@ -257,25 +260,25 @@ def test_a_server_cannot_isolate_a_client_in_a_ring(
     ring: dict[int, int] = {}
     servers: list[Server] = []
     reach = neighbours // 2
-    plan = excluded_by_place(reach, threshold_of(neighbours + 1, 0.6))
+    plan = excluded_by_position(reach, threshold_of(neighbours + 1, 0.6))
 
     def learn_ring() -> None:
-        """Find each client's place in the ring, from the rosters, with client 0 at place 0."""
+        """Compute each client's position in the ring from the rosters, with client 0 at position 0."""
         rosters = {int(c["client"]): set(map(int, c["roster"])) for c, _ in servers[0].in_stage("shares")}
         ring[0] = 0
         # The next client shares all but one of its neighbours with the client before it.
-        before, place = 0, 0
+        previous, position = 0, 0
         while len(ring) < len(rosters):
-            near = [c for c in rosters[before] if c not in ring and len(rosters[c] & rosters[before]) == 2 * reach]
-            before, place = near[0], place + 1
-            ring[before] = place
+            near = [c for c in rosters[previous] if c not in ring and len(rosters[c] & rosters[previous]) == 2 * reach]
+            previous, position = near[0], position + 1
+            ring[previous] = position
 
     def exclusions(client: int, listed: Sequence[int]) -> list[int]:
         if not ring:
             learn_ring()
-        centred = {c: place if place <= size // 2 else place - size for c, place in ring.items()}
-        clients = {place: c for c, place in centred.items()}
-        return [clients[other] for other in plan.get(centred[client], ())]
+        centred = {c: position if position <= size // 2 else position - size for c, position in ring.items()}
+        clients = {position: c for c, position in centred.items()}
+        return [clients[target] for target in plan.get(centred[client], ())]
 
     def grid(clients: int) -> Server:
         servers.append(Server(clients, isolating(exclusions), sites if signed else ()))
@@ -304,7 +307,7 @@ def test_a_server_cannot_isolate_a_client_in_a_ring(
 
 
 def test_an_equivalent_public_key_does_not_cancel_masks() -> None:
-    """X25519 ignores the highest bit: client 3 could send client 1's key as another text. Client 2's masks vanished."""
+    """X25519 ignores the highest bit: client 3 sent client 1's key as other bytes, and client 2's masks cancelled."""
     private, other_private = (private_key(bytes([i]) * 16) for i in (1, 2))
     public = public_key(other_private)
     clone = public[:-1] + bytes([public[-1] | 128])
@@ -371,13 +374,13 @@ def test_rounds_below_min_clients_are_refused() -> None:
         shared_round(few, min_clients=5)
 
 
-# -- one client receives another control variate --------------------------------------------------------
+# -- one client receives another control variate -----------------------------------------------------------
 
 
 def test_a_different_control_variate_prevents_unmasking(
     make_config: Any, federate: Federate, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """The masks did not depend on the control variate. An extreme one for client 2 dominated the sum."""
+    """The masks did not depend on the control variate. An extreme value for client 2 dominated the sum."""
 
     def change(message: Message, config: Mapping[str, Any]) -> None:
         if message.metadata.message_type == MessageType.TRAIN and config["client"] == 2:
@@ -409,11 +412,11 @@ def test_a_different_config_entry_prevents_unmasking(
     assert refused if entry == "server-round" else "the masks do not cancel" in warnings.text
 
 
-# -- shares after a lost context or a new worker -------------------------------------------------
+# -- shares after a lost context or a new worker -----------------------------------------------------------
 
 
 class Node:
-    """A node with its worker: the node stores the context only if the worker hands it in."""
+    """A node with its worker. The node stores a context only if the worker returns it."""
 
     def __init__(self, client: int) -> None:
         InProcessGrid(1)  # gives this process the identity that messages need
@@ -459,9 +462,9 @@ class Node:
     signers: tuple[str, ...] = ()
 
     def load(self, bundle: Any, rule: str) -> Callable[[Message, Context], Message]:
-        return self.work
+        return self.handle
 
-    def work(self, message: Message, context: Context) -> Message:
+    def handle(self, message: Message, context: Context) -> Message:
         config: dict[str, Any] = dict(message.content.config_records["config"])
         if message.metadata.message_type == MessageType.QUERY:
             if self._min_clients == 2:
@@ -488,7 +491,7 @@ def shared_round(nodes: Sequence[Node], min_clients: int = 2) -> None:
 
 
 def test_a_lost_context_does_not_reveal_other_shares() -> None:
-    """The worker sent the shares of one list, and the node lost the context. The worker then sent those of another."""
+    """After the node lost the context, the worker sent the shares for a second list of survivors."""
     stage = getattr(secure_aggregation, "SURVIVORS", "unmask")
     nodes = [Node(client) for client in range(4)]
     shared_round(nodes)
@@ -501,7 +504,7 @@ def test_a_lost_context_does_not_reveal_other_shares() -> None:
 
 
 def test_a_restarted_worker_refuses_the_unfinished_round() -> None:
-    """The secrets end with the worker, and are not in the context that the node stores."""
+    """The secrets exist only in the worker's memory, not in the context that the node stores."""
     nodes = [Node(client) for client in range(4)]
     shared_round(nodes)
     assert not [name for name in context_from_proto(nodes[0].stored).state if "secure" in name]

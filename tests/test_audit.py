@@ -1,4 +1,4 @@
-"""The audit log of a node: what it records, which changes of it are noticed, and that it reveals no data."""
+"""The audit log of a node: its events, the detection of changes, and the absence of data."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from posy.folding import folded
 from posy.server_app.in_process import InProcessGrid
 from posy.strategies.registry import read_settings
 
-WHOLE = 6
+EVENTS = 6
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def audit_log(tmp_path: Path) -> AuditLog:
     return AuditLog(tmp_path / "state" / "audit.jsonl")
 
 
-def fill(log: AuditLog, count: int = WHOLE) -> list[bytes]:
+def fill(log: AuditLog, count: int = EVENTS) -> list[bytes]:
     """Append events and return the lines of the log."""
     for i in range(count):
         log.append({"event": "reply", "run": str(i), "time": f"2026-01-0{i % 9 + 1}T00:00:00.000Z"})
@@ -62,7 +62,7 @@ def rewrite(log: AuditLog, lines: list[bytes]) -> Checked:
 
 def test_each_event_stores_the_hash_of_the_previous_event(audit_log: AuditLog) -> None:
     events = [json.loads(line) for line in fill(audit_log)]
-    assert [event["number"] for event in events] == list(range(1, WHOLE + 1))
+    assert [event["number"] for event in events] == list(range(1, EVENTS + 1))
     assert [event["previous"] for event in events] == [START, *(event["hash"] for event in events[:-1])]
     # The hash is the SHA-256 of the other fields as JSON with sorted keys, which other programs can compute.
     import hashlib
@@ -72,7 +72,7 @@ def test_each_event_stores_the_hash_of_the_previous_event(audit_log: AuditLog) -
     assert hashlib.sha256(text.encode()).hexdigest() == events[0]["hash"]
     checked = audit_log.check()
     assert (checked.line, checked.problem, checked.unfinished) == (0, "", False)
-    assert (checked.head, checked.events) == (Head(WHOLE, events[-1]["hash"]), events)
+    assert (checked.head, checked.events) == (Head(EVENTS, events[-1]["hash"]), events)
 
 
 def test_audit_files_are_readable_by_the_owner_only(audit_log: AuditLog) -> None:
@@ -84,7 +84,7 @@ def test_audit_files_are_readable_by_the_owner_only(audit_log: AuditLog) -> None
 
 
 def test_the_log_is_append_only(audit_log: AuditLog) -> None:
-    """On a file that the administrator has made append-only (`chattr +a`), no other way works."""
+    """An append-only file (`chattr +a`) cannot be opened in any other mode."""
     fill(audit_log, 2)
     before = audit_log.path.read_bytes()
     inode = audit_log.path.stat().st_ino
@@ -101,13 +101,13 @@ def test_the_log_is_append_only(audit_log: AuditLog) -> None:
         (lambda lines: lines[1:], 1, "a line before this one was changed, deleted or moved"),
         (lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]], 3, "changed, deleted or moved"),
         (lambda lines: [*lines[:3], lines[2], *lines[3:]], 4, "changed, deleted or moved"),
-        (lambda lines: lines[:-1], WHOLE, f"the log ends after event {WHOLE - 1} of {WHOLE}: events were removed"),
-        (lambda lines: lines[:2], 3, f"the log ends after event 2 of {WHOLE}"),
-        (lambda lines: [], 1, f"the log ends after event 0 of {WHOLE}"),
+        (lambda lines: lines[:-1], EVENTS, f"the log ends after event {EVENTS - 1} of {EVENTS}: events were removed"),
+        (lambda lines: lines[:2], 3, f"the log ends after event 2 of {EVENTS}"),
+        (lambda lines: [], 1, f"the log ends after event 0 of {EVENTS}"),
         (lambda lines: [*lines[:2], b"nonsense\n", *lines[3:]], 3, "this line is not an event"),
         (lambda lines: [*lines[:2], b"[]\n", b'{"number":3}\n', *lines[2:]], 3, "this line is not an event"),
-        (lambda lines: [*lines, b"nonsense\n"], WHOLE + 1, "this line is not an event"),
-        (lambda lines: [*lines[:-1], lines[-1][:-20]], WHOLE, "the log ends after event 5 of 6"),
+        (lambda lines: [*lines, b"nonsense\n"], EVENTS + 1, "this line is not an event"),
+        (lambda lines: [*lines[:-1], lines[-1][:-20]], EVENTS, "the log ends after event 5 of 6"),
     ],
 )
 def test_check_detects_every_change_to_the_log(
@@ -121,9 +121,9 @@ def test_check_detects_every_change_to_the_log(
 def test_a_replaced_log_does_not_match_its_head(audit_log: AuditLog, tmp_path: Path) -> None:
     fill(audit_log)
     other = AuditLog(tmp_path / "other.jsonl")
-    other.append(*[{"event": "reply", "run": "x"}] * (WHOLE + 2))
+    other.append(*[{"event": "reply", "run": "x"}] * (EVENTS + 2))
     checked = rewrite(audit_log, [other.path.read_bytes()])
-    assert checked.problem == f"event {WHOLE} is not the one that the head records: the log was replaced"
+    assert checked.problem == f"event {EVENTS} is not the one that the head records: the log was replaced"
 
 
 def test_a_missing_head_is_reported(audit_log: AuditLog) -> None:
@@ -133,8 +133,8 @@ def test_a_missing_head_is_reported(audit_log: AuditLog) -> None:
     fill(audit_log, 1)  # the next event does not hide it
     checked = audit_log.check()
     assert (checked.line, checked.problem) == (
-        WHOLE + 1,
-        f"events were removed before this line: the log had {WHOLE} of an unknown number of events",
+        EVENTS + 1,
+        f"events were removed before this line: the log had {EVENTS} of an unknown number of events",
     )
 
 
@@ -145,7 +145,7 @@ def test_later_events_do_not_hide_a_truncation(audit_log: AuditLog) -> None:
     checked = audit_log.check()
     assert (checked.line, checked.problem) == (
         5,
-        f"events were removed before this line: the log had 4 of {WHOLE} events",
+        f"events were removed before this line: the log had 4 of {EVENTS} events",
     )
     audit_log.path.unlink()
     fill(audit_log, 2)
@@ -153,7 +153,7 @@ def test_later_events_do_not_hide_a_truncation(audit_log: AuditLog) -> None:
 
 
 def test_an_anchor_detects_a_rewritten_log_and_head(audit_log: AuditLog) -> None:
-    """The chain alone cannot notice this: the docs say so."""
+    """The chain alone cannot detect this."""
     fill(audit_log)
     anchor = audit_log.check().head
     assert contains(audit_log.check(), anchor)
@@ -206,17 +206,17 @@ def test_an_incomplete_line_is_preserved_and_recorded(cut: int, audit_log: Audit
     with audit_log.path.open("ab") as file:
         file.write(partial)
     checked = audit_log.check()
-    assert (checked.line, checked.unfinished, len(checked.events)) == (0, True, WHOLE)
+    assert (checked.line, checked.unfinished, len(checked.events)) == (0, True, EVENTS)
     fill(audit_log, 1)
     checked = audit_log.check()
     assert (checked.line, checked.unfinished) == (0, False)
     assert partial + b"\n" in audit_log.path.read_bytes()
-    kinds = [event["event"] for event in checked.events[WHOLE:]]
+    kinds = [event["event"] for event in checked.events[EVENTS:]]
     if cut == -1:  # only the end of the line was missing
         assert kinds == ["reply", "reply"]
         return
     assert kinds == ["recovered", "reply"]
-    assert checked.events[WHOLE]["bytes"] == len(partial)
+    assert checked.events[EVENTS]["bytes"] == len(partial)
     changed = audit_log.path.read_bytes().replace(partial + b"\n{", b"x" + partial + b"\n{")
     assert rewrite(audit_log, [changed]).problem == "this line is not an event"
 
@@ -227,19 +227,19 @@ def test_a_crash_during_recovery_is_recorded(audit_log: AuditLog) -> None:
         file.write(b'{"event":"re\n{"bytes":12,"eve')
     fill(audit_log, 1)
     checked = audit_log.check()
-    assert (checked.line, [event["event"] for event in checked.events[WHOLE:]]) == (0, ["recovered", "reply"])
+    assert (checked.line, [event["event"] for event in checked.events[EVENTS:]]) == (0, ["recovered", "reply"])
 
 
 def test_the_log_continues_after_a_process_dies_while_writing(audit_log: AuditLog) -> None:
-    """The process dies after a part of the line; its head still records the event before."""
+    """The process dies after it has written part of the line; the head still records the previous event."""
     fill(audit_log, 2)
     program = f"""
 import os
 from pathlib import Path
 from posy.client_app import audit
-whole = os.write
+write = os.write
 def die(file, content):
-    whole(file, content[:30])
+    write(file, content[:30])
     os._exit(9)
 audit.os = type("os", (), {{**vars(os), "write": staticmethod(die)}})
 audit.AuditLog(Path({str(audit_log.path)!r})).append({{"event": "reply", "run": "lost"}})
@@ -261,7 +261,7 @@ def test_the_log_continues_from_an_outdated_head(audit_log: AuditLog) -> None:
     head.write_bytes(before)
     assert audit_log.check().line == 0
     fill(audit_log, 1)
-    assert (audit_log.check().line, audit_log.check().head.count) == (0, WHOLE + 2)
+    assert (audit_log.check().line, audit_log.check().head.count) == (0, EVENTS + 2)
 
 
 def test_a_long_last_line_is_read(audit_log: AuditLog) -> None:
@@ -284,9 +284,9 @@ def message(kind: str = MessageType.TRAIN, **config: Any) -> Message:
     content = RecordDict(
         {"config": ConfigRecord(entries), "arrays": ArrayRecord({"model": Array(np.ones(1000, np.float32))})}
     )
-    made = Message(content, 77, kind)
-    made.metadata.__dict__["_run_id"] = 5
-    return made
+    request = Message(content, 77, kind)
+    request.metadata.__dict__["_run_id"] = 5
+    return request
 
 
 SETTINGS = '{"method":"fedavg","run-name":"trial"}'
@@ -380,8 +380,8 @@ def test_refusals_and_errors_omit_their_text(audit_log: AuditLog) -> None:
     record(audit_log, request_message, node_context, "trusted-entities")
     begin, *events = audit_log.check().events
     assert begin["event"] == "run-begin"
-    shown = [(event["event"], event["decision"], event.get("error")) for event in events]
-    assert shown == [
+    summaries = [(event["event"], event["decision"], event.get("error")) for event in events]
+    assert summaries == [
         ("refusal", "min-rows", "RefusedError"),
         ("error", "failed", "ValueError"),
         ("error", "failed", "code-3"),
@@ -417,7 +417,7 @@ def test_node_config_decides_whether_a_log_is_written(tmp_path: Path, warnings: 
     named = log_of({"partition-id": 0, "audit": str(tmp_path / "x.jsonl")})
     assert site_log is not None and site_log.path == tmp_path / "audit.jsonl"
     assert named is not None and named.path == tmp_path / "x.jsonl"
-    assert log_of({"data": "/srv/a", "state-dir": str(tmp_path)}) is site_log  # it remembers the runs
+    assert log_of({"data": "/srv/a", "state-dir": str(tmp_path)}) is site_log  # the log is cached
     assert log_of({"data": "/srv/a"}) is None
     assert "this node keeps no audit log" in warnings.text
 
@@ -448,8 +448,8 @@ def test_the_client_app_records_replies_and_errors(site: dict[str, Any], tmp_pat
         app(message(MessageType.QUERY, nothing=1), node_context)
     checked = AuditLog(tmp_path / "state" / "audit.jsonl").check()
     assert checked.line == 0
-    shown = [(event["event"], event.get("type"), event.get("error")) for event in checked.events]
-    assert shown == [
+    summaries = [(event["event"], event.get("type"), event.get("error")) for event in checked.events]
+    assert summaries == [
         ("run-begin", None, None),
         ("reply", "query:describe", None),
         ("error", "query:join", "KeyError"),
@@ -483,7 +483,7 @@ def test_simulations_write_no_log(
 
 
 @pytest.fixture
-def filled(audit_log: AuditLog) -> AuditLog:
+def filled_log(audit_log: AuditLog) -> AuditLog:
     """Return a log with one accepted and one refused message of two runs."""
     node_context = context(name="site-a")
     note(node_context, submitter="ada")
@@ -499,39 +499,39 @@ def filled(audit_log: AuditLog) -> AuditLog:
     return audit_log
 
 
-def test_posy_audit_prints_and_filters_events(filled: AuditLog, capsys: pytest.CaptureFixture[str]) -> None:
-    def shown(*words: str, status: int = 0) -> list[str]:
-        assert cli.main(["audit", str(filled.path.parent), *words]) == status
+def test_posy_audit_prints_and_filters_events(filled_log: AuditLog, capsys: pytest.CaptureFixture[str]) -> None:
+    def print_events(*words: str, status: int = 0) -> list[str]:
+        assert cli.main(["audit", str(filled_log.path.parent), *words]) == status
         return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
-    anchor = str(filled.check().head)
-    lines = shown()
+    anchor = str(filled_log.check().head)
+    lines = print_events()
     assert lines[1] == "event time node run submitter message round client sent bytes decision"
     assert [line.split()[0] for line in lines[2:6]] == ["1", "2", "3", "4"]
     assert "site-a run-5 ada train 3 2 arrays (2 arrays), config (client state), metrics (num" in lines[3]
     assert lines[3].endswith("accepted")
     assert lines[5].endswith("min-rows (RefusedError)")
     assert lines[-1] == f"4 events, unbroken; anchor {anchor}"
-    assert len(shown("--run", "run-5")) == len(shown("--run", "5")) == len(lines) - 2
-    assert shown("--since", "2100-01-01") == [lines[-1]]
-    assert len(shown("--since", "2020-01-01T10:00")) == len(lines)
-    node_context = [json.loads(line) for line in shown("--json")]
-    assert [event["event"] for event in node_context] == ["run-begin", "reply", "run-begin", "refusal"]
-    assert shown("--anchor") == [anchor]
-    assert shown("--contains", anchor) == lines
-    shown("--contains", f"3:{'0' * 64}", status=1)
-    assert cli.main(["audit", str(filled.path)]) == 0  # the file itself
+    assert len(print_events("--run", "run-5")) == len(print_events("--run", "5")) == len(lines) - 2
+    assert print_events("--since", "2100-01-01") == [lines[-1]]
+    assert len(print_events("--since", "2020-01-01T10:00")) == len(lines)
+    events = [json.loads(line) for line in print_events("--json")]
+    assert [event["event"] for event in events] == ["run-begin", "reply", "run-begin", "refusal"]
+    assert print_events("--anchor") == [anchor]
+    assert print_events("--contains", anchor) == lines
+    print_events("--contains", f"3:{'0' * 64}", status=1)
+    assert cli.main(["audit", str(filled_log.path)]) == 0  # the file itself
 
 
-def test_posy_audit_names_the_first_broken_line(filled: AuditLog, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = filled.path.read_bytes().splitlines(keepends=True)
-    filled.path.write_bytes(b"".join([lines[0], lines[1].replace(b'"round":3', b'"round":4'), *lines[2:]]))
-    assert cli.main(["audit", str(filled.path)]) == 1
+def test_posy_audit_names_the_first_broken_line(filled_log: AuditLog, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = filled_log.path.read_bytes().splitlines(keepends=True)
+    filled_log.path.write_bytes(b"".join([lines[0], lines[1].replace(b'"round":3', b'"round":4'), *lines[2:]]))
+    assert cli.main(["audit", str(filled_log.path)]) == 1
     output, error = capsys.readouterr()
-    assert f"posy: {filled.path}, line 2: this line was changed: its hash is wrong" in error
-    assert "the 1 events before this line are intact" in error
+    assert f"posy: {filled_log.path}, line 2: this line was changed: its hash is wrong" in error
+    assert "the 1 events before this line are unbroken" in error
     assert "run-begin" in output
-    assert cli.main(["audit", str(filled.path), "--anchor"]) == 1
+    assert cli.main(["audit", str(filled_log.path), "--anchor"]) == 1
     assert capsys.readouterr().out == ""
 
 
@@ -544,9 +544,9 @@ def test_posy_audit_names_the_first_broken_line(filled: AuditLog, capsys: pytest
     ],
 )
 def test_invalid_arguments_are_explained(
-    words: list[str], message: str, filled: AuditLog, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, filled_log: AuditLog, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(filled.path) if word == "LOG" else word for word in words]
+    words = [str(filled_log.path) if word == "LOG" else word for word in words]
     assert cli.main(["audit", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -578,4 +578,5 @@ def test_errors_outside_the_client_app_are_recorded(tmp_path: Path) -> None:
     assert (failed["event"], failed["error"]) == ("error", "RuntimeError")
     record_error(message(), {"partition-id": 0}, "trusted-entities")  # this node keeps no log
     (tmp_path / "file").write_text("")
-    record_error(message(), {"audit": str(tmp_path / "file" / "a.jsonl")}, "trusted-entities")  # and raises nothing
+    # An unwritable log raises no error here.
+    record_error(message(), {"audit": str(tmp_path / "file" / "a.jsonl")}, "trusted-entities")

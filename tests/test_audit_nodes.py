@@ -49,8 +49,8 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         deployment.__init__(folder, list(NAMES))  # type: ignore[misc]
         for name, option, code in (("warm", "--refuse-foreign-code", "installed"), ("stock", "--stock", "any")):
             (folder / f"{name}.yaml").write_text(f"code: {code}\nmax-local-epochs: 100000\n")
-            places = f"data={folder}/{name}-patients.csv", f"policy={folder}/{name}.yaml", "state-dir=state/{name}"
-            deployment.node(name, option, *places, "name={name}")
+            paths = f"data={folder}/{name}-patients.csv", f"policy={folder}/{name}.yaml", "state-dir=state/{name}"
+            deployment.node(name, option, *paths, "name={name}")
         deployment.until(lambda: deployment.ready("warm"), "warm")
         deployment.until(lambda: "SuperNode ID" in deployment.log("stock"), "stock")
         yield deployment
@@ -75,8 +75,10 @@ def runtime_api(deployment: Deployment, name: str) -> str:
     return str(addresses[-1])
 
 
-def take(address: str, secret: bytes = b"", kind: str = TaskType.CLIENT_APP, certificate: bytes | None = None) -> str:
-    """Ask for a task as ``flower-superexec`` does, and return the token of the task."""
+def acquire_task(
+    address: str, secret: bytes = b"", kind: str = TaskType.CLIENT_APP, certificate: bytes | None = None
+) -> str:
+    """Acquire a task as ``flower-superexec`` does, and return its token."""
     method = "/flwr.proto.Runtime/AcquireTask"
     signing = [SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={method})] if secret else []
     interceptors = [RuntimeVersionHttpInterceptor(component_name="SuperExec"), *signing]
@@ -107,7 +109,7 @@ def test_a_process_without_the_secret_cannot_take_a_task(sites: Deployment) -> N
     address = runtime_api(sites, "stock")
     for secret in (b"", new_secret()):
         with pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"):
-            take(address, secret)
+            acquire_task(address, secret)
 
 
 def test_a_warm_node_listens_on_no_port(sites: Deployment) -> None:
@@ -121,7 +123,7 @@ def test_a_warm_node_listens_on_no_port(sites: Deployment) -> None:
 
 
 def test_logs_contain_every_reply_of_a_run(sites: Deployment) -> None:
-    """Meanwhile no token of an app is on a command line."""
+    """Also check that no app has its token on its command line."""
     assert apps_of(sites, sites.submit("first", *words())) == {"flwr-serverapp", "flwr-clientapp"}
     summary = sites.summary("first")
     assert (summary["status"], summary["dropped"]) == ("completed", {})
@@ -150,7 +152,7 @@ def test_logs_contain_every_reply_of_a_run(sites: Deployment) -> None:
     assert warm["code"] != ""
     assert (warm["run"], warm["settings"] != "") == (stock["run"], True)
     assert warm["submitter"] != ""
-    assert stock["submitter"] == ""  # Flower does not hand it to the ClientApp
+    assert stock["submitter"] == ""  # Flower does not pass it to the ClientApp
 
 
 def test_refused_code_is_logged(sites: Deployment) -> None:
@@ -169,16 +171,18 @@ def test_refused_code_is_logged(sites: Deployment) -> None:
 
 
 def test_a_killed_worker_is_logged(sites: Deployment) -> None:
-    """The worker dies while it trains, for which it needs minutes."""
+    """The worker is killed during a training of several minutes."""
     audit_log = log_at(sites, "warm")
-    before, begun = audit_log.check().head.count if audit_log.path.exists() else 0, trained(sites)
+    before, begun = audit_log.check().head.count if audit_log.path.exists() else 0, count_trainings(sites)
     sites.submit("third", *words(local_epochs=20_000))
-    sites.until(lambda: trained(sites) > begun, "run-third")
+    sites.until(lambda: count_trainings(sites) > begun, "run-third")
     os.kill(sites.worker("warm"), signal.SIGKILL)
-    sites.until(lambda: any(event.get("error") == "WorkerLostError" for event in since(sites, before).events), "warm")
+    sites.until(
+        lambda: any(event.get("error") == "WorkerLostError" for event in check_since(sites, before).events), "warm"
+    )
     sites.processes["run-third"].send_signal(signal.SIGINT)
     sites.ended("run-third")
-    [lost] = [event for event in since(sites, before).events if event.get("error") == "WorkerLostError"]
+    [lost] = [event for event in check_since(sites, before).events if event.get("error") == "WorkerLostError"]
     assert (lost["event"], lost["type"], lost["decision"]) == ("error", "train", "failed")
 
 
@@ -192,23 +196,24 @@ def test_taking_a_pending_server_app_requires_the_secret(sites: Deployment) -> N
     try:
         process = sites.submit("waiting", "method=fedavg", "num-clients=2", "num-server-rounds=1")
         sites.until(lambda: " waiting " in sites.posy("status", *sites.where).stdout, "run-waiting")
-        for wrong in (b"", new_secret()):
+        for wrong_secret in (b"", new_secret()):
             with pytest.raises(httpx.HTTPStatusError, match="401 Unauthorized"):
-                take(sites.control, wrong, TaskType.SERVER_APP, certificate)
-        assert take(sites.control, file.read_bytes(), TaskType.SERVER_APP, certificate)
-        assert not take(sites.control, file.read_bytes(), TaskType.SERVER_APP, certificate)  # it was taken
+                acquire_task(sites.control, wrong_secret, TaskType.SERVER_APP, certificate)
+        assert acquire_task(sites.control, file.read_bytes(), TaskType.SERVER_APP, certificate)
+        # The task is already taken.
+        assert not acquire_task(sites.control, file.read_bytes(), TaskType.SERVER_APP, certificate)
     finally:
         os.kill(executor, signal.SIGCONT)
         process.kill()
         process.wait()
 
 
-def since(sites: Deployment, count: int) -> Checked:
-    """Return the events after the first ``count``."""
+def check_since(sites: Deployment, count: int) -> Checked:
+    """Check the warm node's log, and return only the events after the first ``count``."""
     checked = log_at(sites, "warm").check()
     return Checked(checked.events[count:], checked.head, checked.line, checked.problem)
 
 
-def trained(sites: Deployment) -> int:
+def count_trainings(sites: Deployment) -> int:
     """Return the number of train messages that the warm node has begun to work on."""
     return sites.log("warm").count("working on a train message")

@@ -1,4 +1,4 @@
-"""Baselines: one or two full-batch steps of each, worked by hand, and degenerate cases."""
+"""Baselines: one or two full-batch steps by hand, and degenerate cases."""
 
 import math
 from pathlib import Path
@@ -17,22 +17,19 @@ from posy.strategies.replies import BadReplyError
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
 EVALUATE = {"server-round": 1, "lr": LR, "evaluate-personal": True}
-WHOLE = {"model": "linear", "batch_size": 100}
+FULL_BATCH = {"model": "linear", "batch_size": 100}
 
 
 def start_of(client, seed=0):
     return np.random.default_rng(seed).normal(size=client.layout.size).astype(np.float32)
 
 
-# -- FedAvg --------------------------------------------------------------------------------------------
-
-
 # -- FedAvg with fine-tuning ---------------------------------------------------------------------------
 
 
 def test_fine_tuning_by_hand(make_client, softmax_regression, gradient_of):
-    """Two steps from the served model give the local model. The client sends and stores nothing of it."""
-    client = make_client("fedavg-ft", **WHOLE, fedavg_ft_epochs=2, fedavg_ft_lr=0.3)
+    """Two steps from the served model give the local model, which the client neither sends nor stores."""
+    client = make_client("fedavg-ft", **FULL_BATCH, fedavg_ft_epochs=2, fedavg_ft_lr=0.3)
     start = start_of(client)
     _, _, metrics = client.evaluate([start], EVALUATE)
     middle = start - 0.3 * gradient_of(client, start)
@@ -44,7 +41,7 @@ def test_fine_tuning_by_hand(make_client, softmax_regression, gradient_of):
 
 
 def test_fine_tuning_steps_use_the_rate_of_the_round(make_client, softmax_regression, gradient_of):
-    client = make_client("fedavg-ft", **WHOLE, fedavg_ft_steps=2)
+    client = make_client("fedavg-ft", **FULL_BATCH, fedavg_ft_steps=2)
     start = start_of(client)
     _, _, metrics = client.evaluate([start], {**EVALUATE, "lr": 0.02})
     middle = start - 0.02 * gradient_of(client, start)
@@ -72,7 +69,7 @@ def test_fine_tuning_serves_the_fedavg_model(make_config, federate):
 
 def test_fine_tuning_rounds_by_hand(make_client, gradient_of, softmax_regression):
     """In the last two of four rounds, the client fine-tunes the served, then its local model. It sends nothing."""
-    client = make_client("fedavg-ft", **WHOLE, num_server_rounds=4, fedavg_ft_rounds=2, fedavg_ft_lr=0.3)
+    client = make_client("fedavg-ft", **FULL_BATCH, num_server_rounds=4, fedavg_ft_rounds=2, fedavg_ft_lr=0.3)
     served, other = start_of(client), start_of(client, 1)
     (sent,), _, metrics = client.fit([served], {**CONFIG, "server-round": 2})
     np.testing.assert_allclose(sent, served - LR * gradient_of(client, served), atol=1e-5)
@@ -110,9 +107,11 @@ def test_fine_tuning_rounds_do_not_change_the_server_model(make_config, federate
 
 def test_stacked_fine_tuning_rounds_match_sequential_ones(make_config, federate):
     settings = {"model": "mlp", "momentum": 0.5, "num_server_rounds": 4, "fedavg_ft_rounds": 2}
-    alone, together = (federate(make_config("fedavg-ft", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    sequential, stacked = (federate(make_config("fedavg-ft", stack=stack, **settings)) for stack in ("loop", "vmap"))
     for client in range(4):
-        np.testing.assert_allclose(together.kept(client)["model"], alone.kept(client)["model"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            stacked.kept(client)["model"], sequential.kept(client)["model"], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_fine_tuning_rounds_depend_on_the_number_of_rounds(make_strategy):
@@ -185,7 +184,7 @@ def test_fedrep_combines_the_server_body_with_the_client_head(make_client):
 
 
 def test_ditto_personal_epochs_by_hand(make_client, gradient_of):
-    client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_epochs=2, ditto_start="received")
+    client = make_client("ditto", **FULL_BATCH, ditto_strength=0.7, ditto_epochs=2, ditto_start="received")
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
     np.testing.assert_allclose(sent, start - LR * gradient_of(client, start), atol=1e-5)
@@ -195,7 +194,7 @@ def test_ditto_personal_epochs_by_hand(make_client, gradient_of):
 
 
 def test_ditto_trains_both_models_for_local_steps(make_client, gradient_of):
-    client = make_client("ditto", **WHOLE, local_steps=2, ditto_strength=0.7, ditto_start="received")
+    client = make_client("ditto", **FULL_BATCH, local_steps=2, ditto_strength=0.7, ditto_start="received")
     start = start_of(client)
     (sent,), _, metrics = client.fit([start], CONFIG)
     once = start - LR * gradient_of(client, start)
@@ -211,7 +210,7 @@ def test_ditto_global_model_equals_fedavg(make_config, federate):
 
 
 def test_ditto_scores_its_personal_model_as_local(make_client, softmax_regression):
-    client = make_client("ditto", **WHOLE)
+    client = make_client("ditto", **FULL_BATCH)
     client.stored["model"] = torch.from_numpy(start_of(client))
     _, _, metrics = client.evaluate([start_of(client, 1)], EVALUATE)
     test = client.data.x_test.numpy(), client.data.y_test.numpy()
@@ -248,7 +247,7 @@ def test_small_distances_between_large_models_are_precise():
 
 def test_fedamp_with_norm_distance_by_hand(make_client, gradient_of):
     """The gradient of λ/(2α) ||w - u|| is λ/(2α) times the unit vector from u to w, and zero at w = u."""
-    client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0, fedamp_distance="norm")
+    client = make_client("fedamp", **FULL_BATCH, fedamp_alpha=2.0, fedamp_strength=3.0, fedamp_distance="norm")
     first, second = start_of(client), start_of(client, 1)
     (trained,), _, _ = client.fit([first], CONFIG)
     np.testing.assert_allclose(trained, first - LR * gradient_of(client, first), atol=1e-5)
@@ -259,8 +258,8 @@ def test_fedamp_with_norm_distance_by_hand(make_client, gradient_of):
 
 def test_stacked_fedamp_with_norm_distance_matches_sequential_training(make_config, federate):
     settings = {"model": "mlp", "momentum": 0.5, "fedamp_distance": "norm", "fedamp_alpha": 1.0}
-    alone, together = (federate(make_config("fedamp", stack=stack, **settings)) for stack in ("loop", "vmap"))
-    np.testing.assert_allclose(together.strategy.models, alone.strategy.models, rtol=1e-4, atol=1e-5)
+    sequential, stacked = (federate(make_config("fedamp", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    np.testing.assert_allclose(stacked.strategy.models, sequential.strategy.models, rtol=1e-4, atol=1e-5)
 
 
 # -- IFCA ----------------------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ def test_ifca_with_one_cluster_is_fedavg(make_config, federate):
 
 
 def test_local_continues_from_its_local_model(make_client, gradient_of):
-    client = make_client("local", **WHOLE)
+    client = make_client("local", **FULL_BATCH)
     model = client.initial().numpy()
     for number in (1, 2):
         arrays, _, _ = client.fit([], {**CONFIG, "server-round": number})
@@ -313,10 +312,10 @@ def test_local_clients_share_only_the_initial_model(make_config, federate):
 
 
 def test_error_for_too_many_personal_layers_names_the_setting(tmp_path, monkeypatch, make_strategy):
-    """FedMine of docs/own.md on the mlp, which has three layers."""
+    """Use FedMine of docs/own.md with the mlp, which has three layers."""
     monkeypatch.chdir(tmp_path)
-    own = (Path(__file__).parents[1] / "docs/own.md").read_text(encoding="utf-8")
-    (tmp_path / "mine.py").write_text(own.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/own.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     with pytest.raises(SettingsError) as raised:
         make_strategy("mine:FedMine", model="mlp", fedmine_layers=7)
     assert str(raised.value) == (

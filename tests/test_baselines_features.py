@@ -1,4 +1,4 @@
-"""Baselines with control variates, normalisation, features and prototypes, worked by hand, and degenerate cases."""
+"""Baselines with control variates, normalisation, features and prototypes, by hand, and degenerate cases."""
 
 import numpy as np
 import pytest
@@ -88,13 +88,13 @@ def test_fedbn_shares_all_layers_except_normalisation(model, make_client, make_s
     predictor = client.served_model({"model": torch.zeros(received.size)}, CONFIG)
     views = client.layout.views(predictor.members[0].parameters)
     initial = client.layout.views(client.initial())
-    moved = 0.0
+    change = 0.0
     for entry in client.layout.entries:
         if entry in personal:
-            moved = max(moved, float((views[entry.name] - initial[entry.name]).abs().max()))
+            change = max(change, float((views[entry.name] - initial[entry.name]).abs().max()))
         else:
             assert not views[entry.name].any()
-    assert moved > 1e-3
+    assert change > 1e-3
 
 
 def test_fedbn_without_normalisation_is_fedavg(make_config, federate):
@@ -173,11 +173,11 @@ def test_fedproto_predicts_by_the_nearest_known_prototype(make_client):
     features = torch.randn(50, 64, generator=torch.Generator().manual_seed(2))
     prototypes = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
     for mask in ([1.0, 1.0, 1.0], [1.0, 0.0, 1.0]):
-        shown = torch.tensor(mask)
-        flat = client.served_model({"prototypes": prototypes, "known": shown}, CONFIG).members[0].parameters
+        is_known = torch.tensor(mask)
+        flat = client.served_model({"prototypes": prototypes, "known": is_known}, CONFIG).members[0].parameters
         head = client.layout.views(flat)
         answers = (features @ head["head.weight"].T + head["head.bias"]).argmax(dim=1)
-        distances = torch.cdist(features, prototypes).masked_fill(shown == 0, torch.inf)
+        distances = torch.cdist(features, prototypes).masked_fill(is_known == 0, torch.inf)
         torch.testing.assert_close(answers, distances.argmin(dim=1))
         assert set(answers.tolist()) == {label for label in range(3) if mask[label]}
     # Without prototypes, it predicts with the initial head.
@@ -245,8 +245,8 @@ def test_fedpac_statistics_by_hand():
     variance, products = statistics(torch.from_numpy(features).float(), torch.from_numpy(y), 3)
     np.testing.assert_allclose(products, outer.mean(axis=0), atol=1e-6)
     assert float(variance) == pytest.approx(np.square(outer - outer.mean(axis=0)).sum() / 7 / 7, rel=1e-5)
-    alone, _ = statistics(torch.from_numpy(features[:1]).float(), torch.from_numpy(y[:1]), 3)
-    assert float(alone) == pytest.approx(0, abs=1e-6)
+    single_sample, _ = statistics(torch.from_numpy(features[:1]).float(), torch.from_numpy(y[:1]), 3)
+    assert float(single_sample) == pytest.approx(0, abs=1e-6)
 
 
 def test_fedpac_with_one_client_and_no_alignment_is_fedrep(make_config, federate):

@@ -1,4 +1,4 @@
-"""Baselines that compare models, updates or features as vectors, worked by hand, and degenerate cases."""
+"""Baselines that compare models, updates or features as vectors, by hand, and degenerate cases."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ from posy.strategies.replies import BadReplyError, gram
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
-WHOLE = {"model": "linear", "batch_size": 100}
+FULL_BATCH = {"model": "linear", "batch_size": 100}
 
 
 def start_of(client, seed=0):
@@ -63,8 +63,8 @@ def test_fedmtl_ties_a_new_client_to_the_mean_model(make_strategy, update):
 
 
 def test_fedmtl_learns_relations_from_the_models():
-    right = np.eye(3) * 4.0
-    np.testing.assert_allclose(learnt_relations(right), np.eye(3) / 2, atol=1e-12)
+    orthogonal = np.eye(3) * 4.0
+    np.testing.assert_allclose(learnt_relations(orthogonal), np.eye(3) / 2, atol=1e-12)
     equal = np.full((3, 3), 7.0)
     np.testing.assert_allclose(learnt_relations(equal), np.eye(3) - np.full((3, 3), 1 / 4), atol=1e-12)
     np.testing.assert_allclose(learnt_relations(np.zeros((2, 2))), np.eye(2))
@@ -89,7 +89,7 @@ def test_fedmtl_ties_equal_the_gradient_of_the_regulariser(make_strategy, update
 
 def test_fedmtl_client_by_hand(make_client, gradient_of):
     """The client starts from the common initialisation, not from the served array, and continues with its model."""
-    client = make_client("fedmtl", **WHOLE)
+    client = make_client("fedmtl", **FULL_BATCH)
     model = client.initial().numpy()
     for number, tie in ((1, 0.5), (2, 2.0)):
         mean = start_of(client, number)
@@ -149,7 +149,7 @@ MOVING = [
     ("pfedme", {"pfedme_beta": 4.0}),
     ("pfedme", {"pfedme_beta": 4.0, "robust": "median"}),
 ]
-"""Methods whose servers move the parameters to other values than the mean."""
+"""Methods whose servers set the parameters to other values than the mean."""
 
 
 @pytest.mark.parametrize(("method", "settings"), MOVING)
@@ -161,16 +161,18 @@ def test_running_statistics_are_averaged(make_config, federate, method, settings
     network = f"{Path(__file__).with_name('networks.py')}:normalised"
     replies = []
 
-    def note(strategy):
-        usual = strategy.aggregate
+    def record_replies(strategy):
+        original = strategy.aggregate
 
         def aggregate(server_round, updates):
             replies.append([update.arrays["model"] for update in updates])
-            return usual(server_round, updates)
+            return original(server_round, updates)
 
         strategy.aggregate = aggregate
 
-    finished = federate(make_config(method, data=data, model=network, num_server_rounds=2, **settings), prepare=note)
+    finished = federate(
+        make_config(method, data=data, model=network, num_server_rounds=2, **settings), prepare=record_replies
+    )
     strategy = finished.strategy
     layout = strategy.architecture.layout
     trainable = layout.trainable.put(np.zeros(layout.size), np.ones(layout.trainable.size))
@@ -225,11 +227,11 @@ def test_feduv_regularisers_by_hand(features_and_logits):
 def test_padding_of_a_batch_has_no_effect(features_and_logits):
     features, logits = (torch.tensor(a) for a in features_and_logits)
     mask = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=torch.float64)
-    alone = torch.ones(5, dtype=torch.float64)
-    torch.testing.assert_close(too_little_variance(logits, mask), too_little_variance(logits[:5], alone))
-    torch.testing.assert_close(closeness(features, mask), closeness(features[:5], alone))
-    side_by_side = torch.func.vmap(closeness)(torch.stack([features, 2 * features]), torch.stack([mask, mask]))
-    torch.testing.assert_close(side_by_side, closeness(features[:5], alone).expand(2))  # its scale does not matter
+    full_mask = torch.ones(5, dtype=torch.float64)
+    torch.testing.assert_close(too_little_variance(logits, mask), too_little_variance(logits[:5], full_mask))
+    torch.testing.assert_close(closeness(features, mask), closeness(features[:5], full_mask))
+    stacked = torch.func.vmap(closeness)(torch.stack([features, 2 * features]), torch.stack([mask, mask]))
+    torch.testing.assert_close(stacked, closeness(features[:5], full_mask).expand(2))  # its scale does not matter
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -335,8 +337,8 @@ def test_best_shares_minimise_the_hold_out_loss():
     parts = [(local, local[0][labels], labels)]
     assert best_shares(parts, (-local[0], local[1]), prior) == (1.0, 1.0)  # the global means are swapped
     assert best_shares([((-local[0], local[1]), *parts[0][1:])], local, prior) == (0.0, 0.0)
-    nothing = [(local, local[0][:0], labels[:0])]
-    assert best_shares(nothing, (-local[0], local[1]), prior) == (0.0, 0.0)
+    empty = [(local, local[0][:0], labels[:0])]
+    assert best_shares(empty, (-local[0], local[1]), prior) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("column", [-1, -2])

@@ -1,4 +1,4 @@
-"""Personalised baselines: steps of each, worked by hand, and degenerate settings."""
+"""Personalised baselines: steps by hand, and degenerate settings."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
 SECOND = {"server-round": 2, "lr": LR}
 EVALUATE = {"server-round": 1, "lr": LR, "evaluate-personal": True}
-WHOLE = {"batch_size": 100}  # a batch holds all samples of a client
+FULL_BATCH = {"batch_size": 100}  # a batch holds all samples of a client
 
 
 def start_of(client: Any, seed: int = 0) -> Flat:
@@ -45,14 +45,11 @@ def gradient(client: Any, flat: Flat, which: Any = slice(None)) -> Flat:
     return loss_and_gradient(client, flat, which)[1]
 
 
-def test_loss(client: Any, flat: Flat) -> float:
+def loss_on_test_data(client: Any, flat: Flat) -> float:
     return loss_and_gradient(client, flat, split="test")[0]
 
 
-test_loss.__test__ = False  # type: ignore[attr-defined]
-
-
-def same_runs(first: Any, second: Any, *columns: str) -> None:
+def assert_same_runs(first: Any, second: Any, *columns: str) -> None:
     np.testing.assert_array_equal(first.strategy.model, second.strategy.model)
     for column in columns:
         assert first.column(column) == second.column(column)
@@ -63,7 +60,7 @@ def same_runs(first: Any, second: Any, *columns: str) -> None:
 
 @pytest.mark.parametrize(("method", "layers"), [("fedper", 1), ("fedper", 2), ("lg-fedavg", 1), ("lg-fedavg", 2)])
 def test_shared_and_personal_layers_are_trained_together(method: str, layers: int, make_client: Make) -> None:
-    client = make_client(method, **WHOLE, model="mlp", **{f"{method.replace('-', '_')}_layers": layers})
+    client = make_client(method, **FULL_BATCH, model="mlp", **{f"{method.replace('-', '_')}_layers": layers})
     names = client.architecture.layer_names
     assert len(names) == 3
     last = client.layout.part(names[-layers:])
@@ -79,7 +76,7 @@ def test_shared_and_personal_layers_are_trained_together(method: str, layers: in
     np.testing.assert_allclose(client.state["personal"], personal.take(flat), atol=1e-6)
     shared.put(flat, received := shared.take(start_of(client, 1)))
     _, _, metrics = client.evaluate([received], EVALUATE)
-    assert metrics["served-loss"] == pytest.approx(test_loss(client, flat), rel=1e-5)
+    assert metrics["served-loss"] == pytest.approx(loss_on_test_data(client, flat), rel=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"model": "linear"}, {"model": "mlp", "lg_fedavg_layers": 3}])
@@ -88,14 +85,14 @@ def test_lg_fedavg_that_shares_all_layers_is_fedavg(
 ) -> None:
     lg = federate(make_config("lg-fedavg", **settings, fraction_train=0.6))
     plain = federate(make_config("fedavg", model=settings["model"], fraction_train=0.6))
-    same_runs(lg, plain, "served_loss", "local_loss")
+    assert_same_runs(lg, plain, "served_loss", "local_loss")
 
 
 # -- fine-tuning ---------------------------------------------------------------------------------------
 
 
 def test_fedbabu_trains_the_body_and_fine_tunes_all_layers(make_client: Make) -> None:
-    client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2)
+    client = make_client("fedbabu", **FULL_BATCH, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2)
     body = client.layout.without(["head"])
     flat = client.initial().numpy().copy()
     received = body.take(start_of(client)).copy()
@@ -104,14 +101,14 @@ def test_fedbabu_trains_the_body_and_fine_tunes_all_layers(make_client: Make) ->
     np.testing.assert_allclose(sent, received - LR * body.take(gradient(client, flat)), atol=1e-6)
     assert not client.state and "local-loss" not in metrics  # fine-tuning is part of evaluations only
     _, _, metrics = client.evaluate([received], EVALUATE)
-    assert metrics["served-loss"] == pytest.approx(test_loss(client, flat), rel=1e-5)
+    assert metrics["served-loss"] == pytest.approx(loss_on_test_data(client, flat), rel=1e-5)
     for _ in range(2):
         flat = flat - 0.3 * gradient(client, flat)
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, flat), rel=1e-4)
+    assert metrics["local-loss"] == pytest.approx(loss_on_test_data(client, flat), rel=1e-4)
 
 
 def test_fedbabu_can_fine_tune_only_the_head(make_client: Make) -> None:
-    client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2, fedbabu_tuned="head")
+    client = make_client("fedbabu", **FULL_BATCH, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2, fedbabu_tuned="head")
     body, head = client.layout.without(["head"]), client.layout.part(["head"])
     flat = client.initial().numpy().copy()
     received = body.take(start_of(client)).copy()
@@ -119,7 +116,7 @@ def test_fedbabu_can_fine_tune_only_the_head(make_client: Make) -> None:
     _, _, metrics = client.evaluate([received], EVALUATE)
     for _ in range(2):
         head.put(flat, head.take(flat) - 0.3 * head.take(gradient(client, flat)))
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, flat), rel=1e-4)
+    assert metrics["local-loss"] == pytest.approx(loss_on_test_data(client, flat), rel=1e-4)
 
 
 def test_fedbabu_server_stores_no_head(make_config: Make, federate: Make) -> None:
@@ -130,7 +127,7 @@ def test_fedbabu_server_stores_no_head(make_config: Make, federate: Make) -> Non
 
 def test_fedsam_by_hand(make_client: Make) -> None:
     """The step uses the gradient at the worst point within 0.4, w + 0.4 g / ||g||."""
-    client = make_client("fedsam-ft", **WHOLE, model="mlp", fedsam_ft_rho=0.4)
+    client = make_client("fedsam-ft", **FULL_BATCH, model="mlp", fedsam_ft_rho=0.4)
     start = start_of(client)
     uphill = gradient(client, start)
     (sent,), _, _ = client.fit([start], CONFIG)
@@ -153,7 +150,7 @@ def test_fine_tuning_has_no_extra_term(method: str, settings: dict[str, float], 
 
 def test_fedprox_ft_serves_the_fedprox_model(make_config: Make, federate: Make) -> None:
     tuned = federate(make_config("fedprox-ft", fedprox_ft_mu=0.5))
-    same_runs(tuned, federate(make_config("fedprox", fedprox_mu=0.5)), "served_loss")
+    assert_same_runs(tuned, federate(make_config("fedprox", fedprox_mu=0.5)), "served_loss")
 
 
 @pytest.mark.parametrize("settings", [{"fedprox_ft_mu": 0.0}, {"fedsam_ft_rho": 0.0}])
@@ -161,7 +158,7 @@ def test_fedprox_ft_and_fedsam_ft_without_their_terms_are_fedavg_ft(
     settings: dict[str, float], make_config: Make, federate: Make
 ) -> None:
     method = next(iter(settings)).rpartition("_")[0].replace("_", "-")
-    same_runs(
+    assert_same_runs(
         federate(make_config(method, **settings)), federate(make_config("fedavg-ft")), "served_loss", "local_loss"
     )
 
@@ -171,7 +168,7 @@ def test_fedprox_ft_and_fedsam_ft_without_their_terms_are_fedavg_ft(
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_two_rounds_of_apfl_by_hand(adaptive: bool, make_client: Make) -> None:
-    client = make_client("apfl", **WHOLE, model="mlp", apfl_alpha=0.25, apfl_adaptive=adaptive)
+    client = make_client("apfl", **FULL_BATCH, model="mlp", apfl_alpha=0.25, apfl_adaptive=adaptive)
     v, alpha = client.initial().numpy().astype(np.float64), 0.25
     for number in (1, 2):
         w = client.initial().numpy() + 0.1 * start_of(client, number)
@@ -190,22 +187,22 @@ def test_two_rounds_of_apfl_by_hand(adaptive: bool, make_client: Make) -> None:
 
 def test_apfl_with_alpha_1_is_local_training(make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6}
-    mixed, alone = (federate(make_config(method, apfl_alpha=1.0, **settings)) for method in ("apfl", "local"))
+    mixed, local = (federate(make_config(method, apfl_alpha=1.0, **settings)) for method in ("apfl", "local"))
     for client in range(4):
-        ours, expected = (finished.kept(client).get("model") for finished in (mixed, alone))
-        assert (ours is None) == (expected is None)
-        if ours is not None:
-            np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6)
+        actual, expected = (finished.kept(client).get("model") for finished in (mixed, local))
+        assert (actual is None) == (expected is None)
+        if actual is not None:
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_apfl_with_alpha_0_is_fedavg(make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp"}
     mixed, plain = (federate(make_config(method, apfl_alpha=0.0, **settings)) for method in ("apfl", "fedavg"))
-    same_runs(mixed, plain, "served_loss", "local_loss")
+    assert_same_runs(mixed, plain, "served_loss", "local_loss")
 
 
 def test_apfl_alpha_stays_between_0_and_1(make_client: Make) -> None:
-    client = make_client("apfl", **WHOLE, model="mlp", apfl_alpha=0.5, apfl_adaptive=True, lr=1.0)
+    client = make_client("apfl", **FULL_BATCH, model="mlp", apfl_alpha=0.5, apfl_adaptive=True, lr=1.0)
     ends = set()
     for sign in (-1, 1):
         client.state.clear()
@@ -246,14 +243,14 @@ def test_per_fedavg_adapts_and_learns_on_different_samples(hessian: str, make_cl
 
 def test_per_fedavg_adapts_its_local_model_to_training_data(make_client: Make) -> None:
     optimiser = {"momentum": 0.9, "weight_decay": 0.1}  # training uses these settings, adaptation does not
-    client = make_client("per-fedavg", **WHOLE, **optimiser, model="mlp", per_fedavg_alpha=0.3, per_fedavg_steps=2)
+    client = make_client("per-fedavg", **FULL_BATCH, **optimiser, model="mlp", per_fedavg_alpha=0.3, per_fedavg_steps=2)
     start = start_of(client)
     _, _, metrics = client.evaluate([start], EVALUATE)
     adapted = start
     for _ in range(2):
         adapted = adapted - 0.3 * gradient(client, adapted)
-    assert metrics["served-loss"] == pytest.approx(test_loss(client, start), rel=1e-5)
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, adapted), rel=1e-4)
+    assert metrics["served-loss"] == pytest.approx(loss_on_test_data(client, start), rel=1e-5)
+    assert metrics["local-loss"] == pytest.approx(loss_on_test_data(client, adapted), rel=1e-4)
     assert not client.state
 
 
@@ -264,7 +261,7 @@ def test_per_fedavg_without_adaptation_on_single_samples_is_fedavg(
     settings = {"model": "mlp", "batch_size": 1}
     extra = {"per_fedavg_alpha": 0.0, "per_fedavg_hessian": hessian}
     meta, plain = federate(make_config("per-fedavg", **settings, **extra)), federate(make_config("fedavg", **settings))
-    same_runs(meta, plain, "served_loss")
+    assert_same_runs(meta, plain, "served_loss")
     assert meta.column("local_loss") == meta.column("served_loss")
 
 
@@ -302,16 +299,16 @@ def test_first_order_weights_by_hand() -> None:
     assert first_order_weights(diverged, torch.ones(2)).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("of_the_run", [True, False])
-def test_fedfomo_weighs_models_on_validation_samples(make_client: Make, of_the_run: bool) -> None:
+@pytest.mark.parametrize("run_validation", [True, False])
+def test_fedfomo_weighs_models_on_validation_samples(make_client: Make, run_validation: bool) -> None:
     """The client uses the run's validation samples, or part of its training samples. It does not train on them."""
-    settings = {"validation_fraction": 0.4} if of_the_run else {"fedfomo_validation": 0.4}
-    client = make_client("fedfomo", **WHOLE, model="linear", **settings)
+    settings = {"validation_fraction": 0.4} if run_validation else {"fedfomo_validation": 0.4}
+    client = make_client("fedfomo", **FULL_BATCH, model="linear", **settings)
     start, candidates = client.initial().numpy(), np.stack([start_of(client, 2), start_of(client, 3)])
     candidates[0] = start - 0.2 * gradient(client, start)
     (_, reported), count, metrics = client.fit([candidates], CONFIG)
     x, y = client.data.x_validation, client.data.y_validation
-    assert len(y) == 8 and count == (13 if of_the_run else 21) and metrics["samples"] == 13
+    assert len(y) == 8 and count == (13 if run_validation else 21) and metrics["samples"] == 13
 
     def loss(model: np.ndarray) -> float:
         tensors = client.layout.views(torch.from_numpy(model))
@@ -324,14 +321,14 @@ def test_fedfomo_weighs_models_on_validation_samples(make_client: Make, of_the_r
 def test_fedfomo_chooses_models_by_affinity_or_at_random() -> None:
     affinity = np.array([0.5, 3.0, -1.0, 2.0])
 
-    def drawn(count: int, epsilon: float, scores: np.ndarray = affinity) -> list[tuple[int, ...]]:
+    def draw(count: int, epsilon: float, scores: np.ndarray = affinity) -> list[tuple[int, ...]]:
         return [tuple(chosen(scores, count, epsilon, np.random.default_rng(seed))) for seed in range(400)]
 
-    assert set(drawn(3, 0.0)) == {(1, 3, 0)}
-    assert set(drawn(9, 0.0)) == {(1, 3, 0, 2)}
-    assert set(drawn(2, 1.0)) == set(itertools.permutations(range(4), 2))
-    assert set(drawn(1, 0.0, np.zeros(3))) == {(0,), (1,), (2,)}  # equal scores give any model
-    share = np.mean([choice == (1,) for choice in drawn(1, 0.4)])
+    assert set(draw(3, 0.0)) == {(1, 3, 0)}
+    assert set(draw(9, 0.0)) == {(1, 3, 0, 2)}
+    assert set(draw(2, 1.0)) == set(itertools.permutations(range(4), 2))
+    assert set(draw(1, 0.0, np.zeros(3))) == {(0,), (1,), (2,)}  # equal scores give any model
+    share = np.mean([choice == (1,) for choice in draw(1, 0.4)])
     assert share == pytest.approx(0.6 + 0.4 / 4, abs=0.07)
     assert chosen(np.zeros(0), 5, 0.5, np.random.default_rng(0)) == []
 
@@ -393,22 +390,22 @@ def test_bipartition_minimises_the_largest_cross_similarity(seed: int) -> None:
     def cross(part: np.ndarray) -> float:
         return float(similarity[np.ix_(part, ~part)].max())
 
-    every = (np.array([False, *bits]) for bits in itertools.product((False, True), repeat=5) if any(bits))
-    assert cross(bipartition(similarity)) == min(cross(part) for part in every)
+    partitions = (np.array([False, *bits]) for bits in itertools.product((False, True), repeat=5) if any(bits))
+    assert cross(bipartition(similarity)) == min(cross(part) for part in partitions)
 
 
 def test_cfl_split_conditions() -> None:
-    moved, n = np.float32([[3, 0.1], [-3, 0.1], [3, 0]]), np.array([1.0, 2.0, 1.0])  # the mean is (0, 0.075)
-    assert split(moved, n, 0.08, 2.9).tolist() == [False, True, False]
-    assert not split(moved, n, 0.07, 2.9).any()  # the mean still moves
-    assert not split(moved, n, 0.08, 3.1).any()  # every client is near the optimum
-    assert not split(moved, np.ones(3), 0.08, 2.9).any()
-    assert not split(moved[:1], n[:1], 9.0, 0.0).any()
+    updates, n = np.float32([[3, 0.1], [-3, 0.1], [3, 0]]), np.array([1.0, 2.0, 1.0])  # the mean is (0, 0.075)
+    assert split(updates, n, 0.08, 2.9).tolist() == [False, True, False]
+    assert not split(updates, n, 0.07, 2.9).any()  # the mean still moves
+    assert not split(updates, n, 0.08, 3.1).any()  # every client is near the optimum
+    assert not split(updates, np.ones(3), 0.08, 2.9).any()
+    assert not split(updates[:1], n[:1], 9.0, 0.0).any()
 
 
 def test_cfl_that_never_splits_is_fedavg(make_config: Make, federate: Make) -> None:
     never, plain = (federate(make_config(m, fraction_train=0.6, cfl_eps1=0.0)) for m in ("cfl", "fedavg"))
-    same_runs(never, plain, "served_loss", "local_loss")
+    assert_same_runs(never, plain, "served_loss", "local_loss")
     assert not never.strategy.cluster.any()
 
 
@@ -442,8 +439,8 @@ def test_fedala_passes_use_the_same_batches(make_client: Make, monkeypatch: pyte
     client = make_client("fedala", batch_size=4, model="mlp")
     client.fit([start_of(client)], CONFIG)
     requests = []
-    usual = client.jobs.answer
-    monkeypatch.setattr(client.jobs, "answer", lambda work: (requests.append(work), usual(work))[1])
+    original = client.jobs.answer
+    monkeypatch.setattr(client.jobs, "answer", lambda work: (requests.append(work), original(work))[1])
     client.fit([start_of(client, 1)], SECOND)
     passes = [work for work in requests if work.bounds]
     assert len(passes) >= 10 and {work.steps for work in passes} == {4}

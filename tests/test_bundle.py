@@ -1,4 +1,4 @@
-"""What travels to the nodes: the app, and the files that people have brought along; and what nodes say to them."""
+"""The bundle that nodes receive: the app, custom files, and the nodes' rule on foreign code."""
 
 import io
 import re
@@ -30,7 +30,7 @@ class FedMineSettings(MethodSettings):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a network that imports its neighbours, which import each other, and a method; be where they are."""
+    """Write a network with circular local imports and a method, and change to their folder."""
     files = {
         "nets.py": NETS,
         "tools.py": "import nets\nfrom inner import deep\n",
@@ -61,15 +61,15 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def test_local_imports_are_collected_recursively(folder: Path) -> None:
-    found = {path.relative_to(folder).as_posix() for path in local_imports(folder / "nets.py")}
-    assert found == {"nets.py", "tools.py", "inner/__init__.py", "inner/deep.py", "last.py"}
+    imported = {path.relative_to(folder).as_posix() for path in local_imports(folder / "nets.py")}
+    assert imported == {"nets.py", "tools.py", "inner/__init__.py", "inner/deep.py", "last.py"}
     assert local_imports(folder / "mine.py") == [folder / "mine.py"]
 
 
 def test_a_bundle_contains_custom_files_and_their_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "inner/deep.py").write_text("x = 1\n", encoding="utf-8")
-    given = {"method": "mine:FedMine", "fedmine-strength": 0.7, "lr": 0.1}
-    content, sent = bundle(given)
+    settings = {"method": "mine:FedMine", "fedmine-strength": 0.7, "lr": 0.1}
+    content, sent = bundle(settings)
     assert sent == {"method": "own/mine.py:FedMine", "fedmine-strength": 0.7, "lr": 0.1}
     files = members(content)
     assert files["own/mine.py"] == MINE.encode()
@@ -88,8 +88,8 @@ def test_a_bundle_without_custom_files_has_no_foreign_code() -> None:
 def test_bundle_errors_are_raised_at_submission(folder: Path) -> None:
     with pytest.raises(LaunchError, match="fedmine-strength is not in"):
         bundle({"method": "fedavg", "fedmine-strength": 0.7})
-    (folder / "nets.py").write_text("import a_package_that_is_not_there\n", encoding="utf-8")
-    with pytest.raises(SettingsError, match="a_package_that_is_not_there"):
+    (folder / "nets.py").write_text("import a_missing_package\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match="a_missing_package"):
         bundle({"model": "nets:net"})
     (folder / "sub").mkdir()
     (folder / "sub/mine.py").write_text("def net(task):\n    return None\n", encoding="utf-8")
@@ -98,7 +98,7 @@ def test_bundle_errors_are_raised_at_submission(folder: Path) -> None:
 
 
 def test_the_code_rule_reports_or_refuses_foreign_code() -> None:
-    """The rule of the node decides; a dot file such as own/.py is code too."""
+    """Foreign code includes dot files such as own/.py."""
     files = members(bundle({})[0])
     assert check_code(packed(files), "installed") and not check_code(packed(files), "any")
     for name, data in (
@@ -153,7 +153,7 @@ server.join()
 
 
 def test_a_simulation_loads_both_apps_concurrently(tmp_path: Path) -> None:
-    """Flower imports the ServerApp in a thread and looks the ClientApp up in another, both while `posy` is imported."""
+    """Flower imports the ServerApp in one thread and looks up the ClientApp in another, while `posy` is imported."""
     files = members(bundle({})[0])
     files["posy/__init__.py"] = b"import time\ntime.sleep(0.5)\n" + files["posy/__init__.py"]
     for name, data in files.items():

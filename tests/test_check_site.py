@@ -48,7 +48,7 @@ def test_unusual_features_are_reported(tmp_path: Path) -> None:
     path = table(tmp_path / "s.csv", x, np.arange(400) % 2)
     report = check_site(NODE | {"data": str(path)}, OPEN)
     assert [feature[:3] for feature in report.features] == [("f0", "0", "100000"), ("f1", "5", "5")]
-    assert [why.split()[0] for *_, why in report.features] == ["reaches", "constant"]
+    assert [reason.split()[0] for *_, reason in report.features] == ["reaches", "constant"]
     # In a run with another unit for a feature, all values of this column are far from the mean.
     run = replace(OPEN, sample_kind="features", input_shape="3", classes="0,1", feature_mean="0,5,0", feature_std="9")
     assert [name for name, *_ in check_site(NODE | {"data": str(path)}, run).features] == [
@@ -114,12 +114,12 @@ def test_printed_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for number in range(25):
         (tmp_path / "b" / f"torn-{number}.png").write_bytes(b"no image")
     assert main(["check-site", f"policy={LENIENT}", f"data={tmp_path}", "name=here", "skip-unreadable=true"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for part in ("here", "1x4x5", "8: 6 for training, 2 for the test", "2 classes", "25 of 33 image files"):
-        assert part in shown
-    assert shown.count("not an image that can be read") == 20
-    assert "and 5 more" in shown
-    assert shown.endswith("This site can take part.\n")
+        assert part in output
+    assert output.count("not an image that can be read") == 20
+    assert "and 5 more" in output
+    assert output.endswith("This site can take part.\n")
     names = [f"[red]class-{i}[/]" for i in range(3)]  # no markup
     path = table(tmp_path / "s.csv", np.arange(24.0).reshape(8, 3), [*names, *names, *names[:2]])
     console = Console(width=100)

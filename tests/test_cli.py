@@ -52,13 +52,13 @@ WHERE = "the test"
     ],
 )
 def test_values_take_the_type_of_their_setting(text: str, value: object) -> None:
-    [found] = parse_words([text], WHERE).values()
-    assert found == value
-    assert type(found) is type(value)
+    [parsed] = parse_words([text], WHERE).values()
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "fragments"),
     [
         (["run", "lr=-1"], ["lr", "> 0", "the command line"]),
         (["run", "lr=fast"], ["lr", "'fast'", "a number"]),
@@ -102,7 +102,7 @@ def test_values_take_the_type_of_their_setting(text: str, value: object) -> None
 )
 def test_usage_errors_take_one_line(
     words: list[str],
-    named: list[str],
+    fragments: list[str],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,8 +113,8 @@ def test_usage_errors_take_one_line(
     assert output == ""
     assert error.startswith("posy: ")
     assert error.count("\n") == 1
-    for name in named:
-        assert name in error
+    for fragment in fragments:
+        assert fragment in error
     assert not list(tmp_path.iterdir())
 
 
@@ -127,19 +127,19 @@ def test_usage_errors_take_one_line(
     ],
 )
 def test_settings_may_precede_or_follow_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+    calls: list[Any] = []
     plan = Plan("", Path(), ())
-    monkeypatch.setattr("posy.commands.table.read_plan", lambda *arguments: seen.append(arguments) or plan)
-    monkeypatch.setattr("posy.commands.table.run_table", lambda plan, **options: seen.append(options) or 0)
+    monkeypatch.setattr("posy.commands.table.read_plan", lambda *arguments: calls.append(arguments) or plan)
+    monkeypatch.setattr("posy.commands.table.run_table", lambda plan, **options: calls.append(options) or 0)
     assert cli.main(words) == 0
-    assert seen == [(Path("t.yaml"), {"lr": 1.0, "seed": 2}, None), {"jobs": 3, "only_print": False}]
+    assert calls == [(Path("t.yaml"), {"lr": 1.0, "seed": 2}, None), {"jobs": 3, "only_print": False}]
 
 
 CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "fragments"),
     [
         (["status", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1", "refused", "`posy superlink`"]),
         (["log", "one", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
@@ -187,7 +187,7 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
 )
 def test_federation_errors_take_one_line(
     words: list[str],
-    named: list[str],
+    fragments: list[str],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,16 +197,16 @@ def test_federation_errors_take_one_line(
     (tmp_path / "mixed/server.pem").write_bytes((tmp_path / "server.pem").read_bytes())
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         if words[0] == "superlink" and "--insecure" not in words:
-            words = [*words, "--control", f"127.0.0.1:{taken.getsockname()[1]}", "--fleet", "127.0.0.1:9"]
+            words = [*words, "--control", f"127.0.0.1:{listener.getsockname()[1]}", "--fleet", "127.0.0.1:9"]
         assert cli.main(words) == 2
     output, error = capsys.readouterr()
     assert output == ""
     [line] = error.splitlines()
     assert line.startswith("posy: ")
-    for name in named:
-        assert name in line
+    for fragment in fragments:
+        assert fragment in line
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "server.example.org"])
@@ -220,7 +220,7 @@ def test_the_control_api_is_local_unless_opened(
     for part in (f"--control {host}:8000", danger, "ssh -L 8000:127.0.0.1:8000 SERVER", "--control-open-to-network"):
         assert part in line
     assert cli.main(["superlink", "--control", f"{host}:8000", "--control-open-to-network"]) == 2
-    warning, missing = capsys.readouterr().err.splitlines()  # the certificates are not there: nothing is started
+    warning, missing = capsys.readouterr().err.splitlines()  # without certificates, nothing starts
     assert warning.startswith(f"posy: WARNING: --control {host}:8000: ")
     assert danger in warning
     assert "ca.pem" in missing
@@ -241,15 +241,15 @@ def test_superlink_refuses_an_invalid_posy_cores(
 
 
 def test_version_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    own = tomllib.loads((APP / "pyproject.toml").read_text())["project"]["version"]
-    for words, status, shown in (
-        (["--version"], 0, f"posy {own} (flwr 1.39"),
+    version = tomllib.loads((APP / "pyproject.toml").read_text())["project"]["version"]
+    for words, status, text in (
+        (["--version"], 0, f"posy {version} (flwr 1.39"),
         (["--help"], 0, "examples:\n    posy run         "),
         (["run", "--help"], 0, "examples:\n    posy run num-server-rounds=5\n"),
         ([], 2, "examples:"),
     ):
         assert cli.main(words) == status
-        assert shown in capsys.readouterr().out
+        assert text in capsys.readouterr().out
 
 
 def test_help_examples_are_valid(
@@ -257,9 +257,9 @@ def test_help_examples_are_valid(
 ) -> None:
     (tmp_path / "my.yaml").write_text("lr: 0.1\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    ran: list[dict[str, Any]] = []
-    monkeypatch.setattr(cli, "run_in_process", lambda given, where: ran.append(given) or 0)
-    monkeypatch.setattr(control, "run_on_superlink", lambda given, *others, **options: ran.append(given) or 0)
+    runs: list[dict[str, Any]] = []
+    monkeypatch.setattr(cli, "run_in_process", lambda settings, where: runs.append(settings) or 0)
+    monkeypatch.setattr(control, "run_on_superlink", lambda settings, *_, **options: runs.append(settings) or 0)
     assert cli.main(["--help"]) == cli.main(["run", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     examples = [line.strip().split("  ")[0].split() for line in lines if line.startswith("    posy run")]
@@ -267,8 +267,8 @@ def test_help_examples_are_valid(
     for example in examples:
         local = ["--insecure"] if "--superlink" in example else []
         assert cli.main([*example[1:], *local]) == 0, example
-        if "resume" not in ran[-1]:
-            read_settings(ran[-1], "the help")
+        if "resume" not in runs[-1]:
+            read_settings(runs[-1], "the help")
 
 
 def test_help_and_lists_do_not_import_pytorch() -> None:
@@ -301,17 +301,17 @@ def test_experiment_values_are_parsed_as_on_the_command_line(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("content", "fragment"),
     [
         ("experiment: other", "cannot name another"),
         ("system-accuracy: maybe", "system-accuracy = 'maybe'"),
         ("lr: 0.1\nlr: 0.2", "lr given twice"),
     ],
 )
-def test_experiment_files_are_checked(content: str, named: str, tmp_path: Path) -> None:
+def test_experiment_files_are_checked(content: str, fragment: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(content, encoding="utf-8")
-    with pytest.raises(SettingsError, match=named) as error:
+    with pytest.raises(SettingsError, match=fragment) as error:
         with_experiment({"experiment": str(file)}, WHERE)
     assert str(file) in str(error.value)
 
@@ -326,7 +326,7 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     )
     data = settings.data
     assert [data.dataset, data.data_dir, data.partition_file, settings.run.output_dir] == [
-        str(tmp_path / place) for place in ("here.npz", "store", "p.json", "runs")
+        str(tmp_path / name) for name in ("here.npz", "store", "p.json", "runs")
     ]
     assert read_settings({"dataset": "there.csv", "data-dir": "store"}).data.dataset.endswith("store/there.csv")
     assert read_settings({"dataset": "mnist"}).data.dataset == "mnist"
@@ -348,7 +348,7 @@ def test_piped_lists_print_one_line_per_row() -> None:
     for key in defaults():
         [line] = [line for line in lines if line.startswith(f"  {key} ")]
         assert toml(defaults()[key]) in line
-    assert len(lines) < len(defaults()) + 5 * (len(METHODS) + 5)  # and some for the headings of the groups
+    assert len(lines) < len(defaults()) + 5 * (len(METHODS) + 5)  # allow for the headings of the groups
 
 
 def test_methods_datasets_and_settings_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,13 +370,13 @@ def test_posy_run_refuses_settings_of_another_method(tmp_path: Path) -> None:
 
 
 class Unsteady(httpx.BaseTransport):
-    """Stands for a SuperLink that loses the connection; `away` says at which questions nobody answers."""
+    """Simulate a SuperLink that loses the connection: each "-" in `outages` is a request without an answer."""
 
-    def __init__(self, away: str, log: str) -> None:
-        self._away, self._log = list(away), log
+    def __init__(self, outages: str, log: str) -> None:
+        self._outages, self._log = list(outages), log
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        if self._away.pop(0) == "-":
+        if self._outages.pop(0) == "-":
             raise httpx.ConnectError("out of reach")
         if request.url.path == "/v1/control/stream-logs":
             return httpx.Response(200, stream=Parts(self.log(StreamLogsRequest.FromString(request.content))))
@@ -384,11 +384,11 @@ class Unsteady(httpx.BaseTransport):
         answer = ListRunsResponse(now="2026-01-01T00:00:09+00:00")
         run = answer.run_dict[1]
         run.run_id, run.pending_at = 1, "2026-01-01T00:00:00+00:00"
-        run.status.status, run.status.sub_status = ("running", "") if self._away else ("finished", "completed")
+        run.status.status, run.status.sub_status = ("running", "") if self._outages else ("finished", "completed")
         return httpx.Response(200, content=answer.SerializeToString())
 
     def log(self, request: StreamLogsRequest) -> Iterator[bytes]:
-        """Yield the letters of the log as answers, each in two pieces, until the connection breaks off."""
+        """Yield each letter of the log as an answer in two parts, and disconnect after every fifth letter."""
         for number in range(int(request.after_timestamp), len(self._log)):
             part = StreamLogsResponse(log_output=self._log[number], latest_timestamp=number + 1).SerializeToString()
             yield len(part).to_bytes(4) + part[:1]
@@ -407,20 +407,20 @@ class Parts(httpx.SyncByteStream):
         return self._parts
 
 
-def unsteady_control(away: str, log: str) -> control.Control:
-    return control.Control(httpx.Client(transport=Unsteady(away, log), base_url="http://here"), "here")
+def unsteady_control(outages: str, log: str) -> control.Control:
+    return control.Control(httpx.Client(transport=Unsteady(outages, log), base_url="http://here"), "here")
 
 
 def test_following_a_run_survives_superlink_outages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts is how long the SuperLink has been away, not how long the run has taken, nor the outages before."""
+    """`patience` limits one outage, not the duration of the run or the sum of its outages."""
     monkeypatch.setattr(control, "LOOK_SECONDS", 0.3)
     lines: list[str] = []
     unsteady = unsteady_control("+-+--+-++-+-++", "one\ntwo\nthree\nend")
     assert unsteady.follow("1", lines.append, patience=0.8).ended
     assert lines == ["one\n", "two\n", "three\n", "end\n"]  # each once
-    gone = unsteady_control("-" * 9, "")
+    unreachable = unsteady_control("-" * 9, "")
     with pytest.raises(httpx.ConnectError):
-        gone.follow("1", lines.append, patience=0.8)
+        unreachable.follow("1", lines.append, patience=0.8)
 
 
 def _environment(**more: str) -> dict[str, str]:

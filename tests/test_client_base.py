@@ -102,7 +102,7 @@ def test_zero_coefficients_give_equal_weights(make_client: MakeClient) -> None:
 def test_negative_coefficients_choose_the_class_with_the_largest_sum(
     make_client: MakeClient, coefficients: tuple[float, ...]
 ) -> None:
-    """The ensemble's answer is argmax of sum_t beta_t p_t, whatever the signs."""
+    """The ensemble predicts argmax of sum_t beta_t p_t, also with negative beta_t."""
     client = make_client("fedavg")
     ensemble = members(client, *coefficients)
     predicted = drive(client, client.predict(Predictor(ensemble), "train"))
@@ -244,9 +244,11 @@ def test_a_client_with_one_sample_trains_and_is_not_scored(
 def test_the_message_sets_the_learning_rate(make_client: MakeClient) -> None:
     client = make_client("fedavg", lr=0.1)
     start = initial(client)
-    moved = [np.abs(client.fit([start], {**TRAIN, **lr})[0][0] - start).max() for lr in ({}, {"lr": 0.1}, {"lr": 1e-9})]
-    assert moved[0] == moved[1] > 1e-3
-    assert moved[2] < 1e-6
+    changes = [
+        np.abs(client.fit([start], {**TRAIN, **lr})[0][0] - start).max() for lr in ({}, {"lr": 0.1}, {"lr": 1e-9})
+    ]
+    assert changes[0] == changes[1] > 1e-3
+    assert changes[2] < 1e-6
 
 
 def test_received_arrays_are_not_modified(make_client: MakeClient) -> None:
@@ -293,7 +295,7 @@ def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) ->
 
 
 class NoLoss(PersonalClient):
-    """A client whose method reports a loss that is not a number."""
+    """A client whose training loss is NaN."""
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         yield Train(received["model"])

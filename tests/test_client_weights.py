@@ -1,4 +1,4 @@
-"""The setting `client-weights`: which means of the server it changes, and which numbers still count samples."""
+"""The setting `client-weights`: the means that it changes, and the methods that refuse it."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ from posy.yaml12 import dump
 UNIFORM = {"client_weights": "uniform", "model": "linear", "num_server_rounds": 1}
 
 
-def captured(updates, strategy):
-    """Let a strategy append every round's updates to a list."""
+def record_updates(updates, strategy):
+    """Append the updates of every round of a strategy to a list."""
     aggregate = strategy.aggregate
 
     def capture(server_round, replies):
@@ -31,7 +31,7 @@ def captured(updates, strategy):
 def test_models_are_averaged_by_client_weights(make_config, federate, weights):
     updates: list[Update] = []
     config = make_config("fedavg", **UNIFORM | {"client_weights": weights})
-    finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
+    finished = federate(config, prepare=lambda strategy: record_updates(updates, strategy))
     models = np.stack([update.arrays["model"] for update in updates]).astype(np.float64)
     counts = np.array([update.num_examples for update in updates], np.float64)
     assert len(set(counts)) > 1
@@ -68,7 +68,7 @@ def test_uniform_weights_change_a_run_or_are_refused(make_config, federate, meth
 def test_clusters_are_averaged_with_uniform_weights(make_config, federate):
     updates: list[Update] = []
     config = make_config("ifca", **UNIFORM, ifca_clusters=2)
-    finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
+    finished = federate(config, prepare=lambda strategy: record_updates(updates, strategy))
     for cluster, model in enumerate(finished.strategy.models):
         models = [update.arrays["model"] for update in updates if int(update.arrays["cluster"]) == cluster]
         if models:

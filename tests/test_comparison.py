@@ -1,4 +1,4 @@
-"""Statistics of a table beyond the mean: gains, ranks and tests, on numbers worked by hand."""
+"""Statistics of a table: gains, ranks and significance tests, compared with results by hand."""
 
 import csv
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_consistently_worse_row_differs_from_the_best() -> None:
     assert equal is not None and equal.friedman == 1 and len(equal.ties_with_best()) == 3
 
 
-def a_run(
+def make_run(
     folder: Path, row: str, method: str, seed: int, served: list[float], local: list[float], members: int = 0
 ) -> Run:
     path = folder / row / str(seed)
@@ -96,10 +96,12 @@ def runs(tmp_path: Path) -> list[Run]:
     rows = []
     for seed in (0, 1, 2):
         local = [0.70 + 0.01 * (c + seed) for c in range(4)]
-        rows.append(a_run(tmp_path, "Local", "local", seed, [], local))
+        rows.append(make_run(tmp_path, "Local", "local", seed, [], local))
         served = [0.5, 0.5, 0.5, 0.99]
-        rows.append(a_run(tmp_path, "FedAvg", "fedavg", seed, served, local))
-        rows.append(a_run(tmp_path, "Ditto", "ditto", seed, served, [a + 0.02 * (c + 1) for c, a in enumerate(local)]))
+        rows.append(make_run(tmp_path, "FedAvg", "fedavg", seed, served, local))
+        rows.append(
+            make_run(tmp_path, "Ditto", "ditto", seed, served, [a + 0.02 * (c + 1) for c, a in enumerate(local)])
+        )
     return rows
 
 
@@ -142,10 +144,10 @@ def partial(tmp_path: Path) -> list[Run]:
     """
     rows = []
     for seed in (0, 1, 2):
-        rows.append(a_run(tmp_path, "FedAvg", "fedavg", seed, SERVED, SERVED))
-        rows.append(a_run(tmp_path, "FedProx", "fedprox", seed, [a + 0.01 for a in SERVED], SERVED))
-        rows.append(a_run(tmp_path, "Local", "local", seed, [], [a - 0.1 for a in SERVED]))
-        cohort = a_run(tmp_path, "FedAS", "fedas", seed, [], [], 10)
+        rows.append(make_run(tmp_path, "FedAvg", "fedavg", seed, SERVED, SERVED))
+        rows.append(make_run(tmp_path, "FedProx", "fedprox", seed, [a + 0.01 for a in SERVED], SERVED))
+        rows.append(make_run(tmp_path, "Local", "local", seed, [], [a - 0.1 for a in SERVED]))
+        cohort = make_run(tmp_path, "FedAS", "fedas", seed, [], [], 10)
         with (cohort.path / "clients.csv").open("a", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows([[2, 3, "", 0.75], [2, 4, "", 0.85]])
         rows.append(cohort)

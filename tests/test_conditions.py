@@ -116,7 +116,7 @@ def test_errors_print_booleans_as_users_type_them() -> None:
 
 @pytest.mark.parametrize("method", ["fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu"])
 def test_fine_tuning_lengths_exclude_each_other(method: str) -> None:
-    """The methods inherit the settings; each condition names the method's keys."""
+    """The methods inherit the settings, and each condition uses the method's own keys."""
     epochs, steps, rounds = f"{method}-epochs", f"{method}-steps", f"{method}-rounds"
     for idle, other in ((epochs, steps), (epochs, rounds), (steps, rounds)):
         match = f"{idle} = 3 on {COMMAND_LINE} has no effect: it needs .*{other} = 0.*, but {other} = 2;"
@@ -127,7 +127,7 @@ def test_fine_tuning_lengths_exclude_each_other(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("idle", "others"),
+    ("idle", "settings"),
     [
         ({"cwfedavg-wdr-lambda": 5.0}, {"method": "cwfedavg", "cwfedavg-wdr": False}),
         ({"ppfe-ranks": "9,8"}, {"method": "ppfe", "ppfe-reduction": "sparse"}),
@@ -140,10 +140,10 @@ def test_fine_tuning_lengths_exclude_each_other(method: str) -> None:
         ({"fedfomo-epsilon-decay": 0.1}, {"method": "fedfomo", "fedfomo-epsilon": 0.0}),
     ],
 )
-def test_a_method_setting_without_an_effect_is_refused(idle: dict[str, Any], others: dict[str, Any]) -> None:
+def test_a_method_setting_without_an_effect_is_refused(idle: dict[str, Any], settings: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="has no effect: it needs"):
-        read_settings({**others, **idle}, COMMAND_LINE)
-    read_settings({"method": others["method"], **idle}, COMMAND_LINE)
+        read_settings({**settings, **idle}, COMMAND_LINE)
+    read_settings({"method": settings["method"], **idle}, COMMAND_LINE)
 
 
 def test_every_shared_condition_has_a_test_case() -> None:
@@ -158,7 +158,7 @@ def test_every_condition_is_valid() -> None:
 
 
 NUMBER = Setting(1, "a number", minimum=0, maximum=9)
-KNOWN = {
+SETTINGS = {
     "number": NUMBER,
     "word": Setting("a", "a word", choices=("a", "b")),
     "flag": Setting(False, "a flag"),
@@ -173,7 +173,7 @@ KNOWN = {
 )
 def test_an_invalid_condition_is_an_error(condition: str) -> None:
     with pytest.raises(ValueError, match=f"mine needs {condition}: "):
-        check_conditions({"mine": Setting(0, "mine", needs=condition)}, KNOWN)
+        check_conditions({"mine": Setting(0, "mine", needs=condition)}, SETTINGS)
 
 
 @pytest.mark.parametrize("condition", ["number", "number 3", "number >", "number > 3 or flag", "number >= 3"])
@@ -217,7 +217,7 @@ def test_a_malformed_condition_is_an_error(condition: str) -> None:
     ],
 )
 def test_conditions_are_evaluated(condition: str, values: dict[str, Scalar], holds: bool) -> None:
-    check_conditions({"mine": Setting(0, "mine", needs=condition)}, KNOWN)
+    check_conditions({"mine": Setting(0, "mine", needs=condition)}, SETTINGS)
     assert (Setting(0, "mine", needs=condition).unmet(values) == "") == holds
 
 
@@ -233,28 +233,28 @@ def test_unmet_names_the_failed_comparisons() -> None:
 # -- limits ----------------------------------------------------------------------------------------------
 
 # A setting, a value above its limit, the other settings, the limit as a number, and as text.
-ABOVE: list[tuple[str, Scalar, dict[str, Scalar], int, str]] = [
+ABOVE_LIMIT: list[tuple[str, Scalar, dict[str, Scalar], int, str]] = [
     ("average-rounds", 6, {"method": "fedavg", "num-server-rounds": 5}, 5, "num-server-rounds"),
     ("secure-neighbours", 8, {"method": "fedavg", "secure-aggregation": True, "num-clients": 7}, 6, "num-clients - 1"),
     ("fedfomo-models", 10, {"method": "fedfomo"}, 9, "num-clients - 1"),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "others", "largest", "limit"), ABOVE)
+@pytest.mark.parametrize(("key", "value", "settings", "largest", "limit"), ABOVE_LIMIT)
 def test_a_value_above_its_limit_is_refused(
-    key: str, value: Scalar, others: dict[str, Scalar], largest: int, limit: str
+    key: str, value: Scalar, settings: dict[str, Scalar], largest: int, limit: str
 ) -> None:
     with pytest.raises(SettingsError) as raised:
-        read_settings({**others, key: value}, COMMAND_LINE)
+        read_settings({**settings, key: value}, COMMAND_LINE)
     assert str(raised.value) == (
         f"{key} = {value} in {COMMAND_LINE}: it can be at most {limit}, which is {largest}; lower {key}, or raise "
         f"{limit.removesuffix(' - 1')}"
     )
-    assert read_settings({**others, key: largest}, COMMAND_LINE).as_config()[key] == largest
+    assert read_settings({**settings, key: largest}, COMMAND_LINE).as_config()[key] == largest
 
 
 def test_every_limit_has_a_test_case() -> None:
-    assert {key for key, item in declared().items() if item.limit} == {key for key, *_ in ABOVE}
+    assert {key for key, item in declared().items() if item.limit} == {key for key, *_ in ABOVE_LIMIT}
 
 
 def test_a_default_above_its_limit_is_accepted() -> None:
@@ -264,10 +264,10 @@ def test_a_default_above_its_limit_is_accepted() -> None:
 
 def test_a_limit_must_name_another_setting() -> None:
     with pytest.raises(ValueError, match="mine is at most other - 1: other is not a setting"):
-        check_conditions({"mine": Setting(0, "mine", limit="other - 1")}, KNOWN)
+        check_conditions({"mine": Setting(0, "mine", limit="other - 1")}, SETTINGS)
     with pytest.raises(ValueError, match="the limit 'number / 2' is not of the form `num-clients - 1`"):
-        check_conditions({"mine": Setting(0, "mine", limit="number / 2")}, KNOWN)
-    check_conditions({"mine": Setting(0, "mine", limit="number - 2")}, KNOWN)
+        check_conditions({"mine": Setting(0, "mine", limit="number / 2")}, SETTINGS)
+    check_conditions({"mine": Setting(0, "mine", limit="number - 2")}, SETTINGS)
     assert Setting(0, "mine", limit="number - 2").largest({"number": 5}) == 3
     assert Setting(0, "mine", minimum=1, limit="number - 2").largest({"number": 2}) == 1
 
@@ -278,9 +278,11 @@ def test_an_override_lowers_a_file_value_to_the_new_limit(tmp_path: Path) -> Non
     assert read_settings({"experiment": file}).run.average_rounds == 10
     with pytest.raises(SettingsError, match="average-rounds = 10 in the command line: it can be at most"):
         read_settings({"experiment": file, "num-server-rounds": 4, "average-rounds": 10}, COMMAND_LINE)
-    wrong = write(tmp_path, method="fedavg", num_server_rounds=4, average_rounds=10)
-    with pytest.raises(SettingsError, match=f"average-rounds = 10 in {wrong}: it can be at most num-server-rounds"):
-        read_settings({"experiment": wrong}, COMMAND_LINE)
+    invalid_file = write(tmp_path, method="fedavg", num_server_rounds=4, average_rounds=10)
+    with pytest.raises(
+        SettingsError, match=f"average-rounds = 10 in {invalid_file}: it can be at most num-server-rounds"
+    ):
+        read_settings({"experiment": invalid_file}, COMMAND_LINE)
 
 
 def test_a_table_lowers_values_only_under_an_override() -> None:
@@ -291,24 +293,24 @@ def test_a_table_lowers_values_only_under_an_override() -> None:
 
 
 def test_a_run_above_a_limit_fits_the_cell_at_the_limit() -> None:
-    """Earlier versions used the limit without a word."""
+    """Earlier versions applied the limit silently."""
     row = {"name": "A", "settings": {"method": "fedfomo", "fedfomo-models": 9}}
     cell = cells(table(runs=[row]))["A"]
-    ran = read_settings(cell.config).as_config()
-    assert cell.fits(ran | {"fedfomo-models": 10})
-    assert not cell.fits(ran | {"fedfomo-models": 8})
+    recorded = read_settings(cell.config).as_config()
+    assert cell.fits(recorded | {"fedfomo-models": 10})
+    assert not cell.fits(recorded | {"fedfomo-models": 8})
 
 
 def test_an_earlier_value_without_an_effect_fits_its_cell() -> None:
     """A run from before `test-set` counts as pooled. Digits has no test set to pool."""
     cell = cells(table())["A"]
-    ran = read_settings(cell.config).as_config()
-    del ran["test-set"]
-    assert cell.fits(ran) and cell.fits(ran | {"test-set": "pooled"})
-    assert not cell.fits(ran | {"dataset": "mnist"})
+    recorded = read_settings(cell.config).as_config()
+    del recorded["test-set"]
+    assert cell.fits(recorded) and cell.fits(recorded | {"test-set": "pooled"})
+    assert not cell.fits(recorded | {"dataset": "mnist"})
     mnist = cells(table(settings={"dataset": "mnist"}))["A"]
-    assert not mnist.fits(ran | {"dataset": "mnist"})
-    assert mnist.fits(ran | {"dataset": "mnist", "test-set": "supplied"})
+    assert not mnist.fits(recorded | {"dataset": "mnist"})
+    assert mnist.fits(recorded | {"dataset": "mnist", "test-set": "supplied"})
 
 
 def test_posy_tune_searches_up_to_the_limit() -> None:
@@ -380,17 +382,17 @@ def test_conditions_use_the_default_of_a_setting_without_an_effect() -> None:
 
 def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     """The record of an earlier version may hold a setting without an effect. The repeated run omits it."""
-    ran = read_settings({"method": "fedavg"}).as_config() | {"dp-epsilon": 0.5}
+    recorded = read_settings({"method": "fedavg"}).as_config() | {"dp-epsilon": 0.5}
     file = tmp_path / "config.yaml"
-    file.write_text(dump({"settings": ran, "versions": {}}), encoding="utf-8")
+    file.write_text(dump({"settings": recorded, "versions": {}}), encoding="utf-8")
     assert read_settings({"experiment": str(file)}).train.dp_epsilon == 1.0
     assert read_settings({"experiment": str(file), "dp": "local"}).train.dp_epsilon == 0.5
-    assert read_settings({}, "the run config", ran).train.dp_epsilon == 0.5  # for a resumed run, or a stored model
+    assert read_settings({}, "the run config", recorded).train.dp_epsilon == 0.5  # for a resumed run, or a stored model
 
 
 def test_stored_runs_may_contain_removed_settings() -> None:
-    ran = read_settings({"method": "fedavg"}).as_config() | {"dp-sensitivity": 0.0}
-    assert "dp-sensitivity" not in normalised(ran)
+    recorded = read_settings({"method": "fedavg"}).as_config() | {"dp-sensitivity": 0.0}
+    assert "dp-sensitivity" not in normalised(recorded)
     with pytest.raises(SettingsError, match=r"dp-sensitivity on the command line is not a setting"):
         read_settings({"dp": "local", "dp-clip": 1.0, "dp-sensitivity": 1e-9}, COMMAND_LINE)
 
@@ -468,20 +470,20 @@ def test_a_run_with_a_setting_without_an_effect_fits_its_cell() -> None:
             settings={"dirichlet-alpha": 0.1}, variants=[{"name": "d"}, {"name": "i", "settings": {"partition": "iid"}}]
         )
     )["i / A"]
-    ran = read_settings(cell.config).as_config() | {"dirichlet-alpha": 0.1}
-    assert cell.fits(ran)
-    assert normalised(ran)["dirichlet-alpha"] == 0.5
-    assert not cell.fits(ran | {"partition": "dirichlet"})
+    recorded = read_settings(cell.config).as_config() | {"dirichlet-alpha": 0.1}
+    assert cell.fits(recorded)
+    assert normalised(recorded)["dirichlet-alpha"] == 0.5
+    assert not cell.fits(recorded | {"partition": "dirichlet"})
 
 
 @pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.5, False)])
 def test_a_run_older_than_a_setting_fits_if_the_setting_has_no_effect(fraction: float, fits: bool) -> None:
-    """With all clients in each round, pfedme-clients changes nothing, so its new default needs no repeated run."""
+    """With all clients in each round, pfedme-clients has no effect, so runs with its earlier default remain valid."""
     rows = [{"name": "A", "settings": {"method": "pfedme"}}]
     (cell,) = cells(table(settings={"fraction-train": fraction}, runs=rows)).values()
-    ran = read_settings(cell.config).as_config()
-    del ran["pfedme-clients"]
-    assert cell.fits(ran) is fits
+    recorded = read_settings(cell.config).as_config()
+    del recorded["pfedme-clients"]
+    assert cell.fits(recorded) is fits
 
 
 def test_settings_without_an_effect_are_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:

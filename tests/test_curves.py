@@ -1,6 +1,6 @@
-"""Posy compared with the plain programs of ``benchmarks.plain``, which share only the papers with it.
+"""Compare Posy with the programs of ``benchmarks.plain``, independent implementations of the same papers.
 
-Every client's samples are one batch, so neither program draws batches, and both must take the same steps.
+Each client's samples form one batch, so both programs take the same steps.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, float]] = {
     "cfl": {"cfl_eps1": 100.0, "cfl_eps2": 0.01},
     "fedpac": {"fedpac_head_epochs": EPOCHS},
 }
-SERVED_ALIKE = ("fedavg", "fedfew", "fedprox", "scaffold")
+SAME_SERVED_MODEL = ("fedavg", "fedfew", "fedprox", "scaffold")
 """Methods that serve the same model to every client."""
 
 
@@ -63,7 +63,7 @@ def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 
 
 @pytest.fixture
-def both(
+def run_both(
     split: Callable[..., Path],
     make_config: Callable[..., Any],
     federate: Callable[..., Any],
@@ -75,13 +75,13 @@ def both(
     """
     scored_models: dict[tuple[str, int, int], np.ndarray] = {}
 
-    def note(self: LocalRun, point: str, predictor: Any) -> Any:
+    def record_model(self: LocalRun, point: str, predictor: Any) -> Any:
         model = predictor.members[0].parameters.numpy().copy()
         scored_models[point, self.client.round, self.client.client] = model
         return scores(self, point, predictor)
 
     scores = LocalRun._scores
-    monkeypatch.setattr(LocalRun, "_scores", note)
+    monkeypatch.setattr(LocalRun, "_scores", record_model)
 
     def run(method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = split(identical=method == "per-fedavg")  # it divides its mini-batches
@@ -106,7 +106,7 @@ def both(
 
 
 def flat(scored: plain.Scored) -> np.ndarray:
-    """Return a model; for prototypes, the model with the output layer 2 f·c - ||c||², which finds the nearest."""
+    """Return a model; for prototypes, the model with the output layer 2 f·c - ||c||², which selects the nearest."""
     if isinstance(scored, torch.Tensor):
         return scored.numpy()
     c = scored.prototypes
@@ -118,22 +118,22 @@ def test_both_programs_read_the_same_split(split: Callable[..., Path], make_conf
     folder = split()
     workspace = Workspace(read_settings(make_config("fedavg", dataset=str(folder), partition="given", num_clients=3)))
     for number, client in enumerate(curves.read_split(folder)):
-        ours = workspace.client_data(number)
+        data = workspace.client_data(number)
         assert len(client.y_test) == pytest.approx(len(client.y_train) / 3, abs=1)
         for name in ("x_train", "y_train", "x_test", "y_test"):
-            torch.testing.assert_close(getattr(ours, name), getattr(client, name))
+            torch.testing.assert_close(getattr(data, name), getattr(client, name))
 
 
 @pytest.mark.parametrize("method", curves.METHODS)
-def test_models_match_the_plain_program(method: str, both: Callable[[str], Any]) -> None:
+def test_models_match_the_plain_program(method: str, run_both: Callable[[str], Any]) -> None:
     torch.manual_seed(0)  # the order of a batch's samples affects the rounding of its sum
-    models, expected, start = both(method)
+    models, expected, start = run_both(method)
     # Rounding decides between nearly equal inputs of a max-pooling, which changes a few parameters.
     close = np.isclose(models, expected, rtol=1e-4, atol=1e-4 if method == "fedproto" else 1e-5)
     assert close.mean() > 0.998 and np.abs(models - expected).max() < 1e-3
     assert (np.abs(expected - start).max(axis=2) > 0.001).all()  # the models have changed
     distinct = {tuple(np.round(model, 4)) for model in expected[-1]}
-    assert len(distinct) == (1 if method in SERVED_ALIKE else 3)
+    assert len(distinct) == (1 if method in SAME_SERVED_MODEL else 3)
 
 
 def test_stored_results_are_not_recomputed(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_stored_results_are_not_recomputed(tmp_path: Path) -> None:
 
 
 def test_comparison_of_curves_by_hand() -> None:
-    plain_curves, ours = np.array([[0.1, 0.4], [0.3, 0.6]]), np.array([[0.3, 0.5], [0.5, 0.7]])
-    comparison = curves.compared(plain_curves, ours)
+    plain_curves, posy_curves = np.array([[0.1, 0.4], [0.3, 0.6]]), np.array([[0.3, 0.5], [0.5, 0.7]])
+    comparison = curves.compared(plain_curves, posy_curves)
     assert comparison["gap"] == pytest.approx([0.2, 0.1]) and comparison["mean_gap"] == pytest.approx(0.15)
     assert comparison["spread_over_seeds"] == pytest.approx([0.02**0.5] * 2, abs=1e-4)
     assert comparison["largest_gap_in_spreads"] == pytest.approx(0.2 / 0.02**0.5, abs=1e-4)

@@ -29,7 +29,7 @@ CONFIG = {"server-round": 1, "returns": "model"}
 
 
 class LinearNet:
-    """A linear network whose head is given: what the objective needs of one."""
+    """A linear network with the interface that the objective uses."""
 
     loss = staticmethod(cross_entropy)
 
@@ -45,7 +45,7 @@ class LinearNet:
 
 
 def served_model(strategy, client):
-    """Return the whole model that a client is sent in two parts."""
+    """Return the complete model, which the server sends in two parts."""
     reply = {"model": np.zeros(strategy.size, np.float32)}
     return strategy.method.reference(strategy.architecture, strategy.serve(client), reply)["model"]
 
@@ -63,7 +63,7 @@ def test_weight_distribution_of_zeros_is_uniform():
 
 
 def test_regulariser_of_a_zero_head_is_finite():
-    """ln 2 + 3 * ||(1, 0) − (1/2, 1/2)||, and a gradient that is a number."""
+    """The loss is ln 2 + 3 * ||(1, 0) − (1/2, 1/2)||, and the gradient is finite."""
     weight = torch.zeros(2, 3, requires_grad=True)
     context = {"distribution": torch.tensor([1.0, 0.0]), "lambda": torch.tensor(3.0)}
     loss = regularised(LinearNet(weight), Batch(torch.ones(1, 3), torch.tensor([0])), context)
@@ -110,13 +110,13 @@ def test_a_client_without_a_reply_keeps_its_distribution_and_norms(make_strategy
 
 @pytest.mark.parametrize("layers", ["output", "fc-output", "all"])
 def test_equal_distributions_make_every_class_model_fedavg(make_strategy, update, layers):
-    """The same p̃ on all clients: q_ij = n_i / N whatever the class."""
+    """The same p̃ on all clients: q_ij = n_i / N for every class."""
     strategy = make_strategy("cwfedavg", cwfedavg_layers=layers)
     average = make_strategy("fedavg")
     rng = np.random.default_rng(0)
     models = rng.normal(size=(3, strategy.size)).astype(np.float32)
     output = strategy.output
-    for factor, model in zip((1.0, 2.0, 0.5), models, strict=True):  # heads alike up to a factor
+    for factor, model in zip((1.0, 2.0, 0.5), models, strict=True):  # the heads differ by a factor
         model[output.start : output.stop] = factor * models[0][output.start : output.stop]
     sizes = (5, 20, 7)
     average.aggregate(1, [update(i, {"model": m}, n) for i, (m, n) in enumerate(zip(models, sizes, strict=True))])
@@ -137,8 +137,8 @@ def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update)
     strategy.aggregate(1, [update(i, replies[i], sizes[i]) for i in range(4)])
     first = 0.25 * models[0] + 0.75 * models[2]
     np.testing.assert_allclose(strategy.class_models, [first, models[1], models[3]], atol=1e-6)
-    for client, own in enumerate((first, models[1], first, models[3])):
-        np.testing.assert_allclose(served_model(strategy, client), own, atol=1e-6)
+    for client, expected in enumerate((first, models[1], first, models[3])):
+        np.testing.assert_allclose(served_model(strategy, client), expected, atol=1e-6)
 
 
 # -- selective application (Table 3) -------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update)
     ],
 )
 def test_only_selected_layers_are_averaged_class_wise(make_strategy, update, layers, classwise):
-    """The others are the plain weighted mean; biases follow their layer."""
+    """The other layers get the weighted mean; biases follow their layer."""
     rng = np.random.default_rng(0)
     data = (rng.normal(size=(6, 16, 16)).astype(np.float32), np.arange(6) % 3, [[0, 1], [2, 3]], [[4], [5]])
     strategy = make_strategy("cwfedavg", data=data, model="cnn", cwfedavg_layers=layers)
@@ -199,12 +199,12 @@ def test_regulariser_gradient_against_finite_differences():
     (gradient,) = torch.autograd.grad(regularised(LinearNet(weight), batch, context), weight)
     step = 1e-6
     for row, column in np.ndindex(3, 2):
-        moved = []
+        losses = []
         for sign in (1, -1):
             other = weight.detach().clone()
             other[row, column] += sign * step
-            moved.append(float(regularised(LinearNet(other), batch, context)))
-        assert float(gradient[row, column]) == pytest.approx((moved[0] - moved[1]) / (2 * step), abs=1e-6)
+            losses.append(float(regularised(LinearNet(other), batch, context)))
+        assert float(gradient[row, column]) == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-6)
 
 
 def test_regulariser_gradient_by_hand():
@@ -292,8 +292,8 @@ def test_recorded_norms_come_from_the_last_local_models(make_config, federate, t
 def test_distance_of_the_approximated_distribution_by_hand(make_strategy, update):
     strategy = make_strategy("cwfedavg", data=DATA, model="linear")
     updates = [update(0, {"model": FIRST}, 10), update(1, {"model": SECOND}, 30)]
-    assert "distribution_distance" not in strategy.aggregate(1, updates)  # sites need not tell their classes
+    assert "distribution_distance" not in strategy.aggregate(1, updates)  # the class counts are unknown
     strategy.class_counts = np.array([[1, 2, 1], [1, 0, 0], [5, 5, 5]])
-    # p̃ = (1/4, 1/2, 1/4) = p of the first; that of the second is (3/4, 0, 1/4), its p (1, 0, 0).
-    found = strategy.aggregate(2, updates)["distribution_distance"]
-    assert found == pytest.approx(math.sqrt(2) / 4 / 2, rel=1e-6)
+    # Client 0 has p̃ = p = (1/4, 1/2, 1/4); client 1 has p̃ = (3/4, 0, 1/4) and p = (1, 0, 0).
+    distance = strategy.aggregate(2, updates)["distribution_distance"]
+    assert distance == pytest.approx(math.sqrt(2) / 4 / 2, rel=1e-6)

@@ -39,7 +39,7 @@ MakeEngine = Callable[[], Engine]
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[MakeEngine]:
-    """Return a function that makes engines for one database, whose connections wait 50 ms for its lock."""
+    """Return a function that creates engines for one database. Their connections wait 50 ms for its lock."""
     created: list[Engine] = []
 
     def make() -> Engine:
@@ -56,7 +56,7 @@ def engines(tmp_path: Path) -> Iterator[MakeEngine]:
         engine.dispose()
 
 
-def write_while_another_holds_on(engine: Engine, statement: str = "INSERT INTO t VALUES (2)") -> None:
+def write_during_another_transaction(engine: Engine, statement: str = "INSERT INTO t VALUES (2)") -> None:
     """Write while a transaction in another thread stays open for 0.3 s."""
     begun = threading.Event()
 
@@ -84,12 +84,12 @@ def numbers(engine: Engine) -> list[int]:
 )
 def test_writers_wait_for_their_turn(engines: MakeEngine, statement: str) -> None:
     engine = engines()
-    with pytest.raises(OperationalError, match="database is locked") as locked:
-        write_while_another_holds_on(engine, statement)
-    assert can_be_retried(locked.value)
+    with pytest.raises(OperationalError, match="database is locked") as error:
+        write_during_another_transaction(engine, statement)
+    assert can_be_retried(error.value)
     assert numbers(engine) == [1]
     Turns().install(engine)
-    write_while_another_holds_on(engine, statement)
+    write_during_another_transaction(engine, statement)
     assert numbers(engine) == [1, 1, 2]
 
 
@@ -156,8 +156,8 @@ def test_a_full_disk_can_be_retried(engines: MakeEngine) -> None:
 # -- deadlines --------------------------------------------------------------------------------------------
 
 
-class Ours:
-    """A SuperLink's state with a run and a node, whose database has turns."""
+class SuperLinkState:
+    """A SuperLink's state with a run and a node, and turns for the writers of its database."""
 
     def __init__(self, path: Path) -> None:
         self.turns = Turns()
@@ -183,87 +183,91 @@ class Ours:
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Iterator[Ours]:
-    made = Ours(tmp_path / "state.db")
-    assert made.state.activate_task(made.task)
-    yield made
-    made.state._engine.dispose()
+def superlink(tmp_path: Path) -> Iterator[SuperLinkState]:
+    superlink = SuperLinkState(tmp_path / "state.db")
+    assert superlink.state.activate_task(superlink.task)
+    yield superlink
+    superlink.state._engine.dispose()
 
 
-def start_again(ours: Ours) -> None:
-    ours.turns._gap = True
+def restart(superlink: SuperLinkState) -> None:
+    superlink.turns._gap = True
 
 
-def set_the_clock(ours: Ours) -> None:
-    ours.turns._clocks -= 3600
+def set_clock_back(superlink: SuperLinkState) -> None:
+    superlink.turns._clocks -= 3600
 
 
-def fail_to_write_for_seconds(ours: Ours) -> None:
-    ours.turns._failing = time.monotonic() - 5
-    with ours.state._engine.begin() as connection:
+def fail_to_write_for_seconds(superlink: SuperLinkState) -> None:
+    superlink.turns._failing = time.monotonic() - 5
+    with superlink.state._engine.begin() as connection:
         connection.execute(text("UPDATE run SET bytes_sent = 0"))  # the first write that succeeds
 
 
-@pytest.mark.parametrize("fault", [start_again, set_the_clock, fail_to_write_for_seconds])
+@pytest.mark.parametrize("fault", [restart, set_clock_back, fail_to_write_for_seconds])
 @pytest.mark.parametrize("first", ["token", "heartbeat", "status", "nodes"])
-def test_a_fault_of_the_superlink_extends_deadlines(ours: Ours, fault: Callable[[Ours], None], first: str) -> None:
+def test_a_fault_of_the_superlink_extends_deadlines(
+    superlink: SuperLinkState, fault: Callable[[SuperLinkState], None], first: str
+) -> None:
     calls: dict[str, Callable[[], Any]] = {
-        "token": lambda: ours.state.get_task_by_token(ours.token),
-        "heartbeat": lambda: ours.state.acknowledge_task_heartbeat(ours.task),
-        "status": lambda: ours.state.get_run_status({ours.run})[ours.run].status == Status.RUNNING,
-        "nodes": lambda: [info.status for info in ours.state.get_node_info()] == ["online"],
+        "token": lambda: superlink.state.get_task_by_token(superlink.token),
+        "heartbeat": lambda: superlink.state.acknowledge_task_heartbeat(superlink.task),
+        "status": lambda: superlink.state.get_run_status({superlink.run})[superlink.run].status == Status.RUNNING,
+        "nodes": lambda: [info.status for info in superlink.state.get_node_info()] == ["online"],
     }
-    ours.expire()
-    fault(ours)
+    superlink.expire()
+    fault(superlink)
     for name in sorted(calls, key=lambda name: name != first):
         assert calls[name](), name
 
 
-def test_deadlines_hold_without_a_fault(ours: Ours) -> None:
-    ours.expire()
-    assert ours.state.get_task_by_token(ours.token) is None
-    assert ours.state.get_run_status({ours.run})[ours.run].status == Status.FINISHED
-    assert [info.status for info in ours.state.get_node_info()] == ["offline"]
+def test_deadlines_hold_without_a_fault(superlink: SuperLinkState) -> None:
+    superlink.expire()
+    assert superlink.state.get_task_by_token(superlink.token) is None
+    assert superlink.state.get_run_status({superlink.run})[superlink.run].status == Status.FINISHED
+    assert [info.status for info in superlink.state.get_node_info()] == ["offline"]
 
 
-def test_an_offline_node_stays_offline_after_a_restart(ours: Ours) -> None:
-    ours.expire()
-    assert [info.status for info in ours.state.get_node_info()] == ["offline"]
-    start_again(ours)
-    assert [info.status for info in ours.state.get_node_info()] == ["offline"]
+def test_an_offline_node_stays_offline_after_a_restart(superlink: SuperLinkState) -> None:
+    superlink.expire()
+    assert [info.status for info in superlink.state.get_node_info()] == ["offline"]
+    restart(superlink)
+    assert [info.status for info in superlink.state.get_node_info()] == ["offline"]
 
 
-def test_a_failed_deadline_extension_can_be_retried(ours: Ours) -> None:
-    ours.expire()
-    start_again(ours)
-    with contextlib.closing(sqlite3.connect(ours.state.database_url.removeprefix("sqlite:///"))) as other:
+def test_a_failed_deadline_extension_can_be_retried(superlink: SuperLinkState) -> None:
+    superlink.expire()
+    restart(superlink)
+    with contextlib.closing(sqlite3.connect(superlink.state.database_url.removeprefix("sqlite:///"))) as holder:
         event.listen(
-            ours.state._engine, "connect", lambda connection, _: connection.execute("PRAGMA busy_timeout = 50") and None
+            superlink.state._engine,
+            "connect",
+            lambda connection, _: connection.execute("PRAGMA busy_timeout = 50") and None,
         )
-        ours.state._engine.dispose()
-        other.execute("BEGIN IMMEDIATE")
+        superlink.state._engine.dispose()
+        holder.execute("BEGIN IMMEDIATE")
         with pytest.raises((sqlite3.OperationalError, OperationalError)) as failed:
-            ours.state.get_task_by_token(ours.token)
+            superlink.state.get_task_by_token(superlink.token)
         assert can_be_retried(failed.value)
-    assert ours.state.get_task_by_token(ours.token) is not None
+    assert superlink.state.get_task_by_token(superlink.token) is not None
 
 
 def test_a_server_app_gets_start_seconds_to_start(tmp_path: Path) -> None:
-    ours = Ours(tmp_path / "state.db")
-    ours.turns.give_time_to_start(ours.token)
+    superlink = SuperLinkState(tmp_path / "state.db")
+    superlink.turns.give_time_to_start(superlink.token)
     connection = sqlite3.connect(tmp_path / "state.db")
     [(until,)] = connection.execute("SELECT active_until FROM task")
     connection.close()
     remaining = (datetime.fromisoformat(until) - datetime.now(UTC)).total_seconds()
     assert database.START_SECONDS - 20 < remaining <= database.START_SECONDS
-    assert ours.state.activate_task(ours.task)
-    ours.state._engine.dispose()
+    assert superlink.state.activate_task(superlink.task)
+    superlink.state._engine.dispose()
 
 
 # -- answers to callers -----------------------------------------------------------------------------------
 
 
-def locked() -> OperationalError:
+def locked_error() -> OperationalError:
     error = sqlite3.OperationalError("database is locked")
     error.sqlite_errorcode = sqlite3.SQLITE_BUSY
     return OperationalError("UPDATE", {}, error)
@@ -283,14 +287,14 @@ def fail(error: Exception) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("method", "act", "code"),
     [
-        ("PullMessages", fail(locked()), grpc.StatusCode.UNAVAILABLE),
+        ("PullMessages", fail(locked_error()), grpc.StatusCode.UNAVAILABLE),
         ("PullMessages", fail(ValueError("a mistake")), grpc.StatusCode.INTERNAL),
         ("PullMessages", abort_as_flower_does, grpc.StatusCode.UNAVAILABLE),
         ("ActivateNode", abort_as_flower_does, grpc.StatusCode.UNAUTHENTICATED),
     ],
 )
 def test_nodes_retry_only_transient_errors(method: str, act: Callable[[Any], Any], code: grpc.StatusCode) -> None:
-    """Flower's translator of errors handles the calls of nodes first, as in a SuperLink."""
+    """Flower's interceptor that translates errors handles the calls of nodes first, as in a SuperLink."""
     from flwr.supercore.interceptors import RpcErrorTranslationServerInterceptor
 
     def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -319,7 +323,7 @@ def test_server_apps_retry_only_transient_errors(monkeypatch: pytest.MonkeyPatch
     app = main.create_app()
     for kind in link.RETRIED:
         app.add_exception_handler(kind, link.ask_again)
-    error: list[Exception] = [locked(), TryAgainError(), ValueError("a mistake")]
+    error: list[Exception] = [locked_error(), TryAgainError(), ValueError("a mistake")]
 
     def failing(*_: Any) -> None:
         raise error.pop(0)
@@ -332,7 +336,7 @@ def test_server_apps_retry_only_transient_errors(monkeypatch: pytest.MonkeyPatch
     assert [answer.status_code for answer in answers] == [503, 503, 500], answers[0].text
 
 
-# -- the code of runs -------------------------------------------------------------------------------------
+# -- installed code of runs -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -370,12 +374,14 @@ def test_concurrent_installation_is_atomic(bundle: tuple[bytes, str], tmp_path: 
 
 
 def test_installed_code_equals_flowers_installation(bundle: tuple[bytes, str]) -> None:
-    ours = install_whole(*bundle)
-    files = {path.relative_to(ours): path.read_bytes() for path in ours.rglob("*") if path.is_file()}
-    shutil.rmtree(ours)
-    flowers = install_from_fab(bundle[0], skip_prompt=True)
-    assert flowers == ours
-    assert {path.relative_to(flowers): path.read_bytes() for path in flowers.rglob("*") if path.is_file()} == files
+    installed = install_whole(*bundle)
+    files = {path.relative_to(installed): path.read_bytes() for path in installed.rglob("*") if path.is_file()}
+    shutil.rmtree(installed)
+    flower_folder = install_from_fab(bundle[0], skip_prompt=True)
+    assert flower_folder == installed
+    assert {
+        path.relative_to(flower_folder): path.read_bytes() for path in flower_folder.rglob("*") if path.is_file()
+    } == files
 
 
 def test_changed_or_invalid_bundles_are_not_installed(bundle: tuple[bytes, str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Data sets, published and from users' files: reading them, and the errors."""
+"""Load published data sets and users' files, and refuse invalid files."""
 
 import json
 import pickle
@@ -349,7 +349,7 @@ def test_features_are_standardised_and_constant_features_centred(tmp_path):
     tensors = client_data(dataset, both, 0, DataSettings(), CPU)
     assert tensors.x_train.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
     assert tensors.x_test.shape == (0, 2)
-    assert dataset.x.tolist() == x.tolist()  # the data set itself is untouched
+    assert dataset.x.tolist() == x.tolist()  # the data set is unchanged
 
 
 @pytest.mark.parametrize(
@@ -421,19 +421,19 @@ def test_invalid_custom_npz_is_refused(tmp_path, arrays, message):
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("keep", [0, 10, 100, 0.5, 0.9])
-def test_a_truncated_npz_is_refused(tmp_path, keep):
+@pytest.mark.parametrize("length", [0, 10, 100, 0.5, 0.9])
+def test_a_truncated_npz_is_refused(tmp_path, length):
     path = save_npz(tmp_path / "mine.npz", x_train=np.random.default_rng(0).random((50, 20)), y_train=np.arange(50))
     content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
+    path.write_bytes(content[: int(length * len(content)) if isinstance(length, float) else length])
     with pytest.raises(DataError, match=r"mine\.npz"):
         load(path)
 
 
-@pytest.mark.parametrize("test_too", [False, True])
-def test_an_npz_larger_than_memory_is_refused(tmp_path, test_too):
+@pytest.mark.parametrize("with_test_set", [False, True])
+def test_an_npz_larger_than_memory_is_refused(tmp_path, with_test_set):
     with zipfile.ZipFile(tmp_path / "mine.npz", "w") as archive:
-        for name in ("x_train", "y_train", *(("x_test", "y_test") if test_too else ())):
+        for name in ("x_train", "y_train", *(("x_test", "y_test") if with_test_set else ())):
             with archive.open(f"{name}.npy", "w") as stream:
                 shape = (10**14, 5) if name[0] == "x" else (10**14,)
                 header = {"descr": "<f8", "fortran_order": False, "shape": shape}
@@ -583,7 +583,7 @@ def test_other_file_types_are_refused(tmp_path):
 
 
 class Touch:
-    """Creates a file when it is unpickled."""
+    """Create a file on unpickling."""
 
     def __init__(self, path):
         self.path = path
@@ -692,7 +692,7 @@ def test_pfllib_client_without_test_samples(tmp_path):
         partition(swapped, DataSettings(num_clients=1), 0)
 
 
-def hostile(tmp_path, content):
+def directory_with_pickle(tmp_path, content):
     """Return a PFLlib directory whose only training file holds a given pickle."""
     split = {"x": np.eye(2), "y": np.array([0, 1])}
     root = pfllib(tmp_path / "p", [{"train": split, "test": split}])
@@ -705,7 +705,7 @@ def hostile(tmp_path, content):
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path):
     marker = tmp_path / "ran"
-    root = hostile(tmp_path, pickle.dumps({"x": Touch(marker), "y": [0]}))
+    root = directory_with_pickle(tmp_path, pickle.dumps({"x": Touch(marker), "y": [0]}))
     with pytest.raises(DataError, match=r"pathlib.*refused") as error:
         load(root)
     assert "0.npz" in str(error.value)
@@ -730,7 +730,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 def test_unknown_pickle_globals_are_refused(tmp_path, module, name):
     stack_global = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)])
     for content in (f"c{module}\n{name}\n.".encode(), stack_global + name.encode() + b"\x93."):
-        root = hostile(tmp_path / str(content[0]), content)
+        root = directory_with_pickle(tmp_path / str(content[0]), content)
         with pytest.raises(DataError, match="which is refused"):
             load(root)
 
@@ -756,7 +756,7 @@ def numpy_global(name):
 )
 def test_malformed_pickles_are_refused(tmp_path, content):
     with pytest.raises(DataError, match=r"0\.npz"):
-        load(hostile(tmp_path, content))
+        load(directory_with_pickle(tmp_path, content))
 
 
 def test_inconsistent_pfllib_directories_are_refused(tmp_path):
@@ -934,13 +934,13 @@ def test_resized_crops_of_test_images_depend_only_on_the_seed():
     data = make_dataset("images", "image", x, y, ("a", "b"))
     part = Partition((np.arange(20),), (np.arange(20, 40),), (np.arange(40, 60),))
     plain, crops = DataSettings(), DataSettings(augment="resized-crop")
-    as_they_are = client_data(data, part, 0, plain, CPU)
+    uncropped = client_data(data, part, 0, plain, CPU)
     first, again, other = (client_data(data, part, 0, crops, CPU, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first.x_train, as_they_are.x_train)  # the training loop crops training samples
+    assert torch.equal(first.x_train, uncropped.x_train)  # the training loop crops training samples
     for split in ("x_test", "x_validation"):
         images = getattr(first, split)
-        assert images.shape == getattr(as_they_are, split).shape
-        assert not torch.equal(images, getattr(as_they_are, split))
+        assert images.shape == getattr(uncropped, split).shape
+        assert not torch.equal(images, getattr(uncropped, split))
         assert torch.equal(images, getattr(again, split))
         assert not torch.equal(images, getattr(other, split))
-    assert torch.equal(client_data(data, part, 0, DataSettings(augment="crop"), CPU).x_test, as_they_are.x_test)
+    assert torch.equal(client_data(data, part, 0, DataSettings(augment="crop"), CPU).x_test, uncropped.x_test)

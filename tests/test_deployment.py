@@ -161,8 +161,8 @@ def test_the_federation_page_lists_every_node_config_key() -> None:
     rows = [
         line.split("|")[1] for line in page.partition("| node config |")[2].splitlines()[2:] if line.startswith("| `")
     ]
-    named = {word.partition("=")[0] for row in rows for word in re.findall(r"`([^`]+)`", row)}
-    assert set(NODE_WORDS) <= named
+    listed = {word.partition("=")[0] for row in rows for word in re.findall(r"`([^`]+)`", row)}
+    assert set(NODE_WORDS) <= listed
 
 
 def test_nodes_of_one_command_divide_the_partitions() -> None:
@@ -191,9 +191,9 @@ def test_polling_is_rare_until_a_message_is_expected() -> None:
 
     assert polls(10, 0)[0] > 25
     for gap in (3, 10, 30, 300):
-        count, late = polls(gap, gap)
+        count, delay = polls(gap, gap)
         assert count <= 10 or gap == 300
-        assert late < max(0.1, min(0.1 * gap, 3))
+        assert delay < max(0.1, min(0.1 * gap, 3))
     for gap in (0.5, 2, 6):  # the message arrives earlier than expected
         assert polls(gap, 10)[1] < MAX_POLL_SECONDS
     assert polls(3600, 10)[0] < 3600 / 2.9 + 60

@@ -30,7 +30,7 @@ def test_the_readme_is_short() -> None:
     assert max(len(line) for line in lines if not line.startswith(("|", "```"))) <= 120
 
 
-OWN = (ROOT / "docs/own.md").read_text(encoding="utf-8")
+CUSTOM_PAGE = (ROOT / "docs/own.md").read_text(encoding="utf-8")
 
 
 def run_from(folder: Path, *words: str) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def run_from(folder: Path, *words: str) -> dict[str, Any]:
 
 
 def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
-    code = next(block for block in blocks(OWN) if "FedMineSettings" in block)
+    code = next(block for block in blocks(CUSTOM_PAGE) if "FedMineSettings" in block)
     assert code in blocks(README)
     assert code.count("\n") <= 15
-    command = re.search(r"^posy run (method=mine.*)$", OWN, flags=re.MULTILINE)
+    command = re.search(r"^posy run (method=mine.*)$", CUSTOM_PAGE, flags=re.MULTILINE)
     assert command is not None and f"`posy run {command[1]}`" in README
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     summary = run_from(tmp_path, *command[1].split())
@@ -62,14 +62,14 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
 
 def test_the_examples_of_a_method_a_network_and_a_loss_run(tmp_path: Path) -> None:
     for name, mark in (("slow.py", "FedSlowSettings"), ("mynets.py", "# mynets.py"), ("mylosses.py", "# mylosses.py")):
-        (code,) = (block for block in blocks(OWN) if mark in block)
+        (code,) = (block for block in blocks(CUSTOM_PAGE) if mark in block)
         (tmp_path / name).write_text(code, encoding="utf-8")
     words = ["method=slow:FedSlow", "fedslow-step=0.8", "model=mynets:small", "loss=mylosses:focal", "lr=0.1"]
     assert run_from(tmp_path, *words)["served"]["last"]["mean"] > 0.2
 
 
 def test_the_example_of_a_data_set_runs(tmp_path: Path) -> None:
-    (code,) = (block for block in blocks(OWN) if "# mydata.py" in block)
+    (code,) = (block for block in blocks(CUSTOM_PAGE) if "# mydata.py" in block)
     (tmp_path / "mydata.py").write_text(code, encoding="utf-8")
     assert run_from(tmp_path, "method=fedrep", "dataset=mydata:moons")["local"]["last"]["mean"] > 0.7
 

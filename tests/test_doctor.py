@@ -1,4 +1,4 @@
-"""`posy doctor`, renewed certificates and backups, with Flower's own Fleet API and database in this process."""
+"""`posy doctor`, renewed certificates and backups, with Flower's Fleet API and database in this process."""
 
 import datetime
 import shutil
@@ -46,17 +46,17 @@ class Usage(NamedTuple):
     free: int
 
 
-def made(folder: Path, *nodes: str, days: int = 365) -> Files:
+def make_files(folder: Path, *nodes: str, days: int = 365) -> Files:
     make_certificates(folder, ["10.0.0.1"], nodes, days)
     return Files(folder)
 
 
-def wrong(findings: Any) -> list[Finding]:
-    return [found for found in findings if found.level != "ok"]
+def problems(findings: Any) -> list[Finding]:
+    return [finding for finding in findings if finding.level != "ok"]
 
 
-def trusted(port: int, ca: Path) -> bool:
-    """Tell whether Flower's own way of connecting trusts a port."""
+def is_trusted(port: int, ca: Path) -> bool:
+    """Return whether a gRPC client with this CA certificate trusts the server at a port."""
     with grpc.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(ca.read_bytes())) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=3.0)
@@ -93,7 +93,7 @@ def register(fleet: Any, public: Path) -> int:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[tuple[Fleet, Files]]:
-    files = made(tmp_path / "certificates", "site-a", "site-b")
+    files = make_files(tmp_path / "certificates", "site-a", "site-b")
     started, server = fleet_of(files)
     register(started.state, files.node_public("site-a"))
     yield started, files
@@ -104,7 +104,7 @@ def fleet(tmp_path: Path) -> Iterator[tuple[Fleet, Files]]:
 
 
 def test_renewal_preserves_the_hosts_and_the_old_certificate(tmp_path: Path) -> None:
-    files = made(tmp_path)
+    files = make_files(tmp_path)
     before = {path: path.read_bytes() for path in (files.server, files.server_key, files.ca, files.ca_key)}
     assert renew(tmp_path, ["new.example"], [], 30) == [files.server_key, files.server]
     check_server(files.server, files.server_key)
@@ -116,77 +116,77 @@ def test_renewal_preserves_the_hosts_and_the_old_certificate(tmp_path: Path) -> 
         assert old.read_bytes() == before[path] != path.read_bytes()
     for key in tmp_path.glob("*.key*"):
         assert key.stat().st_mode & 0o077 == 0
-    assert not wrong(doctor.check_certificates(tmp_path))[1:]  # the new certificate is for 30 days only
+    assert not problems(doctor.check_certificates(tmp_path))[1:]  # the new certificate is for 30 days only
     assert not [*tmp_path.glob(".*.part")]
 
 
 def test_a_node_renews_its_key_without_the_authority(tmp_path: Path) -> None:
-    files = made(tmp_path, "site-a")
+    files = make_files(tmp_path, "site-a")
     for path in (files.ca_key, files.server, files.server_key):
         path.unlink()
     before = files.node_key("site-a").read_bytes()
     assert renew(tmp_path, [], ["site-a"], 1) == [files.node_key("site-a"), files.node_public("site-a")]
     assert files.node_key("site-a").read_bytes() != before
     assert public_half(files.node_key("site-a")) == public_pem(files.node_public("site-a"))
-    with pytest.raises(SettingsError, match=r"nobody\.key is missing: nothing to renew"):
-        renew(tmp_path, [], ["nobody"], 1)
+    with pytest.raises(SettingsError, match=r"site-z\.key is missing: nothing to renew"):
+        renew(tmp_path, [], ["site-z"], 1)
     with pytest.raises(SettingsError, match=r"server\.pem cannot be used"):
         renew(tmp_path, [], [], 1)
 
 
 def test_a_renewed_authority_trusts_old_and_new_certificates(tmp_path: Path) -> None:
-    files = made(tmp_path / "server")
+    files = make_files(tmp_path / "server")
     old_ca = tmp_path / "old.pem"
     shutil.copy(files.ca, old_ca)
-    first, before = fleet_of(files)
+    old_fleet, old_server = fleet_of(files)
     renew(files.folder, [], [], 30, authority=True)
     assert len(read_certificates(files.ca)) == 2
-    assert not [found for found in doctor.check_certificates(files.folder) if found.level == "error"]
-    assert trusted(first.port, files.ca)  # the certificate of before, by the new file
+    assert not [finding for finding in doctor.check_certificates(files.folder) if finding.level == "error"]
+    assert is_trusted(old_fleet.port, files.ca)  # the new ca.pem trusts the old certificate
     renew(files.folder, [], [], 30)
-    assert not [found for found in doctor.check_certificates(files.folder) if found.level == "error"]
-    after, server = fleet_of(files)
-    assert trusted(after.port, files.ca)
-    assert not trusted(after.port, old_ca)
-    for one in (before, server):
-        one.stop(None).wait()
+    assert not [finding for finding in doctor.check_certificates(files.folder) if finding.level == "error"]
+    new_fleet, new_server = fleet_of(files)
+    assert is_trusted(new_fleet.port, files.ca)
+    assert not is_trusted(new_fleet.port, old_ca)
+    for running in (old_server, new_server):
+        running.stop(None).wait()
 
 
-# -- what is wrong ---------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------------
 
 
 def test_expired_and_expiring_certificates_are_reported(tmp_path: Path) -> None:
-    soon = wrong(doctor.check_certificates(made(tmp_path / "soon", days=10).folder))
-    assert [found.level for found in soon] == ["warning", "warning"]
-    assert all("expires in 9 days" in found.text for found in soon)
-    assert "--renew-authority`, and copy ca.pem to every site" in soon[0].text
-    over = wrong(doctor.check_certificates(made(tmp_path / "over", days=0).folder))
-    assert [found.level for found in over] == ["error", "error"]
-    assert "server.pem expired on" in over[1].text
-    assert "--renew`" in over[1].text
+    expiring = problems(doctor.check_certificates(make_files(tmp_path / "soon", days=10).folder))
+    assert [finding.level for finding in expiring] == ["warning", "warning"]
+    assert all("expires in 9 days" in finding.text for finding in expiring)
+    assert "--renew-authority`, and copy ca.pem to every site" in expiring[0].text
+    expired = problems(doctor.check_certificates(make_files(tmp_path / "over", days=0).folder))
+    assert [finding.level for finding in expired] == ["error", "error"]
+    assert "server.pem has expired on" in expired[1].text
+    assert "--renew`" in expired[1].text
 
 
 def test_a_not_yet_valid_certificate_points_to_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = made(tmp_path)
+    files = make_files(tmp_path)
     past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
     monkeypatch.setattr(doctor, "_now", lambda: past)
-    found = wrong(doctor.check_certificates(files.folder))
-    assert all("is this machine's clock right?" in text for _, text in found)
-    assert len(found) == 2
+    findings = problems(doctor.check_certificates(files.folder))
+    assert all("is this machine's clock right?" in text for _, text in findings)
+    assert len(findings) == 2
 
 
 def test_file_modes_key_pairs_and_authority_are_checked(tmp_path: Path) -> None:
-    files = made(tmp_path / "a", "site-a", "site-b")
-    other = made(tmp_path / "b", "site-a")
-    assert not wrong(doctor.check_certificates(files.folder))
+    files = make_files(tmp_path / "a", "site-a", "site-b")
+    other = make_files(tmp_path / "b", "site-a")
+    assert not problems(doctor.check_certificates(files.folder))
     files.node_key("site-b").chmod(0o644)
-    [found] = wrong(doctor.check_certificates(files.folder))
-    assert found == ("warning", f"{files.node_key('site-b')} can be read by other users (mode 644): chmod 600 "
+    [finding] = problems(doctor.check_certificates(files.folder))
+    assert finding == ("warning", f"{files.node_key('site-b')} can be read by others (mode 644): chmod 600 "
                      f"{files.node_key('site-b')}")  # fmt: skip
     files.node_key("site-b").chmod(0o600)
     shutil.copy(other.node_public("site-a"), files.node_public("site-a"))
     shutil.copy(other.server, files.server)
-    texts = [text for level, text in wrong(doctor.check_certificates(files.folder)) if level == "error"]
+    texts = [text for level, text in problems(doctor.check_certificates(files.folder)) if level == "error"]
     assert texts == [
         f"{files.server_key} and {files.server} do not belong together",
         f"{files.server} is not signed by an authority in {files.ca}: no node accepts it",
@@ -194,22 +194,22 @@ def test_file_modes_key_pairs_and_authority_are_checked(tmp_path: Path) -> None:
     ]
     files.ca.write_text("none")
     files.node_key("site-b").write_text("none")
-    texts = [text for level, text in wrong(doctor.check_certificates(files.folder)) if level == "error"]
+    texts = [text for level, text in problems(doctor.check_certificates(files.folder)) if level == "error"]
     assert any("ca.pem cannot be used as a certificate" in text for text in texts)
     assert any("site-b.key is not a private key in the format of `posy certificates`" in text for text in texts)
 
 
 def test_check_reach_reports_trust_and_availability(fleet: tuple[Fleet, Files], tmp_path: Path) -> None:
     started, files = fleet
-    [ok] = doctor.check_reach("it", started.address, files.ca, files.server)
-    assert ok.level == "ok"
-    assert "is trusted; its certificate is valid until" in ok.text
-    [distrust] = doctor.check_reach("it", started.address, made(tmp_path / "other").ca)
-    assert distrust.level == "error"
-    assert "is not trusted by" in distrust.text
-    [away] = doctor.check_reach("it", f"localhost:{free_port()}", files.ca)
-    assert away.level == "error"
-    assert "does `posy superlink` run there" in away.text
+    [trusted] = doctor.check_reach("it", started.address, files.ca, files.server)
+    assert trusted.level == "ok"
+    assert "is trusted; its certificate is valid until" in trusted.text
+    [untrusted] = doctor.check_reach("it", started.address, make_files(tmp_path / "other").ca)
+    assert untrusted.level == "error"
+    assert "is not trusted by" in untrusted.text
+    [unreachable] = doctor.check_reach("it", f"localhost:{free_port()}", files.ca)
+    assert unreachable.level == "error"
+    assert "does `posy superlink` run there" in unreachable.text
     renew(files.folder, [], [], 60)
     *_, stale = doctor.check_reach("it", started.address, files.ca, files.server)
     assert stale.level == "warning"
@@ -219,11 +219,11 @@ def test_check_reach_reports_trust_and_availability(fleet: tuple[Fleet, Files], 
 def test_check_admission_reports_registration_without_side_effects(fleet: tuple[Fleet, Files]) -> None:
     started, files = fleet
     before = [str(node) for node in started.state.get_node_info()]
-    known = [*doctor.check_admission(started.address, files.ca, files.node_key("site-a"))]
-    assert [found.level for found in known] == ["ok", "ok"]
-    unknown = wrong(doctor.check_admission(started.address, files.ca, files.node_key("site-b")))
-    assert [found.level for found in unknown] == ["error"]
-    assert "site-b.key is not registered: `posy register site-b.pub` on the server" in unknown[0].text
+    registered = [*doctor.check_admission(started.address, files.ca, files.node_key("site-a"))]
+    assert [finding.level for finding in registered] == ["ok", "ok"]
+    unregistered = problems(doctor.check_admission(started.address, files.ca, files.node_key("site-b")))
+    assert [finding.level for finding in unregistered] == ["error"]
+    assert "site-b.key is not registered: `posy register site-b.pub` on the server" in unregistered[0].text
     assert [str(node) for node in started.state.get_node_info()] == before
 
 
@@ -242,16 +242,16 @@ def test_clock_errors_of_a_site_are_reported(
     seconds: float, level: str, text: str, fleet: tuple[Fleet, Files], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, files = fleet
-    right = calling.current_time
-    monkeypatch.setattr(calling, "current_time", lambda: right() + datetime.timedelta(seconds=seconds))
-    found = next(iter(doctor.check_admission(started.address, files.ca, files.node_key("site-a"))))
-    assert (found.level, text in found.text) == (level, True), found
+    original = calling.current_time
+    monkeypatch.setattr(calling, "current_time", lambda: original() + datetime.timedelta(seconds=seconds))
+    finding = next(iter(doctor.check_admission(started.address, files.ca, files.node_key("site-a"))))
+    assert (finding.level, text in finding.text) == (level, True), finding
 
 
 def test_different_versions_and_clocks_are_reported() -> None:
     nodes = [NodeInfo(node_id=number, name=name, status="online") for number, name in enumerate("abcd", start=1)]
     same = {name: str(version) for name, version in versions().items()}
-    told = {
+    reports = {
         "9": {"nodes": {"1": {"told": 1.0, "clock": 300.0, "versions": {**same, "torch": "1.0"}}}},
         "10": {
             "nodes": {
@@ -261,20 +261,20 @@ def test_different_versions_and_clocks_are_reported() -> None:
             }
         },
     }
-    assert wrong(doctor.check_node_reports(nodes, told)) == [
-        ("warning", f"b has flwr 1.39.7, but the server has {same['flwr']}"),
+    assert problems(doctor.check_node_reports(nodes, reports)) == [
+        ("warning", f"b has flwr 1.39.7, the server {same['flwr']}"),
         ("warning", "the clock of b is 3 s ahead: set it there (NTP)"),
         ("error", "the clock of c is 400 s behind: set it there (NTP)"),
     ]
 
 
 def test_unregistered_and_unknown_keys_are_reported(tmp_path: Path) -> None:
-    files = made(tmp_path, "site-a", "site-b")
+    files = make_files(tmp_path, "site-a", "site-b")
     nodes = [
         NodeInfo(name="site-a", public_key=public_pem(files.node_public("site-a")), status="registered"),
         NodeInfo(name="gone", public_key=b"other", status="online", last_activated_at="2026-01-01T00:00:00+00:00"),
     ]
-    texts = [text for _, text in wrong(doctor.check_nodes(nodes, tmp_path))]
+    texts = [text for _, text in problems(doctor.check_nodes(nodes, tmp_path))]
     assert [text.partition(":")[0] for text in texts] == [
         f"{files.node_public('site-b')} is not registered",
         "site-a has never been online",
@@ -290,17 +290,17 @@ def test_low_disk_space_is_reported(
     total: int, free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(total, total - free, free))
-    place, temporary = doctor.check_disk([("the state", tmp_path / "not/yet/there")])
-    assert place.level == temporary.level == level
-    assert f"free disk for the state ({tmp_path / 'not/yet/there'}): " in place.text
+    state_disk, temporary_disk = doctor.check_disk([("the state", tmp_path / "not/yet/there")])
+    assert state_disk.level == temporary_disk.level == level
+    assert f"free disk for the state ({tmp_path / 'not/yet/there'}): " in state_disk.text
 
 
 def test_unreadable_data_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for name, level in (("empty", "error"), ("none", "error"), ("file", "ok"), ("", "ok")):
-        [found] = doctor.check_data(tmp_path / name)
-        assert found.level == level, found
+        [finding] = doctor.check_data(tmp_path / name)
+        assert finding.level == level, finding
 
 
 def test_a_site_check_fails_on_unreadable_data(
@@ -318,7 +318,7 @@ def test_a_site_check_fails_on_unreadable_data(
 
 
 def test_a_stopped_superlink_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(tmp_path / "certificates", "site-a")
+    make_files(tmp_path / "certificates", "site-a")
     words = ["doctor", "--certificates", str(tmp_path / "certificates"), "--state", str(tmp_path / "superlink")]
     assert cli.main([*words, "--superlink", f"127.0.0.1:{free_port()}", "--fleet", f"127.0.0.1:{free_port()}"]) == 1
     errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
@@ -337,8 +337,8 @@ def test_a_stopped_superlink_is_reported(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_backup_of_an_open_database_restores_registered_keys(tmp_path: Path) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
-    files = made(tmp_path / "certificates", "site-a", "site-b", "site-c")
-    with pytest.raises(SettingsError, match=r"it contains no state\.db; a SuperLink with --volatile writes none"):
+    files = make_files(tmp_path / "certificates", "site-a", "site-b", "site-c")
+    with pytest.raises(SettingsError, match=r"it holds no state\.db; a SuperLink with --volatile writes none"):
         back_up(state, file)
     state.mkdir()
     link = reopened(state)
@@ -392,7 +392,7 @@ def test_restore_replaces_a_damaged_state(tmp_path: Path) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
     state.mkdir()
     link = reopened(state)
-    register(link, made(tmp_path / "certificates", "site-a").node_public("site-a"))
+    register(link, make_files(tmp_path / "certificates", "site-a").node_public("site-a"))
     back_up(state, file)
     for end in ("", "-wal", "-shm"):
         (state / f"state.db{end}").write_text("damaged" * 1000)
@@ -407,14 +407,14 @@ def test_restore_replaces_a_damaged_state(tmp_path: Path) -> None:
 def test_status_describes_node_activity_and_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1000.0)
     runs = [Run("1", {"run-name": "mine"}, "running", "", 0.0, ""), Run("2", {}, "completed", "", 0.0, "")]
-    told = {
+    statuses = {
         "1": {"nodes": {"5": {"does": "trains in round 3", "since": 940.0}, "6": {}}},
         "2": {"nodes": {"6": {"does": "trains in round 9", "since": 0.0}}},
     }
-    assert doing(NodeInfo(node_id=5), runs, told) == "trains in round 3 of mine, for 1 min 0 s"
-    assert doing(NodeInfo(node_id=6), runs, told) == "waits"
-    assert doing(NodeInfo(node_id=6), runs, {}) == ""  # nobody here knows
-    waits = {"for": "1 of 3 clients to train in round 3", "since": 990.0, "until": 1100.0}
-    assert waiting(waits) == "1 of 3 clients to train in round 3, for 10 s, 1 min 40 s more at most"
-    assert waiting(waits | {"until": 995.0}).endswith("for 10 s, its limit passed 5 s ago")
-    assert waiting(waits | {"until": None}).endswith("for 10 s, no limit so far")
+    assert doing(NodeInfo(node_id=5), runs, statuses) == "trains in round 3 of mine, for 1 min 0 s"
+    assert doing(NodeInfo(node_id=6), runs, statuses) == "waits"
+    assert doing(NodeInfo(node_id=6), runs, {}) == ""  # no status of the run
+    wait = {"for": "1 of 3 clients to train in round 3", "since": 990.0, "until": 1100.0}
+    assert waiting(wait) == "1 of 3 clients to train in round 3, for 10 s, 1 min 40 s more at most"
+    assert waiting(wait | {"until": 995.0}).endswith("for 10 s, its time was over 5 s ago")
+    assert waiting(wait | {"until": None}).endswith("for 10 s, no limit so far")

@@ -1,4 +1,4 @@
-"""The messages in the SuperLink's memory, and the calls that Posy serves before Flower's real SuperLink."""
+"""The SuperLink's message exchange in memory, and the calls that Posy serves in front of Flower's SuperLink."""
 
 import hashlib
 import threading
@@ -50,15 +50,15 @@ def packed(node: int = NODE, run: int = RUN, ttl: float = 100.0, value: float = 
 
 
 def reply_to(message: Packed) -> Packed:
-    asked = unpack(message.tree.object_id, message.objects)
-    return pack(Message(RecordDict({"config": ConfigRecord({"answer": 1})}), reply_to=asked))
+    request = unpack(message.tree.object_id, message.objects)
+    return pack(Message(RecordDict({"config": ConfigRecord({"answer": 1})}), reply_to=request))
 
 
-def send(exchange: Exchange, message: Packed, *, whole: bool = True) -> list[str]:
-    """Let a ServerApp push a message; return its missing objects."""
+def send(exchange: Exchange, message: Packed, *, complete: bool = True) -> list[str]:
+    """Push a message as a ServerApp does, and return its missing objects."""
     [number], wanted = exchange.send(message.envelope.metadata.run_id, [message.envelope], [message.tree])
     assert number == message.tree.object_id
-    if whole:
+    if complete:
         for part in wanted:
             assert exchange.store(message.envelope.metadata.run_id, part, message.objects[part])
     return wanted
@@ -87,24 +87,24 @@ def test_the_exchange_is_empty_after_delivery(exchange: Exchange) -> None:
     message = packed()
     number = message.tree.object_id
     send(exchange, message)
-    found = exchange.pull(NODE)
-    assert found is not None and found.number == number
+    delivery = exchange.pull(NODE)
+    assert delivery is not None and delivery.number == number
     assert {part: exchange.find(RUN, part) for part in message.objects} == message.objects
     assert exchange.confirm(RUN, number)
     assert exchange.find(RUN, number) is None
     assert exchange.replies(RUN, [number]) == []
     reply = answer(exchange, message)
-    [found] = exchange.replies(RUN, [number])
-    received = unpack(found.number, {part: exchange.find(RUN, part) or b"" for part in reply.objects})
+    [delivery] = exchange.replies(RUN, [number])
+    received = unpack(delivery.number, {part: exchange.find(RUN, part) or b"" for part in reply.objects})
     assert received.content.config_records["config"]["answer"] == 1
-    assert exchange.confirm(RUN, found.number)
+    assert exchange.confirm(RUN, delivery.number)
     assert (len(exchange._depot), exchange._parcels, exchange._answered) == (0, {}, {})
-    assert not exchange.confirm(RUN, found.number)
+    assert not exchange.confirm(RUN, delivery.number)
 
 
 def test_a_message_is_delivered_when_all_its_objects_have_arrived(exchange: Exchange) -> None:
     first, second = packed(value=1.0), packed(value=2.0)
-    wanted = send(exchange, first, whole=False)
+    wanted = send(exchange, first, complete=False)
     last = next(part for part in wanted if part not in second.objects)  # they share objects
     for part in set(wanted) - {last}:
         exchange.store(RUN, part, first.objects[part])
@@ -118,21 +118,21 @@ def test_a_message_is_delivered_when_all_its_objects_have_arrived(exchange: Exch
 
 def test_an_object_that_does_not_match_its_id_is_refused(exchange: Exchange) -> None:
     message = packed()
-    wanted = send(exchange, message, whole=False)
+    wanted = send(exchange, message, complete=False)
     assert not exchange.store(RUN, wanted[0], message.objects[wanted[0]] + b"x")
     assert exchange.find(RUN, wanted[0]) == b""
     assert exchange.store(RUN, wanted[0], message.objects[wanted[0]])
 
 
 def test_equal_objects_are_sent_once_and_stored_for_all_receivers(exchange: Exchange) -> None:
-    one, two = packed(node=NODE), packed(node=6)
-    shared = one.objects.keys() & two.objects.keys()
+    first, second = packed(node=NODE), packed(node=6)
+    shared = first.objects.keys() & second.objects.keys()
     assert shared
-    send(exchange, one)
-    assert not shared & set(send(exchange, two))
-    exchange.confirm(RUN, one.tree.object_id)
+    send(exchange, first)
+    assert not shared & set(send(exchange, second))
+    exchange.confirm(RUN, first.tree.object_id)
     assert all(exchange.find(RUN, part) for part in shared)
-    exchange.confirm(RUN, two.tree.object_id)
+    exchange.confirm(RUN, second.tree.object_id)
     assert len(exchange._depot) == 0
 
 
@@ -152,7 +152,7 @@ def test_unconfirmed_messages_are_redelivered_a_limited_number_of_times(exchange
 
 def test_repeated_calls_are_idempotent(exchange: Exchange) -> None:
     message = packed()
-    wanted = send(exchange, message, whole=False)
+    wanted = send(exchange, message, complete=False)
     assert send(exchange, message) == wanted
     assert send(exchange, message) == []
     assert exchange.store(RUN, wanted[0], message.objects[wanted[0]])
@@ -179,7 +179,7 @@ def test_errors_explain_missing_replies(exchange: Exchange, monkeypatch: pytest.
     clock = time.monotonic()
     monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 21)  # silent for two intervals
     assert codes(exchange, messages[1].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
-    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 61)  # never seen since the start
+    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 61)  # never online since the start
     assert codes(exchange, messages[2].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
 
 
@@ -187,38 +187,38 @@ def test_unexpected_replies_are_dropped(exchange: Exchange) -> None:
     message, unknown = packed(), packed(value=2.0)
     send(exchange, message)
     reply = reply_to(message)
-    assert exchange.answer(6, reply.envelope, reply.tree) == []  # of another node
+    assert exchange.answer(6, reply.envelope, reply.tree) == []  # from another node
     other = reply_to(unknown)
     assert exchange.answer(NODE, other.envelope, other.tree) == []
     assert exchange.replies(RUN, [message.tree.object_id]) == []
 
 
 def test_invalid_messages_are_refused(exchange: Exchange) -> None:
-    good = packed()
+    message = packed()
     for change in ({"run_id": 8}, {"src_node_id": 9}, {"dst_node_id": 0}, {"ttl": -1.0}, {"reply_to_message_id": "a"}):
-        envelope = type(good.envelope)()
-        envelope.CopyFrom(good.envelope)
+        envelope = type(message.envelope)()
+        envelope.CopyFrom(message.envelope)
         for field, value in change.items():
             setattr(envelope.metadata, field, value)
-        assert exchange.send(RUN, [envelope], [good.tree]) == ([""], [])
+        assert exchange.send(RUN, [envelope], [message.tree]) == ([""], [])
     assert exchange._parcels == {}
 
 
 def test_messages_of_ended_runs_and_incomplete_messages_are_discarded(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, half, whole = packed(run=8), packed(value=2.0), packed(value=3.0, ttl=1e6)
+    ended, incomplete, delivered = packed(run=8), packed(value=2.0), packed(value=3.0, ttl=1e6)
     send(exchange, ended)
     assert exchange.pull(NODE) is None
     assert len(exchange._depot) == 0
-    send(exchange, half, whole=False)
-    send(exchange, whole)
+    send(exchange, incomplete, complete=False)
+    send(exchange, delivered)
     exchange.sweep()
     assert len(exchange._parcels) == 2
     clock = time.monotonic()
     monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + exchanging.ARRIVAL_SECONDS + 1)
     exchange.sweep()
-    assert exchange._parcels.keys() == {whole.tree.object_id}
+    assert exchange._parcels.keys() == {delivered.tree.object_id}
 
 
 def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
@@ -231,8 +231,8 @@ def test_requests_wait_for_messages_and_replies(exchange: Exchange, monkeypatch:
     monkeypatch.setattr(exchanging, "HOLD_SECONDS", 5.0)
     monkeypatch.setattr(exchanging, "GATHER_SECONDS", 2.0)
     messages = [packed(value=1.0), packed(value=2.0)]
-    *rest, last = send(exchange, messages[0], whole=False)
-    for part in rest:
+    *first_parts, last = send(exchange, messages[0], complete=False)
+    for part in first_parts:
         exchange.store(RUN, part, messages[0].objects[part])
     begun = time.monotonic()
     timer = after(0.3, lambda: exchange.store(RUN, last, messages[0].objects[last]))
@@ -259,12 +259,12 @@ def test_time_and_number_of_waiting_requests_are_limited(exchange: Exchange, mon
         waiting = pool.submit(exchange.pull, NODE)
         time.sleep(0.1)
         begun = time.monotonic()
-        assert exchange.pull(NODE) is None  # one request of a node waits
+        assert exchange.pull(NODE) is None  # only one request of a node waits
         assert time.monotonic() - begun < 0.2
         waiting.result()
 
 
-# -- before Flower's SuperLink ----------------------------------------------------------------------------
+# -- in front of Flower's SuperLink -----------------------------------------------------------------------
 
 
 class SuperLink:
@@ -322,10 +322,12 @@ class SuperLink:
     def send(self, message: Packed, token: str | None = None) -> int:
         """Push a message as a ServerApp does, and return the status."""
         fields = {"messages_list": [message.envelope], "message_object_trees": [message.tree]}
-        status, taken = self.post("PushMessages", token, **fields)
-        for part in taken.objects_to_push if taken else ():
-            about = {"run_id": self.run, "session_id": taken.session_id, "node": {"node_id": SERVER}}
-            answered = self.post("PushObject", token, object_id=part, object_content=message.objects[part], **about)
+        status, pushed = self.post("PushMessages", token, **fields)
+        for part in pushed.objects_to_push if pushed else ():
+            fields_of_push = {"run_id": self.run, "session_id": pushed.session_id, "node": {"node_id": SERVER}}
+            answered = self.post(
+                "PushObject", token, object_id=part, object_content=message.objects[part], **fields_of_push
+            )
             assert answered[1].stored
         return status
 
@@ -351,21 +353,21 @@ deep = { er = 3 }
 def superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SuperLink]:
     monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.05)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
-    made = SuperLink(tmp_path / "state.db")
-    yield made
-    made.fleet.leave()
-    made.server.stop(None)
+    superlink = SuperLink(tmp_path / "state.db")
+    yield superlink
+    superlink.fleet.leave()
+    superlink.server.stop(None)
 
 
 def test_a_message_and_its_reply_pass_through_the_superlink(superlink: SuperLink) -> None:
     message = packed(superlink.node, superlink.run)
     assert superlink.send(message) == 200
-    found = superlink.fleet.pull()
-    assert found is not None
+    delivery = superlink.fleet.pull()
+    assert delivery is not None
     run, bundle = superlink.fleet.run(superlink.run)
     assert (run.config, run.submitter) == ({"lr": 0.5}, "account")
     assert hashlib.sha256(bundle.content).hexdigest() == bundle.hash
-    objects = superlink.fleet.pull_objects(*found)
+    objects = superlink.fleet.pull_objects(*delivery)
     assert objects == message.objects
     assert superlink.fleet.pull() is None
     reply = reply_to(message)
@@ -394,9 +396,9 @@ def test_tokens_that_are_unknown_or_of_another_run_are_refused(superlink: SuperL
 def test_an_ended_run_accepts_no_messages_or_replies(superlink: SuperLink) -> None:
     answered, waiting = (packed(superlink.node, superlink.run, value=value) for value in (1.0, 2.0))
     superlink.send(answered)
-    found = superlink.fleet.pull()
-    assert found is not None
-    superlink.fleet.pull_objects(*found)
+    delivery = superlink.fleet.pull()
+    assert delivery is not None
+    superlink.fleet.pull_objects(*delivery)
     superlink.send(waiting)
     path = "/v1/runtime/push-task-output"
     headers = {"content-type": MEDIA_TYPE, "flwr-task-token": superlink.token}
@@ -425,13 +427,13 @@ def test_messages_are_reported_lost_after_a_restart(superlink: SuperLink) -> Non
 def test_pulling_a_missing_object_is_an_error(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
     message = packed(superlink.node, superlink.run)
     superlink.send(message)
-    found = superlink.fleet.pull()
-    assert found is not None
+    delivery = superlink.fleet.pull()
+    assert delivery is not None
     superlink.exchange.drop(superlink.run)
     with pytest.raises(PartError, match="its parts did not reach the node"):
-        superlink.fleet.pull_objects(*found)
+        superlink.fleet.pull_objects(*delivery)
     lost = packed_error(message.envelope, ErrorCode.MESSAGE_UNAVAILABLE, "lost", time.time())
-    superlink.fleet.push(lost, 0.0)  # nothing waits for it
+    superlink.fleet.push(lost, 0.0)  # the run is dropped
     assert superlink.exchange._parcels == {}
 
 

@@ -1,4 +1,4 @@
-"""The experiments and tables of Posy load, and hold the papers' numbers."""
+"""The experiments and tables of Posy load and match the papers' numbers."""
 
 import itertools
 from dataclasses import replace
@@ -215,19 +215,25 @@ NUMBERS: dict[str, Config] = {
 
 
 Rows = dict[str, Config]
-WHOLE: Config = {"num-server-rounds": 800, "average-rounds": 50, "local-steps": 10}
-FEDAVG_TUNED: Config = {"method": "fedavg-ft", **WHOLE, "fedavg-ft-rounds": 100, "fedavg-ft-lr": 0.0}
+FEDDRM_LENGTHS: Config = {"num-server-rounds": 800, "average-rounds": 50, "local-steps": 10}
+FEDAVG_TUNED: Config = {"method": "fedavg-ft", **FEDDRM_LENGTHS, "fedavg-ft-rounds": 100, "fedavg-ft-lr": 0.0}
 FEDDRM_ROWS: Rows = {
     "Ditto": {"method": "ditto", "ditto-strength": 1.0, "local-steps": 5},
     "FedRep": {"method": "fedrep", "local-steps": 5},
-    "FedBABU": {"method": "fedbabu", **WHOLE, "fedbabu-rounds": 200, "fedbabu-lr": 0.0, "fedbabu-tuned": "head"},
+    "FedBABU": {
+        "method": "fedbabu",
+        **FEDDRM_LENGTHS,
+        "fedbabu-rounds": 200,
+        "fedbabu-lr": 0.0,
+        "fedbabu-tuned": "head",
+    },
     "FedPAC": {"method": "fedpac", "local-steps": 5, "fedpac-head-lr": 0.0},
     "FedALA": {"method": "fedala", "local-steps": 10, "num-server-rounds": 800},
     "FedAS": {"method": "fedas", "local-steps": 10, "num-server-rounds": 800},
     "ConFREE": {"method": "confree", "local-steps": 5},
     "FedAvgFT": FEDAVG_TUNED,
-    "FedProxFT": {"method": "fedprox-ft", **WHOLE, "fedprox-ft-rounds": 100, "fedprox-ft-lr": 0.0},
-    "FedSAMFT": {"method": "fedsam-ft", **WHOLE, "fedsam-ft-rounds": 100, "fedsam-ft-lr": 0.0},
+    "FedProxFT": {"method": "fedprox-ft", **FEDDRM_LENGTHS, "fedprox-ft-rounds": 100, "fedprox-ft-lr": 0.0},
+    "FedSAMFT": {"method": "fedsam-ft", **FEDDRM_LENGTHS, "fedsam-ft-rounds": 100, "fedsam-ft-lr": 0.0},
     "FedDRM": {"method": "feddrm", "num-server-rounds": 800, "average-rounds": 50},
 }
 LENET: Config = {"model": "lenet-gn", "linear-init": "kaiming"}
@@ -243,7 +249,7 @@ IFCA: Rows = {"IFCA": {"method": "ifca", "client-weights": "uniform"}}
 STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": True}}
 NO_STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": False}}
 CIFAR_COLUMNS = [f"{name}, M = {m}" for name in ("CIFAR-10", "CIFAR-100", "CIFAR-100, 2 classes") for m in (10, 20)]
-TOLD: list[tuple[str, str, str | None, Rows]] = [
+ROW_SETTINGS: list[tuple[str, str, str | None, Rows]] = [
     ("feddrm", "table1", None, FEDDRM_ROWS),
     ("feddrm", "table2", None, FEDDRM_ROWS),
     ("feddrm", "table3", None, {"FedAvgFT": FEDAVG_TUNED}),
@@ -284,12 +290,12 @@ def test_experiments_match_the_papers_numbers(name: str) -> None:
     assert actual == NUMBERS[name]
 
 
-@pytest.mark.parametrize(("paper", "name"), dict.fromkeys((paper, name) for paper, name, _, _ in TOLD))
+@pytest.mark.parametrize(("paper", "name"), dict.fromkeys((paper, name) for paper, name, _, _ in ROW_SETTINGS))
 def test_table_rows_match_the_papers_settings(paper: str, name: str) -> None:
     source = item(paper, name)
     plan = replace(source, content={**source.content, "seeds": [0]}).plan("full", folder=Path("nowhere"))
     actual = {(cell.variant, cell.row): read_settings(cell.config).as_config() for cell in plan.cells}
-    for variant, rows in ((variant, rows) for *table, variant, rows in TOLD if table == [paper, name]):
+    for variant, rows in ((variant, rows) for *table, variant, rows in ROW_SETTINGS if table == [paper, name]):
         for column in {column for column, _ in actual} if variant is None else {variant}:
             for row, settings in rows.items():
                 assert {key: actual[column, row][key] for key in settings} == settings, (column, row)
@@ -357,13 +363,13 @@ def test_comparison_tables_contain_every_method(name: str, samples: int, variant
 
 
 def test_archived_fedfew_runs_fit_the_comparison_cells() -> None:
-    """Runs from before the setting took the paper's steps, no longer the default. They still fit the tables' cells."""
+    """Runs older than the setting used the paper's steps, which are no longer the default. They still fit the cells."""
     table = next(path for path in TABLES if path.stem == "compare-digits")
     archived = archive.read(table.parents[1] / "results/compare-digits").values()
-    ran = next(line for line in archived if line["config"]["settings"]["method"] == "fedfew")
-    settings = dict(ran["config"]["settings"])
+    run = next(line for line in archived if line["config"]["settings"]["method"] == "fedfew")
+    settings = dict(run["config"]["settings"])
     assert settings.pop("fedfew-full-steps", False) is False
-    cell = next(cell for cell in read_plan(table).cells if cell.name == ran["name"])
+    cell = next(cell for cell in read_plan(table).cells if cell.name == run["name"])
     assert cell.fits(settings)
     full = replace(cell, config={**cell.config, "fedfew-full-steps": True})
     assert not full.fits(settings)
