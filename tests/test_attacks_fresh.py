@@ -110,7 +110,7 @@ def test_policy_rules_apply_without_a_join(tmp_path: Path, cells: np.ndarray) ->
     config = values("fedproto", classes="0,1,9")
     prototypes = np.zeros((3, FEATURES), np.float32), np.zeros(3, np.float32)
     reply = send(NodeGrid(site(tmp_path, cells, labels)), config, *prototypes, kind="train")
-    assert "rule min-rows: method = 'fedproto' sends statistics of each class" in reply.error.reason
+    assert "rule min-rows: method = 'fedproto'" in reply.error.reason
     large = site(tmp_path, cells) | {"policy": str(tmp_path / "policy.yaml")}
     (tmp_path / "policy.yaml").write_text("max-parameters: 7\n")
     assert "rule max-parameters" in send(NodeGrid(large), values(), model(), kind="train").error.reason
@@ -186,20 +186,18 @@ def test_a_site_accepts_one_client_index(tmp_path: Path, cells: np.ndarray) -> N
     assert not send(grid, values(), model()).has_error()
     for client in (1, -3, 10**9):
         reason = send(grid, values(), model(0.2), client=client).error.reason
-        assert f"rule scores: the message is for client {client}, but the site is client 0 of this run" in reason
+        assert all(part in reason for part in ("rule scores", f"for client {client};", "is client 0"))
     fixed = NodeGrid(site(tmp_path, cells) | {"partition-id": 1})
-    assert "the site is client 1 of this run" in send(fixed, values(), model()).error.reason
+    assert "is client 1" in send(fixed, values(), model()).error.reason
     assert not send(fixed, values(), model(), client=1).has_error()
-    assert (
-        "the message is for client 7" in send(NodeGrid(site(tmp_path, cells)), values(), model(), client=7).error.reason
-    )
+    assert "for client 7" in send(NodeGrid(site(tmp_path, cells)), values(), model(), client=7).error.reason
 
 
 @pytest.mark.parametrize("kind", ["evaluate.default", "train.default"])
 def test_message_type_aliases_are_refused(kind: str, tmp_path: Path, cells: np.ndarray) -> None:
     """Flower calls the same function for train and for train.default, so that a site scored three models a round."""
     reply = send(NodeGrid(site(tmp_path, cells)), values(), model(), kind=kind)
-    assert f"the message type {kind!r} is neither train nor evaluate" in reply.error.reason
+    assert f"message type {kind!r}" in reply.error.reason
 
 
 def test_rounds_beyond_num_server_rounds_are_refused(tmp_path: Path, cells: np.ndarray) -> None:
@@ -208,7 +206,7 @@ def test_rounds_beyond_num_server_rounds_are_refused(tmp_path: Path, cells: np.n
     assert not send(grid, values(num_server_rounds=2), model(), **{"server-round": 2}).has_error()
     for number in (3, 999_999_999):
         reason = send(grid, values(num_server_rounds=2), model(), **{"server-round": number}).error.reason
-        assert f"rule max-rounds: round {number}; the run has num-server-rounds = 2" in reason
+        assert all(part in reason for part in ("rule max-rounds", f"round {number};", "num-server-rounds = 2"))
 
 
 def test_a_second_config_in_a_round_is_refused(tmp_path: Path, cells: np.ndarray) -> None:
@@ -330,7 +328,7 @@ def test_run_names_cannot_replace_node_files(run: str, tmp_path: Path, cells: np
     """A run of this name made a folder that the node took for its file, and no later run could join."""
     node = site(tmp_path, cells) | {"state-dir": str(tmp_path / "state")}
     reply = send(NodeGrid(node), values(), model(), run=run)
-    assert f"run = {run!r} in the server's message is not a valid name of a folder" in reply.error.reason
+    assert f"run = {run!r}" in reply.error.reason and "not a valid name" in reply.error.reason
     assert not (tmp_path / "state" / run).is_dir()
     assert not ask(NodeGrid(node), values()).has_error()
 
@@ -339,7 +337,7 @@ def test_an_empty_array_with_many_rows_is_refused(tmp_path: Path, cells: np.ndar
     """An array of 400,000 rows of 0 numbers, a message of 200 bytes, made the node allocate 14 GB."""
     grid, config = NodeGrid(site(tmp_path, cells)), values("fedrep", model="mlp")
     reply = send(grid, config, np.zeros((400_000, 0), np.float32))
-    assert "the server's message has a model of shape (400000, 0); the client expects 8768" in reply.error.reason
+    assert "shape (400000, 0)" in reply.error.reason and "expects 8768" in reply.error.reason
 
 
 def test_lock_files_are_private_to_the_node(tmp_path: Path) -> None:
@@ -397,9 +395,9 @@ def test_a_run_cannot_replace_the_models_of_another_run(tmp_path: Path, cells: n
     assert not send(NodeGrid(node), values(), model(), **wanted).has_error()
     assert list((tmp_path / "models" / "one-0000").glob("*.safetensors"))
     reply = send(NodeGrid(node), values(lr=0.5), model(), **wanted)
-    assert "rule state: the state of this run name belongs to a run with other settings" in reply.error.reason
+    assert "rule state: the state of this run name" in reply.error.reason
 
 
 def test_oversized_settings_are_refused(tmp_path: Path, cells: np.ndarray) -> None:
     reply = ask(NodeGrid(site(tmp_path, cells)), values(run_name="x" * (1 << 24)))
-    assert "rule settings: the settings have more than 16,777,216 characters" in reply.error.reason
+    assert "rule settings: the settings have more than 16,777,216" in reply.error.reason

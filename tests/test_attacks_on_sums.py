@@ -101,7 +101,7 @@ def test_updates_beyond_secure_range_are_rejected(
     monkeypatch.setattr(Masking, "mask_reply", poisoned)
     done = federate(config)
     assert np.abs(done.strategy.model - done.strategy.initial()).max() == 0
-    assert "a client has changed a parameter by more than secure-range = 16" in warnings.text
+    assert "by more than secure-range = 16" in warnings.text
 
 
 # -- evaluation scores -------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ def test_unmasked_scores_of_a_constant_model_are_refused(make_config: Any, feder
         reply = servers[0].ask(0, MessageType.EVALUATE, request)
         assert reply.has_error(), reply.content.metric_records["metrics"]
         refusals.append(str(reply.error.reason))
-    assert "secure aggregation: the server asks for scores without masks" in refusals[0]
-    assert "secure aggregation: round 0-1-evaluation is over" in refusals[1]
+    assert "scores without masks" in refusals[0]
+    assert "round 0-1-evaluation is over" in refusals[1]
 
 
 def test_a_second_model_in_a_round_is_refused(make_config: Any, federate: Federate) -> None:
@@ -180,7 +180,7 @@ def test_a_second_model_in_a_round_is_refused(make_config: Any, federate: Federa
 
     config = make_config("fedavg", data=parts(5), num_server_rounds=1)
     done = federate(config | {"secure-aggregation": True}, grid=grid)
-    assert "the client has already sent another reply in round " in refusals[0]
+    assert "sent another reply in round" in refusals[0]
     assert done.records[0].sums["served"].samples == 30
 
 
@@ -292,17 +292,12 @@ def test_a_server_cannot_isolate_a_client_in_a_ring(
     assert not (0 in masks and rosters[0] - {0} <= keys), "the update of client 0 can be isolated"
     reasons = {reason for _, reason in done.records[0].dropped}
     if signed:
-        assert any(
-            "3 of 5 clients is not a safe threshold where sites sign their keys: a server that colludes with 1 of them "
-            "could isolate a client; it must be at least 4; set secure-threshold = auto" in reason
-            for reason in reasons
-        )
+        fragments = ("3 of 5 clients is not a safe threshold", "at least 4", "secure-threshold = auto")
+        assert any(all(fragment in reason for fragment in fragments) for reason in reasons)
     else:
         needed = threshold_of(size, 0.6)
-        refusal = (
-            f"of the {size} clients of the cohort have signed this client's list of survivors, but {needed} are needed"
-        )
-        assert any(refusal in reason for reason in reasons)
+        fragments = (f"of the {size} clients", "have signed", f"but {needed} are needed")
+        assert any(all(fragment in reason for fragment in fragments) for reason in reasons)
     assert not keys and not masks
 
 
@@ -335,10 +330,8 @@ def test_a_server_cannot_unmask_two_of_five_clients(make_config: Any, federate: 
     masks, keys = revealed_secrets(servers[0])
     assert not ({0, 1} <= masks and {2, 3, 4} <= keys), "the sum over clients 0 and 1 can be computed"
     reasons = {reason for _, reason in done.records[0].dropped}
-    assert any(
-        "1 of the 5 clients of the cohort have signed this client's list of survivors, but 3 are needed" in reason
-        for reason in reasons
-    )
+    fragments = ("1 of the 5 clients", "have signed", "but 3 are needed")
+    assert any(all(fragment in reason for fragment in fragments) for reason in reasons)
     assert not keys and not masks
 
 
@@ -360,7 +353,7 @@ def test_two_of_twelve_sites_cannot_form_a_sum(
     config = make_config("fedavg", data=parts(2), num_server_rounds=1, local_steps=1) | {"secure-aggregation": True}
     done = federate(config, grid=lambda clients: Server(clients, configs=sites[:2]))
     reasons = {reason for _, reason in done.records[0].dropped}
-    assert any("the cohort has 2 clients, and this site joins sums of at least 7" in reason for reason in reasons)
+    assert any("cohort has 2 clients" in reason and "sums of at least 7" in reason for reason in reasons)
 
 
 def test_rounds_below_min_clients_are_refused() -> None:
@@ -368,9 +361,9 @@ def test_rounds_below_min_clients_are_refused() -> None:
     nodes = [Node(client) for client in range(4)]
     shared_round(nodes, min_clients=4)
     reply = nodes[0].ask("survivors", {"survivors": [0, 1, 2]}, min_clients=4)
-    assert "the list of survivors has 3 clients, and this site joins sums of at least 4" in reply
+    assert "list of survivors has 3 clients" in reply and "sums of at least 4" in reply
     few = [Node(client) for client in range(4)]
-    with pytest.raises(AssertionError, match="the cohort has 4 clients, and this site joins sums of at least 5"):
+    with pytest.raises(AssertionError, match=r"cohort has 4 clients.*sums of at least 5"):
         shared_round(few, min_clients=5)
 
 
@@ -499,7 +492,7 @@ def test_a_lost_context_does_not_reveal_other_shares() -> None:
     first = nodes[0].ask(stage, {"survivors": [0, 1, 2]})
     assert isinstance(first, list)
     nodes[0].loses_contexts = False
-    assert "the client has already signed another list of survivors" in nodes[0].ask(stage, {"survivors": [0, 1, 3]})
+    assert "signed another list of survivors" in nodes[0].ask(stage, {"survivors": [0, 1, 3]})
     assert nodes[0].ask(stage, {"survivors": [0, 1, 2]}) == first
 
 
@@ -510,4 +503,4 @@ def test_a_restarted_worker_refuses_the_unfinished_round() -> None:
     assert not [name for name in context_from_proto(nodes[0].stored).state if "secure" in name]
     nodes[0].restart_worker()
     refusal = nodes[0].ask("survivors", {"survivors": [0, 1, 2, 3]})
-    assert "secure aggregation: round 0-1 did not begin here, or its secrets have been deleted" in refusal
+    assert "round 0-1 did not begin here" in refusal

@@ -97,17 +97,17 @@ def test_the_log_is_append_only(audit_log: AuditLog) -> None:
     ("change", "line", "problem"),
     [
         (lambda lines: [*lines[:2], lines[2].replace(b'"run":"2"', b'"run":"7"'), *lines[3:]], 3, "was changed"),
-        (lambda lines: [*lines[:2], *lines[3:]], 3, "a line before this one was changed, deleted or moved"),
-        (lambda lines: lines[1:], 1, "a line before this one was changed, deleted or moved"),
+        (lambda lines: [*lines[:2], *lines[3:]], 3, "changed, deleted or moved"),
+        (lambda lines: lines[1:], 1, "changed, deleted or moved"),
         (lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]], 3, "changed, deleted or moved"),
         (lambda lines: [*lines[:3], lines[2], *lines[3:]], 4, "changed, deleted or moved"),
-        (lambda lines: lines[:-1], EVENTS, f"the log ends after event {EVENTS - 1} of {EVENTS}: events were removed"),
-        (lambda lines: lines[:2], 3, f"the log ends after event 2 of {EVENTS}"),
-        (lambda lines: [], 1, f"the log ends after event 0 of {EVENTS}"),
-        (lambda lines: [*lines[:2], b"nonsense\n", *lines[3:]], 3, "this line is not an event"),
-        (lambda lines: [*lines[:2], b"[]\n", b'{"number":3}\n', *lines[2:]], 3, "this line is not an event"),
-        (lambda lines: [*lines, b"nonsense\n"], EVENTS + 1, "this line is not an event"),
-        (lambda lines: [*lines[:-1], lines[-1][:-20]], EVENTS, "the log ends after event 5 of 6"),
+        (lambda lines: lines[:-1], EVENTS, f"ends after event {EVENTS - 1} of {EVENTS}"),
+        (lambda lines: lines[:2], 3, f"ends after event 2 of {EVENTS}"),
+        (lambda lines: [], 1, f"ends after event 0 of {EVENTS}"),
+        (lambda lines: [*lines[:2], b"nonsense\n", *lines[3:]], 3, "not an event"),
+        (lambda lines: [*lines[:2], b"[]\n", b'{"number":3}\n', *lines[2:]], 3, "not an event"),
+        (lambda lines: [*lines, b"nonsense\n"], EVENTS + 1, "not an event"),
+        (lambda lines: [*lines[:-1], lines[-1][:-20]], EVENTS, "ends after event 5 of 6"),
     ],
 )
 def test_check_detects_every_change_to_the_log(
@@ -123,7 +123,7 @@ def test_a_replaced_log_does_not_match_its_head(audit_log: AuditLog, tmp_path: P
     other = AuditLog(tmp_path / "other.jsonl")
     other.append(*[{"event": "reply", "run": "x"}] * (EVENTS + 2))
     checked = rewrite(audit_log, [other.path.read_bytes()])
-    assert checked.problem == f"event {EVENTS} is not the one that the head records: the log was replaced"
+    assert f"event {EVENTS} is not the one" in checked.problem and "replaced" in checked.problem
 
 
 def test_a_missing_head_is_reported(audit_log: AuditLog) -> None:
@@ -132,10 +132,8 @@ def test_a_missing_head_is_reported(audit_log: AuditLog) -> None:
     assert "the head of the log is missing" in audit_log.check().problem
     fill(audit_log, 1)  # the next event does not hide it
     checked = audit_log.check()
-    assert (checked.line, checked.problem) == (
-        EVENTS + 1,
-        f"events were removed before this line: the log had {EVENTS} of an unknown number of events",
-    )
+    assert checked.line == EVENTS + 1
+    assert f"the log had {EVENTS} of an unknown number" in checked.problem
 
 
 def test_later_events_do_not_hide_a_truncation(audit_log: AuditLog) -> None:
@@ -143,10 +141,8 @@ def test_later_events_do_not_hide_a_truncation(audit_log: AuditLog) -> None:
     audit_log.path.write_bytes(b"".join(lines[:4]))
     fill(audit_log, 5)
     checked = audit_log.check()
-    assert (checked.line, checked.problem) == (
-        5,
-        f"events were removed before this line: the log had 4 of {EVENTS} events",
-    )
+    assert checked.line == 5
+    assert f"the log had 4 of {EVENTS} events" in checked.problem
     audit_log.path.unlink()
     fill(audit_log, 2)
     assert "the log had 0 of 10 events" in audit_log.check().problem
@@ -218,7 +214,7 @@ def test_an_incomplete_line_is_preserved_and_recorded(cut: int, audit_log: Audit
     assert kinds == ["recovered", "reply"]
     assert checked.events[EVENTS]["bytes"] == len(partial)
     changed = audit_log.path.read_bytes().replace(partial + b"\n{", b"x" + partial + b"\n{")
-    assert rewrite(audit_log, [changed]).problem == "this line is not an event"
+    assert rewrite(audit_log, [changed]).problem.endswith("not an event")
 
 
 def test_a_crash_during_recovery_is_recorded(audit_log: AuditLog) -> None:
@@ -468,7 +464,7 @@ def test_a_node_without_a_writable_log_sends_no_reply(
     node_context = Context(run_id=5, node_id=77, node_config=site, state=RecordDict(), run_config={})
     with pytest.raises(AuditError) as raised:
         app(message(MessageType.QUERY, settings=settings_json(), describe=True), node_context)
-    assert str(raised.value) == "this node cannot write its audit log, and sends no reply without it"
+    assert "cannot write its audit log" in str(raised.value)
     assert "audit.jsonl cannot be written" in warnings.text
 
 
@@ -528,8 +524,8 @@ def test_posy_audit_names_the_first_broken_line(filled_log: AuditLog, capsys: py
     filled_log.path.write_bytes(b"".join([lines[0], lines[1].replace(b'"round":3', b'"round":4'), *lines[2:]]))
     assert cli.main(["audit", str(filled_log.path)]) == 1
     output, error = capsys.readouterr()
-    assert f"posy: {filled_log.path}, line 2: this line was changed: its hash is wrong" in error
-    assert "the 1 events before this line are unbroken" in error
+    assert f"posy: {filled_log.path}, line 2: " in error and "hash is wrong" in error
+    assert "the 1 events before this line" in error
     assert "run-begin" in output
     assert cli.main(["audit", str(filled_log.path), "--anchor"]) == 1
     assert capsys.readouterr().out == ""
@@ -538,8 +534,8 @@ def test_posy_audit_names_the_first_broken_line(filled_log: AuditLog, capsys: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "nowhere cannot be read: No such file or directory; name the log, or the state-dir of its node"),
-        (["LOG", "--since", "yesterday"], "--since 'yesterday' is not a time; type a date such as 2026-01-31"),
+        (["nowhere"], "nowhere cannot be read: "),
+        (["LOG", "--since", "yesterday"], "--since 'yesterday' is not a time"),
         (["LOG", "--contains", "7"], "--contains '7' is not an anchor"),
     ],
 )

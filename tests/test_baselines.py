@@ -318,11 +318,9 @@ def test_error_for_too_many_personal_layers_names_the_setting(tmp_path, monkeypa
     (tmp_path / "mine.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     with pytest.raises(SettingsError) as raised:
         make_strategy("mine:FedMine", model="mlp", fedmine_layers=7)
-    assert str(raised.value) == (
-        "model = 'mlp': fedmine keeps all its layers on the clients, so nothing is left to share; "
-        "choose a network with more layers, or lower fedmine-layers = 7"
-    )
-    with pytest.raises(SettingsError, match=r"choose a network with more layers$"):
+    for part in ("model = 'mlp': fedmine", "more layers", "lower fedmine-layers = 7"):
+        assert part in str(raised.value)
+    with pytest.raises(SettingsError, match=r"more layers$"):
         make_strategy("fedrep", model="linear")
 
 

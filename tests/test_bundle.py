@@ -75,7 +75,8 @@ def test_a_bundle_contains_custom_files_and_their_settings(folder: Path, capsys:
     assert files["own/mine.py"] == MINE.encode()
     config = tomllib.loads(files["pyproject.toml"].decode())["tool"]["flwr"]["app"]["config"]
     assert config["fedmine-strength"] == 0.5
-    assert f"{folder / 'mine.py'} is sent with the run as own/mine.py" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert str(folder / "mine.py") in output and "own/mine.py" in output
     assert foreign_code(content) == ["own/mine.py"]
 
 
@@ -93,7 +94,7 @@ def test_bundle_errors_are_raised_at_submission(folder: Path) -> None:
         bundle({"model": "nets:net"})
     (folder / "sub").mkdir()
     (folder / "sub/mine.py").write_text("def net(task):\n    return None\n", encoding="utf-8")
-    with pytest.raises(LaunchError, match="two files of the run would both be"):
+    with pytest.raises(LaunchError, match="two files of the run"):
         bundle({"method": "mine:FedMine", "model": "sub/mine.py:net"})
 
 
@@ -113,7 +114,7 @@ def test_the_code_rule_reports_or_refuses_foreign_code() -> None:
         assert not check_code(changed, "any")  # the log names the files
         with pytest.raises(ForeignCodeError, match=re.escape(name)):
             check_code(changed, "installed")
-        with pytest.raises(ForeignCodeError, match="no trusted entity has signed this one"):
+        with pytest.raises(ForeignCodeError, match="no trusted entity has signed"):
             check_code(changed, "signed")
         assert not check_code(changed, "signed", signed=True)
     assert check_code(packed({**files, "papers/fedfew/settings/other.yaml": b"lr: 0.1"}), "installed")  # data
@@ -128,7 +129,7 @@ def test_the_code_rule_comes_from_the_policy(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stock_node_requires_code_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["supernode", "--insecure", "--stock", f"data={tmp_path}"]) == 2
-    assert "has code = installed; drop --stock, or set code: any in the policy" in capsys.readouterr().err
+    assert "code = installed; drop --stock, or set code: any" in capsys.readouterr().err
 
 
 def test_a_stock_node_cannot_refuse_foreign_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -305,14 +305,12 @@ class NoLoss(PersonalClient):
 def test_a_nan_loss_is_an_error(make_client: MakeClient) -> None:
     regular = make_client("fedavg")
     client = NoLoss(2, regular.workspace, State())
-    with pytest.raises(
-        ArithmeticError, match=r"training diverged: the training loss is nan; a smaller lr than 0\.05 may help"
-    ):
+    with pytest.raises(ArithmeticError, match=r"training loss is nan.*smaller lr than 0\.05"):
         client.fit([initial(client)], TRAIN)
 
 
 def test_an_unknown_client_is_an_error(make_client: MakeClient) -> None:
-    with pytest.raises(IndexError, match="client 4: the partition has 4 clients, numbered from 0"):
+    with pytest.raises(IndexError, match="client 4: the partition has 4 clients"):
         make_client("fedavg", 4)
 
 
@@ -379,7 +377,7 @@ def test_state_round_trips_through_a_node_context() -> None:
     for name, array in state.items():
         assert again[name].dtype == array.dtype
         assert np.array_equal(again[name], array)
-    with pytest.raises(MissingStateError, match="0-1-0 of client 30 is not on this node"):
+    with pytest.raises(MissingStateError, match="0-1-0 of client 30"):
         store.load(30, NEXT)
 
 
@@ -491,7 +489,7 @@ def test_every_client_has_one_node(nodes: int) -> None:
 def test_a_node_without_a_partition_is_refused(config: dict[str, Any]) -> None:
     workspace = SimpleNamespace(settings=read_settings({"num-clients": 10}))
     node = Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
-    with pytest.raises(DataError, match="its node config must have partition-id >= 0 and num-partitions"):
+    with pytest.raises(DataError, match="partition-id >= 0 and num-partitions"):
         client_app.hosted_clients(node, workspace)  # type: ignore[arg-type]
 
 

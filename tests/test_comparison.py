@@ -126,7 +126,7 @@ def test_rows_are_compared_by_their_served_or_local_model(runs: list[Run]) -> No
     assert scores.loc[("v", 0), "FedAvg"] == pytest.approx(2.49 / 4)
     text = compared(over_clients(runs), ranks(scores))
     assert "| Ditto ≈ | local |" in text
-    assert "Significant gains over local training, local model: Ditto." in text
+    assert "gains over local training, local model: Ditto" in text
     assert "served model:" not in text
     assert "Mean rank over 3 blocks" in text
     assert compared(over_clients([]), None) == ""
@@ -174,7 +174,7 @@ def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
     text = compared(over_clients(partial), ranks(scores))
     assert "| FedAS | local | 80.00 (6 of 30) |" in text
     assert "| FedAvg | served | 65.00 |" in text
-    assert "Not ranked, because they cover fewer clients: FedAS." in text
+    assert "cover fewer clients: FedAS" in text
 
 
 def test_rows_of_one_cohort_are_ranked(partial: list[Run]) -> None:

@@ -85,10 +85,9 @@ def test_a_setting_without_an_effect_is_refused(
     with pytest.raises(SettingsError) as raised:
         read_settings({**without, key: value}, COMMAND_LINE)
     message = str(raised.value)
-    assert message.startswith(
-        f"{key} = {shown(value)} on {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
-    )
-    assert message.endswith(f"; change the condition, or remove {key}")
+    assert message.startswith(f"{key} = {shown(value)} on {COMMAND_LINE} has no effect")
+    assert declared()[key].needs in message
+    assert message.endswith(f"remove {key}")
     assert read_settings({**with_effect, key: value}, COMMAND_LINE).as_config()[key] == value
 
 
@@ -103,14 +102,12 @@ def test_a_default_without_an_effect_is_accepted(key: str) -> None:
 def test_the_error_names_the_unmet_condition() -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({"dp-epsilon": 0.5}, COMMAND_LINE)
-    assert str(raised.value) == (
-        "dp-epsilon = 0.5 on the command line has no effect: it needs dp != off, but dp = 'off'; change the "
-        "condition, or remove dp-epsilon"
-    )
+    for part in ("dp-epsilon = 0.5", "command line", "no effect", "dp != off, but dp = 'off'", "remove dp-epsilon"):
+        assert part in str(raised.value)
 
 
 def test_errors_print_booleans_as_users_type_them() -> None:
-    with pytest.raises(SettingsError, match=r"it needs secure-aggregation = true, but secure-aggregation = false;"):
+    with pytest.raises(SettingsError, match=r"secure-aggregation = true, but secure-aggregation = false;"):
         read_settings({"secure-threshold": 0.7}, COMMAND_LINE)
 
 
@@ -119,7 +116,7 @@ def test_fine_tuning_lengths_exclude_each_other(method: str) -> None:
     """The methods inherit the settings, and each condition uses the method's own keys."""
     epochs, steps, rounds = f"{method}-epochs", f"{method}-steps", f"{method}-rounds"
     for idle, other in ((epochs, steps), (epochs, rounds), (steps, rounds)):
-        match = f"{idle} = 3 on {COMMAND_LINE} has no effect: it needs .*{other} = 0.*, but {other} = 2;"
+        match = f"{idle} = 3 on {COMMAND_LINE} has no effect.*{other} = 0.*{other} = 2;"
         with pytest.raises(SettingsError, match=match):
             read_settings({"method": method, idle: 3, other: 2}, COMMAND_LINE)
     assert read_settings({"method": method, epochs: 3}, COMMAND_LINE).method.epochs == 3
@@ -141,7 +138,7 @@ def test_fine_tuning_lengths_exclude_each_other(method: str) -> None:
     ],
 )
 def test_a_method_setting_without_an_effect_is_refused(idle: dict[str, Any], settings: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match="has no effect: it needs"):
+    with pytest.raises(SettingsError, match="has no effect"):
         read_settings({**settings, **idle}, COMMAND_LINE)
     read_settings({"method": settings["method"], **idle}, COMMAND_LINE)
 
@@ -178,7 +175,7 @@ def test_an_invalid_condition_is_an_error(condition: str) -> None:
 
 @pytest.mark.parametrize("condition", ["number", "number 3", "number >", "number > 3 or flag", "number >= 3"])
 def test_a_malformed_condition_is_an_error(condition: str) -> None:
-    with pytest.raises(ValueError, match="is not a comparison such as"):
+    with pytest.raises(ValueError, match="is not a comparison"):
         parse_condition(condition)
 
 
@@ -246,10 +243,9 @@ def test_a_value_above_its_limit_is_refused(
 ) -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({**settings, key: value}, COMMAND_LINE)
-    assert str(raised.value) == (
-        f"{key} = {value} in {COMMAND_LINE}: it can be at most {limit}, which is {largest}; lower {key}, or raise "
-        f"{limit.removesuffix(' - 1')}"
-    )
+    assert str(raised.value).startswith(f"{key} = {value} in {COMMAND_LINE}")
+    for part in (f"at most {limit}, which is {largest};", f"lower {key}", f"raise {limit.removesuffix(' - 1')}"):
+        assert part in str(raised.value)
     assert read_settings({**settings, key: largest}, COMMAND_LINE).as_config()[key] == largest
 
 
@@ -263,9 +259,9 @@ def test_a_default_above_its_limit_is_accepted() -> None:
 
 
 def test_a_limit_must_name_another_setting() -> None:
-    with pytest.raises(ValueError, match="mine is at most other - 1: other is not a setting"):
+    with pytest.raises(ValueError, match=r"mine .*other is not a setting"):
         check_conditions({"mine": Setting(0, "mine", limit="other - 1")}, SETTINGS)
-    with pytest.raises(ValueError, match="the limit 'number / 2' is not of the form `num-clients - 1`"):
+    with pytest.raises(ValueError, match="limit 'number / 2' is not of the form"):
         check_conditions({"mine": Setting(0, "mine", limit="number / 2")}, SETTINGS)
     check_conditions({"mine": Setting(0, "mine", limit="number - 2")}, SETTINGS)
     assert Setting(0, "mine", limit="number - 2").largest({"number": 5}) == 3
@@ -276,19 +272,17 @@ def test_an_override_lowers_a_file_value_to_the_new_limit(tmp_path: Path) -> Non
     file = write(tmp_path, method="fedavg", num_server_rounds=50, average_rounds=10)
     assert read_settings({"experiment": file, "num-server-rounds": 4}).run.average_rounds == 4
     assert read_settings({"experiment": file}).run.average_rounds == 10
-    with pytest.raises(SettingsError, match="average-rounds = 10 in the command line: it can be at most"):
+    with pytest.raises(SettingsError, match=r"average-rounds = 10 in the command line.*at most"):
         read_settings({"experiment": file, "num-server-rounds": 4, "average-rounds": 10}, COMMAND_LINE)
     invalid_file = write(tmp_path, method="fedavg", num_server_rounds=4, average_rounds=10)
-    with pytest.raises(
-        SettingsError, match=f"average-rounds = 10 in {invalid_file}: it can be at most num-server-rounds"
-    ):
+    with pytest.raises(SettingsError, match=f"average-rounds = 10 in {invalid_file}.*at most num-server-rounds"):
         read_settings({"experiment": invalid_file}, COMMAND_LINE)
 
 
 def test_a_table_lowers_values_only_under_an_override() -> None:
     content = table(settings={"num-server-rounds": 50, "average-rounds": 10})
     assert cells(content, {"num-server-rounds": 4})["A"].config["average-rounds"] == 4
-    with pytest.raises(SettingsError, match=r"average-rounds = 10 in t.yaml, A: it can be at most"):
+    with pytest.raises(SettingsError, match=r"average-rounds = 10 in t.yaml, A.*at most"):
         cells(table(settings={"num-server-rounds": 4, "average-rounds": 10}))
 
 
@@ -334,13 +328,11 @@ class MineSettings(MethodSettings):
 def test_custom_methods_can_have_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(METHOD.format(needs="mine-models > 1"), encoding="utf-8")
-    with pytest.raises(SettingsError, match=r"mine-mu = 0.2 .* it needs mine-models > 1, but mine-models = 1"):
+    with pytest.raises(SettingsError, match=r"mine-mu = 0.2 .*mine-models > 1, but mine-models = 1"):
         read_settings({"method": "mine:Mine", "mine-mu": 0.2})
     assert read_settings({"method": "mine:Mine", "mine-mu": 0.2, "mine-models": 2}).method.mu == 0.2
     Path("other.py").write_text(METHOD.format(needs="model > 1").replace("Mine", "Other"), encoding="utf-8")
-    with pytest.raises(
-        SettingsError, match=r"method = .*: other-mu needs model > 1: model must be .*; correct `needs`"
-    ):
+    with pytest.raises(SettingsError, match=r"method = .*other-mu needs model > 1.*correct `needs`"):
         read_settings({"method": "other:Other"})
 
 
@@ -447,10 +439,8 @@ def test_table_settings_apply_only_where_they_have_an_effect() -> None:
 def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any], source: str) -> None:
     with pytest.raises(SettingsError) as raised:
         plan_of(table(**parts), FILE, {})
-    assert str(raised.value) == (
-        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp != off, but dp = 'off'; change the condition, "
-        "or remove dp-epsilon"
-    )
+    for part in (f"dp-epsilon = 0.5 in {source} has no effect", "dp != off, but dp = 'off'", "remove dp-epsilon"):
+        assert part in str(raised.value)
     assert plan_of(table(**parts), FILE, {"dp": "local"}).cells[0].config["dp-epsilon"] == 0.5
 
 

@@ -390,8 +390,8 @@ def test_changed_or_invalid_bundles_are_not_installed(bundle: tuple[bytes, str],
         for entry in old.infolist():
             new.writestr(entry, b"x = 2\n" if entry.filename == "m7.py" else old.read(entry))
     for content, reason in (
-        (changed.getvalue(), r"the file m7\.py of the bundle does not match"),
-        (b"no bundle", "the code of the run is not a Flower bundle: File is not a zip file"),
+        (changed.getvalue(), r"m7\.py .*does not match"),
+        (b"no bundle", "not a Flower bundle"),
     ):
         with pytest.raises(BundleError, match=reason):
             install_whole(content, bundle[1])

@@ -115,7 +115,7 @@ def test_npz_of_a_published_set_pools_train_and_test(tmp_path):
 def test_npz_of_a_published_set_refuses_wrong_labels_and_shapes(tmp_path):
     x = np.zeros((2, 28, 28), np.uint8)
     path = save_npz(tmp_path / "mnist.npz", x_train=x, y_train=np.array([0, 10]))
-    with pytest.raises(DataError, match="label 10 at index 1; allowed: 0 to 9"):
+    with pytest.raises(DataError, match=r"label 10 at index 1; .*0 to 9"):
         load("mnist", tmp_path)
     save_npz(path, x_train=x[:, :27], y_train=np.array([0, 1]))
     with pytest.raises(DataError, match=r"\(27, 28, 1\)"):
@@ -222,7 +222,7 @@ def test_femnist_refuses_invalid_values(tmp_path, xs, ys, message):
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        ([[0.0] * 784], None, "y is of type NoneType; expected two lists"),
+        ([[0.0] * 784], None, "y is of type NoneType"),
         (5, 3, "x is of type int, y is of type int"),
         ([[0.0] * 784] * 2, [[1, 2], [3, 4]], r"y of shape \(2, 2\)"),
         ([[0.0] * 784] * 2, [[1, 2], [3]], "one label per sample"),
@@ -394,7 +394,7 @@ def test_fortran_order_and_unequal_dtypes_are_pooled(tmp_path):
     [
         ({"x_train": [[1.0], [np.nan]], "y_train": [0, 1]}, r"nan at index \(1, 0\)"),
         ({"x_train": [[1e300], [-1e300]], "y_train": [0, 1]}, r"1e\+300 at index \(0, 0\).* range of float32"),
-        ({"x_train": np.zeros((2, 0)), "y_train": [0, 1]}, r"samples of shape \(0,\); at least one number"),
+        ({"x_train": np.zeros((2, 0)), "y_train": [0, 1]}, r"samples of shape \(0,\)"),
         ({"x_train": np.zeros((2, 0, 3), np.uint8), "y_train": [0, 1]}, r"samples of shape \(0, 3\)"),
         ({"x_train": np.full((2, 2, 2), np.inf), "y_train": [0, 1]}, r"inf at index \(0, 0, 0"),
         ({"x_train": np.full((2, 2, 2), 256), "y_train": [0, 1]}, "pixel 256.*0 to 255"),
@@ -454,8 +454,8 @@ def test_a_flipped_byte_is_detected(tmp_path):
 def test_suspicious_labels_cause_warnings(tmp_path, warnings):
     arrays = {"x_train": np.eye(4), "y_train": [-1, 0, 1, 1], "x_test": np.eye(4)[:2], "y_test": [0, 7]}
     assert load(save_npz(tmp_path / "mine.npz", **arrays)).task.class_names == ("-1", "0", "1", "7")
-    assert "mine.npz: negative labels are separate classes: -1" in warnings.text
-    assert "mine.npz: classes that only the test set contains: 7" in warnings.text
+    assert "mine.npz: negative labels" in warnings.text and ": -1" in warnings.text
+    assert "mine.npz: classes of the test set" in warnings.text and ": 7" in warnings.text
 
 
 # Image folders
@@ -521,7 +521,7 @@ def test_csv_of_features(tmp_path, warnings):
     assert not [record for record in warnings.records if record.levelname == "WARNING"]
     last = load(csv(tmp_path, "height,kind\n1,x\n2,y\n"))
     assert last.task.class_names == ("x", "y")
-    assert "mine.csv: no column is named label; Posy uses the last one, kind" in warnings.text
+    assert "mine.csv: no column is named label" in warnings.text and ", kind" in warnings.text
 
 
 def test_csv_of_texts(tmp_path, warnings):
@@ -533,7 +533,7 @@ def test_csv_of_texts(tmp_path, warnings):
     assert load(tmp_path / "mine.csv", text_length=1).x.tolist() == [[2], [2]]
     assert "not used" not in warnings.text
     assert np.array_equal(load(csv(tmp_path, "id,text,label,stars\n1,hello world,a,5\n2,hello,b,3\n")).x, dataset.x)
-    assert "mine.csv: Posy does not use these columns: id, stars" in warnings.text
+    assert "not use these columns: id, stars" in warnings.text
     assert load(csv(tmp_path, "review,stars\ngood,1\nbad,0\n")).task.kind == "text"
 
 
@@ -542,12 +542,12 @@ def test_csv_of_texts(tmp_path, warnings):
     [
         ("", "header row"),
         ("a\n1\n", "two columns or more$"),
-        ("a;label\n1;0\n", "two columns or more; the header has semicolons: separate the columns by commas"),
-        ("a\tlabel\n1\t0\n", "the header has tabs: separate the columns by commas"),
+        ("a;label\n1;0\n", "two columns or more.*semicolons.*commas"),
+        ("a\tlabel\n1\t0\n", "header has tabs.*commas"),
         ("1,2\n3,4\n", "first row contains only numbers"),
         ("a,label\n", "no rows"),
         ("a,label\n1,0\n2\n", "row 3 has 1 columns"),
-        ("a,b,label\n1,2,0\n1,,1\n", "row 3, column b: '' is a missing value; fill it in, remove the row"),
+        ("a,b,label\n1,2,0\n1,,1\n", "row 3, column b: '' is a missing value"),
         ("a,b,label\n1,2,0\n1,?,1\n", "row 3, column b: '\\?' is a missing value"),
         ("a,b,label\n1,2,0\n1,nan,1\n", "row 3, column b: 'nan'"),
         ("a,b,label\n1,2,0\n1,1e999,1\n", "row 3, column b: '1e999'"),

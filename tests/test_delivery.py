@@ -243,8 +243,8 @@ def test_expired_messages_are_not_resent() -> None:
     superlink.loses = lambda message: not is_ping(message)
     error = Error(ErrorCode.MESSAGE_UNAVAILABLE, "not found")
     superlink.actions = {2: lambda: superlink.replies.update({"0": Message(error, reply_to=sent[0])})}
-    lost = "its message or its reply was lost or came too late"
-    assert outcome(sent, PollingGrid(superlink).send_and_receive(sent)) == [lost]
+    [reason] = outcome(sent, PollingGrid(superlink).send_and_receive(sent))
+    assert "lost or came too late" in reason
 
 
 def test_simulated_nodes_are_not_pinged() -> None:
@@ -329,10 +329,10 @@ def test_a_late_node_keeps_working_and_its_reply_is_counted() -> None:
     grid, late = PollingGrid(superlink), "no reply within round-timeout = 0.4 s"
     sent = messages_for(1, 2)
     assert outcome(sent, grid.send_and_receive(sent, timeout=0.4)) == ["", late]
-    busy = "it was still busy with an earlier message"
     for number in (2, 3):
         sent, started = messages_for(1, 2, number=number), time.monotonic()
-        assert outcome(sent, grid.send_and_receive(sent, timeout=5.0)) == ["", busy]
+        first, second = outcome(sent, grid.send_and_receive(sent, timeout=5.0))
+        assert first == "" and "still busy with an earlier message" in second
         assert time.monotonic() - started < 0.3  # no wait for the late node
     superlink.busy.clear()
     sent = messages_for(1, number=4)
@@ -376,12 +376,8 @@ def test_grace_ends_training_after_enough_replies() -> None:
     grid = PollingGrid(superlink)
     grid.enough, grid.grace = 2, 1.2
     sent, started = messages_for(1, 2, 3, 4), time.monotonic()
-    assert outcome(sent, grid.send_and_receive(sent)) == [
-        "",
-        "",
-        "",
-        "no reply within grace = 1.2 s after 2 other clients",
-    ]
+    *first, last = outcome(sent, grid.send_and_receive(sent))
+    assert first == ["", "", ""] and "grace = 1.2 s after 2 other" in last
     assert 1.2 <= time.monotonic() - started < 2.5
 
 
@@ -480,6 +476,6 @@ def test_a_phase_reports_the_nodes_it_waits_for() -> None:
     assert 29.0 < waits[0].remaining <= 30.0
     assert waits[-1].seconds > 0.3
     wait = Wait([sent[1]], 75.4, 44.9, 15.0)
-    assert describe_wait(wait, {2: "site-c"}, 3) == (
-        "site-c (client 2) is still busy (training, round 1) after 1 min 15 s; at most 45 s more"
-    )
+    description = describe_wait(wait, {2: "site-c"}, 3)
+    for part in ("site-c (client 2)", "training, round 1", "after 1 min 15 s", "45 s more"):
+        assert part in description

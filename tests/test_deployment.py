@@ -45,7 +45,7 @@ def test_existing_certificates_are_not_replaced(tmp_path: Path) -> None:
 def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
     make_certificates(tmp_path, [], ["a"], 30)
     (tmp_path / "server.key").unlink()
-    with pytest.raises(SettingsError, match=r"server\.pem exists without its other half"):
+    with pytest.raises(SettingsError, match=r"server\.pem exists without"):
         make_certificates(tmp_path, [], [], 30)
     (tmp_path / "a.key").unlink()  # the machine with the authority may delete the nodes' private keys
     (tmp_path / "server.pem").unlink()
@@ -56,21 +56,17 @@ def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
 
 def test_other_hosts_and_invalid_files_are_refused(tmp_path: Path) -> None:
     for host in ("", "a b", "ä.example", "server:9092"):
-        with pytest.raises(
-            SettingsError, match=r"--host .*: it must be an IP address or a name such as server\.example\.org"
-        ):
+        with pytest.raises(SettingsError, match=r"--host .*an IP address or a name"):
             make_certificates(tmp_path / "none", [host], [], 1)
     assert not (tmp_path / "none").exists()
     make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1)
     assert make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1) == []
-    with pytest.raises(
-        SettingsError, match=r"server\.pem exists, but is not valid for 10\.0\.0\.2, two\.example; --renew replaces it"
-    ):
+    with pytest.raises(SettingsError, match=r"server\.pem .*not for 10\.0\.0\.2, two\.example;.*--renew"):
         make_certificates(tmp_path, ["two.example", "10.0.0.2", "one.example"], [], 1)
     for name in ("server.pem", "server.key"):
         (tmp_path / name).unlink()
     (tmp_path / "ca.key").write_text("no key")
-    with pytest.raises(SettingsError, match="contains a file that is named like a certificate or key"):
+    with pytest.raises(SettingsError, match="name of a certificate or key"):
         make_certificates(tmp_path, [], [], 1)
 
 
@@ -78,7 +74,7 @@ def test_a_site_creates_keys_without_an_authority(tmp_path: Path, capsys: pytest
     site, server = tmp_path / "site", tmp_path / "server"
     assert main(["certificates", str(site), "va"]) == 0
     assert sorted(path.name for path in site.iterdir()) == ["va.key", "va.pub"]
-    assert "ca.pem is missing: on a site, copy it from the server" in capsys.readouterr().err
+    assert "ca.pem is missing" in capsys.readouterr().err
     assert main(["certificates", str(server), "--host", "server.example.org"]) == 0
     (site / "ca.pem").write_bytes((server / "ca.pem").read_bytes())
     assert main(["certificates", str(site), "va", "vb"]) == 0
@@ -113,23 +109,20 @@ def test_node_config_is_passed_to_flower(words: list[str], expected: str) -> Non
 
 
 def test_node_config_must_have_the_form_key_value() -> None:
-    with pytest.raises(SettingsError, match="'partition-id': node config has the form key=value"):
+    with pytest.raises(SettingsError, match=r"'partition-id': .*key=value"):
         node_config(["partition-id"])
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("state_dir=/x", "state_dir in the node config: a node does not read this key; did you mean state-dir?"),
+        ("state_dir=/x", "state_dir in the node config.*did you mean state-dir?"),
         ("partition_id=0", "did you mean partition-id?"),
-        ("local-epochs=50", "local-epochs in the node config: .* it is a setting of a run, for `posy run`"),
-        (
-            "colour=red",
-            "a node reads data, policy, name, state-dir, models, skip-unreadable, partition-id, ",
-        ),
-        ("partition-id=-1", "partition-id = '-1' in the node config: it must be a whole number >= 0"),
-        ("num-partitions=0", "num-partitions = '0' in the node config: it must be a whole number >= 1"),
-        ("state-dir=/srv/{name}", r"\{name\} is the name of a node's key, and no --key of `posy supernode` names this"),
+        ("local-epochs=50", "local-epochs in the node config.*a setting of a run"),
+        ("colour=red", "a node reads data, policy, name, state-dir"),
+        ("partition-id=-1", "partition-id = '-1' .*whole number >= 0"),
+        ("num-partitions=0", "num-partitions = '0' .*whole number >= 1"),
+        ("state-dir=/srv/{name}", r"\{name\} is the name of a node's key"),
     ],
 )
 def test_invalid_node_config_is_refused(
@@ -177,7 +170,7 @@ def test_nodes_of_one_command_divide_the_partitions() -> None:
     assert node_configs(["data=/srv/{name}"], names) == [[f"data=/srv/{name}"] for name in names]
     assert node_configs(["data=/srv", "partition-id=4", *shared], names)[2][0] == "partition-id=6"
     for words in (["partition-id=25"], ["partition-id=x", "num-partitions=50"]):
-        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes: it must be the partition number"):
+        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes"):
             node_configs(words, names)
 
 

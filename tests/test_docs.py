@@ -104,9 +104,9 @@ def test_every_method_has_a_summary() -> None:
     specification.loader.exec_module(generate)
     rows = {row[0]: row[1:] for row in generate.described(METHODS)[1:]}
     assert all(idea and not idea.endswith(".") for _, idea, _ in rows.values())
-    assert rows["`pfedme`"] == [
-        "pFedMe", "personal models near a global one, which follows their Moreau envelopes", "T. Dinh et al., 2020"
-    ]  # fmt: skip
+    name, idea, citation = rows["`pfedme`"]
+    assert (name, citation) == ("pFedMe", "T. Dinh et al., 2020")
+    assert "Moreau" in idea
 
 
 def test_the_privacy_page_lists_every_method() -> None:

@@ -128,7 +128,7 @@ def test_a_node_renews_its_key_without_the_authority(tmp_path: Path) -> None:
     assert renew(tmp_path, [], ["site-a"], 1) == [files.node_key("site-a"), files.node_public("site-a")]
     assert files.node_key("site-a").read_bytes() != before
     assert public_half(files.node_key("site-a")) == public_pem(files.node_public("site-a"))
-    with pytest.raises(SettingsError, match=r"site-z\.key is missing: nothing to renew"):
+    with pytest.raises(SettingsError, match=r"site-z\.key is missing"):
         renew(tmp_path, [], ["site-z"], 1)
     with pytest.raises(SettingsError, match=r"server\.pem cannot be used"):
         renew(tmp_path, [], [], 1)
@@ -159,7 +159,7 @@ def test_expired_and_expiring_certificates_are_reported(tmp_path: Path) -> None:
     expiring = problems(doctor.check_certificates(make_files(tmp_path / "soon", days=10).folder))
     assert [finding.level for finding in expiring] == ["warning", "warning"]
     assert all("expires in 9 days" in finding.text for finding in expiring)
-    assert "--renew-authority`, and copy ca.pem to every site" in expiring[0].text
+    assert "--renew-authority`" in expiring[0].text and "copy ca.pem" in expiring[0].text
     expired = problems(doctor.check_certificates(make_files(tmp_path / "over", days=0).folder))
     assert [finding.level for finding in expired] == ["error", "error"]
     assert "server.pem has expired on" in expired[1].text
@@ -181,29 +181,32 @@ def test_file_modes_key_pairs_and_authority_are_checked(tmp_path: Path) -> None:
     assert not problems(doctor.check_certificates(files.folder))
     files.node_key("site-b").chmod(0o644)
     [finding] = problems(doctor.check_certificates(files.folder))
-    assert finding == ("warning", f"{files.node_key('site-b')} can be read by others (mode 644): chmod 600 "
-                     f"{files.node_key('site-b')}")  # fmt: skip
+    assert finding.level == "warning"
+    assert finding.text.startswith(f"{files.node_key('site-b')} can be read by others (mode 644)")
+    assert finding.text.endswith(f"chmod 600 {files.node_key('site-b')}")
     files.node_key("site-b").chmod(0o600)
     shutil.copy(other.node_public("site-a"), files.node_public("site-a"))
     shutil.copy(other.server, files.server)
     texts = [text for level, text in problems(doctor.check_certificates(files.folder)) if level == "error"]
-    assert texts == [
-        f"{files.server_key} and {files.server} do not belong together",
-        f"{files.server} is not signed by an authority in {files.ca}: no node accepts it",
-        f"{files.node_key('site-a')} and {files.node_public('site-a')} do not belong together",
+    mismatches = [
+        (files.server_key, f"and {files.server} do not belong together"),
+        (files.server, f"not signed by an authority in {files.ca}"),
+        (files.node_key("site-a"), f"and {files.node_public('site-a')} do not belong together"),
     ]
+    for text, (path, part) in zip(texts, mismatches, strict=True):
+        assert text.startswith(str(path)) and part in text
     files.ca.write_text("none")
     files.node_key("site-b").write_text("none")
     texts = [text for level, text in problems(doctor.check_certificates(files.folder)) if level == "error"]
-    assert any("ca.pem cannot be used as a certificate" in text for text in texts)
-    assert any("site-b.key is not a private key in the format of `posy certificates`" in text for text in texts)
+    assert any("ca.pem cannot be used" in text for text in texts)
+    assert any("site-b.key is not a private key" in text for text in texts)
 
 
 def test_check_reach_reports_trust_and_availability(fleet: tuple[Fleet, Files], tmp_path: Path) -> None:
     started, files = fleet
     [trusted] = doctor.check_reach("it", started.address, files.ca, files.server)
     assert trusted.level == "ok"
-    assert "is trusted; its certificate is valid until" in trusted.text
+    assert "is trusted" in trusted.text and "valid until" in trusted.text
     [untrusted] = doctor.check_reach("it", started.address, make_files(tmp_path / "other").ca)
     assert untrusted.level == "error"
     assert "is not trusted by" in untrusted.text
@@ -223,7 +226,7 @@ def test_check_admission_reports_registration_without_side_effects(fleet: tuple[
     assert [finding.level for finding in registered] == ["ok", "ok"]
     unregistered = problems(doctor.check_admission(started.address, files.ca, files.node_key("site-b")))
     assert [finding.level for finding in unregistered] == ["error"]
-    assert "site-b.key is not registered: `posy register site-b.pub` on the server" in unregistered[0].text
+    assert "site-b.key is not registered: `posy register site-b.pub`" in unregistered[0].text
     assert [str(node) for node in started.state.get_node_info()] == before
 
 
@@ -261,11 +264,13 @@ def test_different_versions_and_clocks_are_reported() -> None:
             }
         },
     }
-    assert problems(doctor.check_node_reports(nodes, reports)) == [
+    expected = [
         ("warning", f"b has flwr 1.39.7, the server {same['flwr']}"),
-        ("warning", "the clock of b is 3 s ahead: set it there (NTP)"),
-        ("error", "the clock of c is 400 s behind: set it there (NTP)"),
+        ("warning", "clock of b is 3 s ahead"),
+        ("error", "clock of c is 400 s behind"),
     ]
+    for finding, (level, part) in zip(problems(doctor.check_node_reports(nodes, reports)), expected, strict=True):
+        assert finding.level == level and part in finding.text
 
 
 def test_unregistered_and_unknown_keys_are_reported(tmp_path: Path) -> None:
@@ -329,7 +334,7 @@ def test_a_stopped_superlink_is_reported(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert cli.main([*words[:2], str(tmp_path / "none"), *words[3:]]) == 1
     [error] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
-    assert "none/ca.pem cannot be used as a certificate" in error
+    assert "none/ca.pem cannot be used" in error
 
 
 # -- backups ---------------------------------------------------------------------------------------------
@@ -338,7 +343,7 @@ def test_a_stopped_superlink_is_reported(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_backup_of_an_open_database_restores_registered_keys(tmp_path: Path) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
     files = make_files(tmp_path / "certificates", "site-a", "site-b", "site-c")
-    with pytest.raises(SettingsError, match=r"it holds no state\.db; a SuperLink with --volatile writes none"):
+    with pytest.raises(SettingsError, match=r"no state\.db; .*--volatile"):
         back_up(state, file)
     state.mkdir()
     link = reopened(state)
@@ -349,7 +354,7 @@ def test_a_backup_of_an_open_database_restores_registered_keys(tmp_path: Path) -
     register(link, files.node_public("site-b"))
     with (
         locked_state(state),
-        pytest.raises(SettingsError, match="a running SuperLink uses it; stop that SuperLink first"),
+        pytest.raises(SettingsError, match="a running SuperLink uses it"),
     ):
         restore(state, file)
     old = restore(state, file)
@@ -415,6 +420,6 @@ def test_status_describes_node_activity_and_waiting(monkeypatch: pytest.MonkeyPa
     assert doing(NodeInfo(node_id=6), runs, statuses) == "waits"
     assert doing(NodeInfo(node_id=6), runs, {}) == ""  # no status of the run
     wait = {"for": "1 of 3 clients to train in round 3", "since": 990.0, "until": 1100.0}
-    assert waiting(wait) == "1 of 3 clients to train in round 3, for 10 s, 1 min 40 s more at most"
-    assert waiting(wait | {"until": 995.0}).endswith("for 10 s, its time was over 5 s ago")
-    assert waiting(wait | {"until": None}).endswith("for 10 s, no limit so far")
+    assert waiting(wait).startswith("1 of 3 clients to train in round 3, for 10 s, 1 min 40 s more")
+    assert waiting(wait | {"until": 995.0}).endswith("over 5 s ago")
+    assert "for 10 s, no limit" in waiting(wait | {"until": None})

@@ -430,7 +430,7 @@ def test_pulling_a_missing_object_is_an_error(superlink: SuperLink, monkeypatch:
     delivery = superlink.fleet.pull()
     assert delivery is not None
     superlink.exchange.drop(superlink.run)
-    with pytest.raises(PartError, match="its parts did not reach the node"):
+    with pytest.raises(PartError, match="did not reach the node"):
         superlink.fleet.pull_objects(*delivery)
     lost = packed_error(message.envelope, ErrorCode.MESSAGE_UNAVAILABLE, "lost", time.time())
     superlink.fleet.push(lost, 0.0)  # the run is dropped
