@@ -75,7 +75,7 @@ def test_noise_is_the_smallest_that_meets_delta(epsilon: float, delta: float) ->
     assert epsilon_of(multiplier, delta) == pytest.approx(epsilon, rel=1e-7)
 
 
-def test_degenerate_cases() -> None:
+def test_epsilon_and_noise_at_extreme_values() -> None:
     assert epsilon_of(math.inf, DELTA) == 0
     # ε = 0: δ is the total variation distance 2Φ(1/2z) − 1 of the two normal distributions.
     assert math.exp(log_delta(2.0, 0.0)) == pytest.approx(2 * norm.cdf(0.25) - 1, rel=1e-12)

@@ -109,7 +109,7 @@ def test_errors_take_one_line(
     assert re.search(message, line)
 
 
-def test_printed_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_lists_samples_classes_and_unreadable_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path)
     for number in range(25):
         (tmp_path / "b" / f"torn-{number}.png").write_bytes(b"no image")

@@ -169,7 +169,7 @@ def test_diverged_fine_tuning_keeps_the_served_score(make_client: MakeClient) ->
     assert ["local-accuracy" in metrics for metrics in scored] == [True, False]
 
 
-def test_the_class_distribution(make_client: MakeClient) -> None:
+def test_class_distribution_of_clients(make_client: MakeClient) -> None:
     assert make_client("fedavg", 0).data.class_distribution().tolist() == pytest.approx([1 / 3] * 3)
     assert make_client("fedavg", 1).data.class_distribution().tolist() == [0.5, 0.5, 0]
     assert make_client("fedavg", 3).data.class_distribution().tolist() == [0, 1, 0]

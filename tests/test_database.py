@@ -294,7 +294,7 @@ def fail(error: Exception) -> Callable[[Any], Any]:
     ],
 )
 def test_nodes_retry_only_transient_errors(method: str, act: Callable[[Any], Any], code: grpc.StatusCode) -> None:
-    """Flower's interceptor that translates errors handles the calls of nodes first, as in a SuperLink."""
+    """Flower's error interceptor handles the calls of nodes first, as in a SuperLink."""
     from flwr.supercore.interceptors import RpcErrorTranslationServerInterceptor
 
     def answer(request: bytes, context: grpc.ServicerContext) -> bytes:

@@ -238,7 +238,7 @@ def test_femnist_refuses_malformed_users(tmp_path, x, y, message):
         load("femnist", tmp_path)
 
 
-def test_tiny_imagenet_as_published(tmp_path):
+def test_tiny_imagenet_loads_from_the_published_files(tmp_path):
     root = tmp_path / "tiny-imagenet-200"
     for wnid, value in (("n02", (200, 0, 0)), ("n01", (0, 0, 0))):
         save_image(root / "train" / wnid / "images" / f"{wnid}_0.JPEG", value, (64, 64))
@@ -256,7 +256,7 @@ def test_tiny_imagenet_as_published(tmp_path):
         load("tiny-imagenet", tmp_path)
 
 
-def test_kvasir_and_fedisic(tmp_path):
+def test_kvasir_and_fedisic_load_from_image_folders(tmp_path):
     for name in KVASIR:
         save_image(tmp_path / "kvasir" / name / "a.jpg", (10, 20, 30), (100, 80))
     kvasir = load("kvasir", tmp_path)
@@ -294,7 +294,7 @@ def test_tokens_are_numbered_by_word_frequency():
     assert tokens.tolist() == [[2, 3, 2, 3], [4, 5, 1, 0], [1, 0, 0, 0]]
 
 
-def test_agnews(tmp_path):
+def test_agnews_loads_from_csv_files(tmp_path):
     (tmp_path / "agnews.csv").write_text('"3","Oil ""up""","Prices, oil"\n"1","War","peace"\n', encoding="utf-8")
     news = load("agnews", tmp_path)
     assert news.y.tolist() == [2, 0]
@@ -461,7 +461,7 @@ def test_suspicious_labels_cause_warnings(tmp_path, warnings):
 # Image folders
 
 
-def test_image_folder_with_and_without_splits(tmp_path):
+def test_image_folders_load_with_and_without_splits(tmp_path):
     for split in ("train", "test"):
         for value, name in enumerate(("cat", "dog")):
             save_image(tmp_path / "split" / split / name / "a.png", (value, value, value))
@@ -512,7 +512,7 @@ def csv(tmp_path, text):
     return path
 
 
-def test_csv_of_features(tmp_path, warnings):
+def test_csv_of_features_loads(tmp_path, warnings):
     dataset = load(csv(tmp_path, "label,height,group,width\n10,1,b,2\n9,3,a,4\n"))
     assert dataset.x.tolist() == [[1, 2], [3, 4]]
     assert dataset.task.class_names == ("9", "10")
@@ -524,7 +524,7 @@ def test_csv_of_features(tmp_path, warnings):
     assert "mine.csv: no column is named label" in warnings.text and ", kind" in warnings.text
 
 
-def test_csv_of_texts(tmp_path, warnings):
+def test_csv_of_texts_loads(tmp_path, warnings):
     dataset = load(csv(tmp_path, "text,label\nhello world,a\nhello,b\n"))
     assert dataset.task.kind == "text"
     assert dataset.task.input_shape == (200,)

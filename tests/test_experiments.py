@@ -335,7 +335,7 @@ def test_a_tuned_table_has_a_relative_output_path() -> None:
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_tables_load(path: Path) -> None:
+def test_tables_have_distinct_rows_over_the_same_data(path: Path) -> None:
     plan = read_plan(path)
     assert {cell.seed for cell in plan.cells} == {0, 1, 2}
     assert plan.output.name == path.stem
