@@ -43,7 +43,7 @@ def descend(loss, parameters, lr=LR):
 # -- FedPAC ------------------------------------------------------------------------------------------------
 
 
-def test_fedpacs_limit_measures_body_and_head_alone(make_config, federate):
+def test_fedpac_update_norm_covers_only_body_and_head(make_config, federate):
     """The class means and 21 samples have norms of about 12; body and head move by less than 1."""
     finished = federate(make_config("fedpac", max_update_norm=1.0))
     assert not any(record.dropped for record in finished.records)
@@ -52,7 +52,7 @@ def test_fedpacs_limit_measures_body_and_head_alone(make_config, federate):
 
 
 @pytest.mark.parametrize(("head_lr", "rate"), [(0.3, 0.3), (0.0, LR)])
-def test_fedpac_trains_the_head_at_its_own_rate(head_lr, rate, make_client):
+def test_fedpac_trains_the_head_with_fedpac_head_lr(head_lr, rate, make_client):
     client = make_client("fedpac", batch_size=100, fedpac_head_lr=head_lr, fedpac_strength=0.0)
     x, y = client.data.x_train.double(), client.data.y_train
     start = client.initial()
@@ -66,7 +66,7 @@ def test_fedpac_trains_the_head_at_its_own_rate(head_lr, rate, make_client):
     np.testing.assert_allclose(sent[1], head.take(flat_of(model)), atol=1e-5)
 
 
-def test_a_single_client_a_round_has_no_heads_to_combine(make_config, federate, warnings):
+def test_fedpac_warns_if_one_client_trains_per_round(make_config, federate, warnings):
     federate(make_config("fedpac", fraction_train=0.25, num_server_rounds=1))
     assert "fedpac: one client trains in a round, so no heads are combined" in warnings.text
     warnings.clear()
@@ -77,7 +77,7 @@ def test_a_single_client_a_round_has_no_heads_to_combine(make_config, federate, 
 # -- FedProto ----------------------------------------------------------------------------------------------
 
 
-def test_fedproto_is_scored_with_the_new_prototypes():
+def test_fedproto_scores_the_served_model():
     assert settings_class("fedproto").point == "served"
 
 
@@ -85,12 +85,12 @@ def test_fedproto_is_scored_with_the_new_prototypes():
     ("settings", "notice"),
     [({"fedproto_strength": 0.0}, "clients train alone"), ({"model": "linear"}, "no layer below the head")],
 )
-def test_fedproto_without_a_pull_warns(settings, notice, make_config, federate, warnings):
+def test_fedproto_warns_without_a_prototype_term(settings, notice, make_config, federate, warnings):
     federate(make_config("fedproto", num_server_rounds=1, **settings))
     assert notice in warnings.text
 
 
-def test_fedproto_weighs_the_distance_by_class(make_client):
+def test_fedproto_applies_class_weights_to_both_loss_terms(make_client):
     """With 18 samples of class 0 and 3 of class 1, balanced weights are 21/36 and 21/6, in both terms of the loss."""
     client = make_client("fedproto", client=0, class_weights="balanced", batch_size=100)
     client.data = replace(client.data, y_train=torch.tensor([0] * 18 + [1] * 3))
@@ -108,7 +108,7 @@ def test_fedproto_weighs_the_distance_by_class(make_client):
 # -- FedNH -------------------------------------------------------------------------------------------------
 
 
-def test_fednhs_limit_measures_the_body_alone(make_config, federate):
+def test_fednh_update_norm_covers_only_the_body(make_config, federate):
     """The mean directions are about 1.5 from the prototypes, and the bodies move by less than 1."""
     finished = federate(make_config("fednh", max_update_norm=1.0, lr=0.001))
     assert not any(record.dropped for record in finished.records)
@@ -116,7 +116,7 @@ def test_fednhs_limit_measures_the_body_alone(make_config, federate):
     assert [client for client, _ in strict.records[0].dropped] == [0, 1, 2, 3]
 
 
-def test_fednhs_noise_is_for_the_mean_directions_themselves(make_client):
+def test_fednh_measures_mean_directions_from_zero(make_client):
     """Their norm is at most 1, whatever the prototypes are; a difference to the prototypes would be clipped by more."""
     client = make_client("fednh", model="mlp")
     start = client.initial().numpy().copy()
@@ -127,7 +127,7 @@ def test_fednhs_noise_is_for_the_mean_directions_themselves(make_client):
     np.testing.assert_array_equal(base["model"], start)
 
 
-def test_fednh_without_smoothing_warns(make_config, federate, warnings):
+def test_fednh_warns_if_rho_is_one(make_config, federate, warnings):
     federate(make_config("fednh", fednh_rho=1.0, num_server_rounds=1))
     assert "fednh-rho = 1: the prototypes never change" in warnings.text
 
@@ -144,7 +144,7 @@ def test_fednh_without_smoothing_warns(make_config, federate, warnings):
         ("moon", {"model": "linear"}),
     ],
 )
-def test_a_method_without_its_term_is_fedavg_and_says_so(method, settings, make_config, federate, warnings):
+def test_feduv_and_moon_without_their_term_warn_and_equal_fedavg(method, settings, make_config, federate, warnings):
     model = {"model": settings.get("model", "mlp")}
     plain = federate(make_config("fedavg", **model)).strategy.model
     warnings.clear()
@@ -154,7 +154,7 @@ def test_a_method_without_its_term_is_fedavg_and_says_so(method, settings, make_
 
 
 @pytest.mark.parametrize("method", ["feduv", "moon"])
-def test_a_method_with_its_term_is_silent(method, make_config, federate, warnings):
+def test_feduv_and_moon_with_their_term_do_not_warn(method, make_config, federate, warnings):
     federate(make_config(method, num_server_rounds=1))
     assert "this is FedAvg" not in warnings.text
 
@@ -162,7 +162,7 @@ def test_a_method_with_its_term_is_silent(method, make_config, federate, warning
 # -- FedAS -------------------------------------------------------------------------------------------------
 
 
-def test_fedas_measures_the_fisher_information_of_the_plain_model(make_client):
+def test_fedas_fisher_trace_ignores_dropout_and_class_weights(make_client):
     """The trace is of the unweighted loss, without dropout, over batches of 4; its samples are not in the count."""
     settings = {"model": f"{__file__}:dropping", "class_weights": "balanced", "batch_size": 4, "local_epochs": 3}
     client = make_client("fedas", client=0, **settings)
@@ -181,14 +181,14 @@ def test_fedas_measures_the_fisher_information_of_the_plain_model(make_client):
     assert float(trace) == pytest.approx(squares, rel=1e-4)
 
 
-def test_fedas_clients_are_trained_together_as_alone(make_config, federate):
+def test_fedas_stacked_training_equals_looped_training(make_config, federate):
     """Neither dropout nor class weights enter the Fisher information of stacked models."""
     settings = {"model": f"{__file__}:dropping", "class_weights": "balanced", "batch_size": 4, "num_server_rounds": 2}
     alone, together = (federate(make_config("fedas", stack=stack, **settings)) for stack in ("loop", "vmap"))
     np.testing.assert_allclose(together.strategy.model, alone.strategy.model, atol=1e-5)
 
 
-def test_fedas_aligns_each_class_alike(make_client):
+def test_fedas_alignment_gives_classes_equal_weight(make_client):
     """Client 0 has 7 samples of each class; a batch of padding and two classes has the mean of each, added."""
     client = make_client("fedas")
     net = client.jobs.network(Train(client.initial()))

@@ -46,7 +46,7 @@ def two_models() -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["fedfew", "ifca"])
 @pytest.mark.parametrize(("weights", "chosen"), [("none", "0"), ("balanced", "1")])
-def test_class_weights_enter_the_choice_of_a_model(
+def test_class_weights_affect_the_model_choice(
     make_client: Make, two_models: np.ndarray, method: str, weights: str, chosen: str
 ) -> None:
     data = (np.arange(6, dtype=np.float32)[:, None], LABELS, *PARTS)
@@ -55,7 +55,7 @@ def test_class_weights_enter_the_choice_of_a_model(
     assert metrics["chosen"] == chosen
 
 
-def test_custom_loss_decides_the_choice_of_a_model(make_client: Make, two_models: np.ndarray, tmp_path: Path) -> None:
+def test_custom_loss_affects_the_model_choice(make_client: Make, two_models: np.ndarray, tmp_path: Path) -> None:
     """Ten times the cross-entropy on class 1: the means are (3 · 0.127 + 21.27) / 4 and (3 + 10) · 0.693 / 4."""
     (tmp_path / "losses.py").write_text(
         "import torch.nn.functional as F\n\n\n"
@@ -71,7 +71,7 @@ def test_custom_loss_decides_the_choice_of_a_model(make_client: Make, two_models
     assert client.evaluate([two_models], {"server-round": 1})[2]["chosen"] == "1"
 
 
-def test_class_weights_are_ppfes_first_sample_weights(make_client: Make) -> None:
+def test_ppfe_initialises_sample_weights_with_class_weights(make_client: Make) -> None:
     """One sample of class 0 is wrong: ε = (2/3) / 4 = 1/6 instead of 1/4, and β = ½ log 5.
 
     The new weights are (2√5/3, 2/3, 2/3, 2), rescaled to the sum 4.
@@ -88,7 +88,7 @@ def test_class_weights_are_ppfes_first_sample_weights(make_client: Make) -> None
     assert plain.jobs.drive(plain.reweighted(plain.stages[0], model))[0] == pytest.approx(np.log(3) / 2, rel=1e-5)
 
 
-def test_ppfes_training_applies_class_weights_once(make_client: Make) -> None:
+def test_ppfe_applies_class_weights_once(make_client: Make) -> None:
     """Weights in the loss are ω, which contain the class weights: their mean over the client's samples stays 1."""
     x = np.array([-1, 1, 1, -1, 1, -1], np.float32)[:, None]
     client = make_client("ppfe", model="mlp", data=(x, LABELS, *PARTS), class_weights="balanced", ppfe_reduction="none")
@@ -105,7 +105,7 @@ def test_ppfes_training_applies_class_weights_once(make_client: Make) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedfew", "cwfedavg", "fedacs", "feddrm"])
-def test_newcomers_do_not_enter_the_servers_state(make_config: Make, federate: Make, method: str) -> None:
+def test_newcomers_do_not_affect_the_server_state(make_config: Make, federate: Make, method: str) -> None:
     """The state equals the state of a federation that consists of the other clients only."""
     config = make_config(method, holdout_clients=0.5, seed=3, fedfew_models=2, batch_size=100, feddrm_sharing="deep")
     finished = federate(config)
@@ -124,7 +124,7 @@ def test_newcomers_do_not_enter_the_servers_state(make_config: Make, federate: M
         assert set(chosen_clients(strategy, logits).tolist()) <= set(strategy.members)
 
 
-def test_feddrm_routes_while_a_newcomer_has_no_node(make_strategy: Make) -> None:
+def test_feddrm_routes_without_a_disconnected_newcomer(make_strategy: Make) -> None:
     """Clients 0, 1, 2, 3 have 21, 12, 8 and 1 samples; equal logits go to the smallest client that trains."""
     strategy = make_strategy("feddrm", holdout_clients=0.25, seed=3)
     (new,) = strategy.newcomers
@@ -133,7 +133,7 @@ def test_feddrm_routes_while_a_newcomer_has_no_node(make_strategy: Make) -> None
     assert chosen_clients(strategy, torch.zeros(2, 4)).tolist() == [smallest, smallest]
 
 
-def test_feddrms_prior_is_the_weight_in_the_mean(make_strategy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feddrm_uses_the_averaging_weights_as_prior(make_strategy: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal weights in the mean the client branch learns a uniform prior, so that only the logits decide."""
     strategy = make_strategy("feddrm")
     logits = torch.tensor([[0.2, 0.1, 0.0, 0.0]])
@@ -143,7 +143,7 @@ def test_feddrms_prior_is_the_weight_in_the_mean(make_strategy: Make, monkeypatc
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_stored_feddrm_models_route_as_the_server_does(make_config: Make, weights: str) -> None:
+def test_saved_feddrm_models_route_like_the_server(make_config: Make, weights: str) -> None:
     config = make_config("feddrm", model="mlp", system_accuracy="on", client_weights=weights)
     done = run(None, config)
     workspace = Workspace(read_settings(config))
@@ -152,7 +152,7 @@ def test_stored_feddrm_models_route_as_the_server_does(make_config: Make, weight
     assert np.bincount(chosen, minlength=4).tolist() == done.system.routed.sum(axis=0).tolist()
 
 
-def test_local_models_of_fedacs_are_scored_after_rounds_without_training(make_config: Make, federate: Make) -> None:
+def test_fedacs_scores_local_models_of_clients_outside_the_cohort(make_config: Make, federate: Make) -> None:
     config = make_config("fedacs", fraction_train=0.5, num_server_rounds=4)
     finished = federate(config)
     trained = {c for record in finished.records for c in record.cohort}
@@ -164,7 +164,7 @@ def test_local_models_of_fedacs_are_scored_after_rounds_without_training(make_co
 
 
 @pytest.mark.parametrize("beta", ["samme", "adaboost"])
-def test_a_newcomers_training_replaces_its_last_stage_in_ppfe(
+def test_ppfe_newcomer_training_replaces_its_last_stage(
     make_config: Make, federate: Make, tmp_path: Path, beta: str
 ) -> None:
     """The stored ensemble has the coefficients that Algorithm 1 gives to its models, the trained one included."""
@@ -285,7 +285,7 @@ def test_ppfe_warns_about_values_that_no_stage_reaches(
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 6])
-def test_the_default_number_of_stages_suits_each_number_of_rounds(make_strategy: Make, rounds: int) -> None:
+def test_default_number_of_stages_fits_any_number_of_rounds(make_strategy: Make, rounds: int) -> None:
     strategy = make_strategy("ppfe", model="mlp", num_server_rounds=rounds)
     assert len(strategy.stages) == min(rounds, 3)
     assert sum(stage.rounds for stage in strategy.stages) == rounds
@@ -301,7 +301,7 @@ def test_default_settings_are_not_degenerate(make_strategy: Make, method: str) -
 
 
 @pytest.mark.parametrize("clients", [2, 3, 4, 7, 10])
-def test_the_notice_of_fedacs_matches_its_attention(clients: int) -> None:
+def test_fedacs_warning_matches_its_attention_weights(clients: int) -> None:
     """For each p the warning appears exactly if no weight leaves the diagonal."""
     models = np.abs(np.random.default_rng(clients).normal(size=(clients, 30))).astype(np.float32)
     similarity = cosine_similarity(models)
@@ -311,6 +311,6 @@ def test_the_notice_of_fedacs_matches_its_attention(clients: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe"])
-def test_points_are_the_models_that_the_cards_name(method: str) -> None:
+def test_scored_points_match_the_method_cards(method: str) -> None:
     settings = settings_class(method)
     assert settings.card.scored.startswith(f"The {settings.point} ")

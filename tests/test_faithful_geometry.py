@@ -31,7 +31,7 @@ def notices(config: dict[str, Any]) -> tuple[str, ...]:
 # -- CFL -----------------------------------------------------------------------------------------------
 
 
-def test_cfl_splits_without_the_clients_that_never_train(make_config: Any, federate: Any) -> None:
+def test_cfl_splits_ignore_holdout_clients(make_config: Any, federate: Any) -> None:
     """Hold-out clients are no members: the other two split, and no count includes a newcomer."""
     finished = federate(make_config("cfl", holdout_clients=0.5, seed=3, num_server_rounds=2, **ALWAYS))
     strategy = finished.strategy
@@ -40,7 +40,7 @@ def test_cfl_splits_without_the_clients_that_never_train(make_config: Any, feder
     assert [record.quantities["cluster_sizes"] for record in finished.records] == [[1, 1], [1, 1]]
 
 
-def test_a_newcomer_goes_where_the_most_similar_update_is() -> None:
+def test_newcomers_join_the_side_of_the_most_similar_update() -> None:
     updates = np.float32([[1, 0], [0.6, 0.8], [-1, 0], [0, -1]])
     sides = np.array([0, 0, 1, 1])
     assert nearest_side(np.float32([-3, 0.1]), updates, sides)
@@ -48,7 +48,7 @@ def test_a_newcomer_goes_where_the_most_similar_update_is() -> None:
     assert not nearest_side(np.float32([0, 0]), updates, sides)  # similar to none: the first side
 
 
-def test_newcomers_descend_the_tree_of_splits(make_config: Any, federate: Any, make_client: Any) -> None:
+def test_newcomers_descend_the_split_tree(make_config: Any, federate: Any, make_client: Any) -> None:
     """A newcomer ends in the cluster that its trainings from the stored models lead to."""
     settings = {"model": "linear", "num_server_rounds": 3, "seed": 3, "batch_size": 100, **ALWAYS}
     finished = federate(make_config("cfl", holdout_clients=0.25, **settings))
@@ -72,7 +72,7 @@ def test_newcomers_descend_the_tree_of_splits(make_config: Any, federate: Any, m
     assert "served_accuracy" in strategy.newcomer_rows[new] or new == 3
 
 
-def test_cfl_stores_no_tree_without_newcomers(make_config: Any, federate: Any) -> None:
+def test_cfl_stores_no_split_tree_without_newcomers(make_config: Any, federate: Any) -> None:
     strategy = federate(make_config("cfl", num_server_rounds=2, **ALWAYS)).strategy
     assert len(strategy.parents) >= 2
     assert len(strategy.split_models) == len(strategy.split_updates) == len(strategy.split_sides) == 0
@@ -85,7 +85,7 @@ def test_cfl_splits_only_below_gamma_max() -> None:
     assert not split(changes, n, 9.0, 0.0, 0.9).any()
 
 
-def test_cfl_says_that_an_absent_client_blocks_a_split(
+def test_cfl_logs_an_absent_client_that_blocks_a_split(
     make_config: Any, federate: Any, failing: Any, warnings: Any
 ) -> None:
     grid = failing(("train", 1, 2), ("train", 2, 2))
@@ -97,7 +97,7 @@ def test_cfl_says_that_an_absent_client_blocks_a_split(
 
 
 @pytest.mark.parametrize(("fraction", "holdout", "texts"), [(1.0, 0.0, 0), (0.9, 0.0, 0), (0.5, 0.0, 1), (0.6, 0.5, 0)])
-def test_cfl_warns_where_no_cluster_can_split(make_config: Any, fraction: float, holdout: float, texts: int) -> None:
+def test_cfl_warns_if_no_cluster_can_split(make_config: Any, fraction: float, holdout: float, texts: int) -> None:
     """Of four clients 0.9 are all; of two members 0.6 are both."""
     assert len(notices(make_config("cfl", fraction_train=fraction, holdout_clients=holdout))) == texts
 
@@ -105,7 +105,7 @@ def test_cfl_warns_where_no_cluster_can_split(make_config: Any, fraction: float,
 @pytest.mark.parametrize(
     ("settings", "bound"), [({"cfl_eps1": 0.0}, "cfl-eps1"), ({"cfl_gamma_max": 1.0}, "gamma-max")]
 )
-def test_cfl_warns_where_its_bounds_exclude_a_split(make_config: Any, settings: dict[str, float], bound: str) -> None:
+def test_cfl_warns_if_its_bounds_exclude_a_split(make_config: Any, settings: dict[str, float], bound: str) -> None:
     (text,) = notices(make_config("cfl", **settings))
     assert bound in text and "will equal FedAvg" in text
 
@@ -113,7 +113,7 @@ def test_cfl_warns_where_its_bounds_exclude_a_split(make_config: Any, settings: 
 # -- FedFomo -------------------------------------------------------------------------------------------
 
 
-def test_fedfomo_warns_about_models_of_clients_that_never_train(make_config: Any) -> None:
+def test_fedfomo_warns_if_fewer_clients_train_than_models_are_requested(make_config: Any) -> None:
     """Of four clients one is a newcomer, so each client has two others."""
     settings = {"validation_fraction": 0.2, "holdout_clients": 0.25}
     (text,) = notices(make_config("fedfomo", **settings, fedfomo_models=3))
@@ -122,13 +122,13 @@ def test_fedfomo_warns_about_models_of_clients_that_never_train(make_config: Any
     assert notices(make_config("fedfomo", **settings)) == ()
 
 
-def test_the_mix_of_fedfomo_by_hand() -> None:
+def test_fedfomo_mix_by_hand() -> None:
     start, candidates = np.float32([1, 1]), np.float32([[3, 1], [1, 5], [9, 9]])
     np.testing.assert_allclose(mixed(start, candidates, np.float32([1, 3, -2])), [1.5, 4])
     np.testing.assert_array_equal(mixed(start, candidates, np.float32([0, -1, -2])), start)
 
 
-def test_fedfomo_keeps_the_model_before_a_training_that_made_it_worse(make_client: Any) -> None:
+def test_fedfomo_reverts_a_training_that_raised_the_loss(make_client: Any) -> None:
     client = make_client("fedfomo", model="linear", batch_size=100)
     start = client.initial()
     client.stored["start"] = start
@@ -138,7 +138,7 @@ def test_fedfomo_keeps_the_model_before_a_training_that_made_it_worse(make_clien
     np.testing.assert_array_equal(sent, start.numpy())
 
 
-def test_fedfomo_trains_on_no_sample_that_weighs_models(make_config: Any, federate: Any) -> None:
+def test_fedfomo_does_not_train_on_validation_samples(make_config: Any, federate: Any) -> None:
     """Of 21, 12 and 8 training samples a fifth is set aside; a single sample serves both purposes."""
     finished = federate(make_config("fedfomo", num_server_rounds=1, local_epochs=1))
     rows = finished.records[0].clients
@@ -146,7 +146,7 @@ def test_fedfomo_trains_on_no_sample_that_weighs_models(make_config: Any, federa
     assert not any("validation" in column for row in rows.values() for column in row)
 
 
-def test_fedfomos_epsilon_decays(make_strategy: Any, update: Any) -> None:
+def test_fedfomo_epsilon_decays(make_strategy: Any, update: Any) -> None:
     """From round 6 on 0.3 - 6 * 0.05 is 0, and the largest affinity decides; before, any client may come first."""
     firsts: dict[int, set[int]] = {1: set(), 6: set()}
     for seed in range(25):
@@ -164,7 +164,7 @@ def test_fedfomos_epsilon_decays(make_strategy: Any, update: Any) -> None:
     assert firsts == {1: {1, 2, 3}, 6: {2}}
 
 
-def test_a_fedfomo_update_is_measured_from_the_start_of_its_training(make_config: Any, federate: Any) -> None:
+def test_fedfomo_update_norm_is_relative_to_the_training_start(make_config: Any, federate: Any) -> None:
     """The server recomputes each start, so it measures the norm of the client's training alone."""
     measured: dict[tuple[int, int], float] = {}
 
@@ -184,7 +184,7 @@ def test_a_fedfomo_update_is_measured_from_the_start_of_its_training(make_config
         assert measured[4, client] == pytest.approx(np.linalg.norm(stored["model"] - stored["start"]), rel=1e-4)
 
 
-def test_fedfomo_says_what_weighs_its_models(make_config: Any) -> None:
+def test_fedfomo_logs_its_validation_data(make_config: Any) -> None:
     assert notices(make_config("fedfomo", validation_fraction=0.2)) == ()
     (texts,) = notices(make_config("fedfomo"))
     assert "20 % of its training samples" in texts
@@ -197,7 +197,7 @@ def test_fedfomo_says_what_weighs_its_models(make_config: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedamp", "fedmtl"])
-def test_an_update_is_measured_from_the_clients_model(
+def test_fedamp_and_fedmtl_updates_are_relative_to_the_client_model(
     method: str, make_strategy: Any, update: Any, make_client: Any
 ) -> None:
     near = {"fedamp_sigma": 100.0, "fedamp_alpha": 100.0}  # messages mix all models
@@ -219,9 +219,7 @@ def test_an_update_is_measured_from_the_clients_model(
 
 
 @pytest.mark.parametrize("method", ["fedamp", "fedmtl", "fedfomo"])
-def test_max_update_norm_measures_the_training_alone(
-    method: str, make_config: Any, federate: Any, failing: Any
-) -> None:
+def test_max_update_norm_covers_only_the_training(method: str, make_config: Any, federate: Any, failing: Any) -> None:
     """From round 3 on trainings take no step, so updates have norm 0, though the clients' models differ.
 
     Client 1 is absent in round 3, and loses its state before round 4.
@@ -249,7 +247,7 @@ def test_max_update_norm_measures_the_training_alone(
     assert max(norm for (number, _), norm in norms.items() if number > 2) < 1e-5
 
 
-def test_the_distance_without_attention_by_hand() -> None:
+def test_fedamp_cutoff_distance_by_hand() -> None:
     """With alpha = 2 and sigma = 4, 2 / 4 exp(-d² / 4) = 0.001 at d² = 4 ln 500."""
     assert farthest(2.0, 4.0) == pytest.approx(np.sqrt(4 * np.log(500)))
     models = np.zeros((2, 3), np.float32)
@@ -258,7 +256,7 @@ def test_the_distance_without_attention_by_hand() -> None:
     assert farthest(1e-6, 4.0) == 0
 
 
-def test_fedamp_and_fedmtl_say_when_they_are_local_training(make_config: Any) -> None:
+def test_fedamp_and_fedmtl_warn_if_they_reduce_to_local_training(make_config: Any) -> None:
     (texts,) = notices(make_config("fedamp"))
     assert "above 1.27 do not attend" in texts  # sqrt(0.1 ln 1e7)
     assert notices(make_config("fedmtl")) == ()
@@ -268,7 +266,7 @@ def test_fedamp_and_fedmtl_say_when_they_are_local_training(make_config: Any) ->
 # -- IFCA ----------------------------------------------------------------------------------------------
 
 
-def test_ifca_says_when_all_clusters_start_alike(make_config: Any, tmp_path: Any) -> None:
+def test_ifca_warns_if_all_clusters_start_equal(make_config: Any, tmp_path: Any) -> None:
     from safetensors.numpy import save_file
 
     config = make_config("ifca", model="linear")
@@ -281,7 +279,7 @@ def test_ifca_says_when_all_clusters_start_alike(make_config: Any, tmp_path: Any
 
 
 @pytest.mark.parametrize("method", ["ifca", "fedfomo"])
-def test_balanced_classes_weigh_the_losses_that_choose_models(method: str, make_client: Any) -> None:
+def test_class_weights_apply_to_the_losses_that_choose_models(method: str, make_client: Any) -> None:
     """The loss of each model is the mean over classes of the mean loss of a class."""
     x, y = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32), np.repeat([0, 1, 2], (12, 7, 5))
     data = (x, y, [range(23)], [range(23, 24)])
@@ -302,7 +300,7 @@ def test_balanced_classes_weigh_the_losses_that_choose_models(method: str, make_
 # -- FedMGDA+ ------------------------------------------------------------------------------------------
 
 
-def test_fedmgdas_step_decays_in_stairs_of_100_rounds() -> None:
+def test_fedmgda_step_decays_every_100_rounds() -> None:
     """Over 200 rounds a decay of 0.25 halves the step in rounds 100 to 199, and quarters it in round 200."""
     assert [step_size(2.0, 0.25, t, 200) for t in (1, 99, 100, 199, 200)] == pytest.approx([2, 2, 1, 1, 0.5])
     assert step_size(2.0, 1.0, 700, 1000) == 2
@@ -313,7 +311,7 @@ def test_fedmgdas_step_decays_in_stairs_of_100_rounds() -> None:
 # -- ConFREE -------------------------------------------------------------------------------------------
 
 
-def test_guidance_projects_on_the_original_updates() -> None:
+def test_confree_guidance_projects_on_the_original_updates() -> None:
     """Eq. 3 in plain vectors: no projection sees the result of another one."""
     rows = np.random.default_rng(4).normal(size=(5, 6)).astype(np.float32)
     expected = np.zeros(6)
@@ -325,13 +323,13 @@ def test_guidance_projects_on_the_original_updates() -> None:
     np.testing.assert_allclose(guidance(gram(rows)) @ rows, expected, atol=1e-6)
 
 
-def test_the_programs_guidance_by_hand() -> None:
+def test_confree_sequential_guidance_by_hand() -> None:
     """(2, 0) and (-1, 1): the product -2 adds twice the other one, undivided: (0, 2) and (3, 1)."""
     rows = np.float32([[2, 0], [-1, 1]])
     np.testing.assert_allclose(sequential_guidance(gram(rows), np.random.default_rng(0)) @ rows, [1.5, 1.5])
 
 
-def test_the_body_of_confree_is_one_vector_by_default(make_strategy: Any, update: Any) -> None:
+def test_confree_treats_the_body_as_one_vector_by_default(make_strategy: Any, update: Any) -> None:
     """Two tensors conflict, the bodies do not: the step is the mean. Tensor by tensor it is not."""
     steps = {}
     for parts in ("body", "tensors"):
@@ -359,7 +357,9 @@ def normalised(task):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_running_statistics_enter_nothing_else(method: str, make_strategy: Any, update: Any, tmp_path: Any) -> None:
+def test_running_statistics_do_not_affect_parameters(
+    method: str, make_strategy: Any, update: Any, tmp_path: Any
+) -> None:
     """Other statistics in the replies change the statistics of the state alone."""
     (tmp_path / "network.py").write_text(NETWORK)
     served, quantities = [], []

@@ -51,13 +51,13 @@ def normalised(tmp_path: Path) -> str:
         ("fedala-threshold", 0.01),  # the authors' README
     ],
 )
-def test_defaults_are_the_papers(key: str, value: float, make_config: Make) -> None:
+def test_defaults_match_the_papers(key: str, value: float, make_config: Make) -> None:
     method = key.removesuffix("-head-epochs").removesuffix("-epochs").removesuffix("-layers").removesuffix("-threshold")
     assert read_settings(make_config(method)).as_config()[key] == value
 
 
 @pytest.mark.parametrize("method", ["fedrep", "fedper", "lg-fedavg", "fedala", "fedbn", "pfedfda", "fedcp"])
-def test_the_served_model_is_scored(method: str) -> None:
+def test_methods_score_the_served_model(method: str) -> None:
     """The authors' programs test the averaged layers together with the client's layers, before training."""
     assert settings_class(method).point == "served"
     assert settings_class("fedbabu").point == "local"  # after fine-tuning
@@ -77,7 +77,7 @@ def test_the_served_model_is_scored(method: str) -> None:
         ("fedala", {"model": "mlp", "fedala_layers": 4}, "set it to at most 3"),
     ],
 )
-def test_a_degenerate_run_is_announced(
+def test_degenerate_runs_log_a_warning(
     method: str, settings: dict[str, Any], notice: str, make_config: Make, federate: Make, warnings: Any
 ) -> None:
     federate(make_config(method, num_server_rounds=1, **settings))
@@ -93,7 +93,9 @@ def test_a_degenerate_run_is_announced(
         ("fedala", {"model": "mlp", "fedala_layers": 3}),
     ],
 )
-def test_a_proper_run_is_not(method: str, settings: dict[str, Any], normalised: str, make_strategy: Make) -> None:
+def test_regular_runs_have_no_notices(
+    method: str, settings: dict[str, Any], normalised: str, make_strategy: Make
+) -> None:
     if settings["model"] == "normalised":
         settings = {**settings, "model": normalised}
     strategy = make_strategy(method, **settings)
@@ -101,7 +103,7 @@ def test_a_proper_run_is_not(method: str, settings: dict[str, Any], normalised: 
 
 
 @pytest.mark.parametrize("layers", [3, 4])
-def test_fedper_names_its_setting_where_nothing_is_left_to_share(layers: int, make_strategy: Make) -> None:
+def test_fedper_rejects_a_run_without_shared_layers(layers: int, make_strategy: Make) -> None:
     with pytest.raises(SettingsError, match=rf"fedper-layers = {layers} .*3 layers.*set it to at most 2"):
         make_strategy("fedper", model="mlp", fedper_layers=layers)
     assert make_strategy("fedper", model="mlp", fedper_layers=2).model.size
@@ -110,7 +112,7 @@ def test_fedper_names_its_setting_where_nothing_is_left_to_share(layers: int, ma
 # -- pFedFDA ---------------------------------------------------------------------------------------------
 
 
-def test_pfedfdas_statistics_do_not_count_in_the_norm(make_config: Make, federate: Make) -> None:
+def test_pfedfda_update_norm_excludes_means_and_covariance(make_config: Make, federate: Make) -> None:
     """Means and covariance move by more than every body: a limit above the bodies' changes drops no client."""
     config = make_config("pfedfda", model="mlp", num_server_rounds=1)
     changes: list[list[float]] = []
@@ -138,7 +140,7 @@ def test_pfedfdas_statistics_do_not_count_in_the_norm(make_config: Make, federat
     assert len(strict.records[0].dropped) == 1
 
 
-def test_pfedfdas_sums_under_masks_are_its_means(make_config: Make, federate: Make) -> None:
+def test_pfedfda_masked_sums_equal_plain_means(make_config: Make, federate: Make) -> None:
     """Secure aggregation covers means and covariance as well, which have no part in the norm."""
     settings = {"model": "mlp", "num_server_rounds": 2}
     plain = federate(make_config("pfedfda", **settings)).strategy
@@ -147,7 +149,7 @@ def test_pfedfdas_sums_under_masks_are_its_means(make_config: Make, federate: Ma
         np.testing.assert_allclose(getattr(masked, name), getattr(plain, name), atol=1e-4)
 
 
-def test_pfedfda_takes_the_global_mean_of_a_class_with_too_few_samples_for_its_folds(make_client: Make) -> None:
+def test_pfedfda_uses_the_global_mean_for_classes_smaller_than_the_folds(make_client: Make) -> None:
     """Client 1 has six samples of classes 0 and 1 each: enough for five folds, too few for six."""
     for folds, local in ((5, True), (6, False)):
         client = make_client("pfedfda", client=1, model="mlp", pfedfda_folds=folds, pfedfda_beta=1.0, **ONE_BATCH)
@@ -160,7 +162,7 @@ def test_pfedfda_takes_the_global_mean_of_a_class_with_too_few_samples_for_its_f
         torch.testing.assert_close(means[2], overall[0][2])
 
 
-def test_a_given_beta_interpolates_both_gaussians(make_client: Make) -> None:
+def test_pfedfda_beta_interpolates_both_gaussians(make_client: Make) -> None:
     ends = []
     for beta in (0.0, 0.25, 1.0):
         client = make_client("pfedfda", model="mlp", pfedfda_beta=beta, **ONE_BATCH)
@@ -172,7 +174,7 @@ def test_a_given_beta_interpolates_both_gaussians(make_client: Make) -> None:
     torch.testing.assert_close(ends[0][1], 2 * torch.eye(64, dtype=torch.float64))
 
 
-def test_means_and_covariance_may_have_different_shares() -> None:
+def test_pfedfda_fits_separate_shares_for_means_and_covariance() -> None:
     """The local means fit and the local covariance does not; all pairs of shares are tried by hand."""
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 2
@@ -197,7 +199,7 @@ def test_means_and_covariance_may_have_different_shares() -> None:
     assert best_shares(parts, overall, torch.from_numpy(prior)) == pytest.approx(common)
 
 
-def test_features_of_training_are_those_before_each_step(make_client: Make) -> None:
+def test_pfedfda_training_features_precede_each_step(make_client: Make) -> None:
     """Two epochs on one mini-batch: the Gaussians describe the received body and the body after one step."""
     client = make_client(
         "pfedfda", model="mlp", local_epochs=2, pfedfda_features="training", pfedfda_beta=1.0, **ONE_BATCH
@@ -227,7 +229,7 @@ def test_features_of_training_are_those_before_each_step(make_client: Make) -> N
     np.testing.assert_allclose(sent[2], centred.T @ centred / 41 + torch.eye(64), atol=1e-4)
 
 
-def test_a_client_that_sends_no_covariance_is_refused(make_strategy: Make) -> None:
+def test_pfedfda_rejects_an_invalid_covariance(make_strategy: Make) -> None:
     strategy = make_strategy("pfedfda", model="mlp")
     served = strategy.serve(0)
     with pytest.raises(BadReplyError, match="symmetric"):
@@ -237,7 +239,7 @@ def test_a_client_that_sends_no_covariance_is_refused(make_strategy: Make) -> No
 # -- FedALA ----------------------------------------------------------------------------------------------
 
 
-def test_fedalas_weights_leave_running_statistics_alone(normalised: str, make_client: Make) -> None:
+def test_fedala_does_not_mix_running_statistics(normalised: str, make_client: Make) -> None:
     """The mixed layers hold a BatchNorm: its statistics are the global model's, and no weights belong to them."""
     client = make_client("fedala", model=normalised, fedala_layers=2, **ONE_BATCH)
     client.fit([client.initial().numpy()], CONFIG)
@@ -265,7 +267,7 @@ def test_fedalas_weights_leave_running_statistics_alone(normalised: str, make_cl
 @pytest.mark.parametrize(
     "optimiser", [{"momentum": 0.9, "weight_decay": 0.1, "max_grad_norm": 0.01}, {"optimizer": "adam"}]
 )
-def test_fedalas_weights_learn_with_plain_sgd(optimiser: dict[str, Any], make_client: Make) -> None:
+def test_fedala_learns_its_weights_with_plain_sgd(optimiser: dict[str, Any], make_client: Make) -> None:
     """Momentum, decay, clipping and Adam apply to the model alone: W ← clip(W − η ∇L) has none of them (Eq. 5)."""
     results = []
     for settings in ({}, optimiser):
@@ -278,7 +280,7 @@ def test_fedalas_weights_learn_with_plain_sgd(optimiser: dict[str, Any], make_cl
     assert torch.equal(*results) and float((results[0] - 1).abs().max()) > 1e-3
 
 
-def test_fedalas_threshold_decides_the_number_of_passes(make_client: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedala_threshold_sets_the_number_of_passes(make_client: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for threshold in (1e-12, 1e6):
         client = make_client("fedala", batch_size=4, model="mlp", fedala_threshold=threshold)
@@ -297,7 +299,7 @@ def test_fedalas_threshold_decides_the_number_of_passes(make_client: Make, monke
 
 
 @pytest.mark.parametrize("strength", [0.0, 3.0])
-def test_sgd_does_not_move_fedcps_vector(strength: float, make_client: Make) -> None:
+def test_sgd_does_not_rotate_the_fedcp_vector(strength: float, make_client: Make) -> None:
     """The rows of the cross-entropy's gradient sum to 0 over the classes, so v of the round's start is v of its end."""
     client = make_client("fedcp", local_epochs=3, weight_decay=0.01, fedcp_strength=strength, **ONE_BATCH)
     before = client.layout.views(client.initial())["model.head.weight"]
@@ -312,7 +314,7 @@ def test_sgd_does_not_move_fedcps_vector(strength: float, make_client: Make) -> 
 
 
 @pytest.mark.parametrize("method", ["fedrep", "fedper", "lg-fedavg", "fedala", "pfedfda", "fedcp", "fedbabu"])
-def test_a_client_that_lost_its_state_leaves_no_trace(
+def test_lost_client_state_does_not_distort_the_mean(
     method: str, make_config: Make, federate: Make, failing: Make
 ) -> None:
     """The mean of a round covers its good replies only; the server keeps nothing of the client that is dropped."""
@@ -337,7 +339,7 @@ def test_a_client_that_lost_its_state_leaves_no_trace(
 
 
 @pytest.mark.parametrize("method", ["fedrep", "fedper", "lg-fedavg", "fedbn", "fedala", "pfedfda", "fedcp", "fedbabu"])
-def test_newcomers_never_enter_the_mean(method: str, make_config: Make, federate: Make) -> None:
+def test_newcomers_are_excluded_from_the_mean(method: str, make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp", "num_server_rounds": 2, "holdout_clients": 0.25}
     trained: list[int] = []
 

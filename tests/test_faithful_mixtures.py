@@ -92,7 +92,7 @@ def statistics_after_passes(start, network, *passes):
         (MetaGradient(2.0, 0.1), slice(0, None, 3)),
     ],
 )
-def test_statistics_follow_the_pass_at_the_parameters_alone(rule, samples):
+def test_running_statistics_follow_only_the_pass_at_the_parameters(rule, samples):
     network, start, batch = normalised_network()
     models = LoopedModels(network, Train(start, rule=rule))
     rule.gradients(models, batch)
@@ -102,7 +102,7 @@ def test_statistics_follow_the_pass_at_the_parameters_alone(rule, samples):
     torch.testing.assert_close(tensors["1.running_var"], variance)
 
 
-def test_a_measurement_changes_no_statistics():
+def test_fisher_trace_does_not_update_running_statistics():
     network, start, batch = normalised_network()
     models = LoopedModels(network, Train(start, rule=FisherTrace()))
     losses, _ = FisherTrace().gradients(models, batch)
@@ -110,7 +110,7 @@ def test_a_measurement_changes_no_statistics():
     torch.testing.assert_close(models.flat[0, 0], start, rtol=0, atol=0)
 
 
-def test_apfls_second_model_holds_the_statistics_of_the_mixture():
+def test_apfl_second_model_holds_the_mixture_statistics():
     network, start, batch = normalised_network()
     other = start + 0.3 * network.layout.trainable.put(
         torch.zeros_like(start), torch.ones(network.layout.trainable.size)
@@ -124,7 +124,7 @@ def test_apfls_second_model_holds_the_statistics_of_the_mixture():
         torch.testing.assert_close(tensors["1.running_var"], variance)
 
 
-def test_apfls_share_ignores_running_statistics(make_client, normalised):
+def test_apfl_alpha_ignores_running_statistics(make_client, normalised):
     """Two models with equal parameters: the gradient by the share is 0, whatever their statistics are."""
     client = make_client("apfl", **WHOLE, model=normalised, apfl_alpha=0.25, apfl_adaptive=True)
     start = client.initial()
@@ -135,7 +135,7 @@ def test_apfls_share_ignores_running_statistics(make_client, normalised):
     assert float(client.state["alpha"]) == 0.25
 
 
-def test_apfls_mixture_has_the_statistics_of_its_own_passes(make_client, normalised):
+def test_apfl_mixture_has_its_own_running_statistics(make_client, normalised):
     client = make_client("apfl", **WHOLE, model=normalised, apfl_alpha=0.25)
     start = client.initial()
     client.stored["own"] = client.layout.trainable.put(start.clone(), client.layout.trainable.take(start) + 0.5)
@@ -151,7 +151,7 @@ def test_apfls_mixture_has_the_statistics_of_its_own_passes(make_client, normali
 # -- Per-FedAvg ----------------------------------------------------------------------------------------
 
 
-def test_per_fedavg_keeps_class_weights(make_client):
+def test_per_fedavg_applies_class_weights(make_client):
     """Batches of two samples, one for each part: the weight of a class scales the gradient of its sample."""
     x = np.random.default_rng(1).normal(size=(4, 5)).astype(np.float32)
     data = (x, np.array([0, 0, 0, 1]), [list(range(4))], [[]])
@@ -170,7 +170,7 @@ def test_per_fedavg_keeps_class_weights(make_client):
     assert sum(fits) == 1
 
 
-def test_parts_of_a_stacked_batch_keep_weights_relative_to_their_samples():
+def test_batch_parts_rescale_sample_weights():
     """Five places with three samples: weights 5/3 times the class weights; parts of 3 and 2 places."""
     weight = torch.tensor([[2.0, 0.5, 1.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0, 0.0]]) * torch.tensor([[5 / 3], [5.0]])
     batch = Batch(torch.arange(10.0).view(2, 5, 1), torch.zeros(2, 5, dtype=torch.int64), weight)
@@ -181,7 +181,7 @@ def test_parts_of_a_stacked_batch_keep_weights_relative_to_their_samples():
 
 
 @pytest.mark.parametrize("hessian", ["fo", "hf"])
-def test_weighted_meta_gradients_are_the_same_side_by_side(make_config, federate, hessian):
+def test_weighted_meta_gradients_match_between_loop_and_vmap(make_config, federate, hessian):
     settings = {"model": "mlp", "class_weights": "balanced", "per_fedavg_hessian": hessian, "batch_size": 5}
     alone, stacked = (
         federate(make_config("per-fedavg", **settings, stack=stack)).strategy.model for stack in ("loop", "vmap")
@@ -195,7 +195,7 @@ ENVELOPE = {"pfedme_strength": 3.0, "pfedme_steps": 2, "pfedme_personal_lr": 0.2
 
 
 @pytest.mark.parametrize(("decay", "clip"), [(0.3, 0.0), (0.0, 0.05), (0.3, 0.05)])
-def test_pfedme_decays_and_clips_inside_its_local_objective(make_client, decay, clip):
+def test_pfedme_applies_decay_and_clipping_in_the_inner_steps(make_client, decay, clip):
     settings = {"weight_decay": decay, "max_grad_norm": clip, "momentum": 0.5, "local_epochs": 2}
     client = make_client("pfedme", **WHOLE, model="mlp", **ENVELOPE, **settings)
     w = theta = start_of(client).astype(np.float64)
@@ -225,7 +225,7 @@ def test_pfedme_trains_all_clients_and_averages_the_sample(make_config, federate
     assert all("model" in everybody.kept(client) for client in range(4))
 
 
-def test_pfedme_needs_replies_of_the_sample(make_strategy, update):
+def test_pfedme_requires_replies_from_the_sample(make_strategy, update):
     strategy = make_strategy("pfedme", model="linear", fraction_train=0.5, min_train_replies=2)
     before = strategy.model.copy()
     strategy.aggregate(1, [update(0, {"model": before + 1}), update(1, {}), update(2, {})])
@@ -234,7 +234,7 @@ def test_pfedme_needs_replies_of_the_sample(make_strategy, update):
     np.testing.assert_allclose(strategy.model, before + 2, atol=1e-6)
 
 
-def test_pfedme_cannot_sample_masked_models(make_strategy):
+def test_pfedme_rejects_sampling_with_secure_aggregation(make_strategy):
     settings = {"model": "linear", "secure_aggregation": True}
     with pytest.raises(SettingsError, match="pfedme-clients = 'all'"):
         make_strategy("pfedme", **settings, fraction_train=0.5)
@@ -246,7 +246,7 @@ def test_pfedme_cannot_sample_masked_models(make_strategy):
 
 
 @pytest.mark.parametrize("start", ["initial", "received"])
-def test_dittos_personal_model_starts_where_the_setting_says(make_client, start):
+def test_ditto_start_sets_the_initial_personal_model(make_client, start):
     client = make_client("ditto", **WHOLE, model="mlp", ditto_strength=0.7, ditto_start=start)
     received = start_of(client)
     client.fit([received], CONFIG)
@@ -259,7 +259,7 @@ def test_dittos_personal_model_starts_where_the_setting_says(make_client, start)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-def test_the_proximal_term_is_a_part_of_the_objective(make_client, optimizer):
+def test_fedprox_adds_the_proximal_term_after_clipping(make_client, optimizer):
     """The gradient of the loss is clipped; decay and proximal term are added; PyTorch's optimiser takes the sum."""
     settings = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0, "weight_decay": 0.2}
     client = make_client(
@@ -285,7 +285,7 @@ def test_the_proximal_term_is_a_part_of_the_objective(make_client, optimizer):
 @pytest.mark.parametrize(
     ("method", "settings"), [("fedsam-ft", {"fedsam_ft_rho": 0.4}), ("per-fedavg", {"batch_size": 1})]
 )
-def test_rules_hand_their_gradient_to_the_optimiser(make_client, method, settings):
+def test_clipping_decay_and_momentum_apply_to_the_gradient_of_a_rule(make_client, method, settings):
     """Clipping, decay and momentum act on the gradient of the rule, at the parameters."""
     x = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
     data = (x, np.array([1, 0]), [[0]], [[1]])
@@ -304,7 +304,7 @@ def test_rules_hand_their_gradient_to_the_optimiser(make_client, method, setting
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_kept_moments_do_not_move_parameters_that_a_new_mask_fixes(optimizer):
+def test_restored_moments_do_not_change_masked_parameters(optimizer):
     network, start, batch = normalised_network()
     mask = torch.ones_like(start)
     mask[:7] = 0
@@ -333,7 +333,7 @@ def test_kept_moments_do_not_move_parameters_that_a_new_mask_fixes(optimizer):
         ("fedsam-ft", {"fedsam_ft_rho": 0.0}, "fedavg-ft"),
     ],
 )
-def test_a_method_that_equals_another_one_warns(make_strategy, method, settings, words):
+def test_degenerate_settings_warn(make_strategy, method, settings, words):
     def notices(**changed):
         strategy = make_strategy(method, **changed)
         return strategy.method.notices(strategy.settings, strategy.architecture)
@@ -342,7 +342,7 @@ def test_a_method_that_equals_another_one_warns(make_strategy, method, settings,
     assert notices() == ()
 
 
-def test_newcomers_send_no_model(make_config, federate):
+def test_newcomers_send_no_update(make_config, federate):
     sent: list[Update] = []
 
     def capture(strategy):
@@ -361,7 +361,7 @@ def test_newcomers_send_no_model(make_config, federate):
     assert "local_accuracy" in finished.strategy.newcomer_rows[newcomer]
 
 
-def test_running_statistics_are_not_a_part_of_an_updates_norm(make_config, federate, normalised):
+def test_update_norm_excludes_running_statistics(make_config, federate, normalised):
     """A limit just above the largest norm of the parameters' changes drops no reply; just below it, one."""
     changes: list[float] = []
 

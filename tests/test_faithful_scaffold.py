@@ -36,20 +36,20 @@ def absent(strategy, client, server_round):
 # -- c is the mean of the members' variates ----------------------------------------------------------------
 
 
-def test_newcomers_are_not_in_the_mean(make_config, federate):
+def test_control_variate_excludes_newcomers(make_config, federate):
     finished = federate(make_config("scaffold", holdout_clients=0.5))
     assert len(finished.strategy.members) == 2
     assert_mean(finished, finished.strategy.members)
     assert not finished.strategy.weights[list(finished.strategy.newcomers)].any()
 
 
-def test_a_client_that_is_absent_for_a_round_keeps_its_place(make_config, federate):
+def test_absent_client_still_counts_in_the_control_variate(make_config, federate):
     finished = federate(make_config("scaffold", num_server_rounds=5), prepare=lambda s: absent(s, 0, 3))
     assert [list(record.away) for record in finished.records] == [[], [], [0], [], []]
     assert_mean(finished)
 
 
-def test_a_client_that_joins_late_dilutes_the_mean(make_config, federate):
+def test_late_client_joins_the_control_variate(make_config, federate):
     """In rounds 1 and 2 the mean is over 21 of 42 samples, from round 3 on over all."""
 
     def prepare(strategy):
@@ -65,7 +65,7 @@ def test_a_client_that_joins_late_dilutes_the_mean(make_config, federate):
 
 
 @pytest.mark.parametrize("server_round", [1, 2])
-def test_a_refused_round_changes_no_variate(server_round, make_config, federate, failing):
+def test_round_with_too_few_replies_changes_no_variate(server_round, make_config, federate, failing):
     """Two replies of four are too few: the two clients then start from the variates of the round before."""
     grid = failing(("train", server_round, 0), ("train", server_round, 2))
     finished = federate(make_config("scaffold", num_server_rounds=3, min_train_replies=3), grid=grid)
@@ -74,7 +74,7 @@ def test_a_refused_round_changes_no_variate(server_round, make_config, federate,
 
 
 @pytest.mark.parametrize("message", ["train", "evaluate"])
-def test_all_variates_restart_when_a_client_loses_its_state(message, make_config, federate, failing, warnings):
+def test_variates_reset_when_a_client_loses_its_state(message, make_config, federate, failing, warnings):
     """The loss in round 3 restarts them after this round; rounds 4 and 5 then rebuild c."""
     grid = failing(forget={(message, 3, 0)})
     three = federate(make_config("scaffold", num_server_rounds=3), grid=grid)
@@ -90,7 +90,7 @@ def test_a_dropped_reply_changes_no_variate(make_config, federate, failing):
     assert_mean(finished)
 
 
-def test_secure_aggregation_keeps_the_mean(make_config, federate, failing):
+def test_control_variate_is_the_mean_with_secure_aggregation(make_config, federate, failing):
     """A client loses its state in round 2, and in round 4 two of four replies are too few."""
     config = make_config("scaffold", num_server_rounds=5, secure_aggregation=True, secure_threshold=0.6)
     grid = failing(("train", 4, 0), ("train", 4, 3), forget={("evaluate", 2, 1)})
@@ -99,7 +99,7 @@ def test_secure_aggregation_keeps_the_mean(make_config, federate, failing):
     assert_mean(finished)
 
 
-def test_uniform_weights_make_the_mean_uniform(make_config, federate):
+def test_uniform_client_weights_give_a_uniform_control_variate(make_config, federate):
     finished = federate(make_config("scaffold", client_weights="uniform", num_server_rounds=4, fraction_train=0.5))
     stored = [finished.kept(client).get("control", np.zeros(1)) for client in range(4)]
     np.testing.assert_allclose(finished.strategy.control, sum(stored) / 4, atol=2e-6)
@@ -108,13 +108,13 @@ def test_uniform_weights_make_the_mean_uniform(make_config, federate):
 # -- momentum ----------------------------------------------------------------------------------------------
 
 
-def test_gradients_in_the_distance_by_hand():
+def test_gradients_in_distance_by_hand():
     """With β = 0.5 the steps are g_1, g_2 + g_1/2, g_3 + g_2/2 + g_1/4: 1 + 1.5 + 1.75 gradients."""
     assert gradients_in_distance(3, 0.5) == 4.25
     assert gradients_in_distance(7, 0.0) == 7
 
 
-def test_the_variate_is_a_mean_of_gradients_with_momentum(make_client, gradient_of):
+def test_variate_is_the_weighted_mean_gradient_with_momentum(make_client, gradient_of):
     """Three steps with β = 0.5 weigh their gradients 1.75 : 1.5 : 1."""
     client = make_client("scaffold", model="linear", batch_size=100, local_epochs=3, momentum=0.5)
     rng = np.random.default_rng(0)
@@ -144,7 +144,7 @@ def test_training_converges_with_momentum(momentum, lr, make_config, federate):
     assert np.abs(finished.strategy.model).max() < 2
 
 
-def test_a_stored_momentum_is_refused():
+def test_stored_momentum_is_rejected():
     with pytest.raises(SettingsError, match=r"optimizer-state = 'kept'.*method = 'scaffold'"):
         read_settings({"method": "scaffold", "momentum": 0.9, "optimizer-state": "kept"})
 

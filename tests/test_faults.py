@@ -112,14 +112,14 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         made.stop()
 
 
-def test_a_locked_database_costs_time_only(federation: Federation) -> None:
+def test_run_survives_a_locked_database(federation: Federation) -> None:
     """Another process, such as one that copies the database, holds its lock for longer than SQLite waits for it."""
     with federation.a_run("locked", within=150.0), contextlib.closing(sqlite3.connect(federation.database)) as other:
         other.execute("BEGIN EXCLUSIVE")
         time.sleep(FAULT_SECONDS)
 
 
-def test_a_full_disk_costs_time_only(federation: Federation) -> None:
+def test_run_survives_a_full_disk(federation: Federation) -> None:
     with federation.a_run("full", within=150.0):
         superlink = federation.superlink()
         before = resource.prlimit(superlink, resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
@@ -128,20 +128,20 @@ def test_a_full_disk_costs_time_only(federation: Federation) -> None:
     assert federation.superlink() == superlink
 
 
-def test_a_superlink_that_is_killed_is_started_again_and_its_run_goes_on(federation: Federation) -> None:
+def test_killed_superlink_restarts_and_the_run_continues(federation: Federation) -> None:
     with federation.a_run("killed", within=180.0):
         os.kill(federation.superlink(), signal.SIGKILL)
         federation.wait_for_rounds("killed", len(federation.rounds("killed")) + 1, 180.0)
         os.kill(federation.superlink(), signal.SIGKILL)
 
 
-def test_a_superlink_may_be_killed_while_messages_and_replies_are_on_their_way(federation: Federation) -> None:
+def test_run_survives_a_superlink_killed_during_a_transfer(federation: Federation) -> None:
     with federation.a_run("half", within=150.0):
         for word in ("die-while-pulled", "die-while-pushed"):
             federation.order("half", word, 240.0)
 
 
-def test_what_is_lost_is_sent_again_within_minutes(federation: Federation) -> None:
+def test_lost_messages_and_replies_are_resent(federation: Federation) -> None:
     orders = ("lose-message", "lose-reply", "lose-object-of-message", "lose-object-of-reply")
     with federation.a_run("lost", within=150.0):
         for word in orders:
@@ -149,7 +149,7 @@ def test_what_is_lost_is_sent_again_within_minutes(federation: Federation) -> No
     assert sum(row.get("sent_again", 0) for row in federation.rounds("lost")) >= 1
 
 
-def test_a_clock_may_be_set_forward_and_back(federation: Federation) -> None:
+def test_run_survives_clock_changes(federation: Federation) -> None:
     with federation.a_run("clock", within=150.0):
         for seconds in (HOUR, 0.0):
             federation.set_clock(seconds)

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_names_the_clients_behind_a_local_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_reports_the_number_of_clients_behind_a_local_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     settings = {key.replace("-", "_"): value for key, value in QUICK.items()}
     record = posy.run(method="local", run_name="local", **settings)
     clients = record.summary["local"]["last"]["clients"]
@@ -39,7 +39,7 @@ def test_a_run_names_the_clients_behind_a_local_accuracy(capsys: pytest.CaptureF
     assert f"({clients} of 10)" in progress[-1]
 
 
-def test_a_table_names_the_clients_behind_each_row_and_ranks_no_row_over_a_cohort(folder: Path) -> None:
+def test_table_reports_client_counts_and_ranks_only_rows_over_all_clients(folder: Path) -> None:
     rows = [{"name": name, "settings": {"method": name.lower()}} for name in ("FedAvg", "Local")]
     plan = {"output": "out", "settings": QUICK, "seeds": [0, 1], "runs": rows}
     Path("plan.yaml").write_text(yaml.safe_dump(plan), encoding="utf-8")

@@ -33,7 +33,7 @@ def test_diagonal_is_exactly_one_and_the_matrix_symmetric():
     assert np.abs(similarity).max() <= 1.0
 
 
-def test_blockwise_is_the_whole():
+def test_blockwise_similarity_equals_the_full_computation():
     models = np.random.default_rng(0).normal(1, 1, (7, 1003)).astype(np.float32)
     exact = models.astype(np.float64)
     exact /= np.linalg.norm(exact, axis=1, keepdims=True)
@@ -41,7 +41,7 @@ def test_blockwise_is_the_whole():
         np.testing.assert_allclose(cosine_similarity(models, block), exact @ exact.T, atol=1e-6)
 
 
-def test_model_of_norm_zero_resembles_no_other():
+def test_zero_model_has_zero_similarity():
     similarity = cosine_similarity(np.array([[0, 0], [1, 2]], np.float32))
     np.testing.assert_array_equal(similarity, np.eye(2))
 
@@ -64,25 +64,25 @@ def test_weights_by_hand():
     )
 
 
-def test_p_zero_leaves_out_only_the_least_similar():
+def test_p_zero_excludes_only_the_least_similar():
     similarity = np.array([[1, 0.8, 0.4], [0.8, 1, 0.2], [0.4, 0.2, 1]])
     kept = attention_weights(similarity, 0.0) > 0
     np.testing.assert_array_equal(kept, [[True, True, True], [True, True, False], [True, False, True]])
 
 
 @pytest.mark.parametrize("models", [unit(0, 10, 25, 70), unit(30, 30, 30), unit(0, 180, 90)])
-def test_p_one_is_local_training_alone(models):
+def test_p_one_gives_identity_weights(models):
     np.testing.assert_array_equal(attention_weights(cosine_similarity(models), 1.0), np.eye(len(models)))
 
 
-def test_negative_similarities_are_dropped_whatever_the_threshold():
+def test_negative_similarities_are_always_dropped():
     """δ = -1 at p = 0 would let -0.5 in, which Eq. 4 would subtract."""
     similarity = np.array([[1, 0.5, -0.5], [0.5, 1, -1], [-0.5, -1, 1]])
     np.testing.assert_allclose(attention_weights(similarity, 0.0), [[2 / 3, 1 / 3, 0], [1 / 3, 2 / 3, 0], [0, 0, 1]])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])
-def test_identical_models_serve_each_client_its_own(p):
+def test_mixing_identical_models_changes_nothing(p):
     models = np.tile(np.random.default_rng(0).normal(size=501).astype(np.float32), (5, 1))
     weights = attention_weights(cosine_similarity(models), p)
     np.testing.assert_allclose(weights.sum(axis=1), 1)
@@ -90,7 +90,7 @@ def test_identical_models_serve_each_client_its_own(p):
     np.testing.assert_allclose(weights @ models, models, rtol=1e-6)
 
 
-def test_no_weight_crosses_well_separated_groups():
+def test_separated_groups_share_no_weight():
     models = unit(0, 5, 80, 86)
     weights = attention_weights(cosine_similarity(models), 0.5)
     np.testing.assert_array_equal(weights > 0, np.kron(np.eye(2), np.ones((2, 2))) > 0)
@@ -98,7 +98,7 @@ def test_no_weight_crosses_well_separated_groups():
     assert weights[0, 1] == pytest.approx(c / (1 + c), rel=1e-6)
 
 
-def test_models_that_have_hardly_parted_are_told_apart():
+def test_similarity_distinguishes_nearly_equal_models():
     """Cosines that differ in the ninth digit, which float32 does not have."""
     rng = np.random.default_rng(0)
     start = rng.normal(size=40_000)
@@ -112,7 +112,7 @@ def test_models_that_have_hardly_parted_are_told_apart():
 # -- the strategy --------------------------------------------------------------------------------------
 
 
-def test_clients_start_from_models_of_their_own(make_strategy, update):
+def test_own_initialisation_gives_clients_different_models(make_strategy, update):
     """Only those that have not trained; independent models are nearly orthogonal."""
     strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own")
     starts = np.stack([strategy.serve(client)["model"] for client in range(4)])
@@ -125,7 +125,7 @@ def test_clients_start_from_models_of_their_own(make_strategy, update):
     np.testing.assert_array_equal(strategy.serve(3)["model"], starts[3])
 
 
-def test_newcomers_are_sent_the_mean_also_where_others_have_models_of_their_own(make_strategy, update):
+def test_newcomers_receive_the_mean_with_own_initialisation(make_strategy, update):
     strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own", holdout_clients=0.25)
     (newcomer,) = strategy.newcomers
     first, second, _ = strategy.members
@@ -135,7 +135,7 @@ def test_newcomers_are_sent_the_mean_also_where_others_have_models_of_their_own(
     np.testing.assert_allclose(strategy.serve(newcomer)["model"], 0.5)
 
 
-def test_those_not_seen_yet_are_sent_one_array(make_strategy, update):
+def test_untrained_clients_share_one_served_array(make_strategy, update):
     strategy = make_strategy("fedacs", model="linear")
     models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
     strategy.aggregate(1, [update(0, {"model": models[0]}), update(3, {"model": models[1]})])
@@ -145,12 +145,12 @@ def test_those_not_seen_yet_are_sent_one_array(make_strategy, update):
     np.testing.assert_array_equal(again.serve(1)["model"], models.mean(axis=0))
 
 
-def test_before_the_first_round_all_are_served_the_initial_model(make_strategy):
+def test_clients_receive_the_initial_model_before_round_1(make_strategy):
     strategy = make_strategy("fedacs")
     np.testing.assert_array_equal(strategy.serve(3)["model"], strategy.initial())
 
 
-def test_server_keeps_the_latest_model_of_every_client_seen(make_strategy, update):
+def test_server_stores_the_latest_model_of_each_client(make_strategy, update):
     strategy = make_strategy("fedacs", model="linear")
     models = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     strategy.aggregate(1, [update(0, {"model": models[0]}), update(3, {"model": models[1]})])
@@ -161,7 +161,7 @@ def test_server_keeps_the_latest_model_of_every_client_seen(make_strategy, updat
     np.testing.assert_array_equal(strategy.models, models[[0, 2, 3]])
 
 
-def test_pictured_attention_is_that_of_the_rounds(make_config, federate):
+def test_plotted_attention_matches_the_rounds(make_config, federate):
     """Half of the clients train in each round; those not seen yet have no attention."""
     finished = federate(make_config("fedacs", num_server_rounds=2, fraction_train=0.5, fedacs_p=0.2))
     pictures, seen = finished.strategy.pictures, set()
@@ -179,7 +179,7 @@ def test_pictured_attention_is_that_of_the_rounds(make_config, federate):
         np.testing.assert_allclose(finished.strategy.serve(client)["model"], mixed, atol=1e-6)
 
 
-def test_p_one_trains_as_local_does(make_config, federate):
+def test_p_one_equals_local_training(make_config, federate):
     """Each client goes on from its own model: the same numbers as without a server."""
     acs = federate(make_config("fedacs", fedacs_p=1.0))
     alone = federate(make_config("local"))
@@ -188,7 +188,7 @@ def test_p_one_trains_as_local_does(make_config, federate):
     assert acs.column("local_accuracy") == alone.column("local_accuracy")
 
 
-def test_client_starts_from_what_it_is_sent_without_a_proximal_term(make_client, softmax_regression):
+def test_client_trains_from_the_served_model_without_a_proximal_term(make_client, softmax_regression):
     """Two whole-batch steps of plain gradient descent (Eq. 5)."""
     client = make_client("fedacs", model="linear", batch_size=100, local_epochs=2)
     x, y = client.data.x_train.numpy(), client.data.y_train.numpy()

@@ -55,7 +55,7 @@ def test_objective_by_hand(weight):
     assert float(loss) == pytest.approx(weight * of_class + (1 - weight) * of_client, rel=1e-6)
 
 
-def test_whole_class_weight_leaves_the_client_branch_as_it_is(make_client):
+def test_class_weight_one_does_not_train_the_client_branch(make_client):
     client = make_client("feddrm", feddrm_class_weight=1.0)
     branch = client.layout.part(["client-branch"])
     served = client.layout.without(["head"]).take(client.initial().numpy())
@@ -66,7 +66,7 @@ def test_whole_class_weight_leaves_the_client_branch_as_it_is(make_client):
     assert not np.array_equal(client.layout.part(["fc1"]).take(whole), client.layout.part(["fc1"]).take(start))
 
 
-def test_part_of_the_weight_moves_the_client_branch(make_client):
+def test_class_weight_below_one_trains_the_client_branch(make_client):
     client = make_client("feddrm", feddrm_class_weight=0.8)
     start = client.initial().numpy()
     (sent,), _, _ = client.fit([client.layout.without(["head"]).take(start)], CONFIG)
@@ -74,14 +74,14 @@ def test_part_of_the_weight_moves_the_client_branch(make_client):
     assert not np.array_equal(*(client.layout.part(["client-branch"]).take(flat) for flat in (whole, start)))
 
 
-def test_no_class_weight_leaves_the_class_classifier_as_it_is(make_client):
+def test_class_weight_zero_does_not_train_the_class_classifier(make_client):
     client = make_client("feddrm", feddrm_class_weight=0.0)
     start = client.initial().numpy()
     client.fit([client.layout.without(["head"]).take(start)], CONFIG)
     np.testing.assert_array_equal(client.state["personal"], client.layout.part(["head"]).take(start))
 
 
-def test_weights_of_a_step_by_hand(make_client, softmax_regression):
+def test_step_weights_by_hand(make_client, softmax_regression):
     """Two linear branches: the class classifier moves by -lr λ ∇CE(class), the client branch by -lr (1 - λ) ∇CE(2)."""
     client = make_client("feddrm", client=2, model="linear", batch_size=100, feddrm_class_weight=0.3)
     x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
@@ -95,7 +95,7 @@ def test_weights_of_a_step_by_hand(make_client, softmax_regression):
     np.testing.assert_allclose(sent, clients - 0.1 * 0.7 * of_client, atol=1e-6)
 
 
-def test_client_learns_its_own_number(make_client):
+def test_client_branch_learns_the_client_index(make_client):
     """The label of the client branch is the client's index: its probability rises, the others' fall."""
     client = make_client("feddrm", client=2, feddrm_class_weight=0.0, local_epochs=20)
     start = client.initial()
@@ -121,7 +121,7 @@ def test_only_the_class_classifier_is_personal(make_strategy, make_client):
     assert set(client.state) == {"personal"} and client.state["personal"].shape == (head.size,)
 
 
-def test_kept_classifier_is_used_again(make_client):
+def test_stored_classifier_is_reused(make_client):
     client = make_client("feddrm")
     shared = client.layout.without(["head"])
     served = shared.take(client.initial())
@@ -132,7 +132,7 @@ def test_kept_classifier_is_used_again(make_client):
     np.testing.assert_array_equal(shared.take(whole), served)
 
 
-def test_client_branch_has_one_output_a_client(make_strategy):
+def test_client_branch_has_one_output_per_client(make_strategy):
     shapes = {entry.name: entry.shape for entry in make_strategy("feddrm").architecture.layout.entries}
     assert shapes["client_head.bias"] == (4,)
 
@@ -146,7 +146,7 @@ def test_client_branch_has_one_output_a_client(make_strategy):
         ("deep", ("fc3",)),
     ],
 )
-def test_client_branch_has_blocks_of_its_own_from_where_sharing_ends(make_strategy, make_client, sharing, own):
+def test_client_branch_copies_the_unshared_blocks(make_strategy, make_client, sharing, own):
     """Besides them it has its classifier: 128 features, 2 clients."""
     x = np.random.default_rng(0).normal(size=(4, 16, 16)).astype(np.float32)
     data = (x, np.array([0, 1, 0, 1]), [[0], [1]], [[2], [3]])
@@ -156,7 +156,7 @@ def test_client_branch_has_blocks_of_its_own_from_where_sharing_ends(make_strate
         assert layout.part(["client-branch"]).size == layout.part(own).size + 128 * 2 + 2
 
 
-def test_both_sides_initialise_linear_layers_alike(make_strategy, make_client):
+def test_server_and_client_initialise_linear_layers_equally(make_strategy, make_client):
     strategy, client = (make("feddrm", linear_init="kaiming") for make in (make_strategy, make_client))
     start = strategy.initial()
     np.testing.assert_array_equal(start, client.initial().numpy())
@@ -165,7 +165,7 @@ def test_both_sides_initialise_linear_layers_alike(make_strategy, make_client):
     assert np.abs(start - make_strategy("feddrm").initial()).max() > 0.1
 
 
-def test_one_client_cannot_be_told_apart(make_strategy):
+def test_single_client_is_rejected(make_strategy):
     data = (np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), [[0, 1]], [[2, 3]])
     with pytest.raises(SettingsError, match="num-clients = 1"):
         make_strategy("feddrm", data=data)
@@ -174,7 +174,7 @@ def test_one_client_cannot_be_told_apart(make_strategy):
 # -- routing -------------------------------------------------------------------------------------------
 
 
-def test_density_routing_gives_large_clients_no_advantage():
+def test_density_routing_does_not_favour_large_clients():
     """n = (90, 10): the posteriors (0.6, 0.4) have the ratios (2/3, 4), (0.95, 0.05) the ratios (1.06, 0.5)."""
     logits = torch.log(torch.tensor([[0.6, 0.4], [0.95, 0.05], [0.3, 0.7]]))
     n = np.array([90.0, 10.0])
@@ -189,7 +189,7 @@ def test_routings_agree_for_clients_of_equal_size():
     assert route_queries(logits, n, "density").tolist() == route_queries(logits, n, "posterior").tolist()
 
 
-def test_density_routing_does_not_depend_on_the_unit_of_the_sizes():
+def test_density_routing_ignores_the_scale_of_the_sizes():
     logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     n = np.array([1.0, 5.0, 2.0])
     assert route_queries(logits, n).tolist() == route_queries(logits, 100 * n).tolist()
@@ -249,7 +249,7 @@ def test_system_accuracy_with_reversed_routing(known):
     np.testing.assert_array_equal(system.routed, [[0, 4], [4, 0]])
 
 
-def test_system_accuracy_when_all_go_to_one_client(known):
+def test_system_accuracy_if_one_client_receives_all_queries(known):
     """Posterior logits 1 against 0 send all to client 0: its own samples are right, the others wrong."""
     settings, strategy, workspace, directory = known(0.0, 1.0, feddrm_routing="posterior")
     system = system_accuracy(settings, strategy, workspace, directory)
@@ -257,7 +257,7 @@ def test_system_accuracy_when_all_go_to_one_client(known):
     np.testing.assert_array_equal(system.routed, [[4, 0], [4, 0]])
 
 
-def test_sizes_turn_the_routing(known):
+def test_client_sizes_affect_density_routing(known):
     """n = 4 and 2: logits 0.5 against 0 are client 0's by posterior, client 1's by density (log 2 > 0.5)."""
     for routing, chosen in (("posterior", 0), ("density", 1)):
         settings, strategy, workspace, directory = known(0.0, 0.5, feddrm_routing=routing)
@@ -265,14 +265,14 @@ def test_sizes_turn_the_routing(known):
         np.testing.assert_array_equal(system.routed[:, chosen], [4, 4])
 
 
-def test_pooled_test_names_each_samples_client(known):
+def test_pooled_test_returns_the_client_of_each_sample(known):
     _, _, workspace, _ = known(5.0, 0.0)
     _, y, owner = pooled_test(workspace, range(2))
     assert owner.tolist() == [0] * 4 + [1] * 4
     assert y.tolist() == Y[TEST[0] + TEST[1]].tolist()
 
 
-def test_without_a_clients_classifier_there_is_no_system_accuracy(known):
+def test_system_accuracy_requires_all_classifiers(known):
     settings, strategy, workspace, directory = known(5.0, 0.0, stored=(1,))
     assert system_accuracy(settings, strategy, workspace, directory) is None
 

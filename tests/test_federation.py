@@ -70,7 +70,7 @@ def settings_json(settings: Settings) -> str:
 # -- waves -----------------------------------------------------------------------------------------------
 
 
-def test_a_node_has_one_message_at_a_time(settings_json: str) -> None:
+def test_each_wave_has_one_message_per_node(settings_json: str) -> None:
     grid = Noting(3)
     sent = queries(settings_json, 1, 2, 1, 3, 1, 2)
     replies = list(WaveGrid(grid).send_and_receive(sent))
@@ -79,13 +79,13 @@ def test_a_node_has_one_message_at_a_time(settings_json: str) -> None:
     assert not any(r.has_error() for r in replies)
 
 
-def test_no_messages_no_waves(settings_json: str) -> None:
+def test_no_messages_send_no_wave(settings_json: str) -> None:
     grid = Noting(3)
     assert list(WaveGrid(grid).send_and_receive([])) == []
     assert grid.waves == []
 
 
-def test_all_waves_share_the_timeout_and_the_rest_is_not_sent(settings_json: str) -> None:
+def test_waves_share_one_timeout_and_skip_the_rest(settings_json: str) -> None:
     grid = Noting(2, seconds=0.2)
     sent = queries(settings_json, 1, 1, 1, 2)
     replies = list(WaveGrid(grid).send_and_receive(sent, timeout=0.3))
@@ -97,13 +97,13 @@ def test_all_waves_share_the_timeout_and_the_rest_is_not_sent(settings_json: str
     assert not sent[2].metadata.message_id  # so the strategy knows that it was not sent
 
 
-def test_without_a_timeout_no_wave_has_one(settings_json: str) -> None:
+def test_waves_have_no_timeout_by_default(settings_json: str) -> None:
     grid = Noting(1)
     assert len(list(WaveGrid(grid).send_and_receive(queries(settings_json, 1, 1)))) == 2
     assert grid.timeouts == [None, None]
 
 
-def test_other_calls_of_a_grid_are_forwarded(settings_json: str) -> None:
+def test_wave_grid_forwards_other_calls(settings_json: str) -> None:
     waves = WaveGrid(InProcessGrid(2))
     assert list(waves.get_node_ids()) == [1, 2]
     ids = list(waves.push_messages(queries(settings_json, 1)))
@@ -111,7 +111,7 @@ def test_other_calls_of_a_grid_are_forwarded(settings_json: str) -> None:
     assert list(waves.pull_messages(ids)) == []
 
 
-def test_a_node_that_was_asked_to_join_is_asked_again_after_an_outage(settings: Settings) -> None:
+def test_join_query_is_repeated_after_an_outage(settings: Settings) -> None:
     grid = NodeGrid(*parts(4))
     waves = PollingGrid(grid)
     members = Federation(waves, replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.1)))
@@ -131,7 +131,7 @@ def test_a_node_that_was_asked_to_join_is_asked_again_after_an_outage(settings: 
 # -- the grid in this process ----------------------------------------------------------------------------
 
 
-def test_a_message_that_no_client_understands_is_a_mistake(settings_json: str) -> None:
+def test_invalid_message_raises(settings_json: str) -> None:
     grid = InProcessGrid(1)
     with pytest.raises(json.JSONDecodeError):
         grid.send_and_receive(queries("{", 1))
@@ -139,12 +139,12 @@ def test_a_message_that_no_client_understands_is_a_mistake(settings_json: str) -
         grid.send_and_receive(queries(settings_json, 9))
 
 
-def test_after_the_timeout_no_client_is_asked(settings_json: str) -> None:
+def test_no_client_runs_after_the_timeout(settings_json: str) -> None:
     assert list(InProcessGrid(3).send_and_receive(queries(settings_json, 1, 2, 3), timeout=0.0)) == []
     assert len(list(InProcessGrid(3).send_and_receive(queries(settings_json, 1, 2, 3), timeout=60.0))) == 3
 
 
-def test_an_interrupt_is_no_reply(settings_json: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_propagates(settings_json: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Message:
         raise KeyboardInterrupt
 
@@ -178,18 +178,18 @@ def test_clients_are_spread_over_the_nodes(nodes: int, hosts: list[int], setting
     assert [(m.num_train, m.num_test) for m in members.values()] == [(21, 9), (12, 6), (8, 4), (1, 0)]
 
 
-def test_nodes_that_connect_late_are_waited_for(settings: Settings) -> None:
+def test_join_waits_for_late_nodes(settings: Settings) -> None:
     members = Federation(WaveGrid(Nodes(3, [], [2], [2], [2, 3])), settings).join()
     assert [m.node_id for m in members.values()] == [1, 2, 3, 1]
 
 
-def test_clients_that_never_appear_are_an_error(settings: Settings) -> None:
+def test_missing_clients_are_an_error(settings: Settings) -> None:
     grid = Nodes(3, *[[1, 2]] * 100)
     with pytest.raises(SettingsError, match="num-clients = 4"):
         Federation(WaveGrid(grid), replace(settings, run=replace(settings.run, join_timeout=0.05))).join()
 
 
-def test_a_node_that_cannot_serve_the_run_says_why(settings: Settings) -> None:
+def test_join_reports_why_a_node_cannot_serve_the_run(settings: Settings) -> None:
     class Broken(InProcessGrid):
         def _receive(self, message: Message) -> Message | Call:
             if message.metadata.dst_node_id != 2:
@@ -266,7 +266,7 @@ def test_a_client_keeps_its_index_under_a_new_node_id(settings: Settings) -> Non
     assert [kind for kind, _ in grid.sent] == ["query"] * 5  # the server asks each node once
 
 
-def test_a_node_that_returns_under_its_id_is_asked_again(settings: Settings) -> None:
+def test_returning_node_is_queried_again(settings: Settings) -> None:
     grid = Script(*parts(4))
     members = grid.joined(settings)
     away = parts(4)[1]
@@ -277,7 +277,7 @@ def test_a_node_that_returns_under_its_id_is_asked_again(settings: Settings) -> 
     assert grid.sent.count(("query", 2)) == 2
 
 
-def test_a_stock_node_with_an_unknown_word_is_refused_before_it_takes_part(settings: Settings) -> None:
+def test_stock_node_with_an_unknown_config_key_is_excluded(settings: Settings) -> None:
     """A node that `flower-supernode` starts passes any node config to the ClientApp."""
     nodes = parts(4)
     nodes[1] |= {"state_dir": "/x"}
@@ -287,7 +287,7 @@ def test_a_stock_node_with_an_unknown_word_is_refused_before_it_takes_part(setti
     assert "state_dir in the node config: a node does not read this key; did you mean state-dir?" in reason
 
 
-def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
+def test_duplicate_node_is_excluded_until_the_first_leaves(
     settings: Settings, warnings: pytest.LogCaptureFixture
 ) -> None:
     grid = Script(*parts(4))
@@ -306,7 +306,7 @@ def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
     assert hosts(members)[2] == 50
 
 
-def test_sites_are_numbered_by_name_and_late_ones_after_them(
+def test_sites_are_numbered_by_name_and_later_by_arrival(
     of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
     settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
@@ -331,7 +331,7 @@ def test_sites_are_numbered_by_name_and_late_ones_after_them(
     assert hosts(again) == hosts(members)
 
 
-def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[[str], dict[str, Any]]) -> None:
+def test_registered_key_sets_the_site_name(of_sites: Settings, site: Callable[[str], dict[str, Any]]) -> None:
     settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
     grid = Script()
     unnamed = {"data": site("site-x")["data"]}
@@ -346,9 +346,7 @@ def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[
     assert "neither name nor partition-id" in reasons
 
 
-def test_a_site_may_have_its_number_by_its_partition_id(
-    of_sites: Settings, site: Callable[[str], dict[str, Any]]
-) -> None:
+def test_partition_id_sets_the_client_index(of_sites: Settings, site: Callable[[str], dict[str, Any]]) -> None:
     settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
     grid = Script(site("site-a") | {"partition-id": 2}, site("site-b"), site("site-c") | {"partition-id": 4})
     members = grid.joined(settings)
@@ -375,7 +373,7 @@ def needing(settings: Settings, least: int) -> Settings:
 @pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("registered", [True, False], ids=["registered", "told"])
 @pytest.mark.parametrize("sites", [True, False], ids=["sites", "benchmark"])
-def test_two_names_that_claim_one_client_stop_the_run_before_it_begins(
+def test_two_names_that_claim_one_client_stop_the_run(
     sites: bool,
     registered: bool,
     least: int,
@@ -394,7 +392,7 @@ def test_two_names_that_claim_one_client_stop_the_run_before_it_begins(
     assert not grid.federation.clients
 
 
-def test_two_sites_with_one_partition_id_stop_a_run_whose_task_is_open(
+def test_duplicate_partition_ids_stop_a_run_with_an_open_task(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     grid = Registered(
@@ -406,7 +404,7 @@ def test_two_sites_with_one_partition_id_stop_a_run_whose_task_is_open(
     assert not (tmp_path / "runs").exists()
 
 
-def test_of_two_nodes_without_a_name_one_counts(settings: Settings, warnings: pytest.LogCaptureFixture) -> None:
+def test_unnamed_duplicate_node_is_excluded(settings: Settings, warnings: pytest.LogCaptureFixture) -> None:
     grid = Script(*parts(1), *parts(2))
     members = grid.joined(needing(settings, 1))
     assert hosts(members) == {0: 1, 1: 3}
@@ -417,7 +415,7 @@ def test_of_two_nodes_without_a_name_one_counts(settings: Settings, warnings: py
         grid.joined(needing(settings, 3))
 
 
-def test_sites_with_a_partition_id_are_numbered_before_those_without(
+def test_sites_with_a_partition_id_are_numbered_first(
     of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
     grid = Script(site("site-a"), site("site-b") | {"partition-id": 0}, site("site-c"))
@@ -425,7 +423,7 @@ def test_sites_with_a_partition_id_are_numbered_before_those_without(
 
 
 @pytest.mark.parametrize("least", [1, 2])
-def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
+def test_a_site_is_one_client_despite_conflicting_partition_ids(
     least: int, of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
     """Several nodes may have the same name if their keys are not registered."""
@@ -443,7 +441,7 @@ def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
 
 
 @pytest.mark.parametrize("sites", [True, False], ids=["sites", "benchmark"])
-def test_nobody_takes_over_the_client_of_another(
+def test_no_site_takes_over_the_client_of_another(
     sites: bool,
     of_sites: Settings,
     settings: Settings,
@@ -473,7 +471,7 @@ def test_nobody_takes_over_the_client_of_another(
         assert federation_.owners == {0: "a", 1: "c"}
 
 
-def test_a_site_that_comes_back_with_another_number_is_refused(
+def test_returning_site_with_another_partition_id_is_excluded(
     of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
     grid = Registered(a=site("site-a") | {"name": ""}, b=site("site-b") | {"name": ""})
@@ -499,7 +497,7 @@ class Fingerprints(Registered):
 
 
 @pytest.mark.parametrize("how", ["away", "gone within a round", "resumed"])
-def test_a_site_whose_data_has_changed_is_refused_when_it_comes_back(
+def test_returning_site_with_changed_data_is_excluded(
     how: str, of_sites: Settings, site: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fingerprints, "of", {"a": "00112233445566aa", "b": "00112233445566bb"})
@@ -539,7 +537,7 @@ def test_a_site_whose_data_has_changed_is_refused_when_it_comes_back(
     assert members.refresh() == [1]
 
 
-def test_a_node_that_was_gone_within_a_round_is_asked_again(settings: Settings) -> None:
+def test_node_that_left_during_a_round_is_queried_again(settings: Settings) -> None:
     grid = Script(*parts(4))
     members = grid.joined(settings)
     away = grid.nodes[2]
@@ -563,9 +561,7 @@ def test_a_node_that_was_gone_within_a_round_is_asked_again(settings: Settings) 
         {"owners": ["a"], "fingerprints": {}},
     ],
 )
-def test_a_checkpoint_that_does_not_tell_whose_the_clients_are_is_refused(
-    stored: dict[str, Any], settings: Settings
-) -> None:
+def test_checkpoint_without_site_names_is_rejected(stored: dict[str, Any], settings: Settings) -> None:
     with pytest.raises(SettingsError, match="the checkpoint does not name the sites of the clients"):
         Federation(WaveGrid(Script()), settings).restore(stored)
 
@@ -576,7 +572,7 @@ EVENTS = st.lists(st.one_of(CLAIMS, st.integers(0, 5)), max_size=8)
 
 @hypothesis.given(first=st.lists(CLAIMS, min_size=1, max_size=4), events=EVENTS)
 @hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-def test_a_client_has_one_name_for_the_run(
+def test_a_client_keeps_one_owner_during_the_run(
     first: list[tuple[str, int, int]], events: list[Any], settings: Settings
 ) -> None:
     grid = Script()
@@ -610,7 +606,7 @@ def test_a_client_has_one_name_for_the_run(
             assert member.node_id in grid.nodes
 
 
-def test_the_record_names_the_site_that_trained(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_name_the_site_that_trained(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client 0 belongs to a. While a is absent, b does not train for it, and the record does not name b."""
     config = make_config("fedacs", num_server_rounds=4, model="mlp", min_clients=2, join_timeout=0.1)
     grid = Registered(a=parts(1)[0], c=parts(2)[1], d=parts(3)[2])
@@ -647,7 +643,7 @@ def warned(warnings: pytest.LogCaptureFixture) -> list[str]:
     return list(lines)
 
 
-def test_lost_and_new_nodes_are_logged_at_once_by_name(
+def test_lost_and_new_nodes_are_logged_by_name(
     settings: Settings, warnings: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = Registered(a=parts(1)[0], b=parts(2)[1], c=parts(3)[2])
@@ -691,7 +687,7 @@ class Telling(Registered):
         return reply
 
 
-def test_notes_of_a_site_are_logged_once_with_its_name(
+def test_site_warnings_are_logged_once_with_its_name(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], warnings: pytest.LogCaptureFixture
 ) -> None:
     notes = ["3 samples stand there twice", "a file is called\nx\x1b[31m", "y" * 1000, *map(str, range(100))]
@@ -721,7 +717,7 @@ def test_notes_of_a_site_are_logged_once_with_its_name(
         {"fingerprint": 17},
     ],
 )
-def test_a_site_that_tells_nonsense_is_left_out(
+def test_site_with_malformed_entries_is_excluded(
     tell: dict[str, Any], of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
     configs = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
@@ -730,7 +726,7 @@ def test_a_site_that_tells_nonsense_is_left_out(
     assert [name for name, _ in members.excluded] == ["b"]
 
 
-def test_the_record_of_refused_nodes_is_bounded(settings: Settings) -> None:
+def test_record_of_excluded_nodes_is_bounded(settings: Settings) -> None:
     members = Federation(WaveGrid(Script()), settings)
     for node in range(1000):
         members.nodes.exclude(Node(node, registered=f"n{node}" * 100), "x\n" * 10_000)
@@ -740,7 +736,7 @@ def test_the_record_of_refused_nodes_is_bounded(settings: Settings) -> None:
     assert all(len(entry["site"] or "") <= 100 and len(entry["reason"]) <= 500 for entry in entries)
 
 
-def test_means_over_fewer_clients_than_the_run_has_are_marked(
+def test_means_over_some_of_the_clients_are_marked(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config("fedavg", num_server_rounds=3, num_clients=3, min_clients=2, join_timeout=0.1, partition="iid")
@@ -813,7 +809,7 @@ def open_task(make_config: MakeConfig, least: int, timeout: float, clients: int 
     return read_settings(config)
 
 
-def test_a_run_starts_as_soon_as_enough_sites_are_there(
+def test_run_starts_once_enough_sites_have_joined(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]]
 ) -> None:
     members = Federation(WaveGrid(Slow(site("a"), site("c"))), open_task(make_config, least=2, timeout=60.0))
@@ -825,7 +821,7 @@ def test_a_run_starts_as_soon_as_enough_sites_are_there(
 
 
 @pytest.mark.parametrize("least", [0, 2])
-def test_a_site_has_time_to_join_however_long_the_agreement_took(
+def test_agreement_does_not_use_up_the_join_timeout(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two answers of 0.25 s each exceed the join-timeout of 0.3 s, but the sites connected in time."""
@@ -837,7 +833,7 @@ def test_a_site_has_time_to_join_however_long_the_agreement_took(
     assert not members.excluded
 
 
-def test_a_site_that_is_late_for_the_agreement_joins(
+def test_site_that_misses_the_agreement_joins(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Site c answers the query for its data after the agreement, and then the query with the task."""
@@ -854,9 +850,7 @@ def test_a_site_that_is_late_for_the_agreement_joins(
     assert not members.excluded
 
 
-def test_a_silent_node_does_not_hold_up_a_run_whose_clients_others_host(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_duplicate_node_does_not_delay_the_run(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "SILENT_SECONDS", 0.1)
     grid = Script(*parts(4), parts(4)[0])
     grid.silent = {5}
@@ -865,9 +859,7 @@ def test_a_silent_node_does_not_hold_up_a_run_whose_clients_others_host(
     assert not members.excluded
 
 
-def test_a_node_that_ended_with_its_question_is_asked_again(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unanswered_query_is_repeated(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     class Deaf(Script):
         requests: ClassVar[list[set[int]]] = []
 
@@ -885,7 +877,7 @@ def test_a_node_that_ended_with_its_question_is_asked_again(
     assert not members.excluded
 
 
-def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings) -> None:
+def test_unavailable_node_is_queried_again(settings: Settings) -> None:
     class Flaky(Script):
         failures = 2
 
@@ -915,7 +907,7 @@ def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings)
         {},
     ],
 )
-def test_an_answer_that_makes_no_sense_makes_no_member(answer: dict[str, Any], settings: Settings) -> None:
+def test_malformed_answer_excludes_the_node(answer: dict[str, Any], settings: Settings) -> None:
     class Liar(Script):
         def answer(self, message: Message) -> Message:
             if message.metadata.dst_node_id != 1:
@@ -927,7 +919,7 @@ def test_an_answer_that_makes_no_sense_makes_no_member(answer: dict[str, Any], s
     assert sum(members.excluded.values()) == 1
 
 
-def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_waits_for_min_clients(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Script(*parts(4))
     members = grid.joined(replace(settings, run=replace(settings.run, min_clients=2, join_timeout=5.0)))
     for node in (1, 2, 3):
@@ -987,7 +979,7 @@ def test_a_run_continues_while_clients_leave_and_return(
         ({"num-train": "many"}, "malformed answer: TypeError"),
     ],
 )
-def test_a_site_that_lies_about_itself_is_left_out(
+def test_site_with_an_invalid_description_is_excluded(
     change: dict[str, Any], reason: str, of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
     class Liar(Script):

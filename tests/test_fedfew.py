@@ -36,7 +36,7 @@ def test_mu_divides_the_losses_and_multiplies_the_objective():
     assert weights.objective == pytest.approx(0.25 * math.log(11 / 6), rel=1e-12)
 
 
-def test_products_of_the_weights_are_the_gradient_of_the_objective():
+def test_weight_products_equal_the_objective_gradient():
     """Eq. 10: ∂g/∂L_ik = α_i w_ik."""
     rng = np.random.default_rng(0)
     losses, step = rng.uniform(0.1, 2, (4, 3)), 1e-6
@@ -49,7 +49,7 @@ def test_products_of_the_weights_are_the_gradient_of_the_objective():
         assert slope == pytest.approx(weights.outer[i] * weights.inner[i, k], abs=1e-8)
 
 
-def test_objective_is_near_the_unsmoothed_one():
+def test_objective_is_close_to_the_unsmoothed_objective():
     """Theorem 4.1: |g - max_i min_k L_ik| <= μ log M + μ log K."""
     rng = np.random.default_rng(1)
     losses = rng.uniform(0, 3, (6, 4))
@@ -73,7 +73,7 @@ def test_mu_towards_infinity_gives_uniform_weights():
 
 
 @pytest.mark.parametrize("scale", [50.0, 1e6])
-def test_small_mu_and_large_losses_neither_over_nor_underflow(scale):
+def test_small_mu_and_large_losses_do_not_overflow_or_underflow(scale):
     """exp(-scale / 1e-4) is 0 and exp(scale / 1e-4) infinite in double precision; the weights are neither."""
     mu = 1e-4
     losses = scale + mu * np.array([[0.0, 1.0], [3.0, 2.0]])
@@ -86,14 +86,14 @@ def test_small_mu_and_large_losses_neither_over_nor_underflow(scale):
     assert weights.inner.sum() == pytest.approx(2) and weights.outer.sum() == pytest.approx(1)
 
 
-def test_losses_far_apart_at_small_mu_stay_finite():
+def test_weights_of_distant_losses_at_small_mu_are_finite():
     weights = stch_weights(np.array([[0.0, 1e5], [1e5, 1e5 - 1.0]]), 1e-4)
     np.testing.assert_array_equal(weights.inner, [[1, 0], [0, 1]])
     np.testing.assert_array_equal(weights.outer, [0, 1])
     assert weights.objective == pytest.approx(1e5 - 1, rel=1e-12)
 
 
-def test_losses_are_weighed_by_samples():
+def test_losses_are_weighted_by_samples():
     np.testing.assert_array_equal(
         weighted_losses(np.array([[4.0, 8.0], [4.0, 8.0]]), np.array([1.0, 3.0])), [[1, 2], [3, 6]]
     )
@@ -132,7 +132,7 @@ def test_full_steps_by_hand():
     np.testing.assert_array_equal(*steps)
 
 
-def test_the_setting_makes_steps_full(make_strategy, update):
+def test_full_steps_setting_applies_the_whole_step(make_strategy, update):
     """Two clients with a model each: the paper's step is half the way, a full one all of it."""
     moved = []
     for full in (False, True):
@@ -146,7 +146,7 @@ def test_the_setting_makes_steps_full(make_strategy, update):
     np.testing.assert_allclose(moved[1], 1.0, atol=1e-6)
 
 
-def test_one_model_is_averaging_with_the_outer_weights(make_strategy, update):
+def test_one_model_is_averaged_with_the_outer_weights(make_strategy, update):
     strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_mu=0.5, fedfew_weigh_losses=False)
     before = strategy.models.copy()
     locals_ = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
@@ -158,7 +158,7 @@ def test_one_model_is_averaging_with_the_outer_weights(make_strategy, update):
 
 
 @pytest.mark.parametrize(("weigh", "factors"), [(True, (0.25, 0.75)), (False, (1.0, 1.0))])
-def test_aggregate_weighs_the_losses_or_not(make_strategy, update, weigh, factors):
+def test_aggregate_weights_the_losses_on_request(make_strategy, update, weigh, factors):
     settings = {"fedfew_models": 2, "fedfew_mu": 0.4, "fedfew_weigh_losses": weigh, "fedfew_full_steps": False}
     strategy = make_strategy("fedfew", model="linear", **settings)
     before = strategy.models.copy()
@@ -180,7 +180,7 @@ def test_aggregate_weighs_the_losses_or_not(make_strategy, update, weigh, factor
     np.testing.assert_allclose(strategy.losses[:2], losses, rtol=1e-6)
 
 
-def test_models_that_stay_idle_are_told_of_once(make_strategy, update, warnings):
+def test_idle_models_are_reported_once(make_strategy, update, warnings):
     """Client 1 has the third model as its best and then sits out: that one is in use, the second is not."""
     strategy = make_strategy("fedfew", model="linear", fedfew_models=3)
     delta = np.zeros_like(strategy.models)
@@ -239,7 +239,7 @@ def test_updates_and_losses_by_hand(make_client, softmax_regression, stack):
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_each_model_has_an_order_of_its_own(make_client, softmax_regression, stack):
+def test_each_model_has_a_separate_batch_order(make_client, softmax_regression, stack):
     """Steps by hand, in the orders that are drawn for the models of (seed, round, client)."""
     settings = {"model": "linear", "batch_size": 4, "stack": stack, "fedfew_initialisation": "same"}
     client = make_client("fedfew", fedfew_batches="own", **settings)
@@ -260,7 +260,7 @@ def test_each_model_has_an_order_of_its_own(make_client, softmax_regression, sta
     np.testing.assert_allclose(shared, np.stack([delta[0]] * 3), atol=1e-6)  # the first model's order is the shared one
 
 
-def test_models_of_one_start_part_with_batches_of_their_own(make_config, federate):
+def test_separate_batches_make_equal_models_differ(make_config, federate):
     settings = {"fedfew_initialisation": "same", "fedfew_models": 2, "batch_size": 4}
     one = federate(make_config("fedfew", **settings)).strategy.models
     parted = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
@@ -270,7 +270,7 @@ def test_models_of_one_start_part_with_batches_of_their_own(make_config, federat
     np.testing.assert_array_equal(again, parted)
 
 
-def test_a_model_that_diverges_is_told_of_whatever_its_batches(make_client):
+def test_diverged_model_raises_with_shared_and_separate_batches(make_client):
     for batches in ("shared", "own"):
         client = make_client("fedfew", model="linear", fedfew_models=2, fedfew_batches=batches)
         models = np.zeros((2, client.layout.size), np.float32)
@@ -279,7 +279,7 @@ def test_a_model_that_diverges_is_told_of_whatever_its_batches(make_client):
             client.fit([models], train_config())
 
 
-def test_loss_is_that_of_the_last_epoch(make_client, softmax_regression):
+def test_loss_comes_from_the_last_epoch(make_client, softmax_regression):
     client = make_client("fedfew", model="linear", batch_size=100, local_epochs=2, fedfew_models=1)
     x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
     model = np.zeros((1, client.layout.size), np.float32)
@@ -304,7 +304,7 @@ def test_client_is_served_the_model_with_the_lowest_training_loss(make_client):
     assert metrics["served-loss"] == pytest.approx(math.log(1 + math.exp(4)), rel=1e-5)
 
 
-def test_local_model_is_the_best_of_the_trained_ones(make_client):
+def test_local_model_is_the_best_trained_model(make_client):
     x = np.array([[-1.0], [1.0], [-1.0], [1.0]], np.float32)
     data = (x, np.array([0, 1, 0, 1]), [[0, 1]], [[2, 3]])
     client = make_client("fedfew", model="linear", data=data, fedfew_models=2)
@@ -335,7 +335,7 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
     np.testing.assert_array_equal(client.shared.take(whole), served + delta)
 
 
-def test_personal_heads_differ_between_clients_and_federations_run(make_config, federate):
+def test_personal_heads_differ_between_clients(make_config, federate):
     finished = federate(make_config("fedfew", fedfew_personal_head=True))
     assert [r.dropped for r in finished.records] == [[]] * 3
     heads = [finished.kept(client)["personal"] for client in range(4)]
@@ -363,7 +363,7 @@ def test_personal_statistics_never_leave_the_client(make_client, make_strategy):
     assert (np.abs(statistics.take(whole) - statistics.take(start)).max(axis=1) > 0.01).all()
 
 
-def test_one_model_and_equal_losses_is_fedavg_with_equal_weights(make_config, federate):
+def test_one_model_with_large_mu_equals_fedavg(make_config, federate):
     """K = 1 and μ→∞: α = 1/M, so that clients of equal size give FedAvg."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(24, 4)).astype(np.float32), np.arange(24) % 2
@@ -374,7 +374,7 @@ def test_one_model_and_equal_losses_is_fedavg_with_equal_weights(make_config, fe
     assert few.column("served_accuracy") == average.column("served_accuracy")
 
 
-def test_pictured_losses_weights_and_objectives_are_those_of_the_rounds(make_config, federate):
+def test_plotted_quantities_match_the_rounds(make_config, federate):
     """n = (21, 12, 8, 1): the weights follow from the losses, the quantities of the last round from both."""
     finished = federate(make_config("fedfew", num_server_rounds=2, fedfew_mu=0.1))
     strategy, last = finished.strategy, finished.records[-1].quantities
@@ -388,7 +388,7 @@ def test_pictured_losses_weights_and_objectives_are_those_of_the_rounds(make_con
     assert {client: row.min() for client, row in enumerate(strategy.losses)} == finished.column("train_loss")[-1]
 
 
-def test_a_smoothing_as_small_as_a_number_can_be_gives_one_hot_weights():
+def test_smallest_positive_mu_gives_one_hot_weights():
     weights = stch_weights(np.array([[1.0, 2.0], [4.0, 3.0]]), 5e-324)
     assert weights.inner.tolist() == [[1, 0], [0, 1]]
     assert weights.outer.tolist() == [0, 1]

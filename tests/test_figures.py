@@ -94,7 +94,7 @@ EMPTY: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN.keys())
-def test_a_picture_is_written(draw: Callable[[Path], None], tmp_path: Path) -> None:
+def test_figure_is_written(draw: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "figure.png"
     draw(path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -109,12 +109,12 @@ def test_a_picture_is_written(draw: Callable[[Path], None], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("draw", EMPTY.values(), ids=EMPTY.keys())
-def test_nothing_to_draw_writes_nothing(draw: Callable[[Path], None], tmp_path: Path) -> None:
+def test_empty_figure_writes_no_file(draw: Callable[[Path], None], tmp_path: Path) -> None:
     draw(tmp_path / "figure.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_heat_map_shows_each_value_in_its_place(tmp_path: Path) -> None:
+def test_heat_map_places_each_value(tmp_path: Path) -> None:
     path = tmp_path / "figure.png"
     figures.heatmaps([Panel([[0, 1], [1, 0]])], path)
     pixels = imread(path)[..., :3]
@@ -127,7 +127,7 @@ def test_a_heat_map_shows_each_value_in_its_place(tmp_path: Path) -> None:
     assert [int(dark_count < light_count) for dark_count, light_count in found] == [0, 1, 1, 0]
 
 
-def test_pyplot_is_not_used_and_nothing_global_changes(tmp_path: Path) -> None:
+def test_figures_use_neither_pyplot_nor_global_state(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     figures.over_rounds(points(3, 3), tmp_path / "figure.png")
     assert dict(matplotlib.rcParams) == before
@@ -135,7 +135,7 @@ def test_pyplot_is_not_used_and_nothing_global_changes(tmp_path: Path) -> None:
     assert pyplot is None or not pyplot.get_fignums()
 
 
-def test_clients_with_similar_data_come_together() -> None:
+def test_similarity_order_groups_similar_clients() -> None:
     groups = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2])
     table = np.array([[90, 5, 5], [5, 90, 5], [5, 5, 90]])[groups] * np.arange(1, 10)[:, None]
     order = figures.similarity_order(table)
@@ -144,14 +144,14 @@ def test_clients_with_similar_data_come_together() -> None:
 
 
 @pytest.mark.parametrize("clients", [0, 1, 2, 3, 500])
-def test_similarity_order_is_a_permutation_also_of_clients_without_data(clients: int) -> None:
+def test_similarity_order_is_a_permutation(clients: int) -> None:
     table = counts(clients, 10)
     table[: clients // 2] = 0
     assert sorted(figures.similarity_order(table)) == list(range(clients))
 
 
 @pytest.mark.parametrize(("rounds", "shared"), [((30, 120), True), ((30, 620), False)])
-def test_panels_of_very_different_lengths_have_axes_of_their_own(
+def test_panels_of_very_different_lengths_have_separate_axes(
     rounds: tuple[int, int], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
@@ -162,7 +162,7 @@ def test_panels_of_very_different_lengths_have_axes_of_their_own(
     assert (first == second) == shared and second[1] > rounds[1]
 
 
-def test_points_are_not_joined_and_what_has_no_x_is_a_dashed_line(
+def test_points_are_not_connected_and_constants_are_dashed_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
@@ -179,7 +179,7 @@ def test_points_are_not_joined_and_what_has_no_x_is_a_dashed_line(
     assert first.get_yscale() == "log" and first.get_xscale() == "linear"
 
 
-def test_bars_of_one_group_have_their_names_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_bar_group_labels_each_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     bars = {"one local epoch": (0.5, 0.1), "two": (0.6, 0.1)}

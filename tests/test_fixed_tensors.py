@@ -197,7 +197,7 @@ def test_the_flat_vector_holds_only_trained_tensors() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fixed_tensor_is_a_constant_for_every_method(method: str) -> None:
+def test_fixed_tensors_are_constant_in_every_method(method: str) -> None:
     """A network whose constants are not tensors of the module, so Posy does not know them, gives the same bits."""
     runs = [
         posy.run(method=method, model=f"nets:{name}", run_name=name, stack="loop", **SMALL, **options(method))
@@ -221,7 +221,7 @@ def test_a_fixed_tensor_is_a_constant_for_every_method(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "fedfew", "ditto", "scaffold", "feddrm"])
-def test_stacked_clients_are_trained_as_looped_ones(method: str) -> None:
+def test_stacked_training_equals_looped_training(method: str) -> None:
     models = []
     for stack in ("loop", "vmap"):
         record = posy.run(method=method, model="nets:fixed", run_name=stack, stack=stack, **SMALL)
@@ -267,7 +267,7 @@ def trained_in_pytorch(personal: tuple[str, ...]) -> list[dict[str, torch.Tensor
         ("fedper", ("head", "blocks.body.5"), {"fedper_layers": 2}),
     ],
 )
-def test_adapters_are_trained_as_in_pytorch(
+def test_adapter_training_matches_pytorch(
     method: str, personal: tuple[str, ...], more: dict[str, Any], stack: str
 ) -> None:
     """A batch holds all samples of a client, so the order of the samples has no effect."""
@@ -283,7 +283,7 @@ def test_adapters_are_trained_as_in_pytorch(
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedfew", "feddrm", "ppfe"])
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_a_batchnorm_without_gradient_keeps_its_statistics(method: str, stack: str) -> None:
+def test_frozen_batchnorm_keeps_its_statistics(method: str, stack: str) -> None:
     runs = [
         posy.run(method=method, model=f"nets:{name}", run_name=name, stack=stack, **SMALL, **options(method))
         for name in ("norm_fixed", "norm_hidden")
@@ -294,13 +294,13 @@ def test_a_batchnorm_without_gradient_keeps_its_statistics(method: str, stack: s
     assert np.frombuffer(statistics, np.float32) == pytest.approx([-0.3, -0.1, 0.1, 0.3])
 
 
-def test_a_batch_of_one_sample_is_enough_for_a_fixed_batchnorm() -> None:
+def test_frozen_batchnorm_accepts_batches_of_one() -> None:
     architecture = network("norm_fixed")
     assert Network(architecture.build, architecture.layout, torch.device("cpu")).smallest_batch == 1
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ppfe", "feddrm"])
-def test_a_stored_model_predicts_with_its_fixed_tensors(method: str) -> None:
+def test_saved_model_predicts_with_its_fixed_tensors(method: str) -> None:
     record = posy.run(method=method, model="nets:fixed", run_name="a", checkpoint_every=1, **SMALL, **options(method))
     client = posy.load(record.path).predictor(0)
     settings = read_settings({}, "the run", dict(record.settings))
@@ -314,7 +314,7 @@ def test_a_stored_model_predicts_with_its_fixed_tensors(method: str) -> None:
     assert float((probabilities.argmax(1) == data.y_test).float().mean()) == pytest.approx(accuracy)
 
 
-def test_a_run_with_fixed_tensors_is_resumed_to_the_bit() -> None:
+def test_resumed_run_with_fixed_tensors_is_bit_identical() -> None:
     settings = {**SMALL, "model": "nets:fixed", "checkpoint_every": 1}
     uninterrupted = posy.run(method="fedrep", run_name="whole", **settings)
     posy.run(method="fedrep", run_name="parts", **{**settings, "num_server_rounds": 2})
@@ -325,7 +325,7 @@ def test_a_run_with_fixed_tensors_is_resumed_to_the_bit() -> None:
             np.testing.assert_array_equal(second[name], array)
 
 
-def test_noise_and_norms_leave_fixed_tensors_alone() -> None:
+def test_noise_does_not_change_fixed_tensors() -> None:
     settings = {**SMALL, "model": "nets:fixed", "dp": "local", "dp_clip": 0.001, "dp_epsilon": 1.0, "dp_delta": 1e-5}
     record = posy.run(method="fedavg", run_name="noise", **settings)
     for name, array in network("fixed").fixed.items():
@@ -333,7 +333,7 @@ def test_noise_and_norms_leave_fixed_tensors_alone() -> None:
     assert posy.run(method="fedavg", run_name="batchnorm", **{**settings, "model": "nets:norm_fixed"}).summary["status"]
 
 
-def test_weights_of_a_file_fill_fixed_tensors_and_not_adapters() -> None:
+def test_weights_file_sets_fixed_tensors_but_not_adapters() -> None:
     torch.manual_seed(9)
     namespace: dict[str, Any] = {}
     exec(compile(FILE, "nets.py", "exec"), namespace)  # the module without Posy
@@ -366,7 +366,7 @@ FROZEN_HEAD = {"fedavg", "fedbn", "fedfew", "ditto", "scaffold", "fedper", "lg-f
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fixed_head_works_or_is_refused_by_name(method: str) -> None:
+def test_fixed_head_works_or_is_rejected(method: str) -> None:
     settings = {**SMALL, "model": "nets:head_fixed", "run_name": "a", **options(method)}
     try:
         record = posy.run(method=method, **settings)
@@ -379,7 +379,7 @@ def test_a_fixed_head_works_or_is_refused_by_name(method: str) -> None:
     assert set(bits(record, "head.weight")) == {network("head_fixed").fixed["head.weight"].tobytes()}
 
 
-def test_what_cannot_be_fixed_is_told() -> None:
+def test_invalid_fixed_tensors_are_rejected() -> None:
     with pytest.raises(SettingsError, match="none of its parameters has a gradient"):
         posy.run(method="fedavg", model="nets:nothing", **SMALL)
     with pytest.raises(SettingsError, match=r"1\.module\.weight has no gradient, and its values differ"):
@@ -404,7 +404,7 @@ def test_the_documented_adapter_runs() -> None:
     assert tensor == architecture_for("mylora:lora", DIGITS).fixed["blocks.body.1.base.weight"].tobytes()
 
 
-def test_a_node_with_other_fixed_tensors_is_refused() -> None:
+def test_node_with_different_fixed_tensors_is_rejected() -> None:
     settings = read_settings({"model": "nets:fixed", "num-clients": 2, "max-samples": 240, "join-timeout": 5})
     joined = Federation(WaveGrid(NodeGrid(*({"partition-id": i, "num-partitions": 2} for i in (0, 1)))), settings)
     alike = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # as on another processor
@@ -423,7 +423,7 @@ def test_the_fingerprint_of_fixed_tensors_by_hand() -> None:
     assert network("head_hidden").fingerprint == []
 
 
-def test_a_buffer_outside_of_the_modules_belongs_to_the_network() -> None:
+def test_buffers_outside_the_layers_belong_to_the_network() -> None:
     names = [entry.name for entry in network("buffered").layout.entries]
     assert names == ["blocks.body.scale", "blocks.body.shift", "head.weight", "head.bias"]
     record = posy.run(method="fedavg", model="nets:buffered_fixed", run_name="a", **SMALL)

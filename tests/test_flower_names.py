@@ -118,7 +118,7 @@ def private_names() -> dict[str, set[str]]:
     return {name: names for name, names in by_module.items() if names}
 
 
-def test_private_names_of_flower_are_few_and_in_few_modules() -> None:
+def test_private_flower_names_are_few_and_in_allowed_modules() -> None:
     by_module = private_names()
     assert by_module.keys() <= ALLOWED, {name: by_module[name] for name in by_module.keys() - ALLOWED}
     names = set().union(*by_module.values())
@@ -147,5 +147,5 @@ def test_private_names_of_flower_are_few_and_in_few_modules() -> None:
         ("a = 'UPDATE task SET active_until = ? WHERE token = ?'", {"table task", "task.active_until", "task.token"}),
     ],
 )
-def test_a_private_name_is_found(source: str, expected: set[str]) -> None:
+def test_names_in_detects_private_names(source: str, expected: set[str]) -> None:
     assert set(names_in(ast.parse(source))) == expected

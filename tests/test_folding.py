@@ -37,7 +37,7 @@ def over_the_wire(told: RecordDict) -> RecordDict:
     return inflate_object_from_contents(told.object_id, objects)
 
 
-def test_what_is_unfolded_is_what_was_folded() -> None:
+def test_unfold_restores_the_content() -> None:
     told = content()
     found = unfold(over_the_wire(fold(told)))
     assert list(found) == list(told)
@@ -49,7 +49,7 @@ def test_what_is_unfolded_is_what_was_folded() -> None:
         assert array.data == told.array_records["arrays"][name].data
 
 
-def test_there_are_few_parts_and_none_too_large_for_a_line_that_is_cut_every_2_megabytes() -> None:
+def test_folded_content_has_few_parts_below_2_megabytes() -> None:
     parts = get_all_nested_objects(fold(content()))
     # Itself, all that is small, one piece of `large`, two of `largest` with its 2.4 MB.
     assert len(parts) == 5
@@ -57,7 +57,7 @@ def test_there_are_few_parts_and_none_too_large_for_a_line_that_is_cut_every_2_m
     assert len(get_all_nested_objects(content())) == 2 * len(ARRAYS) + 4
 
 
-def test_clients_that_are_sent_the_same_array_share_its_pieces() -> None:
+def test_clients_share_the_pieces_of_a_common_array() -> None:
     shared = Array(ARRAYS["largest"])
     one, other = (
         fold(RecordDict({"arrays": record_of({"model": shared}), "of": ConfigRecord({"c": c})})) for c in "ab"
@@ -65,11 +65,11 @@ def test_clients_that_are_sent_the_same_array_share_its_pieces() -> None:
     assert [one[name] is other[name] for name in one] == [False, True, True]
 
 
-def test_a_content_is_folded_the_same_way_each_time() -> None:
+def test_fold_is_deterministic() -> None:
     assert fold(content()).object_id == fold(content()).object_id
 
 
-def test_a_client_app_answers_in_kind() -> None:
+def test_client_app_folds_replies_to_folded_messages() -> None:
     context = Context(1, 2, {}, RecordDict(), {})
     metadata = Metadata(1, "m", SUPERLINK_NODE_ID, 2, "", "1", time.time(), 100.0, "query")
     plain = make_message(metadata, RecordDict({"config": ConfigRecord({PING: True})}))
@@ -82,7 +82,7 @@ def test_a_client_app_answers_in_kind() -> None:
     assert reply.metadata.reply_to_message_id == "m"
 
 
-def test_a_reply_that_cannot_be_unfolded_is_an_error_that_says_so() -> None:
+def test_malformed_folded_reply_becomes_an_error() -> None:
     metadata = Metadata(1, "r", 2, SUPERLINK_NODE_ID, "m", "1", time.time(), 100.0, "train")
     reply = make_message(metadata, RecordDict({folding.REST: ConfigRecord({folding.REST: [1, 2]})}))
     assert "malformed reply: TypeError" in failure(unfolded(reply).error)
@@ -93,12 +93,12 @@ def test_a_reply_that_cannot_be_unfolded_is_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{folding.REST: b"\xff\xff"}, {folding.REST: "text"}, {}])
-def test_what_was_not_folded_is_refused(wrong: dict[str, bytes | str]) -> None:
+def test_unfold_rejects_other_content(wrong: dict[str, bytes | str]) -> None:
     with pytest.raises(Exception, match=r"."):
         unfold(RecordDict({folding.REST: ConfigRecord(wrong)}))
 
 
-def test_a_piece_that_is_missing_is_not_made_up() -> None:
+def test_missing_or_invalid_piece_raises() -> None:
     told = fold(content())
     del told["arrays/largest/1"]
     with pytest.raises(ValueError, match=r"reshape|EOF|read"):

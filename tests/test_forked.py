@@ -62,7 +62,7 @@ def answers(
     return found
 
 
-def test_what_parcels_have_in_common_is_one_object_for_those_who_work_together() -> None:
+def test_parcels_of_a_group_share_common_arrays() -> None:
     def alike(parcels: Sequence[Parcel]) -> list[Parcel]:
         return [Parcel([array is parcels[0].arrays[i] for i, array in enumerate(p.arrays)], []) for p in parcels]
 
@@ -96,7 +96,7 @@ def test_arrays_of_all_kinds_come_back_from_two_processes() -> None:
     assert len(processes) == 2 and os.getpid() not in processes
 
 
-def test_memory_grows_with_what_is_sent_and_answers_stay_as_they_are() -> None:
+def test_larger_parcels_do_not_overwrite_earlier_answers() -> None:
     workers = Workers(2, each(doubled))
     first = answers([Parcel(None, [np.full(10, i, np.float32)]) for i in range(8)], workers=workers)
     second = answers([Parcel(None, [np.full(10**i, i, np.float32)]) for i in range(7)], workers=workers)
@@ -107,7 +107,7 @@ def test_memory_grows_with_what_is_sent_and_answers_stay_as_they_are() -> None:
             np.testing.assert_array_equal(answer.arrays[0], np.full(size(number), 2 * number, np.float32))
 
 
-def test_an_array_that_several_parcels_hold_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_array_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     put, sizes = forked.Shelf.put, []
 
     def noted(self: forked.Shelf, arrays: Any, begin: int = 0) -> Any:
@@ -128,7 +128,7 @@ class UnportableError(Exception):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), UnportableError("a", "b")])
-def test_what_the_work_raises_is_its_answer(error: Exception) -> None:
+def test_exceptions_are_returned_as_answers(error: Exception) -> None:
     def fail(parcel: Parcel) -> Parcel:
         if parcel.head == 1:
             raise error
@@ -140,7 +140,7 @@ def test_what_the_work_raises_is_its_answer(error: Exception) -> None:
     assert "no" in str(found[1]) or "UnportableError('ab')" in str(found[1])
 
 
-def test_a_parcel_that_cannot_be_made_is_answered_with_the_reason() -> None:
+def test_parcel_that_cannot_be_prepared_returns_the_exception() -> None:
     workers, found = Workers(2, each(doubled)), {}
 
     def prepare(number: int) -> Parcel:
@@ -153,7 +153,7 @@ def test_a_parcel_that_cannot_be_made_is_answered_with_the_reason() -> None:
     assert [type(found[i]) for i in range(5)] == [Parcel, Parcel, KeyError, TypeError, Parcel]
 
 
-def test_a_process_that_dies_costs_one_parcel_and_another_takes_its_place() -> None:
+def test_dead_worker_loses_one_parcel_and_is_replaced() -> None:
     workers = Workers(2, each(doubled))
     parcels = [Parcel("die" if i in (0, 4) else None, [np.array(i)]) for i in range(12)]
     found = answers(parcels, workers=workers)
@@ -166,7 +166,7 @@ def test_a_process_that_dies_costs_one_parcel_and_another_takes_its_place() -> N
     workers.end()
 
 
-def test_parcels_of_a_group_are_worked_on_together() -> None:
+def test_parcels_of_a_group_are_processed_together() -> None:
     def summed(parcels: Sequence[Parcel]) -> list[Parcel | Exception]:
         total = sum(int(parcel.arrays[0]) for parcel in parcels)
         return [
@@ -183,14 +183,14 @@ def test_parcels_of_a_group_are_worked_on_together() -> None:
     }  # fmt: skip
 
 
-def test_a_group_whose_process_dies_is_tried_one_by_one() -> None:
+def test_group_of_a_dead_worker_is_retried_parcel_by_parcel() -> None:
     parcels = [Parcel("die" if i == 5 else None, [np.array(i)]) for i in range(12)]
     found = answers(parcels, groups=[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
     assert [i for i, answer in found.items() if isinstance(answer, WorkerDiedError)] == [5]
     assert all(int(found[i].arrays[0]) == 2 * i for i in range(12) if i != 5)  # type: ignore[union-attr]
 
 
-def test_after_the_end_no_parcel_is_begun() -> None:
+def test_no_parcel_starts_after_the_deadline() -> None:
     workers = Workers(2, each(doubled))
     answers([Parcel(None, [])] * 2, workers=workers)  # forks them, which may take its time
     begin = time.monotonic()
@@ -201,7 +201,7 @@ def test_after_the_end_no_parcel_is_begun() -> None:
     assert time.monotonic() - begin < 2.5
 
 
-def test_an_exception_here_ends_the_processes_and_the_next_run_has_others() -> None:
+def test_exception_in_the_parent_ends_the_workers_and_the_next_run_forks_others() -> None:
     workers = Workers(2, each(doubled))
     before = set(active_children())
 
@@ -218,7 +218,7 @@ def test_an_exception_here_ends_the_processes_and_the_next_run_has_others() -> N
     assert set(active_children()) <= before
 
 
-def test_what_is_no_mere_error_is_raised_here() -> None:
+def test_keyboard_interrupt_of_a_worker_is_raised_in_the_parent() -> None:
     def stop(parcel: Parcel) -> Parcel:
         raise KeyboardInterrupt if parcel.head == 2 else ValueError
 
@@ -228,7 +228,7 @@ def test_what_is_no_mere_error_is_raised_here() -> None:
     assert all(isinstance(answer, ValueError) for answer in found.values()) and 2 not in found
 
 
-def test_processes_end_with_the_one_that_has_forked_them() -> None:
+def test_workers_end_with_their_parent() -> None:
     program = """
 import os, signal, sys, time
 from posy.forked import Parcel, Workers
@@ -254,13 +254,15 @@ Workers(2, work).run([[0], [1]], lambda number: Parcel(2.0 if number else 0.5, [
 
 
 @pytest.mark.parametrize(("told", "expected"), [("", len(os.sched_getaffinity(0))), ("1", 1), ("12", 12)])
-def test_a_process_may_be_told_how_many_cores_to_use(monkeypatch: pytest.MonkeyPatch, told: str, expected: int) -> None:
+def test_environment_variable_sets_the_number_of_cores(
+    monkeypatch: pytest.MonkeyPatch, told: str, expected: int
+) -> None:
     monkeypatch.setenv(forked.CORES, told)
     assert forked.cores() == expected
 
 
 @pytest.mark.parametrize("told", ["0", "-1", "two", "1.5"])
-def test_what_is_no_number_of_cores_is_an_error(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+def test_invalid_number_of_cores_is_an_error(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setenv(forked.CORES, told)
     with pytest.raises(SettingsError, match="a whole number of at least 1"):
         forked.cores()

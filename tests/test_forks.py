@@ -72,7 +72,7 @@ def gone(numbers: set[int]) -> bool:
     return not any(Path(f"/proc/{number}/cmdline").exists() for number in numbers)
 
 
-def test_a_worker_that_dies_is_told_to_its_node_alone_and_replaced(tmp_path: Path) -> None:
+def test_dead_worker_is_reported_only_to_its_node_and_replaced(tmp_path: Path) -> None:
     with family(tmp_path, "a", "b") as process:
         wait_for(lambda: len(lines(tmp_path, "worker")) == 2)
         # Each line bears its node's name, each worker has its own home, and the node's environment is as it was.
@@ -85,7 +85,7 @@ def test_a_worker_that_dies_is_told_to_its_node_alone_and_replaced(tmp_path: Pat
         assert process.poll() is None
 
 
-def test_a_node_that_ends_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+def test_parent_reports_an_ended_node_and_keeps_the_others_running(tmp_path: Path) -> None:
     with family(tmp_path, "a", "b", "c") as process:
         wait_for(lambda: len(lines(tmp_path, "worker")) == 3)
         nodes = {words[2]: int(words[-1]) for words in lines(tmp_path, "process")}
@@ -105,7 +105,7 @@ def test_a_node_that_ends_is_said_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_end_of_the_parent_ends_all(number: signal.Signals, tmp_path: Path) -> None:
+def test_nodes_and_workers_end_with_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     with family(tmp_path, "a", "b") as process:
         wait_for(lambda: len(lines(tmp_path, "worker")) == 2)
         all_of_them = processes(tmp_path)
@@ -115,7 +115,7 @@ def test_the_end_of_the_parent_ends_all(number: signal.Signals, tmp_path: Path) 
         wait_for(lambda: gone(all_of_them))
 
 
-def test_one_node_alone_writes_as_it_is_and_gives_its_status(tmp_path: Path) -> None:
+def test_single_node_logs_without_prefix_and_returns_its_status(tmp_path: Path) -> None:
     (tmp_path / "a-end").touch()
     with family(tmp_path, "a") as process:
         assert process.wait(20.0) == 7
@@ -123,7 +123,7 @@ def test_one_node_alone_writes_as_it_is_and_gives_its_status(tmp_path: Path) -> 
         assert "posy:" not in (tmp_path / "log").read_text()
 
 
-def test_what_is_loaded_before_the_fork_starts_neither_threads_nor_cuda() -> None:
+def test_preload_starts_neither_threads_nor_cuda() -> None:
     program = """
 import threading, torch
 import posy.deploy.node

@@ -78,7 +78,7 @@ def test_general_code_names_no_method() -> None:
     assert {path: found for path, found in names.items() if found} == {}
 
 
-def test_the_search_finds_a_method() -> None:
+def test_names_in_finds_methods() -> None:
     code = "from posy.strategies.feddrm import FedDRM\nisinstance(strategy, FedDRM)\nmodule.PPFESettings"
     assert names_in(ast.parse(code)) == {"feddrm", "FedDRM", "PPFESettings"}
 

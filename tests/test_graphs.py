@@ -61,7 +61,7 @@ def train(
     return trainer, torch.stack([own.cpu() for own in starts])
 
 
-def test_a_step_is_the_same_by_a_number_on_the_device() -> None:
+def test_schedule_at_a_device_index_equals_iteration() -> None:
     device = torch.device("cpu")
 
     def schedule() -> Schedule:
@@ -96,7 +96,7 @@ def test_a_step_is_the_same_by_a_number_on_the_device() -> None:
     ],
     ids=repr,
 )
-def test_an_unfolded_convolution_is_the_convolution(layer: nn.Conv2d) -> None:
+def test_unfolded_convolution_equals_the_convolution(layer: nn.Conv2d) -> None:
     x, weights = torch.randn(2, 6, 3, 9, 8), torch.randn(2, *layer.weight.shape)
     unfolded = unfold_convolutions(copy.deepcopy(layer))
 
@@ -112,7 +112,7 @@ def test_an_unfolded_convolution_is_the_convolution(layer: nn.Conv2d) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
-def test_large_convolutions_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_large_convolutions_are_not_unfolded(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(unfolded_module, "COLUMNS", limit)
     layer, asked = nn.Conv2d(3, 4, 5), []
 
@@ -136,7 +136,7 @@ class Replayed:
         self._step(next(self._numbers), self._clients)
 
 
-def test_each_step_is_carried_out_once_and_a_kind_that_is_known_needs_none_ahead(
+def test_each_step_runs_once_and_known_kinds_need_no_warm_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graphs = Graphs(torch.device("cpu"))
@@ -160,7 +160,7 @@ def test_each_step_is_carried_out_once_and_a_kind_that_is_known_needs_none_ahead
 
 @on_a_gpu
 @pytest.mark.parametrize("name", RULES)
-def test_captured_steps_are_those_launched_one_by_one(name: str) -> None:
+def test_captured_steps_equal_launched_steps(name: str) -> None:
     device = torch.device("cuda")
     trainer, captured = train(device, rule=RULES[name])
     assert trainer._graphs._stream is not None and not trainer._graphs._refused
@@ -171,7 +171,7 @@ def test_captured_steps_are_those_launched_one_by_one(name: str) -> None:
 
 
 @on_a_gpu
-def test_later_rounds_capture_steps_without_carrying_out_others_before() -> None:
+def test_later_rounds_capture_steps_without_warm_up() -> None:
     trainer, captured = train(torch.device("cuda"), rounds=3)
     # Four clients take four steps together, too few for a capture after those before it.
     assert not trainer._graphs._refused and sorted(clients for _, clients in trainer._graphs._captures) == [1, 2, 3]
@@ -180,7 +180,7 @@ def test_later_rounds_capture_steps_without_carrying_out_others_before() -> None
 
 
 @on_a_gpu
-def test_a_step_that_waits_for_the_device_is_launched_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_synchronising_step_is_launched_without_capture(caplog: pytest.LogCaptureFixture) -> None:
     def waiting(logits: Tensor, labels: Tensor) -> Tensor:
         torch.cuda.synchronize()
         return torch.nn.functional.cross_entropy(logits, labels, reduction="none")

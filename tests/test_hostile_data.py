@@ -90,7 +90,7 @@ def standardised(columns):
 
 @pytest.mark.parametrize("form", ["csv", "npz", "site"])
 @pytest.mark.parametrize("offset", [0, 1_700_000_000, -(10**12)])
-def test_standardisation_keeps_the_digits_of_timestamps(form, offset, tmp_path):
+def test_standardisation_keeps_the_precision_of_timestamps(form, offset, tmp_path):
     seconds = [offset + value for value in (0, 3, 10, 11, 40, 86_399)]
     if form == "csv":
         rows = "".join(f"{value},{i % 2}\n" for i, value in enumerate(seconds))
@@ -159,7 +159,7 @@ def test_a_feature_of_tiny_scale_is_not_constant(tmp_path):
         ("a.csv", ["1700000000", "1700000001"], None),
     ],
 )
-def test_numbers_that_no_float_tells_apart_are_warned_of(name, x, noted, tmp_path, warnings):
+def test_indistinguishable_feature_values_log_a_warning(name, x, noted, tmp_path, warnings):
     if name == "a.csv":
         dataset = load_own(write(tmp_path / name, f"x,label\n{x[0]},0\n{x[1]},1\n"), "a")
     else:
@@ -182,7 +182,7 @@ def pfllib(root, *clients, config=None):
     return root
 
 
-def test_pfllibs_features_are_standardised_in_float64(tmp_path):
+def test_pfllib_features_are_standardised_in_float64(tmp_path):
     x = np.array([[1.7e9], [1.7e9 + 1], [1.7e9 + 3]])
     root = pfllib(tmp_path / "p", (x, np.array([0, 1, 0])))
     dataset = load_own(root, "p")
@@ -199,7 +199,7 @@ def test_pfllibs_features_are_standardised_in_float64(tmp_path):
     assert tensors(site, 3).x_train.flatten().tolist() == [-0.5, 0.0, 1.0]
 
 
-def test_a_standard_deviation_that_leaves_no_number_is_refused(tmp_path):
+def test_standard_deviation_that_overflows_is_rejected(tmp_path):
     path = save(tmp_path / "a.npz", x_train=np.array([[1e30], [2.0], [3.0]]), y_train=[0, 1, 0])
     task = DataSettings(
         dataset="sites", sample_kind="features", input_shape="1", classes="0,1", feature_mean="0", feature_std="1e-30"
@@ -230,7 +230,7 @@ PIXELS = np.array([[[0, 255], [128, 3]], [[7, 9], [200, 100]]], np.uint8)
         (np.array([[1.5, 1e6], [2, 3]]), np.array([[0.1, 0.2], [0.3, 0]]), None),
     ],
 )
-def test_train_and_test_of_different_kinds_are_refused(train, test, message, tmp_path):
+def test_train_and_test_of_different_kinds_are_rejected(train, test, message, tmp_path):
     path = save(tmp_path / "a.npz", x_train=train, y_train=[0, 1], x_test=test, y_test=[0, 1])
     if message is None:
         dataset = load_own(path, "a")
@@ -247,7 +247,7 @@ def test_train_and_test_of_different_kinds_are_refused(train, test, message, tmp
         (np.full((2, 3), 0.5), "unequal shape"),
     ],
 )
-def test_pfllib_clients_of_different_kinds_are_refused(second, message, tmp_path):
+def test_pfllib_clients_of_different_kinds_are_rejected(second, message, tmp_path):
     y = np.array([0, 1])
     root = pfllib(tmp_path / "p", (np.array([[0.25, 0.5], [1, 0]]), y), (second, y))
     if message is None:
@@ -256,7 +256,7 @@ def test_pfllib_clients_of_different_kinds_are_refused(second, message, tmp_path
         refused(load_own, root, "p", match=message)
 
 
-def test_pfllib_images_of_different_scales_are_refused(tmp_path):
+def test_pfllib_images_of_different_scales_are_rejected(tmp_path):
     y, x = np.array([0, 1]), PIXELS[:, None].astype(np.float32)
     root = pfllib(tmp_path / "p", (x, y), (x / 255, y))
     refused(load_own, root, "p", match=r"train/0\.npz .* from 0 to 255, train/1\.npz .* from 0 to 1")
@@ -269,7 +269,7 @@ WHOLE = st.integers(-(10**25), 10**25) | st.sampled_from([0, 2**53, 2**53 + 1, 2
 
 @quick
 @given(labels=st.lists(WHOLE, min_size=2, max_size=12).filter(lambda labels: len(set(labels)) > 1))
-def test_whole_numbers_of_any_size_are_counted_as_python_counts_them(labels, tmp_path):
+def test_integer_labels_of_any_size_stay_distinct(labels, tmp_path):
     rows = "".join(f"1,{label}\n" for label in labels)
     x = [[1.0]] * len(labels)
     datasets = [load_own(write(tmp_path / "a.csv", "x,label\n" + rows), "a")]
@@ -316,7 +316,7 @@ def pfllib_again(folder, x, labels):
         ([" ", "1"], "row 2.*the label is missing"),
     ],
 )
-def test_what_a_label_of_a_table_means(cells, classes, tmp_path):
+def test_table_labels_are_normalised_or_rejected(cells, classes, tmp_path):
     path = write(tmp_path / "a.csv", "x,label\n" + "".join(f"1,{cell}\n" for cell in cells))
     if isinstance(classes, str):
         refused(load_own, path, "a", match=classes)
@@ -326,7 +326,7 @@ def test_what_a_label_of_a_table_means(cells, classes, tmp_path):
 
 @given(st.text(max_size=30))
 @settings(max_examples=200, deadline=None)
-def test_a_cell_means_one_thing(cell):
+def test_label_normalisation_is_idempotent(cell):
     name = written_label(cell)
     assert written_label(name) == name
     assert name == unicodedata.normalize("NFC", name).strip() or name.isascii()
@@ -357,7 +357,7 @@ def test_a_cell_means_one_thing(cell):
         (np.array([0, np.inf]), "label inf at index 1"),
     ],
 )
-def test_labels_of_every_type_of_array(y, expected, tmp_path):
+def test_labels_of_every_array_type(y, expected, tmp_path):
     path = save(tmp_path / "a.npz", x_train=np.eye(2), y_train=y)
     if isinstance(expected, str):
         refused(load_own, path, "a", match=expected)
@@ -365,7 +365,7 @@ def test_labels_of_every_type_of_array(y, expected, tmp_path):
         assert list(load_own(path, "a").task.class_names) == expected
 
 
-def test_labels_of_train_and_test_are_joined_by_name(tmp_path):
+def test_train_and_test_labels_are_matched_by_name(tmp_path):
     path = tmp_path / "a.npz"
     big = np.array([2**63, 5], np.uint64)
     for y_train, y_test, names in (
@@ -389,19 +389,19 @@ def test_labels_of_train_and_test_are_joined_by_name(tmp_path):
         (",,label", "columns named '' and ''"),
     ],
 )
-def test_two_columns_of_one_name_are_refused(header, message, tmp_path):
+def test_duplicate_column_names_are_rejected(header, message, tmp_path):
     row = ",".join("1" * len(header.split(",")))
     refused(load_own, write(tmp_path / "a.csv", f"{header}\n{row}\n"), "a", match=message)
 
 
-def test_groups_keep_their_identity(tmp_path):
+def test_groups_with_large_numbers_stay_distinct(tmp_path):
     rows = "1,90000000000000000001,0\n2, 90000000000000000002,1\n3,90000000000000000001 ,1\n"
     dataset = load_own(write(tmp_path / "a.csv", "x,group,label\n" + rows), "a")
     assert dataset.groups.tolist() == [0, 1, 0]
     refused(load_own, write(tmp_path / "b.csv", "x,group,label\n1,,0\n2,a,1\n"), "b", match="row 2, column group: the")
 
 
-def test_possible_mistakes_are_noted(tmp_path, warnings):
+def test_suspicious_tables_get_notes(tmp_path, warnings):
     dataset = load_own(write(tmp_path / "a.csv", ",X,x,kind\n1,2,3,Cat\n1,2,3,cat\n1,2,3,nan\n"), "a")
     assert dataset.notes == (
         "no column is named label; Posy uses the last one, kind",
@@ -413,7 +413,7 @@ def test_possible_mistakes_are_noted(tmp_path, warnings):
     assert all(f"a.csv: {note}" in warnings.text for note in dataset.notes)
 
 
-def test_names_that_nearly_agree():
+def test_nearly_equal_names():
     assert nearly_equal(["Cat", "cat", "dog", "1", "01", "1.0", "-1", "A-", "A", "no-polyp", "No Polyp"]) == [
         ["01", "1", "1.0"],
         ["Cat", "cat"],
@@ -440,7 +440,7 @@ def make_special(folder, kind):
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "loop", "device"])
 @pytest.mark.parametrize("name", ["a.csv", "a.npz", "mnist.npz", "img/a/1.png", "p/config.json", "p/train/0.npz"])
-def test_what_is_no_regular_file_is_refused_at_once(name, kind, tmp_path):
+def test_special_files_are_rejected_at_once(name, kind, tmp_path):
     x, y = np.eye(2), np.array([0, 1])
     pfllib(tmp_path / "p", (x, y))
     (tmp_path / "img" / "a").mkdir(parents=True)
@@ -462,7 +462,7 @@ def test_what_is_no_regular_file_is_refused_at_once(name, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
-def test_other_files_are_regular_too(kind, tmp_path):
+def test_partition_and_catalogue_files_must_be_regular(kind, tmp_path):
     path = make_special(tmp_path / "parts.json", kind)
     digits = load_dataset(DataSettings(), tmp_path, 1)
     chosen = DataSettings(partition="file", partition_file=str(path), num_clients=2)
@@ -476,26 +476,26 @@ def test_other_files_are_regular_too(kind, tmp_path):
         load_dataset(DataSettings(dataset="agnews"), tmp_path, 1)
 
 
-def test_a_link_to_a_file_is_a_file(tmp_path):
+def test_symbolic_link_to_a_file_is_read(tmp_path):
     write(tmp_path / "real.csv", "x,label\n1,a\n2,b\n")
     (tmp_path / "a.csv").symlink_to(tmp_path / "real.csv")
     assert len(load_own(tmp_path / "a.csv", "a")) == 2
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~nobody-of-that-name/a.csv"])
-def test_what_is_no_path_is_one_line(name, tmp_path):
+def test_invalid_dataset_path_is_a_one_line_error(name, tmp_path):
     expected = "neither a name nor a path|the user .* does not exist"
     refused(load_dataset, DataSettings(dataset=name), tmp_path, 1, match=expected)
 
 
 @pytest.mark.parametrize("name", ["mnist", "femnist", "kvasir", "agnews"])
-def test_a_data_dir_that_is_no_path_is_one_line(name, tmp_path):
+def test_invalid_data_dir_is_an_error(name, tmp_path):
     with pytest.raises(DataError, match=r"cannot be read|not found"):
         load_dataset(DataSettings(dataset=name, download=False), tmp_path / ("x" * 5000), 1)
 
 
 @pytest.mark.parametrize("name", ["", "/{}loop", "~nobody-of-that-name/a", "x" * 5000])
-def test_the_command_line_takes_no_folder_for_a_name_that_is_none(name, tmp_path, monkeypatch, capsys):
+def test_command_line_rejects_invalid_dataset_names(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(images(tmp_path))  # the working directory is a valid data set
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     words = ["data-dir=.", f"output-dir={tmp_path}/runs", "device=cpu"]
@@ -521,11 +521,11 @@ def bomb(path, gigabytes):
     return path
 
 
-def test_a_zip_bomb_is_refused_at_once(tmp_path):
+def test_zip_bomb_is_rejected_at_once(tmp_path):
     refused(load_own, bomb(tmp_path / "a.npz", 3), "a", match="array x_train has 3 GB, compressed to .* implausible")
 
 
-def test_arrays_that_claim_more_than_their_file_holds(tmp_path):
+def test_arrays_larger_than_their_file_are_rejected(tmp_path):
     path = tmp_path / "a.npz"
     for shape, message in (((10**14, 5), "more than fits into memory"), ((1000, 10**6), "bytes are missing")):
         with zipfile.ZipFile(path, "w") as archive:
@@ -550,7 +550,7 @@ def test_arrays_that_claim_more_than_their_file_holds(tmp_path):
         b"",
     ],
 )
-def test_crooked_headers(header, tmp_path):
+def test_malformed_headers_are_rejected(header, tmp_path):
     path = tmp_path / "a.npz"
     with zipfile.ZipFile(path, "w") as archive:
         for name in ("x_train", "y_train"):
@@ -560,7 +560,7 @@ def test_crooked_headers(header, tmp_path):
 
 @quick
 @given(data=st.data())
-def test_a_damaged_npz_is_read_right_or_refused(data, tmp_path):
+def test_damaged_npz_is_read_correctly_or_rejected(data, tmp_path):
     x, y = np.arange(12.0).reshape(6, 2), np.array(list("ababab"))
     path = tmp_path / "a.npz"
     (np.savez if data.draw(st.booleans()) else np.savez_compressed)(path, x_train=x, y_train=y)
@@ -591,17 +591,17 @@ def test_a_damaged_npz_is_read_right_or_refused(data, tmp_path):
         (b"x,label\n1,a\n2,b\n,\n", "row 4"),
     ],
 )
-def test_crooked_tables(text, message, tmp_path):
+def test_malformed_tables_are_rejected(text, message, tmp_path):
     refused(load_own, write(tmp_path / "a.csv", text), "a", match=message)
 
 
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+def test_overlong_line_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("posy.data.readers.tables._MAX_LINE", 1000)
     path = write(tmp_path / "a.csv", "x,label\n" + "1" * 5000)
     refused(load_own, path, "a", match="line 2 is longer than 1,000 characters")
 
 
-def test_what_does_not_fit_into_memory_is_not_read(tmp_path):
+def test_files_larger_than_memory_are_rejected(tmp_path):
     for name in ("a.csv", "a.json"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(1 << 42)  # a sparse file of 4 TiB, which takes no space
@@ -613,7 +613,7 @@ def test_what_does_not_fit_into_memory_is_not_read(tmp_path):
 
 @quick
 @given(content=st.binary(max_size=200) | st.text("x,label\n\"'0123456789ab. ;-\r", max_size=200).map(str.encode))
-def test_any_bytes_as_a_table(content, tmp_path):
+def test_any_bytes_give_a_table_or_an_error(content, tmp_path):
     path = write(tmp_path / "a.csv", content)
     try:
         dataset = load_own(path, "a")
@@ -625,7 +625,7 @@ def test_any_bytes_as_a_table(content, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"{", b"[1e999]", b"9" * 5000, b'{"users": 3}', b"\xff", b"null"])
-def test_crooked_json(content, tmp_path):
+def test_malformed_json_is_rejected(content, tmp_path):
     for split in ("train", "test"):
         (tmp_path / "femnist" / split).mkdir(parents=True)
         write(tmp_path / "femnist" / split / "a.json", content)
@@ -648,7 +648,7 @@ def test_crooked_json(content, tmp_path):
         ({"num_clients": 1, "num_classes": 10**30}, "num_classes is 1000"),
     ],
 )
-def test_counts_that_no_data_bears_out(config, message, tmp_path):
+def test_inconsistent_pfllib_counts_are_rejected(config, message, tmp_path):
     root = pfllib(tmp_path / "p", (np.eye(2), np.array([0, 1])), config=config)
     refused(load_own, root, "p", match=message)
 
@@ -674,7 +674,7 @@ CYCLE.append(CYCLE)
     ],
     ids=["deep", "wide", "cyclic", "in a dict"],
 )
-def test_a_small_pickle_of_very_many_numbers_is_refused_at_once(x, message, tmp_path):
+def test_small_pickle_with_huge_content_is_rejected_at_once(x, message, tmp_path):
     root = pfllib(tmp_path / "p", (np.eye(2), np.array([0, 1])))
     array = np.array({"x": x, "y": [0, 1]}, dtype=object)
     with zipfile.ZipFile(root / "train" / "0.npz", "w") as archive, archive.open("data.npy", "w") as stream:
@@ -683,13 +683,13 @@ def test_a_small_pickle_of_very_many_numbers_is_refused_at_once(x, message, tmp_
     refused(load_own, root, "p", match=message)
 
 
-def test_a_row_that_is_shared_in_a_pickle_is_read(tmp_path):
+def test_pickle_with_a_shared_row_is_read(tmp_path):
     row = [0.5] * 1000
     root = pfllib(tmp_path / "p", ([row] * 500, [0, 1] * 250))
     assert load_own(root, "p").x.shape == (1000, 1000)
 
 
-def test_tokens_that_no_network_has_rows_for_are_refused(tmp_path):
+def test_too_large_tokens_are_rejected(tmp_path):
     root = pfllib(tmp_path / "p", (np.array([[1, 2**40], [1, 2]]), np.array([0, 1])))
     refused(load_own, root, "p", match="token 1099511627776; allowed: whole numbers from 0 .padding. to")
 
@@ -719,7 +719,7 @@ def damage(root):
     write(root / "b" / "cut.png", (root / "b" / "cut.png").read_bytes()[:2000])  # its header is intact
 
 
-def test_all_images_that_cannot_be_read_are_told(tmp_path):
+def test_unreadable_images_are_counted_in_the_error(tmp_path):
     damage(images(tmp_path))
     message = refused(load_own, tmp_path, "a", match="5 of 11 images cannot be read")
     assert "skip-unreadable" not in message  # skip-unreadable is a setting of a site
@@ -740,12 +740,12 @@ def test_a_site_skips_unreadable_images_on_request(tmp_path):
     assert len(part.train[0]) + len(part.test[0]) == 6
 
 
-def test_a_skipped_file_decides_neither_size_nor_colours(tmp_path):
+def test_skipped_files_affect_neither_size_nor_channels(tmp_path):
     damage(images(tmp_path))
     assert read_own(tmp_path, skip_unreadable=True).x.shape == (6, 4, 4, 1)
 
 
-def test_a_site_without_any_image_left_is_refused(tmp_path):
+def test_site_without_readable_images_is_rejected(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "1.png", b"no image")
@@ -753,7 +753,7 @@ def test_a_site_without_any_image_left_is_refused(tmp_path):
         own_site(tmp_path, site_of_images(), skip=True)
 
 
-def test_images_that_together_do_not_fit_into_memory_are_refused(tmp_path):
+def test_images_larger_than_memory_are_rejected(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         Image.new("L", (8, 8)).save(tmp_path / name / "1.png")
@@ -770,7 +770,7 @@ def test_numeric_folder_names_are_ordered_as_numbers(tmp_path):
     assert [int(dataset.task.class_names[y]) for y in dataset.y] == dataset.x[:, 0, 0, 0].tolist()
 
 
-def test_a_closed_folder_is_one_line(tmp_path):
+def test_unreadable_folder_is_a_one_line_error(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a").chmod(0)
     try:
@@ -781,7 +781,7 @@ def test_a_closed_folder_is_one_line(tmp_path):
         (tmp_path / "a").chmod(0o755)
 
 
-def test_an_array_and_its_labels_are_read_once_each(tmp_path):
+def test_npz_file_reads_arrays_and_labels(tmp_path):
     archive = NpzFile(save(tmp_path / "a.npz", x=np.eye(3), y=np.arange(3)))
     assert archive.shape("x") == ((3, 3), np.dtype(float))
     assert math.isclose(archive.read("x").sum(), 3)

@@ -83,7 +83,7 @@ def column(rows: list[dict[str, str]], number: int, name: str) -> dict[int, floa
 
 @every_method
 @pytest.mark.parametrize("kind", ["zeros", "outlier"])
-def test_features_that_tell_nothing_or_too_much(method: str, kind: str, recorded: Callable[..., Any]) -> None:
+def test_constant_features_and_outliers(method: str, kind: str, recorded: Callable[..., Any]) -> None:
     x, y, train, test = usual()
     if kind == "zeros":
         x = np.zeros_like(x)
@@ -102,7 +102,7 @@ def test_features_that_tell_nothing_or_too_much(method: str, kind: str, recorded
 
 
 @every_method
-def test_identical_clients_are_treated_alike(method: str, recorded: Callable[..., Any]) -> None:
+def test_identical_clients_get_equal_scores(method: str, recorded: Callable[..., Any]) -> None:
     """With all samples in one batch their models are one; FedDRM's client labels differ, and its classes do not.
 
     Per-FedAvg divides the batch by chance.
@@ -147,7 +147,7 @@ def test_a_cohort_of_one_and_rare_evaluations(method: str, recorded: Callable[..
 
 
 @every_method
-def test_a_client_that_answers_only_from_the_third_round_on(method: str, recorded: Callable[..., Any]) -> None:
+def test_client_that_replies_from_round_3(method: str, recorded: Callable[..., Any]) -> None:
     absent = [(kind, number, 1) for kind in ("train", "evaluate") for number in (1, 2)]
     summary, rounds, rows = recorded(method, usual(), fail=absent)
     assert sum(summary["dropped"].values()) == 4

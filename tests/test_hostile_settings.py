@@ -75,7 +75,7 @@ def wrong_values(key: str) -> list[Any]:
     return wrong
 
 
-def test_what_a_setting_cannot_be_is_refused_in_one_line() -> None:
+def test_invalid_values_give_a_one_line_error() -> None:
     for key in DECLARED:
         check_refusals(key)
 
@@ -91,7 +91,7 @@ def check_refusals(key: str) -> None:
             assert (str(value).lower() if isinstance(value, bool) else repr(shown_value)[:80]) in message
 
 
-def test_the_edges_of_a_range_are_inside_it() -> None:
+def test_range_bounds_are_valid_values() -> None:
     for key in (key for key in DECLARED if rule_of(key)[0] in (int, float)):
         check_edges(key)
 
@@ -108,7 +108,7 @@ def check_edges(key: str) -> None:
         assert parsed == value and type(parsed) is kind
 
 
-def test_a_key_that_would_break_the_line_is_quoted() -> None:
+def test_keys_with_line_breaks_are_quoted() -> None:
     assert "'\\nlr'" in refusal(lambda: read_settings({"\nlr": 1}))
 
 
@@ -218,23 +218,23 @@ def check_word(key: str, text: str) -> None:
         assert value == expected and type(value) is type(expected)
 
 
-def test_a_word_of_the_command_line_means_what_it_says_or_is_refused_in_one_line() -> None:
+def test_listed_words_are_parsed_or_give_a_one_line_error() -> None:
     for key, text in itertools.product(DECLARED, WORDS):
         check_word(key, text)
 
 
-def test_a_word_without_end() -> None:
+def test_deeply_nested_words_are_handled() -> None:
     check_word("save-models", "[" * 5000)
     check_word("run-name", "'a': " + "[" * 500)
 
 
 @given(st.sampled_from(list(DECLARED)), st.text() | st.floats().map(str) | st.integers().map(str))
-def test_any_word_means_what_it_says_or_is_refused_in_one_line(key: str, text: str) -> None:
+def test_any_value_is_parsed_or_gives_a_one_line_error(key: str, text: str) -> None:
     check_word(key, text)
 
 
 @given(st.text())
-def test_any_word_at_all_ends_in_settings_or_in_one_line(word: str) -> None:
+def test_words_without_a_known_key_give_a_one_line_error(word: str) -> None:
     key, equals, _ = word.partition("=")
     if not equals or key not in DECLARED:
         refusal(lambda: parse_words([word], WHERE))
@@ -245,7 +245,7 @@ def test_any_word_at_all_ends_in_settings_or_in_one_line(word: str) -> None:
 
 @pytest.mark.parametrize("text", ["~nobody-of-this-name/x", "x" * 300, "loop", "loop/x", "\x00", "missing", "file/x"])
 @pytest.mark.parametrize("key", ["dataset", "experiment", "output-dir", "partition-file", "data-dir"])
-def test_a_path_that_cannot_be_is_one_line(
+def test_invalid_paths_give_a_one_line_error(
     key: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -477,14 +477,14 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("method", "settings", "part"), EDGES, ids=[" ".join(f"{k}={str(v)[:20]}" for k, v in e[1].items()) for e in EDGES]
 )
-def test_a_run_at_the_edge_ends_in_finite_numbers_or_in_one_line(
+def test_extreme_settings_give_finite_numbers_or_a_one_line_error(
     method: str, settings: dict[str, Any], part: str, tried: Callable[..., Path | str]
 ) -> None:
     ended = tried(method, settings)
     assert isinstance(ended, Path) if not part else part in str(ended)
 
 
-def test_every_numeric_setting_of_a_method_is_tried_at_an_edge() -> None:
+def test_every_numeric_method_setting_has_an_edge_case() -> None:
     keys = {key_of(f.name, m) for m in METHODS for f in dataclasses.fields(settings_class(m)) if f.type in (int, float)}
     assert keys <= {key for _, settings, _ in EDGES for key in settings} | {
         "fedrep-head-epochs",

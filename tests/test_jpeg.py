@@ -16,12 +16,12 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(np.mean((a.astype(float) - b) ** 2)))
 
 
-def test_a_plain_image_stays_as_it_is() -> None:
+def test_uniform_image_is_unchanged() -> None:
     grey = np.full((2, 32, 32, 3), 128, np.uint8)
     assert np.array_equal(compressed(grey, 5), grey)
 
 
-def test_blocks_that_begin_elsewhere_lose_as_much_again() -> None:
+def test_shifted_blocks_lose_more_than_aligned_blocks() -> None:
     first = compressed(photographs(), 8)
     assert first.shape == (8, 32, 32, 3) and first.dtype == np.uint8
     in_place, elsewhere = error(compressed(first, 8), first), error(compressed(first, BORDERS[0]), first)

@@ -51,7 +51,7 @@ def command(process: int) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_a_killed_superlink_leaves_nothing_that_locks_its_state(tmp_path: Path) -> None:
+def test_killed_superlink_leaves_no_lock_on_its_state(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(APP)}
     keeper = subprocess.Popen([sys.executable, "-c", KEEPER], cwd=tmp_path, env=environment)
     try:

@@ -35,7 +35,7 @@ def trained(folder: Path, name: str, rounds: int, epochs: int, **settings: objec
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_two_rounds_of_local_training_equal_one_of_twice_the_epochs(tmp_path: Path, name: str) -> None:
+def test_two_rounds_with_kept_state_equal_one_round_of_twice_the_epochs(tmp_path: Path, name: str) -> None:
     """With full batches, the runs differ only in the optimiser's state. A fresh state changes the models."""
     settings = OPTIMISERS[name]
     long = trained(tmp_path, "long", 1, 4, **settings)
@@ -48,7 +48,7 @@ def test_two_rounds_of_local_training_equal_one_of_twice_the_epochs(tmp_path: Pa
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedfew"])
-def test_stacked_clients_keep_the_same_state_as_single_clients(tmp_path: Path, method: str, name: str) -> None:
+def test_stacked_and_looped_clients_keep_the_same_state(tmp_path: Path, method: str, name: str) -> None:
     """Include clients with fewer batches, and a client that joins after the first rounds."""
     settings = {**OPTIMISERS[name], "method": method, "optimizer_state": "kept", "batch_size": 16}
     settings |= {"num_clients": 5, "fraction_train": 0.6, "full_last_round": True}
@@ -65,6 +65,6 @@ def test_every_method_runs_with_a_kept_state(tmp_path: Path, method: str) -> Non
         trained(tmp_path, "run", 3, 1, method=method, optimizer_state="kept", momentum=0.5, batch_size=32)
 
 
-def test_nothing_to_keep_is_said(tmp_path: Path) -> None:
+def test_kept_state_without_momentum_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="optimizer-state = 'kept'"):
         trained(tmp_path, "run", 1, 1, optimizer_state="kept")

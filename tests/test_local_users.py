@@ -16,7 +16,7 @@ from posy.deploy.superexec import MOST_REFUSALS, HidingPopen, signed_again
 # -- the secret and the tokens ----------------------------------------------------------------------------
 
 
-def test_a_secret_file_is_for_its_owner_alone_and_new_at_every_start(tmp_path: Path) -> None:
+def test_secret_file_is_private_and_new_at_every_start(tmp_path: Path) -> None:
     path = tmp_path / "private" / "secret"
     first = write_secret(path).read_bytes()
     assert len(first) == 32
@@ -26,7 +26,7 @@ def test_a_secret_file_is_for_its_owner_alone_and_new_at_every_start(tmp_path: P
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_secret_in_a_pipe_is_read_once_as_flower_reads_it() -> None:
+def test_flower_reads_a_piped_secret_once() -> None:
     from flwr.supercore.auth import load_superexec_auth_secret
 
     secret = new_secret()
@@ -39,7 +39,7 @@ def test_a_secret_in_a_pipe_is_read_once_as_flower_reads_it() -> None:
         os.close(descriptor)
 
 
-def test_a_token_is_on_no_command_line() -> None:
+def test_command_line_does_not_contain_the_token() -> None:
     program = "import sys; print(open(sys.argv[sys.argv.index('--token-file') + 1]).read(), *sys.argv[1:])"
     command = [sys.executable, "-c", program, "--first", "1", "--token", "s3cret", "--insecure"]
     with HidingPopen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -52,7 +52,7 @@ def test_a_token_is_on_no_command_line() -> None:
         assert process.communicate()[0] == "7\n"
 
 
-def test_a_refused_signature_is_made_again_a_few_times() -> None:
+def test_rejected_signature_is_retried_a_few_times() -> None:
     statuses = [401] * (MOST_REFUSALS + 1) + [200, 401]
 
     def send(client: httpx.Client, request: httpx.Request, **options: object) -> httpx.Response:
@@ -69,7 +69,7 @@ def test_a_refused_signature_is_made_again_a_few_times() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_reads_no_secret() -> None:
+def test_other_users_cannot_read_the_secret() -> None:
     def readable(path: Path) -> bool:
         """Return whether the user `nobody` can read a file."""
         process = os.fork()

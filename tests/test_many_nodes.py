@@ -50,7 +50,7 @@ def wait(federation: Deployment, true: Callable[[], Any], what: str) -> None:
     federation.until(seen, what, MOST)
 
 
-def test_nodes_of_one_command_give_the_models_of_one_process(federation: Deployment, tmp_path: Path) -> None:
+def test_nodes_of_one_command_match_a_single_process(federation: Deployment, tmp_path: Path) -> None:
     settings = {**SETTINGS, "num-clients": NODES, "num-server-rounds": 3}
     summary = federation.run("same", *words(settings))
     reference = posy.run(**{k.replace("-", "_"): v for k, v in settings.items()}, output_dir=str(tmp_path))
@@ -89,7 +89,7 @@ def wait_for_whole_round(federation: Deployment, nodes: int) -> None:
     )
 
 
-def test_a_node_with_a_key_that_is_in_use_is_refused_and_the_first_is_not_disturbed(long: Deployment) -> None:
+def test_second_node_with_a_used_key_is_rejected(long: Deployment) -> None:
     before = len(long.rounds("long"))
     long.start(
         "second", "supernode", "--superlink", long.fleet, "--root-certificates", str(long.ca),
@@ -102,7 +102,7 @@ def test_a_node_with_a_key_that_is_in_use_is_refused_and_the_first_is_not_distur
     assert not [row["dropped"] for row in long.rounds("long")[before:] if row["dropped"]]
 
 
-def test_a_node_that_was_suspended_goes_on(long: Deployment) -> None:
+def test_suspended_node_resumes(long: Deployment) -> None:
     processes = [long.forked(part)["node-1"] for part in ("node", "worker")]
     wait_for_whole_round(long, NODES)
     for process in processes:
@@ -116,7 +116,7 @@ def test_a_node_that_was_suspended_goes_on(long: Deployment) -> None:
     assert {drop["client"] for drop in left_out} <= {1}, left_out
 
 
-def test_a_killed_node_is_said_and_the_others_go_on(long: Deployment) -> None:
+def test_the_parent_reports_a_killed_node_and_keeps_the_others_running(long: Deployment) -> None:
     os.kill(long.forked("node")["node-3"], signal.SIGKILL)
     wait(long, lambda: "node node-3 was killed by signal 9; 5 of 6 still run" in long.log("nodes"), "nodes")
     wait(long, lambda: "node-3" not in long.forked("worker"), "nodes")
@@ -128,7 +128,7 @@ def test_a_killed_node_is_said_and_the_others_go_on(long: Deployment) -> None:
 # -- a line that is cut again and again -------------------------------------------------------------------
 
 
-def test_a_run_ends_with_all_clients_behind_a_line_that_is_cut_every_2_megabytes(federation: Deployment) -> None:
+def test_run_completes_over_a_connection_cut_every_2_megabytes(federation: Deployment) -> None:
     """An array of 3.3 MB goes both ways."""
     random = np.random.default_rng(1)
     x = random.standard_normal((200, 3, 32, 32), dtype=np.float32)

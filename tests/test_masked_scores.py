@@ -26,7 +26,7 @@ SECURE = {"secure-aggregation": True}
 SCORED = {"validation-fraction": 0.2, "evaluate-training": True}
 
 
-def test_whole_numbers_of_many_clients_are_summed_exactly() -> None:
+def test_encoded_numbers_of_many_clients_are_summed_exactly() -> None:
     """Four words of 16 bits carry a number below 2^64; the sum of 65,536 largest numbers does not overflow."""
     assert encoded_numbers([2**16 + 3, 0]).tolist() == [3, 1, 0, 0, 0, 0, 0, 0]
     rng = np.random.default_rng(3)
@@ -141,7 +141,9 @@ def test_the_record_has_sums_and_marks_the_rest_as_not_available(
     assert "nan" not in text.lower().replace("tenant", "")
 
 
-def test_a_table_shows_means_without_clients(tmp_path: Path, make_config: Callable[..., dict[str, Any]]) -> None:
+def test_table_shows_no_client_spread_with_secure_aggregation(
+    tmp_path: Path, make_config: Callable[..., dict[str, Any]]
+) -> None:
     """A row with secure aggregation has no standard deviation over the clients, and is not compared with others."""
     config = make_config("fedavg", model="linear", num_server_rounds=1)
     config = {key: value for key, value in config.items() if key not in ("run-name", "output-dir", "method")}
@@ -158,7 +160,7 @@ def test_a_table_shows_means_without_clients(tmp_path: Path, make_config: Callab
 
 
 @pytest.mark.parametrize("mode", ["on", "auto"])
-def test_system_accuracy_needs_single_clients(
+def test_system_accuracy_is_unavailable_with_secure_aggregation(
     make_config: Callable[..., dict[str, Any]], warnings: pytest.LogCaptureFixture, mode: str
 ) -> None:
     config = make_config("feddrm", model="mlp", num_server_rounds=1, system_accuracy=mode) | SECURE
@@ -171,7 +173,7 @@ def test_system_accuracy_needs_single_clients(
     assert "with secure-aggregation the clients keep their models and test samples" in warnings.text
 
 
-def test_a_cohort_that_is_not_all_clients_has_local_scores_of_the_cohort(
+def test_partial_cohort_has_local_scores_of_the_cohort_only(
     make_config: Callable[..., dict[str, Any]], federate: Callable[..., Any]
 ) -> None:
     """Otherwise the local score of the only client outside the cohort would be a sum of one."""

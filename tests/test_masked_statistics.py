@@ -41,7 +41,7 @@ def test_mean_and_squares_by_hand() -> None:
 
 @pytest.mark.parametrize("centre", [0.0, 1.0, -1e6, 1e12, 3e38, 1e-30])
 @pytest.mark.parametrize("spread", [1.0, 1e-9])
-def test_sums_give_the_statistics_of_all_rows(centre: float, spread: float) -> None:
+def test_masked_sums_give_the_statistics_of_all_rows(centre: float, spread: float) -> None:
     """The sums lose no digits, even if the deviation is far smaller than the mean."""
     rng = np.random.default_rng(5)
     scale = spread * (abs(centre) or 1)
@@ -57,14 +57,14 @@ def test_sums_give_the_statistics_of_all_rows(centre: float, spread: float) -> N
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -7e-20, 123456.789, 3.4e38])
-def test_a_constant_feature_has_its_value_and_no_deviation(value: float) -> None:
+def test_constant_feature_has_its_value_and_zero_deviation(value: float) -> None:
     sites = [(n, *moments(np.full((n, 1), value))) for n in (5, 11, 10**6)]
     sums = pooled(added(*(numbers_of(None, *part) for part in sites)), 1, classes=False)
     assert sums.mean.tolist() == [value] and sums.squares.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 30, 300, 550])
-def test_labels_are_read_from_the_sum_with_the_number_of_sites(count: int) -> None:
+def test_pooled_sum_gives_labels_with_their_site_counts(count: int) -> None:
     draw = random.Random(count)
     names = [f"Größe {i}" * draw.randint(1, 5) for i in range(count)] + ["x" * NAME_BYTES]
     sites = [draw.sample(names, draw.randint(0, len(names))) for _ in range(20)]
@@ -83,7 +83,7 @@ def test_too_many_labels_and_long_labels_are_errors() -> None:
         numbers_of(None, 10**9, np.array([1e200]), np.array([0.0]))
 
 
-def test_any_sum_ends_in_labels_or_an_error() -> None:
+def test_corrupted_sums_are_rejected() -> None:
     """A site can send any numbers."""
     rng = random.Random(3)
     honest = numbers_of(["a", "b"], 1, EMPTY, EMPTY)
@@ -98,7 +98,7 @@ def test_sums_over_no_rows_are_an_error() -> None:
         pooled([1, 0, *[0] * 17], 1, classes=False)
 
 
-def test_a_label_of_one_site_alone_needs_confirmation() -> None:
+def test_label_of_a_single_site_needs_confirmation() -> None:
     site = Description("features", (2,), True, (), 1, EMPTY, EMPTY)
 
     def pool(data: DataSettings, names: list[str]) -> Any:
@@ -158,9 +158,7 @@ class Server(NodeGrid):
         ]
 
 
-def test_a_run_has_the_statistics_of_a_run_without_masks(
-    hospitals: list[dict[str, Any]], config: dict[str, Any]
-) -> None:
+def test_masked_run_has_the_statistics_of_a_plain_run(hospitals: list[dict[str, Any]], config: dict[str, Any]) -> None:
     plain = run(NodeGrid(*hospitals), config)
     server = Server(*hospitals)
     masked = run(server, config | SECURE)
@@ -181,7 +179,7 @@ def test_a_run_has_the_statistics_of_a_run_without_masks(
         assert abs(word.astype(np.float64).mean() / 2**32 - 0.5) < 0.02 and (word == 0).mean() < 0.001
 
 
-def test_a_site_whose_data_does_not_fit_adds_nothing(
+def test_site_with_other_columns_adds_no_statistics(
     hospitals: list[dict[str, Any]], config: dict[str, Any], tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     odd = hospital(tmp_path, "odd", ["well", "ill"], 9, weight=np.ones(60))
@@ -192,7 +190,7 @@ def test_a_site_whose_data_does_not_fit_adds_nothing(
     assert sorted(done.strategy.clients) == [0, 1, 3, 4] or sorted(done.strategy.clients) == [0, 1, 2, 3]
 
 
-def test_statistics_without_a_site_that_leaves(
+def test_statistics_exclude_a_site_that_leaves(
     hospitals: list[dict[str, Any]], config: dict[str, Any], warnings: pytest.LogCaptureFixture
 ) -> None:
     """A site leaves after it has shared its secrets; the others reconstruct its masks."""
@@ -213,9 +211,7 @@ def test_statistics_without_a_site_that_leaves(
     assert done.summary["status"] == "completed"
 
 
-def test_too_few_sites_are_an_error_that_says_what_to_do(
-    hospitals: list[dict[str, Any]], config: dict[str, Any]
-) -> None:
+def test_too_few_sites_are_an_error(hospitals: list[dict[str, Any]], config: dict[str, Any]) -> None:
     def breaks(message: Message, entries: Any) -> None:
         if entries.get("secure-stage") == "statistics" and message.metadata.dst_node_id > 2:
             del entries["settings"]
@@ -224,7 +220,7 @@ def test_too_few_sites_are_an_error_that_says_what_to_do(
         run(Server(*hospitals, change=breaks), config | SECURE)
 
 
-def test_a_site_with_another_request_does_not_cancel(hospitals: list[dict[str, Any]], config: dict[str, Any]) -> None:
+def test_masks_do_not_cancel_after_a_changed_request(hospitals: list[dict[str, Any]], config: dict[str, Any]) -> None:
     """The server asks one site for another column order, to recognise its numbers in the sum."""
 
     def lies(message: Message, entries: Any) -> None:
@@ -235,7 +231,7 @@ def test_a_site_with_another_request_does_not_cancel(hospitals: list[dict[str, A
         run(Server(*hospitals, change=lies), config | SECURE)
 
 
-def test_a_site_adds_its_statistics_once_in_a_run(hospitals: list[dict[str, Any]], config: dict[str, Any]) -> None:
+def test_site_adds_its_statistics_once_per_run(hospitals: list[dict[str, Any]], config: dict[str, Any]) -> None:
     """Two sums with different sites would differ by the numbers of one site."""
     server = Server(*hospitals)
     run(server, config | SECURE)
@@ -252,7 +248,7 @@ def test_a_site_adds_its_statistics_once_in_a_run(hospitals: list[dict[str, Any]
         assert "is not the name of a round" in reply.error.reason
 
 
-def test_a_site_with_trusted_keys_describes_nothing_to_a_run_without_masks(
+def test_site_with_trusted_keys_requires_secure_aggregation(
     hospitals: list[dict[str, Any]], config: dict[str, Any], tmp_path: Path
 ) -> None:
     make_certificates(tmp_path / "keys", [], [h["name"] for h in hospitals], 1)

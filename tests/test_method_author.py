@@ -62,12 +62,12 @@ def write(folder: Path, source: str) -> None:
     (folder / "mine.py").write_text(source, encoding="utf-8")
 
 
-def test_the_table_has_twelve_names() -> None:
+def test_docs_table_has_twelve_names() -> None:
     assert len(NAMES) == 12
 
 
 @pytest.mark.parametrize("method", DAY)
-def test_a_method_is_short_and_needs_only_the_names_of_the_table(method: str) -> None:
+def test_documented_methods_are_short_and_use_only_listed_names(method: str) -> None:
     source = source_of(method)
     assert lines_of(source) <= DAY[method]
     assert names_of(source) <= NAMES | BASES
@@ -93,7 +93,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
         ("MyScaffold", "scaffold", {}, {}),
     ],
 )
-def test_a_method_of_the_page_trains_as_the_built_in_method(
+def test_documented_methods_train_like_the_built_in_methods(
     method: str,
     known: str,
     own: Config,
@@ -109,7 +109,7 @@ def test_a_method_of_the_page_trains_as_the_built_in_method(
     assert [record.dropped for record in first.records] == [[]] * 3
 
 
-def test_the_server_rule_moves_part_of_the_way(
+def test_documented_server_rule_scales_the_step(
     mine: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
     slow, usual = (
@@ -128,7 +128,7 @@ def small(task):
 """
 
 
-def test_posy_handles_the_statistics_of_batchnorm_in_a_method_of_the_page(
+def test_documented_methods_exclude_batchnorm_statistics(
     tmp_path: Path, mine: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
     """A control variate has no running statistics, and a server that moves a model does not extrapolate them."""
@@ -147,7 +147,7 @@ def test_posy_handles_the_statistics_of_batchnorm_in_a_method_of_the_page(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_built_in_methods_pass_the_checks(method: str) -> None:
+def test_built_in_methods_pass_the_checks(method: str) -> None:
     check_code(method, settings_class(method), strategy_class(method), client_class(method))
 
 
@@ -205,7 +205,7 @@ def error_of(source: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> s
 
 
 @pytest.mark.parametrize(("source", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_before_the_first_round(
+def test_mistakes_are_reported_before_round_1(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -215,7 +215,7 @@ def test_a_mistake_is_named_before_the_first_round(
 
 
 @pytest.mark.parametrize(("source", "message"), UNDECLARED.values(), ids=UNDECLARED)
-def test_a_reply_must_be_declared(
+def test_reply_arrays_must_be_declared(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -223,7 +223,7 @@ def test_a_reply_must_be_declared(
     assert message in error_of(dedent(HEAD) + settings + source + "\n", tmp_path, capsys)
 
 
-def test_an_array_needs_an_answer_on_noise_and_sums(
+def test_array_declaration_requires_noise_and_sums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -232,7 +232,7 @@ def test_an_array_needs_an_answer_on_noise_and_sums(
 
 
 @pytest.mark.parametrize("answer", [False, None, ""])
-def test_an_answer_is_true_or_a_reason(answer: Any) -> None:
+def test_declared_support_is_true_or_a_reason(answer: Any) -> None:
     """``noise=False`` without a reason must not allow noise."""
     with pytest.raises(TypeError, match=re.escape(repr(answer))):
         model(noise=answer, sums=True)
@@ -255,7 +255,7 @@ OTHER_ARRAYS = {
 
 
 @pytest.mark.parametrize(("source", "message"), OTHER_ARRAYS.values(), ids=OTHER_ARRAYS)
-def test_an_undeclared_array_ends_the_run_with_its_name(
+def test_undeclared_array_ends_the_run(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -187,7 +187,7 @@ class ExampleSettings(MethodSettings):
         return {"momentum": "its steps are plain"}
 
 
-def test_parts_of_a_page(generate: dict[str, Any]) -> None:
+def test_generated_page_sections(generate: dict[str, Any]) -> None:
     card = ExampleSettings.card
     assert generate["cited"](card) == "Doe et al. [A title](https://example.org/paper). Venue, 2024."
     equations = generate["equations"](card).splitlines()
@@ -210,7 +210,7 @@ def test_parts_of_a_page(generate: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_card_names_the_arrays_that_the_method_declares(method: str) -> None:
+def test_card_arrays_match_the_declared_arrays(method: str) -> None:
     cls = settings_class(method)
     sent, returned = ([key.partition(" (")[0] for key in arrays] for arrays in (cls.card.sent, cls.card.returned))
     once = [name for name in sent if cls.sent_once and name.startswith(f"{cls.sent_once}-")]

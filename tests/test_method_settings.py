@@ -91,7 +91,7 @@ def digest(finished: Any) -> str:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_setting_of_a_method_changes_the_run_or_is_refused(
+def test_method_setting_changes_the_run_or_is_reported(
     method: str, make_config: Make, federate: Make, warnings: pytest.LogCaptureFixture
 ) -> None:
     declared = dict(groups([method])[method])
@@ -161,7 +161,7 @@ def test_a_shared_setting_without_an_effect_is_reported_once_before_round_1(
     assert all(text.startswith(words) for text in logged)
 
 
-def test_all_clients_in_the_last_round_reach_the_neighbours(make_strategy: Make) -> None:
+def test_full_last_round_has_enough_neighbours(make_strategy: Make) -> None:
     settings = {"secure_aggregation": True, "secure_neighbours": 3, "fraction_train": 0.75}
     for full_last_round, count in ((True, 0), (False, 1)):
         strategy = make_strategy("fedavg", **settings, full_last_round=full_last_round)

@@ -45,7 +45,7 @@ def assert_same_run(first, second):
 
 
 @every_method
-def test_names_of_a_method(method):
+def test_class_names_match_the_method(method):
     assert issubclass(strategy_class(method), PersonalisedStrategy)
     assert strategy_class(method).__name__ in (METHODS[method], "PersonalisedStrategy")
     assert client_class(method).__name__ in (METHODS[method] + "Client", "PersonalClient")
@@ -79,7 +79,7 @@ def test_training_lowers_the_loss(make_config, federate, method):
 
 
 @every_method
-def test_partial_participation_and_its_cohorts(make_config, federate, method):
+def test_cohorts_with_partial_participation(make_config, federate, method):
     """A cohort is two of four clients, drawn from seed and round. All methods agree, except PPFE at stage ends."""
     settings = {"num_server_rounds": 5, "fraction_train": 0.3}
     finished = federate(make_config(method, **settings, pfedme_clients="cohort"))
@@ -111,7 +111,7 @@ def test_all_clients_take_part_in_a_full_last_round(make_config, federate, metho
 
 
 @every_method
-def test_state_of_the_server_can_be_stored_and_loaded(make_config, federate, method, tmp_path):
+def test_server_state_can_be_stored_and_loaded(make_config, federate, method, tmp_path):
     """A new strategy that loads the state from a safetensors file serves the same arrays to every client."""
     config = make_config(method, num_server_rounds=5, fraction_train=0.3, pfedme_clients="cohort")
     strategy = federate(config).strategy
@@ -138,7 +138,7 @@ def test_state_of_the_server_can_be_stored_and_loaded(make_config, federate, met
 
 
 @every_method
-def test_client_that_raises_counts_as_absent(make_config, federate, failing, method):
+def test_failed_client_counts_as_absent(make_config, federate, failing, method):
     """The client is dropped and recorded. The round continues without it, and the next round includes it."""
     config = make_config(method, num_server_rounds=4, **FEATURES)
     failed = federate(config, grid=failing(("train", 2, 1)))
@@ -160,7 +160,7 @@ def test_client_that_raises_counts_as_absent(make_config, federate, failing, met
 
 
 @every_method
-def test_client_that_raises_in_an_evaluation_changes_nothing_but_its_scores(make_config, federate, failing, method):
+def test_failed_evaluation_affects_only_the_scores(make_config, federate, failing, method):
     config = make_config(method)
     failed = federate(config, grid=failing(("evaluate", 2, 1)))
     complete = federate(config)
@@ -188,7 +188,7 @@ SAME = ("fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp",
 
 
 @pytest.mark.parametrize("method", [*SAME, "fedpac", "fedas"])
-def test_one_client_is_served_what_it_trained(make_config, federate, method):
+def test_single_client_is_served_its_trained_model(make_config, federate, method):
     """A mean over one client is the client's model (FedFew with K = 1)."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2

@@ -24,7 +24,7 @@ def test_spread_of_three_clients_by_hand() -> None:
     assert over["jain"] == pytest.approx(2.25 / 3.03)
 
 
-def test_jain_is_one_for_equals_and_one_over_m_for_a_single_winner() -> None:
+def test_jain_of_equal_values_and_of_a_single_nonzero_value() -> None:
     equal, single = spread([0.3] * 7, [1] * 7), spread([0, 0, 0, 0.8], [1] * 4)
     assert equal is not None
     assert single is not None
@@ -56,13 +56,13 @@ def test_no_clients() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_values_that_are_no_numbers_are_refused_by_client(bad: float) -> None:
+def test_non_finite_values_raise_with_the_client_index(bad: float) -> None:
     with pytest.raises(ValueError, match=r"clients \[1\]"):
         spread([0.5, bad], [1, 1])
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, math.nan], [1]])
-def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
+def test_invalid_weights_raise(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
         spread([0.5, 0.6], weights)
 

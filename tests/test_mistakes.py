@@ -56,7 +56,7 @@ HOOKS = ("serve", "returns", "trains_all", "train_config", "check", "aggregate")
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("error", [AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError])
-def test_an_exception_of_a_hook_on_the_server_ends_the_run(
+def test_server_hook_exceptions_end_the_run(
     hook: str, error: type[Exception], make_config: Any, federate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
@@ -68,7 +68,7 @@ def test_an_exception_of_a_hook_on_the_server_ends_the_run(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_exception_of_a_hook_on_a_client_ends_the_run_with_its_place(
+def test_client_hook_exceptions_end_the_run_with_a_traceback(
     workers: int, make_config: Any, federate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: PersonalClient, start: torch.Tensor) -> Any:
@@ -86,7 +86,7 @@ def test_an_exception_of_a_hook_on_a_client_ends_the_run_with_its_place(
 
 
 @pytest.mark.parametrize("error", [TrainingDivergedError, SettingsError, OSError, MemoryError])
-def test_a_failure_of_a_client_drops_its_reply(
+def test_client_failures_drop_the_reply(
     error: type[Exception], make_config: Any, federate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = PersonalClient.work
@@ -102,14 +102,14 @@ def test_a_failure_of_a_client_drops_its_reply(
     assert all("no luck" in reason for record in finished.records for _, reason in record.dropped)
 
 
-def test_failures_and_mistakes() -> None:
+def test_is_failure_excludes_mistakes() -> None:
     failures = (TrainingDivergedError(), DataError("x", "missing-value"), OSError(), MemoryError(), BadReplyError())
     assert all(map(is_failure, (*failures, torch.OutOfMemoryError())))
     assert not any(map(is_failure, (ValueError(), KeyError(), ArithmeticError(), RuntimeError(), MethodError())))
 
 
 @pytest.mark.parametrize(("where", "line"), [("client", "work"), ("check", "check")])
-def test_the_traceback_of_a_custom_method_shows_its_line(
+def test_traceback_shows_the_line_of_a_custom_method(
     where: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines = {"client": "pass", "check": "pass"} | {where: "self.method.strenght"}
@@ -122,7 +122,7 @@ def test_the_traceback_of_a_custom_method_shows_its_line(
     assert place_of(raised.value).startswith(f"mine_{where}.py, line ") or raised.value.__notes__
 
 
-def test_the_place_is_in_posy_or_custom_code_and_not_in_a_library() -> None:
+def test_place_of_skips_library_code() -> None:
     def raised_by(function: Callable[[], Any]) -> Exception:
         try:
             function()
@@ -135,7 +135,7 @@ def test_the_place_is_in_posy_or_custom_code_and_not_in_a_library() -> None:
     assert place_of(ValueError()) == "an unknown place"
 
 
-def test_a_file_outside_of_the_bundle_stays_private_on_request(tmp_path: Path) -> None:
+def test_place_of_hides_files_outside_the_bundle_on_request(tmp_path: Path) -> None:
     (tmp_path / "site_reader.py").write_text("def read():\n    raise ValueError\n")
     with pytest.raises(ValueError, match="") as raised:
         load(f"{tmp_path / 'site_reader.py'}:read", "dataset")()
@@ -143,7 +143,7 @@ def test_a_file_outside_of_the_bundle_stays_private_on_request(tmp_path: Path) -
     assert place_of(raised.value, outside=False).startswith("tests/test_mistakes.py, line ")
 
 
-def test_an_exception_that_cannot_be_pickled_keeps_its_traceback() -> None:
+def test_unpicklable_exception_keeps_its_traceback() -> None:
     class LocalError(Exception):
         """An exception of a class that another process cannot import."""
 
@@ -155,7 +155,7 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_traceback() -> None:
     assert "test_mistakes.py" in portable.__notes__[0]
 
 
-def test_a_real_node_reports_the_place_and_a_simulation_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_report_the_place_and_simulations_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         _ = {}["a mistake"]
     except KeyError as error:
@@ -170,7 +170,7 @@ def test_a_real_node_reports_the_place_and_a_simulation_the_traceback(monkeypatc
     assert noted.__notes__[0].startswith("Traceback")
 
 
-def test_only_a_simulation_believes_the_traceback_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_tracebacks_end_only_simulated_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "<class 'posy.mistakes.MethodError'>:<'Traceback (most recent call last):\n  File x\nKeyError: 1\n'>"
     raise_mistake(3, Error(1, reason))  # a real node cannot end a run
     monkeypatch.setattr(mistakes, "in_simulation", lambda: True)
@@ -179,7 +179,7 @@ def test_only_a_simulation_believes_the_traceback_of_a_client(monkeypatch: pytes
         raise_mistake(3, Error(1, reason))
 
 
-def test_metrics_are_finite_numbers() -> None:
+def test_metrics_must_be_finite_numbers() -> None:
     def content(**values: Any) -> RecordDict:
         return RecordDict({"metrics": MetricRecord(values)})
 

@@ -70,7 +70,7 @@ def test_every_model_has_a_test_task() -> None:
 
 
 @pytest.mark.parametrize("name", SUITED)
-def test_form_of_the_chain(name: str) -> None:
+def test_chain_model_structure(name: str) -> None:
     task = SUITED[name]
     model = build_model(name, task, seed=1)
     x = batch(task)
@@ -144,7 +144,7 @@ def test_parameter_counts_by_hand(name: str, task: Task, counts: dict[str, int])
 
 
 @pytest.mark.parametrize(("task", "total"), [(CIFAR, 878_538), (MNIST, 582_026)])
-def test_size_of_the_papers_cnn(task: Task, total: int) -> None:
+def test_cnn_has_the_size_in_the_paper(task: Task, total: int) -> None:
     assert count(build_model("cnn", task, seed=0)) == total
 
 
@@ -155,7 +155,7 @@ def test_convolution_pools_before_relu_and_equals_relu_before_pooling() -> None:
     assert torch.equal(block(x), expected)
 
 
-def test_small_and_large_images_get_their_stem() -> None:
+def test_resnet_stem_depends_on_the_image_size() -> None:
     at_most_64 = build_model("resnet18-gn", Task("image", (1, 64, 64), TEN), seed=0)
     above = build_model("resnet18-gn", Task("image", (3, 65, 65), TEN), seed=0)
     assert at_most_64.blocks["stem"](torch.randn(1, 1, 64, 64)).shape == (1, 64, 64, 64)
@@ -167,7 +167,7 @@ def test_small_and_large_images_get_their_stem() -> None:
 
 
 @pytest.mark.parametrize("name", SUITED)
-def test_seed_alone_decides_the_weights(name: str) -> None:
+def test_weights_depend_only_on_the_seed(name: str) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -181,7 +181,7 @@ def test_seed_alone_decides_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUITED)
-def test_reset_draws_new_weights_of_the_same_kind(name: str) -> None:
+def test_reset_draws_new_weights_from_the_same_distribution(name: str) -> None:
     model = build_model(name, SUITED[name], seed=3)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     torch.manual_seed(5)
@@ -219,7 +219,7 @@ def test_vmap_over_stacked_models_equals_a_loop(name: str, training: bool) -> No
             torch.testing.assert_close(buffers[key][k], buffer, rtol=1e-4, atol=1e-5)
 
 
-def test_batch_norm_keeps_running_statistics_and_its_counter_does_not_travel() -> None:
+def test_layout_holds_running_statistics_but_no_batch_counter() -> None:
     model = build_model("resnet18-bn", DIGITS, seed=0)
     layout = Architecture("resnet18-bn", DIGITS).layout
     counters = {name for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
@@ -239,7 +239,7 @@ def test_batch_norm_keeps_running_statistics_and_its_counter_does_not_travel() -
     assert torch.equal(stem.norm.running_mean, before)  # evaluation leaves them alone
 
 
-def test_reset_forgets_the_running_statistics() -> None:
+def test_reset_clears_the_running_statistics() -> None:
     model = build_model("resnet18-bn", DIGITS, seed=0)
     norm = model.blocks["stem"].norm
     model(batch(DIGITS, 8))
@@ -269,7 +269,7 @@ def test_residual_blocks_start_as_their_shortcut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fasttext", "textcnn"])
-def test_padding_counts_for_nothing(name: str) -> None:
+def test_padding_has_no_effect(name: str) -> None:
     model = build_model(name, NEWS, seed=0)
     tokens = torch.tensor([[5, 6, 7, 8, 9, 3, 0, 0, 0, 0, 0, 0]])
     rows = model.layer("embedding").state_dict()
@@ -287,7 +287,7 @@ def test_padding_counts_for_nothing(name: str) -> None:
     assert not embedding.grad[0].any()
 
 
-def test_fasttext_ignores_padding_whatever_its_row_holds() -> None:
+def test_fasttext_ignores_the_padding_vector() -> None:
     model = build_model("fasttext", NEWS, seed=0)
     tokens = torch.tensor([[5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
     before = model(tokens)
@@ -310,7 +310,7 @@ def test_an_lstm_of_one_unit_by_hand() -> None:
     assert two.item() == pytest.approx(0.156277, abs=1e-6)  # the token without a vector is passed over
 
 
-def test_the_lstm_is_pytorchs() -> None:
+def test_lstm_matches_pytorch() -> None:
     model = build_model("lstm", NEWS, seed=0)
     cell, vectors = model.layer("lstm"), model.layer("embedding")
     torchs = nn.LSTM(300, 128, batch_first=True)
@@ -339,7 +339,7 @@ def test_capped_rank_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(7, 3), (64, 10), (5, 5), (2, 3)])
-def test_capped_rank_is_the_largest_that_saves(inputs: int, outputs: int) -> None:
+def test_capped_rank_is_the_largest_rank_that_saves_parameters(inputs: int, outputs: int) -> None:
     saving = [rank for rank in range(1, 100) if rank * (inputs + outputs) < inputs * outputs]
     assert capped_rank(inputs, outputs, 100) == (saving[-1] if saving else None)
 
@@ -379,7 +379,7 @@ def test_factors_keep_the_largest_singular_values() -> None:
         ((80, 40, 16), 253_074, 0.1779),  # saves 54,400 + 320 + 48
     ],
 )
-def test_reduced_models_of_ppfe(ranks: tuple[int, int, int], total: int, reduction: float) -> None:
+def test_ppfe_low_rank_model_sizes(ranks: tuple[int, int, int], total: int, reduction: float) -> None:
     wanted = dict(zip(("fc1", "fc2", "head"), ranks, strict=True))
     dense = build_model("cnn-3fc", CIFAR, seed=0)
     low = build_model("cnn-3fc", CIFAR, seed=0, ranks=wanted)
@@ -400,7 +400,7 @@ def test_dropout_by_hand() -> None:
     assert "numbers" not in layer.state_dict()
 
 
-def test_ranks_name_fully_connected_layers() -> None:
+def test_invalid_ranks_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"conv1.*fc1, fc2, head"):
         build_model("cnn-3fc", CIFAR, seed=0, ranks={"conv1": 3})
     with pytest.raises(ValueError, match="rank = 0"):
@@ -418,7 +418,7 @@ def test_sharing_levels() -> None:
     assert [shared_blocks(build_model("linear", CIFAR, seed=0), level) for level in SHARING] == [0, 0, 0, 0]
 
 
-def test_two_branches_by_sharing_level() -> None:
+def test_client_branch_size_by_sharing_level() -> None:
     """LeNet's blocks hold 2,496, 51,392, 820,736, 131,840 and 33,152 parameters; a head of 5 clients 128·5+5."""
     expected = {"none": 1_039_616, "shallow": 1_037_120, "mid": 985_728, "deep": 33_152}
     for level, own in expected.items():
@@ -429,7 +429,7 @@ def test_two_branches_by_sharing_level() -> None:
 
 
 @pytest.mark.parametrize("name", SUITED)
-def test_two_branches_share_the_body_and_not_the_rest(name: str) -> None:
+def test_two_branches_share_only_the_lower_blocks(name: str) -> None:
     task = SUITED[name]
     model = build_model(name, task, seed=0)
     two = TwoBranch(model, 7)
@@ -449,7 +449,7 @@ def test_two_branches_share_the_body_and_not_the_rest(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUITED)
-def test_a_conditional_policy_goes_with_every_network(name: str) -> None:
+def test_conditional_policy_works_with_every_network(name: str) -> None:
     task = SUITED[name]
     model = build_model(name, task, seed=0).eval()
     first, second, other = (Conditional(model, seed=seed).eval() for seed in (0, 0, 1))
@@ -461,7 +461,7 @@ def test_a_conditional_policy_goes_with_every_network(name: str) -> None:
     assert set(layers) == {*model.layer_names, "policy", "global-head"}
 
 
-def test_client_branch_has_weights_of_its_own_from_its_seed() -> None:
+def test_client_branch_weights_depend_on_its_seed() -> None:
     model = build_model("lenet-gn", CIFAR, seed=0)
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -478,7 +478,7 @@ def test_client_branch_has_weights_of_its_own_from_its_seed() -> None:
     assert not torch.equal(first.client_head.weight, other.client_head.weight)
 
 
-def test_linear_layers_after_kaiming() -> None:
+def test_kaiming_initialisation_of_linear_layers() -> None:
     """Weights of standard deviation √(2 / inputs) and biases of 0; convolutions and norms stay as they are."""
     plain = Architecture("lenet-gn", CIFAR).extended(TwoBranch, num_clients=5)
     first, again = (replace(plain, linear_init="kaiming").build(3) for _ in range(2))
@@ -496,7 +496,7 @@ def test_linear_layers_after_kaiming() -> None:
     assert torch.corrcoef(torch.stack([classes.ravel(), clients.ravel()]))[0, 1].abs() < 0.05
 
 
-def test_directions_of_a_head_are_no_weights_of_a_linear_layer() -> None:
+def test_kaiming_initialisation_skips_cosine_heads() -> None:
     plain = Architecture("mlp", FEATURES).extended(with_cosine_head, classes=FEATURES.num_classes, scale=10.0)
     kaiming = replace(plain, linear_init="kaiming")
     assert torch.equal(plain.build(1).head.weight, kaiming.build(1).head.weight)
@@ -506,7 +506,7 @@ def test_directions_of_a_head_are_no_weights_of_a_linear_layer() -> None:
 # Which network for which data
 
 
-def test_auto() -> None:
+def test_auto_selects_a_model_by_task() -> None:
     assert resolve("auto", CIFAR) == resolve("auto", Task("image", (1, 20, 20), TEN)) == "cnn"
     assert resolve("auto", DIGITS) == resolve("auto", Task("image", (1, 32, 19), TEN)) == "mlp"
     assert resolve("auto", FEATURES) == "mlp"
@@ -527,7 +527,7 @@ def test_auto() -> None:
         ("vgg", FEATURES, "one of auto, linear, mlp"),
     ],
 )
-def test_wrong_combinations_name_what_suits(name: str, task: Task, allowed: str) -> None:
+def test_unsuitable_model_error_lists_allowed_models(name: str, task: Task, allowed: str) -> None:
     with pytest.raises(SettingsError, match=f"^model = '{name}'.*{allowed}"):
         build_model(name, task, seed=0)
 

@@ -15,7 +15,7 @@ SOURCE = b'''def share(a: int = 3, *, total: int) -> float:
 '''
 
 
-def test_each_part_of_a_function_has_its_faults() -> None:
+def test_mutants_cover_each_part_of_a_function() -> None:
     mutants = mutants_of("m.py", SOURCE)
     faults = {(mutant.kind, mutant.original, mutant.replacement) for mutant in mutants}
     assert faults == {
@@ -31,14 +31,14 @@ def test_each_part_of_a_function_has_its_faults() -> None:
     assert mutants[0].applied(SOURCE).count(b"not total <= 0") == 1
 
 
-def test_the_faults_of_the_project_are_valid_and_have_distinct_keys() -> None:
+def test_project_mutants_are_valid_and_have_distinct_keys() -> None:
     mutants = all_mutants(ROOT)
     assert len({mutant.key for mutant in mutants}) == len(mutants) > 5000
     for mutant in mutants[::100]:
         ast.parse(mutant.applied((ROOT / mutant.file).read_bytes()))
 
 
-def test_the_tests_of_a_module_are_those_that_name_or_import_it(tmp_path: Path) -> None:
+def test_covering_tests_name_or_import_the_module(tmp_path: Path) -> None:
     for folder in ("tests", "docs/methods"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "docs/methods/ditto.md").touch()
@@ -50,7 +50,7 @@ def test_the_tests_of_a_module_are_those_that_name_or_import_it(tmp_path: Path) 
     assert covering_tests("client_app/base.py", tmp_path, tests) == [own, fedfew]
 
 
-def test_a_fault_is_caught_or_survives(tmp_path: Path) -> None:
+def test_mutant_is_caught_or_survives(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_bytes(SOURCE)
     check = "def test_share():\n    from m import share\n\n    assert share(1, total=2) == -0.5\n"
     (tmp_path / "test_m.py").write_text(f"import sys\n\nsys.path.insert(0, {str(tmp_path)!r})\n\n\n{check}")
