@@ -1,4 +1,4 @@
-"""Methods that keep layers or heads on the clients: papers' rules worked by hand, limits, notices and defaults."""
+"""Methods with layers or heads on the clients: rules of the papers by hand, limits, notices and defaults."""
 
 import math
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_methods_score_the_served_model(method: str) -> None:
     assert settings_class("fedbabu").point == "local"  # after fine-tuning
 
 
-# -- settings under which a method is another one ---------------------------------------------------------
+# -- degenerate settings ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_regular_runs_have_no_notices(
 
 @pytest.mark.parametrize("layers", [3, 4])
 def test_fedper_rejects_a_run_without_shared_layers(layers: int, make_strategy: Make) -> None:
-    with pytest.raises(SettingsError, match=rf"fedper-layers = {layers} .*3 layers.*set it to at most 2"):
+    with pytest.raises(SettingsError, match=rf"fedper-layers = {layers} .*at most 2"):
         make_strategy("fedper", model="mlp", fedper_layers=layers)
     assert make_strategy("fedper", model="mlp", fedper_layers=2).model.size
 
@@ -113,35 +113,35 @@ def test_fedper_rejects_a_run_without_shared_layers(layers: int, make_strategy: 
 
 
 def test_pfedfda_update_norm_excludes_means_and_covariance(make_config: Make, federate: Make) -> None:
-    """Means and covariance move by more than every body: a limit above the bodies' changes drops no client."""
+    """Means and covariance change more than any body, but a limit above the bodies' changes drops no client."""
     config = make_config("pfedfda", model="mlp", num_server_rounds=1)
     changes: list[list[float]] = []
 
-    def far_means(strategy: Any) -> None:
+    def shift_means(strategy: Any) -> None:
         strategy.means = strategy.means + 3
 
-    def note(strategy: Any) -> None:
-        far_means(strategy)
-        sent, usual = strategy.serve(0), strategy.aggregate
+    def record_changes(strategy: Any) -> None:
+        shift_means(strategy)
+        sent, original = strategy.serve(0), strategy.aggregate
 
         def aggregate(server_round: int, updates: list[Any]) -> dict[str, Any]:
             for update in updates:
                 changes.append([float(np.linalg.norm(update.arrays[name] - sent[name])) for name in sent])
-            return dict(usual(server_round, updates))
+            return dict(original(server_round, updates))
 
         strategy.aggregate = aggregate
 
-    federate(config, prepare=note)
+    federate(config, prepare=record_changes)
     limit = 1.01 * max(body for body, _, _ in changes)
     assert len(changes) == 4 and max(math.hypot(*statistics) for _, *statistics in changes) > 2 * limit
-    limited = federate({**config, "max-update-norm": limit, "run-name": "limited"}, prepare=far_means)
+    limited = federate({**config, "max-update-norm": limit, "run-name": "limited"}, prepare=shift_means)
     assert limited.records[0].dropped == []
-    strict = federate({**config, "max-update-norm": 0.98 * limit, "run-name": "strict"}, prepare=far_means)
+    strict = federate({**config, "max-update-norm": 0.98 * limit, "run-name": "strict"}, prepare=shift_means)
     assert len(strict.records[0].dropped) == 1
 
 
 def test_pfedfda_masked_sums_equal_plain_means(make_config: Make, federate: Make) -> None:
-    """Secure aggregation covers means and covariance as well, which have no part in the norm."""
+    """Secure aggregation also masks means and covariance, which the norm excludes."""
     settings = {"model": "mlp", "num_server_rounds": 2}
     plain = federate(make_config("pfedfda", **settings)).strategy
     masked = federate(make_config("pfedfda", **settings, secure_aggregation=True, secure_range=64.0)).strategy
@@ -169,26 +169,28 @@ def test_pfedfda_beta_interpolates_both_gaussians(make_client: Make) -> None:
         features = torch.randn(21, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         overall = torch.ones(3, 64, dtype=torch.float64), 2 * torch.eye(64, dtype=torch.float64)
         ends.append(client.fitted(features, client.data.y_train, overall))
-    for globally, quarter, locally in zip(*ends, strict=True):
-        torch.testing.assert_close(quarter, 0.75 * globally + 0.25 * locally)
+    for global_end, quarter, local_end in zip(*ends, strict=True):
+        torch.testing.assert_close(quarter, 0.75 * global_end + 0.25 * local_end)
     torch.testing.assert_close(ends[0][1], 2 * torch.eye(64, dtype=torch.float64))
 
 
 def test_pfedfda_fits_separate_shares_for_means_and_covariance() -> None:
-    """The local means fit and the local covariance does not; all pairs of shares are tried by hand."""
+    """The local means fit and the local covariance does not. The test tries all pairs of shares."""
     rng = np.random.default_rng(0)
     labels = np.arange(60) % 2
     local_means, overall_means = np.array([[2.0, 0.0], [-2.0, 0.0]]), np.array([[0.0, 1.0], [0.5, -1.0]])
     local_covariance, overall_covariance = np.diag([9.0, 1.0]), np.eye(2)
     features, prior = local_means[labels] + rng.normal(size=(60, 2)), np.log([0.3, 0.7])
     losses = {}
-    for of_means in np.linspace(0, 1, 11):
-        for of_covariance in np.linspace(0, 1, 11):
-            means = of_means * local_means + (1 - of_means) * overall_means
-            inverse = np.linalg.inv(of_covariance * local_covariance + (1 - of_covariance) * overall_covariance)
+    for mean_share in np.linspace(0, 1, 11):
+        for covariance_share in np.linspace(0, 1, 11):
+            means = mean_share * local_means + (1 - mean_share) * overall_means
+            inverse = np.linalg.inv(covariance_share * local_covariance + (1 - covariance_share) * overall_covariance)
             scores = features @ inverse @ means.T - np.diag(means @ inverse @ means.T) / 2 + prior
             chosen = scores[np.arange(60), labels]
-            losses[round(of_means, 1), round(of_covariance, 1)] = (np.log(np.exp(scores).sum(axis=1)) - chosen).sum()
+            losses[round(mean_share, 1), round(covariance_share, 1)] = (
+                np.log(np.exp(scores).sum(axis=1)) - chosen
+            ).sum()
     overall = torch.from_numpy(overall_means), torch.from_numpy(overall_covariance)
     local = torch.from_numpy(local_means), torch.from_numpy(local_covariance)
     parts = [(local, torch.from_numpy(features), torch.from_numpy(labels))]
@@ -240,7 +242,7 @@ def test_pfedfda_rejects_an_invalid_covariance(make_strategy: Make) -> None:
 
 
 def test_fedala_does_not_mix_running_statistics(normalised: str, make_client: Make) -> None:
-    """The mixed layers hold a BatchNorm: its statistics are the global model's, and no weights belong to them."""
+    """The mixed layers include a BatchNorm, whose statistics are global and have no weights."""
     client = make_client("fedala", model=normalised, fedala_layers=2, **ONE_BATCH)
     client.fit([client.initial().numpy()], CONFIG)
     client_model = client.state["model"]
@@ -268,7 +270,7 @@ def test_fedala_does_not_mix_running_statistics(normalised: str, make_client: Ma
     "optimiser", [{"momentum": 0.9, "weight_decay": 0.1, "max_grad_norm": 0.01}, {"optimizer": "adam"}]
 )
 def test_fedala_learns_its_weights_with_plain_sgd(optimiser: dict[str, Any], make_client: Make) -> None:
-    """Momentum, decay, clipping and Adam apply to the model alone: W ← clip(W − η ∇L) has none of them (Eq. 5)."""
+    """Momentum, decay, clipping and Adam apply only to the model, not to W ← clip(W − η ∇L) (Eq. 5)."""
     results = []
     for settings in ({}, optimiser):
         client = make_client("fedala", model="mlp", **ONE_BATCH, **settings)
@@ -286,9 +288,11 @@ def test_fedala_threshold_sets_the_number_of_passes(make_client: Make, monkeypat
         client = make_client("fedala", batch_size=4, model="mlp", fedala_threshold=threshold)
         client.fit([client.initial().numpy()], CONFIG)
         passes = []
-        usual = client.jobs.answer
+        original = client.jobs.answer
         monkeypatch.setattr(
-            client.jobs, "answer", lambda work, usual=usual, passes=passes: (passes.append(work), usual(work))[1]
+            client.jobs,
+            "answer",
+            lambda work, original=original, passes=passes: (passes.append(work), original(work))[1],
         )
         client.fit([client.initial().numpy() + 0.1], SECOND)
         counts.append(sum(work.bounds is not None for work in passes))
@@ -300,7 +304,7 @@ def test_fedala_threshold_sets_the_number_of_passes(make_client: Make, monkeypat
 
 @pytest.mark.parametrize("strength", [0.0, 3.0])
 def test_sgd_does_not_rotate_the_fedcp_vector(strength: float, make_client: Make) -> None:
-    """The rows of the cross-entropy's gradient sum to 0 over the classes, so v of the round's start is v of its end."""
+    """The gradient of the cross-entropy sums to 0 over the classes, so training keeps v."""
     client = make_client("fedcp", local_epochs=3, weight_decay=0.01, fedcp_strength=strength, **ONE_BATCH)
     before = client.layout.views(client.initial())["model.head.weight"]
     client.fit([client.shared.take(client.initial()).numpy()], {"server-round": 1, "lr": 1.0})
@@ -317,22 +321,22 @@ def test_sgd_does_not_rotate_the_fedcp_vector(strength: float, make_client: Make
 def test_lost_client_state_does_not_distort_the_mean(
     method: str, make_config: Make, federate: Make, failing: Make
 ) -> None:
-    """The mean of a round covers its good replies only; the server keeps nothing of the client that is dropped."""
+    """The mean of a round covers only its accepted replies, and the server stores nothing from the dropped client."""
     config = make_config(method, model="mlp", num_server_rounds=2)
     before = {}
 
-    def note(strategy: Any) -> None:
-        usual = strategy.aggregate
+    def record_mean(strategy: Any) -> None:
+        original = strategy.aggregate
 
         def aggregate(server_round: int, updates: list[Any]) -> dict[str, Any]:
             weights = np.array([update.num_examples for update in updates], np.float64)
             rows = np.stack([np.asarray(update.arrays["model"], np.float64) for update in updates])
             before[server_round] = ([update.client for update in updates], weights @ rows / weights.sum())
-            return dict(usual(server_round, updates))
+            return dict(original(server_round, updates))
 
         strategy.aggregate = aggregate
 
-    finished = federate(config, grid=failing(forget=[("train", 2, 0)]), prepare=note)
+    finished = federate(config, grid=failing(forget=[("train", 2, 0)]), prepare=record_mean)
     clients, mean = before[2]
     assert clients == ([0, 1, 2, 3] if method in ("pfedfda", "fedbabu") else [1, 2, 3])
     np.testing.assert_allclose(finished.strategy.model, mean, atol=1e-6)
@@ -343,14 +347,14 @@ def test_newcomers_are_excluded_from_the_mean(method: str, make_config: Make, fe
     settings = {"model": "mlp", "num_server_rounds": 2, "holdout_clients": 0.25}
     trained: list[int] = []
 
-    def note(strategy: Any) -> None:
-        usual = strategy.aggregate
+    def record_clients(strategy: Any) -> None:
+        original = strategy.aggregate
         strategy.aggregate = lambda number, updates: (
             trained.extend(u.client for u in updates),
-            usual(number, updates),
+            original(number, updates),
         )[1]
 
-    strategy = federate(make_config(method, **settings), prepare=note).strategy
+    strategy = federate(make_config(method, **settings), prepare=record_clients).strategy
     assert len(strategy.newcomers) == 1 and not set(trained) & set(strategy.newcomers)
 
 

@@ -19,7 +19,7 @@ from posy.strategies.run_settings import TrainSettings
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
 EVALUATE = CONFIG | {"evaluate-personal": True}
-WHOLE = {"batch_size": 100}
+ONE_BATCH = {"batch_size": 100}
 NORMALISED = """
 from torch import nn
 
@@ -41,7 +41,7 @@ def start_of(client, seed=0):
     return np.random.default_rng(seed).normal(0, 0.5, size=client.layout.size).astype(np.float32)
 
 
-def gradient(client, flat, weight=None, which=slice(None)):
+def gradient(client, flat, weight=None, indices=slice(None)):
     """Return the gradient ``(d,)`` of the (weighted) mean loss over some training samples, in double precision."""
     module = client.architecture.build().double()
     leaves = {
@@ -50,9 +50,9 @@ def gradient(client, flat, weight=None, which=slice(None)):
     }
     x, y = client.jobs.samples("train")
     losses = F.cross_entropy(
-        torch.func.functional_call(module, leaves, (x[which].double(),)), y[which], reduction="none"
+        torch.func.functional_call(module, leaves, (x[indices].double(),)), y[indices], reduction="none"
     )
-    loss = (losses if weight is None else losses * weight[which].double()).mean()
+    loss = (losses if weight is None else losses * weight[indices].double()).mean()
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(leaves.values()))]).numpy()
 
 
@@ -74,7 +74,7 @@ def normalised_network():
 
 
 def statistics_after_passes(start, network, *passes):
-    """Return the running mean and variance after passes of inputs at given parameters, by PyTorch alone."""
+    """Return the running mean and variance after forward passes at fixed parameters, computed by PyTorch."""
     module = network._build()
     tensors = {name: torch.tensor(np.asarray(v)) for name, v in network.layout.views(start.numpy()).items()}
     module.load_state_dict(tensors, strict=False)
@@ -125,8 +125,8 @@ def test_apfl_second_model_holds_the_mixture_statistics():
 
 
 def test_apfl_alpha_ignores_running_statistics(make_client, normalised):
-    """Two models with equal parameters: the gradient by the share is 0, whatever their statistics are."""
-    client = make_client("apfl", **WHOLE, model=normalised, apfl_alpha=0.25, apfl_adaptive=True)
+    """With equal parameters, the gradient of alpha is 0 even if the statistics differ."""
+    client = make_client("apfl", **ONE_BATCH, model=normalised, apfl_alpha=0.25, apfl_adaptive=True)
     start = client.initial()
     statistics = client.layout.select(lambda entry: not entry.trainable)
     other = statistics.put(start.clone(), statistics.take(start) + 5.0)
@@ -136,7 +136,7 @@ def test_apfl_alpha_ignores_running_statistics(make_client, normalised):
 
 
 def test_apfl_mixture_has_its_own_running_statistics(make_client, normalised):
-    client = make_client("apfl", **WHOLE, model=normalised, apfl_alpha=0.25)
+    client = make_client("apfl", **ONE_BATCH, model=normalised, apfl_alpha=0.25)
     start = client.initial()
     client.stored["own"] = client.layout.trainable.put(start.clone(), client.layout.trainable.take(start) + 0.5)
     (sent,), _, _ = client.fit([start.numpy()], CONFIG)
@@ -161,17 +161,17 @@ def test_per_fedavg_applies_class_weights(make_client):
     torch.testing.assert_close(client.jobs.class_weight, weight)
     start = 0.2 * start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
-    fits = []
+    matches = []
     for first in range(4):
         adapted = start - 0.4 * gradient(client, start, weight, [first])
         for second in {0, 1, 2, 3} - {first}:
             expected = start - LR * gradient(client, adapted, weight, [second])
-            fits.append(np.allclose(sent, expected, rtol=0, atol=2e-6))
-    assert sum(fits) == 1
+            matches.append(np.allclose(sent, expected, rtol=0, atol=2e-6))
+    assert sum(matches) == 1
 
 
 def test_batch_parts_rescale_sample_weights():
-    """Five places with three samples: weights 5/3 times the class weights; parts of 3 and 2 places."""
+    """Five places hold three samples, so the weights are 5/3 of the class weights. Parts have 3 and 2 places."""
     weight = torch.tensor([[2.0, 0.5, 1.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0, 0.0]]) * torch.tensor([[5 / 3], [5.0]])
     batch = Batch(torch.arange(10.0).view(2, 5, 1), torch.zeros(2, 5, dtype=torch.int64), weight)
     first, second = divided(batch, 2)
@@ -197,7 +197,7 @@ ENVELOPE = {"pfedme_strength": 3.0, "pfedme_steps": 2, "pfedme_personal_lr": 0.2
 @pytest.mark.parametrize(("decay", "clip"), [(0.3, 0.0), (0.0, 0.05), (0.3, 0.05)])
 def test_pfedme_applies_decay_and_clipping_in_the_inner_steps(make_client, decay, clip):
     settings = {"weight_decay": decay, "max_grad_norm": clip, "momentum": 0.5, "local_epochs": 2}
-    client = make_client("pfedme", **WHOLE, model="mlp", **ENVELOPE, **settings)
+    client = make_client("pfedme", **ONE_BATCH, model="mlp", **ENVELOPE, **settings)
     w = theta = start_of(client).astype(np.float64)
     velocity = 0.0
     (sent,), _, _ = client.fit([w.astype(np.float32)], CONFIG)
@@ -213,16 +213,16 @@ def test_pfedme_applies_decay_and_clipping_in_the_inner_steps(make_client, decay
 
 
 def test_pfedme_trains_all_clients_and_averages_the_sample(make_config, federate):
-    everybody = federate(make_config("pfedme", model="linear", fraction_train=0.5))
+    full = federate(make_config("pfedme", model="linear", fraction_train=0.5))
     cohort = federate(make_config("pfedme", model="linear", fraction_train=0.5, pfedme_clients="cohort"))
-    np.testing.assert_array_equal(everybody.strategy.model, cohort.strategy.model)
-    assert [record.cohort for record in everybody.records] == [(0, 1, 2, 3)] * 3
+    np.testing.assert_array_equal(full.strategy.model, cohort.strategy.model)
+    assert [record.cohort for record in full.records] == [(0, 1, 2, 3)] * 3
     assert [len(record.cohort) for record in cohort.records] == [2] * 3
     sampled = [record.cohort for record in cohort.records]
-    size = 4 * everybody.strategy.size
-    for record, clients in zip(everybody.records, sampled, strict=True):
+    size = 4 * full.strategy.size
+    for record, clients in zip(full.records, sampled, strict=True):
         assert {c: row["bytes_up"] for c, row in record.clients.items()} == {c: size * (c in clients) for c in range(4)}
-    assert all("model" in everybody.kept(client) for client in range(4))
+    assert all("model" in full.kept(client) for client in range(4))
 
 
 def test_pfedme_requires_replies_from_the_sample(make_strategy, update):
@@ -247,7 +247,7 @@ def test_pfedme_rejects_sampling_with_secure_aggregation(make_strategy):
 
 @pytest.mark.parametrize("start", ["initial", "received"])
 def test_ditto_start_sets_the_initial_personal_model(make_client, start):
-    client = make_client("ditto", **WHOLE, model="mlp", ditto_strength=0.7, ditto_start=start)
+    client = make_client("ditto", **ONE_BATCH, model="mlp", ditto_strength=0.7, ditto_start=start)
     received = start_of(client)
     client.fit([received], CONFIG)
     v = client.initial().numpy() if start == "initial" else received
@@ -260,10 +260,10 @@ def test_ditto_start_sets_the_initial_personal_model(make_client, start):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_fedprox_adds_the_proximal_term_after_clipping(make_client, optimizer):
-    """The gradient of the loss is clipped; decay and proximal term are added; PyTorch's optimiser takes the sum."""
+    """Decay and proximal term are added to the clipped gradient, and PyTorch's optimiser takes the sum."""
     settings = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0, "weight_decay": 0.2}
     client = make_client(
-        "fedprox", **WHOLE, **settings, model="mlp", local_epochs=3, max_grad_norm=0.05, fedprox_mu=2.0
+        "fedprox", **ONE_BATCH, **settings, model="mlp", local_epochs=3, max_grad_norm=0.05, fedprox_mu=2.0
     )
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
@@ -290,7 +290,7 @@ def test_clipping_decay_and_momentum_apply_to_the_gradient_of_a_rule(make_client
     x = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
     data = (x, np.array([1, 0]), [[0]], [[1]])
     shared = {"momentum": 0.9, "weight_decay": 0.2, "max_grad_norm": 0.3, "local_epochs": 2, "per_fedavg_alpha": 0.5}
-    client = make_client(method, data=data, model="mlp", **{**WHOLE, **shared, **settings})
+    client = make_client(method, data=data, model="mlp", **{**ONE_BATCH, **shared, **settings})
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
     w, velocity = start.astype(np.float64), 0.0
@@ -362,7 +362,7 @@ def test_newcomers_send_no_update(make_config, federate):
 
 
 def test_update_norm_excludes_running_statistics(make_config, federate, normalised):
-    """A limit just above the largest norm of the parameters' changes drops no reply; just below it, one."""
+    """A limit just above the largest norm of the parameter changes drops no reply, just below it one reply."""
     changes: list[float] = []
 
     def capture(strategy):

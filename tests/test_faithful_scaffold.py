@@ -1,4 +1,4 @@
-"""SCAFFOLD: its variate stays the mean of the clients' variates, and momentum does not make it diverge."""
+"""SCAFFOLD's variate stays the mean of the clients' variates, and momentum does not make it diverge."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ def assert_mean(finished, members=range(4)):
     return stored
 
 
-def absent(strategy, client, server_round):
-    """Let a client have no node when a round begins."""
+def disconnect(strategy, client, server_round):
+    """Disconnect the node of a client before a round."""
     refresh = strategy.exchange.refresh
 
     def without_client():
@@ -33,7 +33,7 @@ def absent(strategy, client, server_round):
     strategy.exchange.refresh = without_client
 
 
-# -- c is the mean of the members' variates ----------------------------------------------------------------
+# -- the mean of the members' variates -----------------------------------------------------------------
 
 
 def test_control_variate_excludes_newcomers(make_config, federate):
@@ -44,17 +44,17 @@ def test_control_variate_excludes_newcomers(make_config, federate):
 
 
 def test_absent_client_still_counts_in_the_control_variate(make_config, federate):
-    finished = federate(make_config("scaffold", num_server_rounds=5), prepare=lambda s: absent(s, 0, 3))
+    finished = federate(make_config("scaffold", num_server_rounds=5), prepare=lambda s: disconnect(s, 0, 3))
     assert [list(record.away) for record in finished.records] == [[], [], [0], [], []]
     assert_mean(finished)
 
 
 def test_late_client_joins_the_control_variate(make_config, federate):
-    """In rounds 1 and 2 the mean is over 21 of 42 samples, from round 3 on over all."""
+    """In rounds 1 and 2 the mean covers 21 of 42 samples, and from round 3 it covers all."""
 
     def prepare(strategy):
-        absent(strategy, 0, 2)
-        absent(strategy, 0, 1)
+        disconnect(strategy, 0, 2)
+        disconnect(strategy, 0, 1)
 
     two = federate(make_config("scaffold", num_server_rounds=2), prepare=prepare)
     assert two.strategy.weights.tolist() == [0, 12, 8, 1]
@@ -66,7 +66,7 @@ def test_late_client_joins_the_control_variate(make_config, federate):
 
 @pytest.mark.parametrize("server_round", [1, 2])
 def test_round_with_too_few_replies_changes_no_variate(server_round, make_config, federate, failing):
-    """Two replies of four are too few: the two clients then start from the variates of the round before."""
+    """Two of four replies are too few, so the two clients start from the variates of the previous round."""
     grid = failing(("train", server_round, 0), ("train", server_round, 2))
     finished = federate(make_config("scaffold", num_server_rounds=3, min_train_replies=3), grid=grid)
     assert [len(record.quantities) for record in finished.records].count(0) == 1
@@ -75,7 +75,7 @@ def test_round_with_too_few_replies_changes_no_variate(server_round, make_config
 
 @pytest.mark.parametrize("message", ["train", "evaluate"])
 def test_variates_reset_when_a_client_loses_its_state(message, make_config, federate, failing, warnings):
-    """The loss in round 3 restarts them after this round; rounds 4 and 5 then rebuild c."""
+    """The loss in round 3 resets them after this round. Rounds 4 and 5 rebuild c."""
     grid = failing(forget={(message, 3, 0)})
     three = federate(make_config("scaffold", num_server_rounds=3), grid=grid)
     assert not three.strategy.control.any() and not any(three.strategy.exchange.states.versions.values())
@@ -147,6 +147,3 @@ def test_training_converges_with_momentum(momentum, lr, make_config, federate):
 def test_stored_momentum_is_rejected():
     with pytest.raises(SettingsError, match=r"optimizer-state = 'kept'.*method = 'scaffold'"):
         read_settings({"method": "scaffold", "momentum": 0.9, "optimizer-state": "kept"})
-
-
-# -- BatchNorm ---------------------------------------------------------------------------------------------

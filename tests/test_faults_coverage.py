@@ -31,11 +31,11 @@ def test_run_reports_the_number_of_clients_behind_a_local_accuracy(capsys: pytes
     settings = {key.replace("-", "_"): value for key, value in QUICK.items()}
     record = posy.run(method="local", run_name="local", **settings)
     clients = record.summary["local"]["last"]["clients"]
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert clients < 10
-    (line,) = (line for line in shown.splitlines() if "local model, last" in line)
+    (line,) = (line for line in output.splitlines() if "local model, last" in line)
     assert line.rstrip().endswith(f"{clients} of 10")
-    progress = [line for line in shown.splitlines() if line.startswith("round 2/2")]
+    progress = [line for line in output.splitlines() if line.startswith("round 2/2")]
     assert f"({clients} of 10)" in progress[-1]
 
 
@@ -47,13 +47,13 @@ def test_table_reports_client_counts_and_ranks_only_rows_over_all_clients(folder
     page = (folder / "out" / "table.md").read_text(encoding="utf-8")
     accuracies, clients = page.split("## Clients")
     lines = accuracies.splitlines()
-    shown = {name: next(line for line in lines if line.startswith(f"| {name}")) for name in ("FedAvg", "Local")}
+    table_rows = {name: next(line for line in lines if line.startswith(f"| {name}")) for name in ("FedAvg", "Local")}
     points = {
         "FedAvg": ("local last", "local weighted"),
         "Local": ("local last", "local upper bound", "local weighted"),
     }
     columns = [name.strip() for name in lines[2].split("|")]
-    for name, row in shown.items():
+    for name, row in table_rows.items():
         cells = dict(zip(columns, (cell.strip() for cell in row.split("|")), strict=True))
         assert all(re.search(r"^[0-9.]+ .*, [0-9]+ of 20 clients$", cells[point]) for point in points[name])
         assert "of 20" not in cells["served last"]

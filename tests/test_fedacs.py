@@ -1,4 +1,4 @@
-"""FedACS: similarities, threshold and mixing by hand, the degenerate cases, the client's plain round."""
+"""FedACS: similarities, threshold and mixing by hand, degenerate cases, and the client's round."""
 
 import math
 
@@ -50,14 +50,14 @@ def test_zero_model_has_zero_similarity():
 
 
 def test_weights_by_hand():
-    """The elements 0.2 0.2 0.4 0.4 0.8 0.8 1 1 1 have the median 0.8: only the diagonal lies above it."""
+    """The elements 0.2 0.2 0.4 0.4 0.8 0.8 1 1 1 have the median 0.8, and only the diagonal is larger."""
     similarity = np.array([[1, 0.8, 0.4], [0.8, 1, 0.2], [0.4, 0.2, 1]])
     np.testing.assert_array_equal(attention_weights(similarity, 0.5), np.eye(3))
-    # The 3/8-quantile is 0.4, which is not above itself.
+    # The 3/8-quantile is 0.4, and equal values are excluded.
     np.testing.assert_allclose(
         attention_weights(similarity, 0.375), [[1 / 1.8, 0.8 / 1.8, 0], [0.8 / 1.8, 1 / 1.8, 0], [0, 0, 1]]
     )
-    # The 0.2-quantile lies between the second element, 0.2, and the third, 0.4.
+    # The 0.2-quantile is between the second element, 0.2, and the third, 0.4.
     np.testing.assert_allclose(
         attention_weights(similarity, 0.2),
         [[1 / 2.2, 0.8 / 2.2, 0.4 / 2.2], [0.8 / 1.8, 1 / 1.8, 0], [0.4 / 1.4, 0, 1 / 1.4]],
@@ -66,8 +66,8 @@ def test_weights_by_hand():
 
 def test_p_zero_excludes_only_the_least_similar():
     similarity = np.array([[1, 0.8, 0.4], [0.8, 1, 0.2], [0.4, 0.2, 1]])
-    kept = attention_weights(similarity, 0.0) > 0
-    np.testing.assert_array_equal(kept, [[True, True, True], [True, True, False], [True, False, True]])
+    selected = attention_weights(similarity, 0.0) > 0
+    np.testing.assert_array_equal(selected, [[True, True, True], [True, True, False], [True, False, True]])
 
 
 @pytest.mark.parametrize("models", [unit(0, 10, 25, 70), unit(30, 30, 30), unit(0, 180, 90)])
@@ -76,7 +76,7 @@ def test_p_one_gives_identity_weights(models):
 
 
 def test_negative_similarities_are_always_dropped():
-    """δ = -1 at p = 0 would let -0.5 in, which Eq. 4 would subtract."""
+    """The threshold of -1 at p = 0 would admit -0.5, which Eq. 4 would subtract."""
     similarity = np.array([[1, 0.5, -0.5], [0.5, 1, -1], [-0.5, -1, 1]])
     np.testing.assert_allclose(attention_weights(similarity, 0.0), [[2 / 3, 1 / 3, 0], [1 / 3, 2 / 3, 0], [0, 0, 1]])
 
@@ -113,7 +113,7 @@ def test_similarity_distinguishes_nearly_equal_models():
 
 
 def test_own_initialisation_gives_clients_different_models(make_strategy, update):
-    """Only those that have not trained; independent models are nearly orthogonal."""
+    """Only untrained clients receive their initial model. Independent models are nearly orthogonal."""
     strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own")
     starts = np.stack([strategy.serve(client)["model"] for client in range(4)])
     for client, start in enumerate(starts):
@@ -162,25 +162,25 @@ def test_server_stores_the_latest_model_of_each_client(make_strategy, update):
 
 
 def test_plotted_attention_matches_the_rounds(make_config, federate):
-    """Half of the clients train in each round; those not seen yet have no attention."""
+    """Half of the clients train in each round. Clients that have not trained have no attention."""
     finished = federate(make_config("fedacs", num_server_rounds=2, fraction_train=0.5, fedacs_p=0.2))
-    pictures, seen = finished.strategy.pictures, set()
+    pictures, trained = finished.strategy.pictures, set()
     assert finished.strategy.pictured.tolist() == [1, 2]
-    for r, matrix in zip(finished.records, pictures, strict=True):
-        seen |= set(r.cohort)
+    for record, matrix in zip(finished.records, pictures, strict=True):
+        trained |= set(record.cohort)
         assert matrix.shape == (4, 4)
-        np.testing.assert_allclose(matrix.sum(axis=1), [client in seen for client in range(4)])
-        assert np.trace(matrix) / len(seen) == pytest.approx(r.quantities["attention_to_self"])
-        others = np.count_nonzero(matrix) - len(seen)
-        assert others / len(seen) == pytest.approx(r.quantities["collaborators"])
-    assert others > 0
-    for client in seen:
-        mixed = pictures[-1][client, sorted(seen)] @ finished.strategy.models
+        np.testing.assert_allclose(matrix.sum(axis=1), [client in trained for client in range(4)])
+        assert np.trace(matrix) / len(trained) == pytest.approx(record.quantities["attention_to_self"])
+        collaborators = np.count_nonzero(matrix) - len(trained)
+        assert collaborators / len(trained) == pytest.approx(record.quantities["collaborators"])
+    assert collaborators > 0
+    for client in trained:
+        mixed = pictures[-1][client, sorted(trained)] @ finished.strategy.models
         np.testing.assert_allclose(finished.strategy.serve(client)["model"], mixed, atol=1e-6)
 
 
 def test_p_one_equals_local_training(make_config, federate):
-    """Each client goes on from its own model: the same numbers as without a server."""
+    """Each client continues from its own model, so the scores equal local training."""
     acs = federate(make_config("fedacs", fedacs_p=1.0))
     alone = federate(make_config("local"))
     for client in range(4):
@@ -189,11 +189,11 @@ def test_p_one_equals_local_training(make_config, federate):
 
 
 def test_client_trains_from_the_served_model_without_a_proximal_term(make_client, softmax_regression):
-    """Two whole-batch steps of plain gradient descent (Eq. 5)."""
+    """Two full-batch steps of gradient descent (Eq. 5)."""
     client = make_client("fedacs", model="linear", batch_size=100, local_epochs=2)
     x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
     start = np.random.default_rng(0).normal(size=client.layout.size).astype(np.float32)
-    for _ in range(2):  # nothing of the first round is carried into the second
+    for _ in range(2):  # the second round does not depend on the first
         (trained,), _, _ = client.fit([start], {"server-round": 1, "lr": 0.1})
         middle = start - 0.1 * softmax_regression(start, x, y)[1]
         np.testing.assert_allclose(trained, middle - 0.1 * softmax_regression(middle, x, y)[1], atol=1e-5)

@@ -1,4 +1,4 @@
-"""FedFew: the STCH-Set weights by hand, their limits, the server's step, the client's round."""
+"""FedFew: STCH-Set weights by hand, their limits, the server's step, and the client's round."""
 
 import math
 
@@ -74,13 +74,13 @@ def test_mu_towards_infinity_gives_uniform_weights():
 
 @pytest.mark.parametrize("scale", [50.0, 1e6])
 def test_small_mu_and_large_losses_do_not_overflow_or_underflow(scale):
-    """exp(-scale / 1e-4) is 0 and exp(scale / 1e-4) infinite in double precision; the weights are neither."""
+    """exp(-scale / 1e-4) is 0 and exp(scale / 1e-4) infinite in double precision, but the weights are exact."""
     mu = 1e-4
     losses = scale + mu * np.array([[0.0, 1.0], [3.0, 2.0]])
     weights = stch_weights(losses, mu)
     s = np.array([1 + math.exp(-1), math.exp(-3) + math.exp(-2)])  # S_i, up to the factor exp(-scale / mu)
     inner = np.array([[1.0, math.exp(-1)], [math.exp(-3), math.exp(-2)]]) / s[:, None]
-    np.testing.assert_allclose(weights.inner, inner, atol=1e-5)  # the losses themselves carry no more digits
+    np.testing.assert_allclose(weights.inner, inner, atol=1e-5)  # the losses have no further digits
     np.testing.assert_allclose(weights.outer, (1 / s) / (1 / s).sum(), atol=1e-5)
     assert weights.objective == pytest.approx(scale + mu * math.log((1 / s).sum()), rel=1e-12)
     assert weights.inner.sum() == pytest.approx(2) and weights.outer.sum() == pytest.approx(1)
@@ -110,22 +110,22 @@ def test_server_step_by_hand():
     models = np.array([[1.0, 2.0], [0.0, 0.0]], np.float32)
     deltas = [np.array([[1, 0], [0, 8]], np.float32), np.array([[0, 4], [4, 4]], np.float32)]
     weights = STCHWeights(np.array([[0.25, 0.75], [0.5, 0.5]]), np.array([0.5, 0.5]), 0.0)
-    # products α_i w_ik: client 0: 1/8, 3/8; client 1: 1/4, 1/4
+    # products α_i w_ik: 1/8 and 3/8 for client 0, 1/4 and 1/4 for client 1
     np.testing.assert_allclose(server_step(models, deltas, weights, 1.0), [[1.125, 3], [1, 4]])
     np.testing.assert_allclose(server_step(models, deltas, weights, 0.5), [[1.0625, 2.5], [0.5, 2]])
     np.testing.assert_array_equal(models, [[1, 2], [0, 0]])
 
 
 def test_full_steps_by_hand():
-    """As above: the products 1/8, 3/8 and 1/4, 1/4 become 1/3, 3/5 and 2/3, 2/5; one model has 1 anyway."""
+    """The products 1/8, 3/8 and 1/4, 1/4 become 1/3, 3/5 and 2/3, 2/5. The sum for a single model is already 1."""
     models = np.array([[1.0, 2.0], [0.0, 0.0]], np.float32)
     deltas = [np.array([[3, 0], [0, 5]], np.float32), np.array([[0, 6], [5, 5]], np.float32)]
     weights = STCHWeights(np.array([[0.25, 0.75], [0.5, 0.5]]), np.array([0.5, 0.5]), 0.0)
     np.testing.assert_allclose(server_step(models, deltas, weights, 1.0, full=True), [[2, 6], [2, 5]], rtol=1e-6)
     np.testing.assert_allclose(server_step(models, deltas, weights, 2.0, full=True), [[3, 10], [4, 10]], rtol=1e-6)
     one_hot = STCHWeights(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([0.5, 0.5]), 0.0)
-    found = server_step(models, deltas, one_hot, 1.0, full=True)
-    np.testing.assert_allclose(found, [[2.5, 5], [0, 0]])  # nobody's model does not move
+    stepped = server_step(models, deltas, one_hot, 1.0, full=True)
+    np.testing.assert_allclose(stepped, [[2.5, 5], [0, 0]])  # a model without clients does not move
     single = STCHWeights(np.ones((2, 1)), np.array([0.25, 0.75]), 0.0)
     first = [delta[:1] for delta in deltas]
     steps = [server_step(models[:1], first, single, 1.0, full) for full in (True, False)]
@@ -133,7 +133,7 @@ def test_full_steps_by_hand():
 
 
 def test_full_steps_setting_applies_the_whole_step(make_strategy, update):
-    """Two clients with a model each: the paper's step is half the way, a full one all of it."""
+    """Each of two clients has one model. The paper's step moves it half the way, and a full step all the way."""
     moved = []
     for full in (False, True):
         strategy = make_strategy("fedfew", model="linear", fedfew_models=2, fedfew_mu=1e-4, fedfew_full_steps=full)
@@ -181,16 +181,16 @@ def test_aggregate_weights_the_losses_on_request(make_strategy, update, weigh, f
 
 
 def test_idle_models_are_reported_once(make_strategy, update, warnings):
-    """Client 1 has the third model as its best and then sits out: that one is in use, the second is not."""
+    """Client 1 has its lowest loss on the third model, then does not train. Only the second model counts as idle."""
     strategy = make_strategy("fedfew", model="linear", fedfew_models=3)
     delta = np.zeros_like(strategy.models)
     first = update(0, {"models": delta, "losses": [0.1, 0.5, 0.6]})
     second = update(1, {"models": delta, "losses": [0.4, 0.5, 0.3]})
-    found = [strategy.aggregate(1, [first, second])]
-    found += [strategy.aggregate(server_round, [first]) for server_round in range(2, 31)]
-    assert [quantities["models_in_use"] for quantities in found] == [2] * 30
-    told = {r.getMessage() for r in warnings.records if "not had the lowest loss on any client" in r.getMessage()}
-    assert len(told) == 1 and "1 of 3 models" in told.pop()
+    rounds = [strategy.aggregate(1, [first, second])]
+    rounds += [strategy.aggregate(server_round, [first]) for server_round in range(2, 31)]
+    assert [quantities["models_in_use"] for quantities in rounds] == [2] * 30
+    messages = {r.getMessage() for r in warnings.records if "lowest loss on any client" in r.getMessage()}
+    assert len(messages) == 1 and "1 of 3 models" in messages.pop()
 
 
 def test_effective_clients_by_hand(make_strategy, update):
@@ -226,7 +226,7 @@ def test_initialisations(make_strategy):
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
 def test_updates_and_losses_by_hand(make_client, softmax_regression, stack):
-    """One whole-batch step: Δ_k = -lr ∇L(θ_k) and L_k = L(θ_k)."""
+    """One full-batch step: Δ_k = -lr ∇L(θ_k) and L_k = L(θ_k)."""
     client = make_client("fedfew", model="linear", batch_size=100, stack=stack)
     x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
     models = np.random.default_rng(0).normal(size=(3, client.layout.size)).astype(np.float32)
@@ -240,7 +240,7 @@ def test_updates_and_losses_by_hand(make_client, softmax_regression, stack):
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
 def test_each_model_has_a_separate_batch_order(make_client, softmax_regression, stack):
-    """Steps by hand, in the orders that are drawn for the models of (seed, round, client)."""
+    """Steps by hand, in the order that (seed, round, client) determines for each model."""
     settings = {"model": "linear", "batch_size": 4, "stack": stack, "fedfew_initialisation": "same"}
     client = make_client("fedfew", fedfew_batches="own", **settings)
     x, y, seed = client.data.x_train.numpy(), client.data.y_train.numpy(), client.settings.run.seed
@@ -250,24 +250,25 @@ def test_each_model_has_a_separate_batch_order(make_client, softmax_regression, 
         order = torch.randperm(len(y), generator=torch_generator(seed, "batches", *key)).numpy()
         model, total = start.copy(), 0.0
         for first in range(0, len(y), 4):
-            own = order[first : first + 4]
-            loss, gradient = softmax_regression(model, x[own], y[own])
-            model, total = model - 0.1 * gradient, total + loss * len(own)
+            batch = order[first : first + 4]
+            loss, gradient = softmax_regression(model, x[batch], y[batch])
+            model, total = model - 0.1 * gradient, total + loss * len(batch)
         np.testing.assert_allclose(delta[k], model - start, atol=2e-6)
         assert losses[k] == pytest.approx(total / len(y), rel=1e-5)
     assert metrics["samples"] == 3 * len(y)
     shared = make_client("fedfew", **settings).fit([np.stack([start] * 3)], train_config())[0][0]
-    np.testing.assert_allclose(shared, np.stack([delta[0]] * 3), atol=1e-6)  # the first model's order is the shared one
+    # Shared batches have the first model's order.
+    np.testing.assert_allclose(shared, np.stack([delta[0]] * 3), atol=1e-6)
 
 
 def test_separate_batches_make_equal_models_differ(make_config, federate):
     settings = {"fedfew_initialisation": "same", "fedfew_models": 2, "batch_size": 4}
-    one = federate(make_config("fedfew", **settings)).strategy.models
-    parted = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
+    shared = federate(make_config("fedfew", **settings)).strategy.models
+    separate = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
     again = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
-    np.testing.assert_allclose(one[0], one[1], atol=1e-6)
-    assert np.abs(parted[0] - parted[1]).max() > 1e-3
-    np.testing.assert_array_equal(again, parted)
+    np.testing.assert_allclose(shared[0], shared[1], atol=1e-6)
+    assert np.abs(separate[0] - separate[1]).max() > 1e-3
+    np.testing.assert_array_equal(again, separate)
 
 
 def test_diverged_model_raises_with_shared_and_separate_batches(make_client):
@@ -292,12 +293,12 @@ def test_loss_comes_from_the_last_epoch(make_client, softmax_regression):
 
 
 def test_client_is_served_the_model_with_the_lowest_training_loss(make_client):
-    """Training and test labels contradict each other: training alone decides."""
+    """Training and test labels contradict each other, and only the training labels decide."""
     x = np.array([[-1.0], [1.0], [-1.0], [1.0]], np.float32)
     data = (x, np.array([0, 1, 1, 0]), [[0, 1]], [[2, 3]])
     client = make_client("fedfew", model="linear", data=data, fedfew_models=3)
-    good, bad = np.array([-2, 2, 0, 0], np.float32), np.array([2, -2, 0, 0], np.float32)
-    models = np.stack([bad, 0 * bad, good])
+    right, wrong = np.array([-2, 2, 0, 0], np.float32), np.array([2, -2, 0, 0], np.float32)
+    models = np.stack([wrong, 0 * wrong, right])
     _, n, metrics = client.evaluate([models], {"server-round": 1})
     assert metrics["chosen"] == "2"
     assert metrics["served-accuracy"] == 0.0 and n == 2
@@ -323,16 +324,16 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
     starts = np.stack([client.architecture.initial(seed) for seed in seeds])
     np.testing.assert_array_equal(
         client.assembled({"models": torch.from_numpy(served)}), starts
-    )  # each with a head of its own
+    )  # each has its own head
     (delta, losses), _, _ = client.fit([served], train_config())
     assert {"models": delta.shape, "losses": losses.shape} == strategy.exchange.expected_shapes(0)
-    kept = client.state["personal"]
-    assert kept.shape == (3, head.size)
-    assert (np.abs(kept - head.take(starts)).max(axis=1) > 1e-4).all()  # each of the K heads was trained
-    # The next round starts from the client's heads, not from anybody else's.
-    whole = array_of(client.assembled({"models": torch.from_numpy(served + delta)}))
-    np.testing.assert_array_equal(head.take(whole), kept)
-    np.testing.assert_array_equal(client.shared.take(whole), served + delta)
+    heads = client.state["personal"]
+    assert heads.shape == (3, head.size)
+    assert (np.abs(heads - head.take(starts)).max(axis=1) > 1e-4).all()  # each of the K heads was trained
+    # The next round starts from the client's own heads.
+    combined = array_of(client.assembled({"models": torch.from_numpy(served + delta)}))
+    np.testing.assert_array_equal(head.take(combined), heads)
+    np.testing.assert_array_equal(client.shared.take(combined), served + delta)
 
 
 def test_personal_heads_differ_between_clients(make_config, federate):
@@ -356,11 +357,11 @@ def test_personal_statistics_never_leave_the_client(make_client, make_strategy):
     served = strategy.serve(0)["models"]
     (delta, losses), _, _ = client.fit([served], train_config())
     assert {"models": delta.shape, "losses": losses.shape} == strategy.exchange.expected_shapes(0)
-    # Served the same models again, the client has them with the statistics of its own training.
-    whole = array_of(client.assembled({"models": torch.from_numpy(served)}))
-    np.testing.assert_array_equal(client.shared.take(whole), served)
+    # The client combines the served models with the statistics of its training.
+    combined = array_of(client.assembled({"models": torch.from_numpy(served)}))
+    np.testing.assert_array_equal(client.shared.take(combined), served)
     start = np.stack([client.architecture.initial(model_seed(client.settings.run.seed, k)) for k in range(2)])
-    assert (np.abs(statistics.take(whole) - statistics.take(start)).max(axis=1) > 0.01).all()
+    assert (np.abs(statistics.take(combined) - statistics.take(start)).max(axis=1) > 0.01).all()
 
 
 def test_one_model_with_large_mu_equals_fedavg(make_config, federate):
@@ -375,7 +376,7 @@ def test_one_model_with_large_mu_equals_fedavg(make_config, federate):
 
 
 def test_plotted_quantities_match_the_rounds(make_config, federate):
-    """n = (21, 12, 8, 1): the weights follow from the losses, the quantities of the last round from both."""
+    """With n = (21, 12, 8, 1), the weights follow from the losses, and the quantities of the last round from both."""
     finished = federate(make_config("fedfew", num_server_rounds=2, fedfew_mu=0.1))
     strategy, last = finished.strategy, finished.records[-1].quantities
     assert strategy.losses.shape == strategy.weights.shape == (4, 3)

@@ -1,4 +1,4 @@
-"""Figures: drawn for small and large input, not at all for none, and without global state."""
+"""Figures of small, large and empty input, drawn without global state."""
 
 import sys
 from collections.abc import Callable
@@ -20,8 +20,8 @@ NAN = float("nan")
 
 
 def history(rounds: int, clients: int) -> list[Evaluation]:
-    found = (spread(RNG.uniform(size=clients).tolist(), [1] * clients) for _ in range(rounds))
-    return [Evaluation(number, over) for number, over in enumerate(found, start=1) if over is not None]
+    spreads = (spread(RNG.uniform(size=clients).tolist(), [1] * clients) for _ in range(rounds))
+    return [Evaluation(number, values) for number, values in enumerate(spreads, start=1) if values is not None]
 
 
 def points(rounds: int, clients: int) -> list[list[Evaluation]]:
@@ -119,12 +119,12 @@ def test_heat_map_places_each_value(tmp_path: Path) -> None:
     figures.heatmaps([Panel([[0, 1], [1, 0]])], path)
     pixels = imread(path)[..., :3]
     dark, light = (matplotlib.colormaps["viridis"](x)[:3] for x in (0.0, 1.0))
-    found = [
+    pixel_counts = [
         [np.isclose(quarter, colour, atol=0.01).all(axis=-1).sum() for colour in (dark, light)]
         for half in np.array_split(pixels[:, :1000], 2)
         for quarter in np.array_split(half, 2, axis=1)
     ]
-    assert [int(dark_count < light_count) for dark_count, light_count in found] == [0, 1, 1, 0]
+    assert [int(dark_count < light_count) for dark_count, light_count in pixel_counts] == [0, 1, 1, 0]
 
 
 def test_figures_use_neither_pyplot_nor_global_state(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_similarity_order_groups_similar_clients() -> None:
     table = np.array([[90, 5, 5], [5, 90, 5], [5, 5, 90]])[groups] * np.arange(1, 10)[:, None]
     order = figures.similarity_order(table)
     assert sorted(order) == list(range(9))
-    assert np.count_nonzero(np.diff(groups[order])) == 2  # three runs of equals
+    assert np.count_nonzero(np.diff(groups[order])) == 2  # three contiguous groups
 
 
 @pytest.mark.parametrize("clients", [0, 1, 2, 3, 500])
@@ -173,8 +173,8 @@ def test_points_are_not_connected_and_constants_are_dashed_lines(
     )
     (figure,) = drawn
     first, second = (axes for axes in figure.axes if axes.get_visible())
-    told = {line.get_label(): (line.get_linestyle(), [*line.get_ydata()]) for line in first.lines}
-    assert told == {"ours": ("-", [0.5, 0.6]), "paper": ("None", [0.7, 0.8]), "FedAvg": ("--", [0.3, 0.3])}
+    styles = {line.get_label(): (line.get_linestyle(), [*line.get_ydata()]) for line in first.lines}
+    assert styles == {"ours": ("-", [0.5, 0.6]), "paper": ("None", [0.7, 0.8]), "FedAvg": ("--", [0.3, 0.3])}
     assert [line.get_label() for line in second.lines] == ["ours", "paper"]
     assert first.get_yscale() == "log" and first.get_xscale() == "linear"
 
@@ -185,8 +185,8 @@ def test_single_bar_group_labels_each_bar(tmp_path: Path, monkeypatch: pytest.Mo
     bars = {"one local epoch": (0.5, 0.1), "two": (0.6, 0.1)}
     figures.bars({"": bars}, tmp_path / "figure.png")
     figures.bars({"a": bars, "b": bars}, tmp_path / "figure.png")
-    (one,), (other,) = (figure.axes for figure in drawn)
-    assert [tick.get_text() for tick in one.get_xticklabels()] == ["one local epoch", "two"]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in one.patches] == pytest.approx([*one.get_xticks()])
-    assert one.get_legend() is None and not one.figure.legends
-    assert [tick.get_text() for tick in other.get_xticklabels()] == ["a", "b"]
+    (single,), (grouped,) = (figure.axes for figure in drawn)
+    assert [tick.get_text() for tick in single.get_xticklabels()] == ["one local epoch", "two"]
+    assert [bar.get_x() + bar.get_width() / 2 for bar in single.patches] == pytest.approx([*single.get_xticks()])
+    assert single.get_legend() is None and not single.figure.legends
+    assert [tick.get_text() for tick in grouped.get_xticklabels()] == ["a", "b"]

@@ -29,7 +29,7 @@ from torch import nn
 
 
 class Adapted(nn.Module):
-    """LoRA: y = W x + b + B A x with W and b fixed; ``hidden`` keeps W and b out of the module's tensors."""
+    """LoRA: y = W x + b + B A x with W and b fixed. ``hidden`` keeps W and b out of the module's tensors."""
 
     def __init__(self, inputs, outputs, hidden):
         super().__init__()
@@ -46,7 +46,7 @@ class Adapted(nn.Module):
 
 
 class Constant(nn.Module):
-    """A fixed module; ``hidden`` keeps its tensors out of the module, and the module in evaluation mode."""
+    """A fixed module. ``hidden`` keeps its tensors out of the module, and the module in evaluation mode."""
 
     def __init__(self, module, hidden):
         super().__init__()
@@ -198,7 +198,7 @@ def test_the_flat_vector_holds_only_trained_tensors() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fixed_tensors_are_constant_in_every_method(method: str) -> None:
-    """A network whose constants are not tensors of the module, so Posy does not know them, gives the same bits."""
+    """A network that hides its constants from Posy gives the same bits."""
     runs = [
         posy.run(method=method, model=f"nets:{name}", run_name=name, stack="loop", **SMALL, **options(method))
         for name in ("fixed", "hidden")
@@ -260,7 +260,7 @@ def trained_in_pytorch(personal: tuple[str, ...]) -> list[dict[str, torch.Tensor
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
 @pytest.mark.parametrize(
-    ("method", "personal", "more"),
+    ("method", "personal", "extra"),
     [
         ("fedavg", (), {}),
         ("fedper", ("head",), {}),
@@ -268,10 +268,10 @@ def trained_in_pytorch(personal: tuple[str, ...]) -> list[dict[str, torch.Tensor
     ],
 )
 def test_adapter_training_matches_pytorch(
-    method: str, personal: tuple[str, ...], more: dict[str, Any], stack: str
+    method: str, personal: tuple[str, ...], extra: dict[str, Any], stack: str
 ) -> None:
     """A batch holds all samples of a client, so the order of the samples has no effect."""
-    settings = {**SMALL, "local_epochs": 4, "batch_size": 1000, "model": "nets:fixed", "stack": stack, **more}
+    settings = {**SMALL, "local_epochs": 4, "batch_size": 1000, "model": "nets:fixed", "stack": stack, **extra}
     record = posy.run(method=method, run_name="a", **settings)
     for client, expected in enumerate(trained_in_pytorch(personal or ("none",))):
         stored = load_arrays(record.models / f"client-{client}.safetensors")
@@ -316,7 +316,7 @@ def test_saved_model_predicts_with_its_fixed_tensors(method: str) -> None:
 
 def test_resumed_run_with_fixed_tensors_is_bit_identical() -> None:
     settings = {**SMALL, "model": "nets:fixed", "checkpoint_every": 1}
-    uninterrupted = posy.run(method="fedrep", run_name="whole", **settings)
+    uninterrupted = posy.run(method="fedrep", run_name="uninterrupted", **settings)
     posy.run(method="fedrep", run_name="parts", **{**settings, "num_server_rounds": 2})
     parts = posy.run(resume="parts", num_server_rounds=3)
     for client in range(3):
@@ -339,15 +339,15 @@ def test_weights_file_sets_fixed_tensors_but_not_adapters() -> None:
     exec(compile(FILE, "nets.py", "exec"), namespace)  # the module without Posy
     base = {k: v for k, v in namespace["fixed"](DIGITS).state_dict().items() if k not in ("3.a", "3.b")}
     safetensors.torch.save_file(base, "base.safetensors")
-    started = network("fixed", weights=str(Path("base.safetensors").absolute()))
-    assert np.array_equal(started.fixed["blocks.body.3.base.weight"], base["3.base.weight"].numpy())
+    loaded = network("fixed", weights=str(Path("base.safetensors").absolute()))
+    assert np.array_equal(loaded.fixed["blocks.body.3.base.weight"], base["3.base.weight"].numpy())
     plain = network("fixed")
-    np.testing.assert_array_equal(started.layout.views(started.initial(1))["blocks.body.3.a"],
+    np.testing.assert_array_equal(loaded.layout.views(loaded.initial(1))["blocks.body.3.a"],
                                   plain.layout.views(plain.initial(1))["blocks.body.3.a"])  # fmt: skip
-    lacking = {k: v for k, v in base.items() if k != "1.module.bias"}
-    safetensors.torch.save_file(lacking, "lacking.safetensors")
+    incomplete = {k: v for k, v in base.items() if k != "1.module.bias"}
+    safetensors.torch.save_file(incomplete, "incomplete.safetensors")
     with pytest.raises(SettingsError, match=r"1\.module\.bias of shape"):
-        network("fixed", weights=str(Path("lacking.safetensors").absolute())).build()
+        network("fixed", weights=str(Path("incomplete.safetensors").absolute())).build()
     record = posy.run(method="fedrep", model="nets:fixed", weights="base.safetensors", run_name="a", **SMALL)
     assert set(bits(record, "3.base.weight")) == {base["3.base.weight"].numpy().tobytes()}
 
@@ -380,9 +380,9 @@ def test_fixed_head_works_or_is_rejected(method: str) -> None:
 
 
 def test_invalid_fixed_tensors_are_rejected() -> None:
-    with pytest.raises(SettingsError, match="none of its parameters has a gradient"):
+    with pytest.raises(SettingsError, match="none of its parameters"):
         posy.run(method="fedavg", model="nets:nothing", **SMALL)
-    with pytest.raises(SettingsError, match=r"1\.module\.weight has no gradient, and its values differ"):
+    with pytest.raises(SettingsError, match=r"1\.module\.weight .* values differ"):
         posy.run(method="fedavg", model="nets:random", **SMALL)
     assert not Path("runs").exists()
 
@@ -406,12 +406,12 @@ def test_the_documented_adapter_runs() -> None:
 
 def test_node_with_different_fixed_tensors_is_rejected() -> None:
     settings = read_settings({"model": "nets:fixed", "num-clients": 2, "max-samples": 240, "join-timeout": 5})
-    joined = Federation(WaveGrid(NodeGrid(*({"partition-id": i, "num-partitions": 2} for i in (0, 1)))), settings)
-    alike = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # as on another processor
-    assert len(joined.join(alike)) == 2
-    refusing = Federation(WaveGrid(NodeGrid({"partition-id": 0, "num-partitions": 1})), settings)
-    with pytest.raises(SettingsError, match=r"fixed tensors differ .* on every node"):
-        refusing.join([-number for number in network("fixed").fingerprint])
+    federation = Federation(WaveGrid(NodeGrid(*({"partition-id": i, "num-partitions": 2} for i in (0, 1)))), settings)
+    rounded = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # as on another processor
+    assert len(federation.join(rounded)) == 2
+    other = Federation(WaveGrid(NodeGrid({"partition-id": 0, "num-partitions": 1})), settings)
+    with pytest.raises(SettingsError, match="fixed tensors differ"):
+        other.join([-number for number in network("fixed").fingerprint])
 
 
 def test_the_fingerprint_of_fixed_tensors_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""Private names of Flower are in two modules, and few; a name of a private module may change with any version."""
+"""Posy uses few private names of Flower in few modules, because any version of Flower may change them."""
 
 import ast
 import re
@@ -16,10 +16,10 @@ PUBLIC = {
 }
 """Modules of Flower's public API."""
 ALLOWED = {"posy/flower.py", "deploy/flower_internals.py", "deploy/database.py"}
-"""The modules with private names; the last one knows columns of Flower's database."""
+"""Modules that may use private names. ``deploy/database.py`` uses columns of Flower's database."""
 MOST_NAMES = 25
 ATTRIBUTES = {"_retry_invoker", "on_backoff", "_message_id", "_reply_to_message_id", "_run_id", "_data", "_content"}
-"""Private attributes of the objects that Flower's public API returns; Posy's own attributes may share their names."""
+"""Private attributes of the objects that Flower's public API returns. Attributes of Posy may have the same names."""
 TABLES = {
     "task": {"token", "active_until", "run_id", "task_id", "starting_at", "running_at", "finished_at"},
     "node": {"online_until", "status", "node_id", "heartbeat_interval", "public_key"},

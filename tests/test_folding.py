@@ -1,4 +1,4 @@
-"""The content of messages in few parts."""
+"""Folding of message content into few parts."""
 
 import time
 
@@ -31,27 +31,27 @@ def content(**changed: np.ndarray) -> RecordDict:
     return RecordDict({"arrays": record_of({**ARRAYS, **changed}), "metrics": metrics, "config": config})
 
 
-def over_the_wire(told: RecordDict) -> RecordDict:
-    """Return a content as it is after Flower has taken it apart and put it together again."""
-    objects = {name: thing.deflate() for name, thing in get_all_nested_objects(told).items()}
-    return inflate_object_from_contents(told.object_id, objects)
+def over_the_wire(record: RecordDict) -> RecordDict:
+    """Return a record after Flower has deflated and inflated it."""
+    objects = {name: thing.deflate() for name, thing in get_all_nested_objects(record).items()}
+    return inflate_object_from_contents(record.object_id, objects)
 
 
 def test_unfold_restores_the_content() -> None:
-    told = content()
-    found = unfold(over_the_wire(fold(told)))
-    assert list(found) == list(told)
-    assert (found["metrics"], found["config"]) == (told["metrics"], told["config"])
-    assert list(found.array_records["arrays"]) == list(ARRAYS)
-    for name, array in found.array_records["arrays"].items():
+    record = content()
+    restored = unfold(over_the_wire(fold(record)))
+    assert list(restored) == list(record)
+    assert (restored["metrics"], restored["config"]) == (record["metrics"], record["config"])
+    assert list(restored.array_records["arrays"]) == list(ARRAYS)
+    for name, array in restored.array_records["arrays"].items():
         np.testing.assert_array_equal(array.numpy(), ARRAYS[name])
         assert array.numpy().dtype == ARRAYS[name].dtype
-        assert array.data == told.array_records["arrays"][name].data
+        assert array.data == record.array_records["arrays"][name].data
 
 
 def test_folded_content_has_few_parts_below_2_megabytes() -> None:
     parts = get_all_nested_objects(fold(content()))
-    # Itself, all that is small, one piece of `large`, two of `largest` with its 2.4 MB.
+    # The record, all small entries, one piece of `large`, and two of `largest` (2.4 MB).
     assert len(parts) == 5
     assert max(len(part.deflate()) for part in parts.values()) < 1_850_000
     assert len(get_all_nested_objects(content())) == 2 * len(ARRAYS) + 4
@@ -59,10 +59,10 @@ def test_folded_content_has_few_parts_below_2_megabytes() -> None:
 
 def test_clients_share_the_pieces_of_a_common_array() -> None:
     shared = Array(ARRAYS["largest"])
-    one, other = (
+    first, second = (
         fold(RecordDict({"arrays": record_of({"model": shared}), "of": ConfigRecord({"c": c})})) for c in "ab"
     )
-    assert [one[name] is other[name] for name in one] == [False, True, True]
+    assert [first[name] is second[name] for name in first] == [False, True, True]
 
 
 def test_fold_is_deterministic() -> None:
@@ -74,9 +74,9 @@ def test_client_app_folds_replies_to_folded_messages() -> None:
     metadata = Metadata(1, "m", SUPERLINK_NODE_ID, 2, "", "1", time.time(), 100.0, "query")
     plain = make_message(metadata, RecordDict({"config": ConfigRecord({PING: True})}))
     assert not is_folded(app(plain, context))
-    asked = folded(plain)
-    reply = app(asked, context)
-    assert is_folded(asked)
+    request = folded(plain)
+    reply = app(request, context)
+    assert is_folded(request)
     assert is_folded(reply)
     assert unfold(reply.content) == RecordDict()
     assert reply.metadata.reply_to_message_id == "m"
@@ -87,9 +87,9 @@ def test_malformed_folded_reply_becomes_an_error() -> None:
     reply = make_message(metadata, RecordDict({folding.REST: ConfigRecord({folding.REST: [1, 2]})}))
     assert "malformed reply: TypeError" in failure(unfolded(reply).error)
     assert unfolded(reply).metadata.reply_to_message_id == "m"
-    whole = make_message(metadata, content())
-    assert unfolded(whole) is whole
-    assert unfolded(folded(whole)).content["metrics"] == whole.content["metrics"]
+    message = make_message(metadata, content())
+    assert unfolded(message) is message
+    assert unfolded(folded(message)).content["metrics"] == message.content["metrics"]
 
 
 @pytest.mark.parametrize("wrong", [{folding.REST: b"\xff\xff"}, {folding.REST: "text"}, {}])
@@ -99,11 +99,11 @@ def test_unfold_rejects_other_content(wrong: dict[str, bytes | str]) -> None:
 
 
 def test_missing_or_invalid_piece_raises() -> None:
-    told = fold(content())
-    del told["arrays/largest/1"]
+    record = fold(content())
+    del record["arrays/largest/1"]
     with pytest.raises(ValueError, match=r"reshape|EOF|read"):
-        unfold(told).array_records["arrays"]["largest"].numpy()
-    told = fold(RecordDict({"arrays": ArrayRecord({"model": FlowerArray(ARRAYS["large"])})}))
-    told["arrays/model/0"] = ConfigRecord({"": [1, 2]})
+        unfold(record).array_records["arrays"]["largest"].numpy()
+    record = fold(RecordDict({"arrays": ArrayRecord({"model": FlowerArray(ARRAYS["large"])})}))
+    record["arrays/model/0"] = ConfigRecord({"": [1, 2]})
     with pytest.raises((ValueError, EOFError)):
-        unfold(told).array_records["arrays"]["model"].numpy()
+        unfold(record).array_records["arrays"]["model"].numpy()

@@ -1,4 +1,4 @@
-"""Work in forked processes: what they are given and what they answer, and what happens when one of them dies."""
+"""Forked worker processes: parcels, answers, and dead workers."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ from posy import forked
 from posy.forked import Parcel, WorkerDiedError, Workers
 from posy.settings import SettingsError
 
-pytestmark = pytest.mark.skipif(not Workers.possible(), reason="no processes can be forked here")
+pytestmark = pytest.mark.skipif(not Workers.possible(), reason="processes cannot be forked")
 
 
 def doubled(parcel: Parcel) -> Parcel:
-    """Return the process's number and twice the arrays, or do what the head says."""
+    """Return the process id and twice the arrays. The head may order an exception, a kill or a delay."""
     if isinstance(parcel.head, Exception):
         raise parcel.head
     if parcel.head == "die":
@@ -31,13 +31,13 @@ def doubled(parcel: Parcel) -> Parcel:
     return Parcel((parcel.head, os.getpid()), [2 * array for array in parcel.arrays])
 
 
-def each(work: Callable[[Parcel], Parcel]) -> Callable[[Sequence[Parcel]], list[Parcel]]:
-    """Return what works on parcels one after the other."""
+def one_by_one(work: Callable[[Parcel], Parcel]) -> Callable[[Sequence[Parcel]], list[Parcel]]:
+    """Return a function that processes parcels in sequence."""
     return lambda parcels: [work(parcel) for parcel in parcels]
 
 
 def singles(count: int) -> list[list[int]]:
-    """Return groups of one."""
+    """Return groups of one parcel."""
     return [[number] for number in range(count)]
 
 
@@ -48,33 +48,33 @@ def answers(
     groups: Sequence[Sequence[int]] | None = None,
     **more: Any,
 ) -> dict[int, Parcel | Exception]:
-    """Have parcels worked on by two processes; none may be answered twice."""
-    found: dict[int, Parcel | Exception] = {}
+    """Process parcels in two workers, and return the answers. Each parcel has at most one answer."""
+    results: dict[int, Parcel | Exception] = {}
 
     def finish(number: int, answer: Parcel | Exception) -> None:
-        assert number not in found
-        found[number] = answer
+        assert number not in results
+        results[number] = answer
 
-    own = workers or Workers(2, each(work))
-    own.run(groups or singles(len(parcels)), parcels.__getitem__, finish, **more)
+    pool = workers or Workers(2, one_by_one(work))
+    pool.run(groups or singles(len(parcels)), parcels.__getitem__, finish, **more)
     if workers is None:
-        own.end()
-    return found
+        pool.end()
+    return results
 
 
 def test_parcels_of_a_group_share_common_arrays() -> None:
-    def alike(parcels: Sequence[Parcel]) -> list[Parcel]:
+    def compare_with_first(parcels: Sequence[Parcel]) -> list[Parcel]:
         return [Parcel([array is parcels[0].arrays[i] for i, array in enumerate(p.arrays)], []) for p in parcels]
 
-    shared, workers = np.ones(3), Workers(2, alike)
-    found = answers(
+    shared, workers = np.ones(3), Workers(2, compare_with_first)
+    results = answers(
         [Parcel(None, [shared, np.ones(3)]) for _ in range(4)],
         workers=workers,
         groups=[[0, 1], [2, 3]],
         common=[shared],
     )
     workers.end()
-    assert [found[number].head for number in range(4)] == [[True, True], [True, False]] * 2
+    assert [results[number].head for number in range(4)] == [[True, True], [True, False]] * 2
 
 
 def test_arrays_of_all_kinds_come_back_from_two_processes() -> None:
@@ -83,26 +83,26 @@ def test_arrays_of_all_kinds_come_back_from_two_processes() -> None:
         Parcel(0.1, [shared, np.full((3, i), i, np.float32), np.array(i), shared.T, np.zeros((0, 4), np.int64)])
         for i in range(7)
     ]
-    found = answers(parcels, common=[shared])
-    assert sorted(found) == list(range(7))
+    results = answers(parcels, common=[shared])
+    assert sorted(results) == list(range(7))
     processes = set()
     for number, parcel in enumerate(parcels):
-        answer = found[number]
+        answer = results[number]
         assert isinstance(answer, Parcel)
         processes.add(answer.head[1])
-        for ours, array in zip(answer.arrays, parcel.arrays, strict=True):
-            assert ours.shape == array.shape and ours.dtype == (2 * array).dtype
-            np.testing.assert_array_equal(ours, 2 * array)
+        for result, array in zip(answer.arrays, parcel.arrays, strict=True):
+            assert result.shape == array.shape and result.dtype == (2 * array).dtype
+            np.testing.assert_array_equal(result, 2 * array)
     assert len(processes) == 2 and os.getpid() not in processes
 
 
 def test_larger_parcels_do_not_overwrite_earlier_answers() -> None:
-    workers = Workers(2, each(doubled))
+    workers = Workers(2, one_by_one(doubled))
     first = answers([Parcel(None, [np.full(10, i, np.float32)]) for i in range(8)], workers=workers)
     second = answers([Parcel(None, [np.full(10**i, i, np.float32)]) for i in range(7)], workers=workers)
     workers.end()
-    for found, size in ((first, lambda i: 10), (second, lambda i: 10**i)):
-        for number, answer in found.items():
+    for results, size in ((first, lambda i: 10), (second, lambda i: 10**i)):
+        for number, answer in results.items():
             assert isinstance(answer, Parcel)
             np.testing.assert_array_equal(answer.arrays[0], np.full(size(number), 2 * number, np.float32))
 
@@ -110,18 +110,18 @@ def test_larger_parcels_do_not_overwrite_earlier_answers() -> None:
 def test_common_array_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     put, sizes = forked.Shelf.put, []
 
-    def noted(self: forked.Shelf, arrays: Any, begin: int = 0) -> Any:
+    def recording_put(self: forked.Shelf, arrays: Any, begin: int = 0) -> Any:
         sizes.append(sum(array.nbytes for array in arrays))
         return put(self, arrays, begin)
 
-    monkeypatch.setattr(forked.Shelf, "put", noted)
+    monkeypatch.setattr(forked.Shelf, "put", recording_put)
     shared = np.ones(1000)
     answers([Parcel(None, [shared]) for _ in range(5)], common=[shared])
-    assert sorted(sizes) == [0, 0, 0, 0, 0, 8000]  # the answers are put on shelves by the other processes
+    assert sorted(sizes) == [0, 0, 0, 0, 0, 8000]  # the workers put the answers on shelves
 
 
 class UnportableError(Exception):
-    """One that cannot be made again from what it has been pickled to."""
+    """An exception that cannot be unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first + second)
@@ -134,34 +134,34 @@ def test_exceptions_are_returned_as_answers(error: Exception) -> None:
             raise error
         return parcel
 
-    found = answers([Parcel(i, []) for i in range(3)], fail)
-    assert [type(found[i]) for i in (0, 2)] == [Parcel, Parcel]
-    assert type(found[1]) is (ValueError if isinstance(error, ValueError) else RuntimeError)
-    assert "no" in str(found[1]) or "UnportableError('ab')" in str(found[1])
+    results = answers([Parcel(i, []) for i in range(3)], fail)
+    assert [type(results[i]) for i in (0, 2)] == [Parcel, Parcel]
+    assert type(results[1]) is (ValueError if isinstance(error, ValueError) else RuntimeError)
+    assert "no" in str(results[1]) or "UnportableError('ab')" in str(results[1])
 
 
 def test_parcel_that_cannot_be_prepared_returns_the_exception() -> None:
-    workers, found = Workers(2, each(doubled)), {}
+    workers, results = Workers(2, one_by_one(doubled)), {}
 
     def prepare(number: int) -> Parcel:
         if number == 2:
             raise KeyError("missing")
         return Parcel(None, [np.array([object()])] if number == 3 else [])
 
-    workers.run(singles(5), prepare, found.__setitem__)
+    workers.run(singles(5), prepare, results.__setitem__)
     workers.end()
-    assert [type(found[i]) for i in range(5)] == [Parcel, Parcel, KeyError, TypeError, Parcel]
+    assert [type(results[i]) for i in range(5)] == [Parcel, Parcel, KeyError, TypeError, Parcel]
 
 
 def test_dead_worker_loses_one_parcel_and_is_replaced() -> None:
-    workers = Workers(2, each(doubled))
+    workers = Workers(2, one_by_one(doubled))
     parcels = [Parcel("die" if i in (0, 4) else None, [np.array(i)]) for i in range(12)]
-    found = answers(parcels, workers=workers)
-    assert sorted(found) == list(range(12))
-    died = [number for number, answer in found.items() if isinstance(answer, WorkerDiedError)]
+    results = answers(parcels, workers=workers)
+    assert sorted(results) == list(range(12))
+    died = [number for number, answer in results.items() if isinstance(answer, WorkerDiedError)]
     assert sorted(died) == [0, 4]
-    assert "by signal 9" in str(found[0])
-    assert all(int(found[i].arrays[0]) == 2 * i for i in range(12) if i not in died)  # type: ignore[union-attr]
+    assert "by signal 9" in str(results[0])
+    assert all(int(results[i].arrays[0]) == 2 * i for i in range(12) if i not in died)  # type: ignore[union-attr]
     assert len(answers(parcels[1:4], workers=workers)) == 3
     workers.end()
 
@@ -173,36 +173,36 @@ def test_parcels_of_a_group_are_processed_together() -> None:
             ValueError("three") if int(p.arrays[0]) == 3 else Parcel(len(parcels), [np.array(total)]) for p in parcels
         ]
 
-    workers, found = Workers(2, summed), dict[int, Any]()
+    workers, results = Workers(2, summed), dict[int, Any]()
     parcels = [Parcel(None, [np.array(i)]) for i in range(9)]
-    workers.run([[0, 1, 2, 3], [4], [5, 6, 7], [8]], parcels.__getitem__, found.__setitem__)
+    workers.run([[0, 1, 2, 3], [4], [5, 6, 7], [8]], parcels.__getitem__, results.__setitem__)
     workers.end()
-    assert isinstance(found.pop(3), ValueError)
-    assert {i: (p.head, int(p.arrays[0])) for i, p in found.items()} == {
+    assert isinstance(results.pop(3), ValueError)
+    assert {i: (p.head, int(p.arrays[0])) for i, p in results.items()} == {
         0: (4, 6), 1: (4, 6), 2: (4, 6), 4: (1, 4), 5: (3, 18), 6: (3, 18), 7: (3, 18), 8: (1, 8),
     }  # fmt: skip
 
 
 def test_group_of_a_dead_worker_is_retried_parcel_by_parcel() -> None:
     parcels = [Parcel("die" if i == 5 else None, [np.array(i)]) for i in range(12)]
-    found = answers(parcels, groups=[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
-    assert [i for i, answer in found.items() if isinstance(answer, WorkerDiedError)] == [5]
-    assert all(int(found[i].arrays[0]) == 2 * i for i in range(12) if i != 5)  # type: ignore[union-attr]
+    results = answers(parcels, groups=[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
+    assert [i for i, answer in results.items() if isinstance(answer, WorkerDiedError)] == [5]
+    assert all(int(results[i].arrays[0]) == 2 * i for i in range(12) if i != 5)  # type: ignore[union-attr]
 
 
 def test_no_parcel_starts_after_the_deadline() -> None:
-    workers = Workers(2, each(doubled))
-    answers([Parcel(None, [])] * 2, workers=workers)  # forks them, which may take its time
+    workers = Workers(2, one_by_one(doubled))
+    answers([Parcel(None, [])] * 2, workers=workers)  # forks the workers, which takes time
     begin = time.monotonic()
     # Bundles of several take longer.
-    found = answers([Parcel(0.2, []) for _ in range(60)], end=begin + 0.7, workers=workers)
+    results = answers([Parcel(0.2, []) for _ in range(60)], end=begin + 0.7, workers=workers)
     workers.end()
-    assert 2 <= len(found) <= 10
+    assert 2 <= len(results) <= 10
     assert time.monotonic() - begin < 2.5
 
 
 def test_exception_in_the_parent_ends_the_workers_and_the_next_run_forks_others() -> None:
-    workers = Workers(2, each(doubled))
+    workers = Workers(2, one_by_one(doubled))
     before = set(active_children())
 
     def finish(number: int, answer: Any) -> None:
@@ -222,10 +222,10 @@ def test_keyboard_interrupt_of_a_worker_is_raised_in_the_parent() -> None:
     def stop(parcel: Parcel) -> Parcel:
         raise KeyboardInterrupt if parcel.head == 2 else ValueError
 
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     with pytest.raises(KeyboardInterrupt):
-        Workers(2, each(stop)).run(singles(3), lambda number: Parcel(number, []), found.__setitem__)
-    assert all(isinstance(answer, ValueError) for answer in found.values()) and 2 not in found
+        Workers(2, one_by_one(stop)).run(singles(3), lambda number: Parcel(number, []), results.__setitem__)
+    assert all(isinstance(answer, ValueError) for answer in results.values()) and 2 not in results
 
 
 def test_workers_end_with_their_parent() -> None:
@@ -253,16 +253,16 @@ Workers(2, work).run([[0], [1]], lambda number: Parcel(2.0 if number else 0.5, [
     assert time.monotonic() < end
 
 
-@pytest.mark.parametrize(("told", "expected"), [("", len(os.sched_getaffinity(0))), ("1", 1), ("12", 12)])
+@pytest.mark.parametrize(("value", "expected"), [("", len(os.sched_getaffinity(0))), ("1", 1), ("12", 12)])
 def test_environment_variable_sets_the_number_of_cores(
-    monkeypatch: pytest.MonkeyPatch, told: str, expected: int
+    monkeypatch: pytest.MonkeyPatch, value: str, expected: int
 ) -> None:
-    monkeypatch.setenv(forked.CORES, told)
+    monkeypatch.setenv(forked.CORES, value)
     assert forked.cores() == expected
 
 
-@pytest.mark.parametrize("told", ["0", "-1", "two", "1.5"])
-def test_invalid_number_of_cores_is_an_error(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    monkeypatch.setenv(forked.CORES, told)
-    with pytest.raises(SettingsError, match="a whole number of at least 1"):
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_invalid_number_of_cores_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(forked.CORES, value)
+    with pytest.raises(SettingsError, match="whole number"):
         forked.cores()

@@ -1,4 +1,4 @@
-"""Nodes and workers as forks of one process, here without Flower: what each does is a few lines."""
+"""Nodes and workers as forks of one process, with a short program in place of Flower."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def serve_node(arguments, parent):
 def serve_worker(connection):
     home = os.environ["FLWR_HOME"]
     connection.sendall(f"{home} {os.getpid()} {home}\\n".encode())
-    connection.recv(1)  # until the node has gone
+    connection.recv(1)  # until the node ends
 
 leave(Family([Node(name, [name]) for name in sys.argv[1:]], serve_node, serve_worker).keep())
 """
@@ -52,9 +52,9 @@ def family(folder: Path, *names: str) -> Iterator["subprocess.Popen[bytes]"]:
         process.wait()
 
 
-def wait_for(true: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -64,18 +64,18 @@ def lines(folder: Path, word: str) -> list[list[str]]:
 
 
 def processes(folder: Path) -> set[int]:
-    told = {int(words[-1]) for words in lines(folder, "process")}
-    return told | {int(words[4]) for words in lines(folder, "worker")}
+    nodes = {int(words[-1]) for words in lines(folder, "process")}
+    return nodes | {int(words[4]) for words in lines(folder, "worker")}
 
 
-def gone(numbers: set[int]) -> bool:
+def all_ended(numbers: set[int]) -> bool:
     return not any(Path(f"/proc/{number}/cmdline").exists() for number in numbers)
 
 
 def test_dead_worker_is_reported_only_to_its_node_and_replaced(tmp_path: Path) -> None:
     with family(tmp_path, "a", "b") as process:
         wait_for(lambda: len(lines(tmp_path, "worker")) == 2)
-        # Each line bears its node's name, each worker has its own home, and the node's environment is as it was.
+        # Each line has the node's name, each worker its own home, and the node's environment is unchanged.
         assert {(w[0], w[3], w[5], w[6]) for w in lines(tmp_path, "worker")} == {
             (name, name, name, os.environ.get("FLWR_HOME", "-")) for name in "ab"
         }
@@ -95,24 +95,24 @@ def test_parent_reports_an_ended_node_and_keeps_the_others_running(tmp_path: Pat
         (tmp_path / "b-end").touch()
         os.kill(workers["b"], signal.SIGKILL)
         wait_for(lambda: "1 of 3 still run" in (tmp_path / "log").read_text())
-        assert "posy: node a was killed by signal 9; 2 of 3 still run" in (tmp_path / "log").read_text()
-        assert "posy: node b ended with status 7; 1 of 3 still run" in (tmp_path / "log").read_text()
-        wait_for(lambda: gone({workers["a"], *(int(w[4]) for w in lines(tmp_path, "worker") if w[0] == "b")}))
-        assert not gone({nodes["c"]})
+        assert "node a was killed by signal 9; 2 of 3" in (tmp_path / "log").read_text()
+        assert "node b ended with status 7; 1 of 3" in (tmp_path / "log").read_text()
+        wait_for(lambda: all_ended({workers["a"], *(int(w[4]) for w in lines(tmp_path, "worker") if w[0] == "b")}))
+        assert not all_ended({nodes["c"]})
         assert process.poll() is None
         process.terminate()
-        assert process.wait(20.0) == 128 + signal.SIGKILL  # the first that did not end well
+        assert process.wait(20.0) == 128 + signal.SIGKILL  # the first status that is an error
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nodes_and_workers_end_with_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     with family(tmp_path, "a", "b") as process:
         wait_for(lambda: len(lines(tmp_path, "worker")) == 2)
-        all_of_them = processes(tmp_path)
-        assert len(all_of_them) == 4
+        pids = processes(tmp_path)
+        assert len(pids) == 4
         process.send_signal(number)
         process.wait(20.0)
-        wait_for(lambda: gone(all_of_them))
+        wait_for(lambda: all_ended(pids))
 
 
 def test_single_node_logs_without_prefix_and_returns_its_status(tmp_path: Path) -> None:

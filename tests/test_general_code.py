@@ -1,4 +1,4 @@
-"""General code knows no method: facts of single methods are declarations in the module of the method."""
+"""General code names no method. Each method declares its properties in its own module."""
 
 import ast
 import json
@@ -60,22 +60,22 @@ CLASSES = {f"{name}{end}" for name in METHODS.values() for end in ("", "Settings
 
 def names_in(tree: ast.Module) -> set[str]:
     """Return the names of methods that a module uses: their modules in imports, and their classes."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
             and node.module.startswith(("posy.strategies.", "posy.client_app."))
         ):
-            found |= {node.module.rpartition(".")[2]} & MODULES
+            names |= {node.module.rpartition(".")[2]} & MODULES
         elif isinstance(node, ast.Name | ast.Attribute):
-            found |= {node.id if isinstance(node, ast.Name) else node.attr} & CLASSES
-    return found
+            names |= {node.id if isinstance(node, ast.Name) else node.attr} & CLASSES
+    return names
 
 
 def test_general_code_names_no_method() -> None:
     names = {path: names_in(ast.parse(path.read_text(encoding="utf-8"))) for path in GENERAL}
-    assert {path: found for path, found in names.items() if found} == {}
+    assert {path: methods for path, methods in names.items() if methods} == {}
 
 
 def test_names_in_finds_methods() -> None:
@@ -84,7 +84,7 @@ def test_names_in_finds_methods() -> None:
 
 
 WIDE = '''
-    """A method that adds a layer of its own to the network of the run."""
+    """A method that adds a layer to the network of the run."""
 
     import torch
     from torch import nn

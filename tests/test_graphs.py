@@ -1,4 +1,4 @@
-"""What a GPU needs for clients side by side: steps told by a number on it, CUDA graphs, unfolded convolutions."""
+"""Training of stacked clients on a GPU: schedules indexed on the device, CUDA graphs, unfolded convolutions."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ from posy.models.architecture import Architecture
 from posy.strategies.run_settings import TrainSettings
 
 COUNTS = (90, 37, 61, 5)
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 RULES: dict[str, Any] = {
     "plain": None,
     "SAM": SharpnessAware(0.1),
@@ -35,9 +35,9 @@ RULES: dict[str, Any] = {
 
 
 def samples(count: int, seed: int, device: torch.device) -> Samples:
-    drawn = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 1, 20, 20, generator=drawn)
-    return Samples(x.to(device), torch.randint(0, 5, (count,), generator=drawn).to(device))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 20, 20, generator=generator)
+    return Samples(x.to(device), torch.randint(0, 5, (count,), generator=generator).to(device))
 
 
 def train(
@@ -52,13 +52,13 @@ def train(
     start = torch.stack([torch.from_numpy(architecture.initial(k)) for k in range(models)]).to(device)
     starts = [start if models > 1 else start[0]] * len(COUNTS)
     for _ in range(rounds):
-        each = [(samples(n, n, device), torch.Generator().manual_seed(n)) for n in COUNTS]
-        works = [Train(own, rule=rule) for own in starts]
-        jobs = [Job(work, data, generator, 0.05) for work, (data, generator) in zip(works, each, strict=True)]
-        found = trainer.train_together(jobs, network)
-        assert all(isinstance(one, Trained) for one in found)
-        starts = [one.parameters for one in found if isinstance(one, Trained)]
-    return trainer, torch.stack([own.cpu() for own in starts])
+        inputs = [(samples(n, n, device), torch.Generator().manual_seed(n)) for n in COUNTS]
+        works = [Train(parameters, rule=rule) for parameters in starts]
+        jobs = [Job(work, data, generator, 0.05) for work, (data, generator) in zip(works, inputs, strict=True)]
+        results = trainer.train_together(jobs, network)
+        assert all(isinstance(result, Trained) for result in results)
+        starts = [result.parameters for result in results if isinstance(result, Trained)]
+    return trainer, torch.stack([parameters.cpu() for parameters in starts])
 
 
 def test_schedule_at_a_device_index_equals_iteration() -> None:
@@ -71,17 +71,17 @@ def test_schedule_at_a_device_index_equals_iteration() -> None:
             shares.append(Share(samples(count, 0, device), [None, 2], torch.Generator().manual_seed(0), 4, 1, weight))
         return Schedule(shares)
 
-    told, plain = schedule(), list(schedule())
-    assert list(told.runs()) == [(0, 4, 4), (4, 12, 3), (12, 18, 2), (18, 25, 1)]  # 25, 18, 12 and 4 steps
-    for begin, end, active in told.runs():
+    indexed, steps = schedule(), list(schedule())
+    assert list(indexed.runs()) == [(0, 4, 4), (4, 12, 3), (12, 18, 2), (18, 25, 1)]  # 25, 18, 12 and 4 steps
+    for begin, end, active in indexed.runs():
         for number in range(begin, end):
-            (batch, counted), (other, as_well) = told.at(torch.tensor([number]), active), plain[number]
-            assert len(batch.y) == active and torch.equal(counted, as_well)
-            for mine, theirs in zip(batch, other, strict=True):
-                if mine is None or theirs is None:
-                    assert mine is theirs
+            (batch, count), (expected_batch, expected_count) = indexed.at(torch.tensor([number]), active), steps[number]
+            assert len(batch.y) == active and torch.equal(count, expected_count)
+            for tensor, expected in zip(batch, expected_batch, strict=True):
+                if tensor is None or expected is None:
+                    assert tensor is expected
                 else:
-                    assert torch.equal(mine, theirs)
+                    assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize(
@@ -100,34 +100,34 @@ def test_unfolded_convolution_equals_the_convolution(layer: nn.Conv2d) -> None:
     x, weights = torch.randn(2, 6, 3, 9, 8), torch.randn(2, *layer.weight.shape)
     unfolded = unfold_convolutions(copy.deepcopy(layer))
 
-    def each(module: nn.Module) -> tuple[Tensor, Tensor]:
-        def output(weight: Tensor, inputs: Tensor) -> Tensor:
+    def outputs_and_gradients(module: nn.Module) -> tuple[Tensor, Tensor]:
+        def squares(weight: Tensor, inputs: Tensor) -> Tensor:
             return torch.func.functional_call(module, {"weight": weight}, (inputs,)).square()
 
-        gradients = torch.func.grad(lambda weight, inputs: output(weight, inputs).sum(), argnums=(0, 1))
-        return torch.func.vmap(output)(weights, x), *torch.func.vmap(gradients)(weights, x)
+        gradients = torch.func.grad(lambda weight, inputs: squares(weight, inputs).sum(), argnums=(0, 1))
+        return torch.func.vmap(squares)(weights, x), *torch.func.vmap(gradients)(weights, x)
 
-    for found, expected in zip(each(unfolded), each(layer), strict=True):
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for output, expected in zip(outputs_and_gradients(unfolded), outputs_and_gradients(layer), strict=True):
+        assert torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 def test_large_convolutions_are_not_unfolded(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(unfolded_module, "COLUMNS", limit)
-    layer, asked = nn.Conv2d(3, 4, 5), []
+    layer, calls = nn.Conv2d(3, 4, 5), []
 
-    def plainly(*inputs: Any) -> Tensor:
-        asked.append(inputs)
+    def count_calls(*inputs: Any) -> Tensor:
+        calls.append(inputs)
         return F.conv2d(*inputs)
 
-    monkeypatch.setattr(layer, "_conv_forward", plainly)
+    monkeypatch.setattr(layer, "_conv_forward", count_calls)
     x = torch.randn(2, 3, 9, 9)
     assert torch.allclose(unfold_convolutions(layer)(x), F.conv2d(x, layer.weight, layer.bias), atol=1e-5)
-    assert len(asked) == (limit == 0)
+    assert len(calls) == (limit == 0)
 
 
 class Replayed:
-    """Stands in for the graph of a step where there is no GPU: it carries out the step of the next number."""
+    """A substitute on the CPU for the graph of a step. Each replay runs the next step."""
 
     def __init__(self, step: Any, number: int, clients: int) -> None:
         self._step, self._numbers, self._clients = step, itertools.count(number), clients
@@ -149,8 +149,8 @@ def test_each_step_runs_once_and_known_kinds_need_no_warm_up(
 
     monkeypatch.setattr(graphs, "_capture", captured)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    runs = [(0, 10, 3), (10, 14, 2), (14, 30, 1)]  # two clients take too few steps for a capture after those ahead
-    for expected in ([2, 16], [1, 14], [1, 14]):  # the first step of a training makes what is there from then on
+    runs = [(0, 10, 3), (10, 14, 2), (14, 30, 1)]  # two clients take too few steps after the warm-up for a capture
+    for expected in ([2, 16], [1, 14], [1, 14]):  # the first step of a training always runs without a capture
         done.clear()
         captures.clear()
         graphs.replay("plain", runs, lambda number, clients: done.append((int(number), clients)), lambda: None)
@@ -158,7 +158,7 @@ def test_each_step_runs_once_and_known_kinds_need_no_warm_up(
         assert captures == expected
 
 
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize("name", RULES)
 def test_captured_steps_equal_launched_steps(name: str) -> None:
     device = torch.device("cuda")
@@ -167,26 +167,26 @@ def test_captured_steps_equal_launched_steps(name: str) -> None:
     _, launched = train(device, rule=RULES[name], graphs=False)
     assert torch.allclose(captured, launched, rtol=0, atol=1e-5)
     alone = train(torch.device("cpu"), rule=RULES[name])[1]
-    assert (captured - alone).norm() < 5e-3 * captured.norm()  # in forty steps rounding grows
+    assert (captured - alone).norm() < 5e-3 * captured.norm()  # rounding errors grow over forty steps
 
 
-@on_a_gpu
+@needs_gpu
 def test_later_rounds_capture_steps_without_warm_up() -> None:
     trainer, captured = train(torch.device("cuda"), rounds=3)
-    # Four clients take four steps together, too few for a capture after those before it.
+    # Four clients take only four steps together, too few for a capture after the warm-up.
     assert not trainer._graphs._refused and sorted(clients for _, clients in trainer._graphs._captures) == [1, 2, 3]
     _, launched = train(torch.device("cuda"), rounds=3, graphs=False)
     assert torch.allclose(captured, launched, rtol=0, atol=1e-4)
 
 
-@on_a_gpu
+@needs_gpu
 def test_synchronising_step_is_launched_without_capture(caplog: pytest.LogCaptureFixture) -> None:
     def waiting(logits: Tensor, labels: Tensor) -> Tensor:
         torch.cuda.synchronize()
         return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 
     with caplog.at_level(logging.WARNING):
-        trainer, found = train(torch.device("cuda"), criterion=waiting)
+        trainer, synchronised = train(torch.device("cuda"), criterion=waiting)
     assert len(trainer._graphs._refused) == 1 and "cannot be captured" in caplog.text
     _, plain = train(torch.device("cuda"), graphs=False)
-    assert torch.allclose(found, plain, rtol=0, atol=1e-5)
+    assert torch.allclose(synchronised, plain, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Bad data of every format: a result that equals an independent computation, or an error of one line."""
+"""Bad data in every format gives the result of an independent computation or a one-line error."""
 
 import json
 import math
@@ -63,8 +63,8 @@ def tensors(dataset, n=None):
     return client_data(dataset, everything, 0, DataSettings(), CPU)
 
 
-def refused(call, *arguments, match=None, seconds=2.0):
-    """Check that a call raises an error of one line within ``seconds``, and return the message."""
+def expect_error(call, *arguments, match=None, seconds=2.0):
+    """Check that a call raises a one-line error within ``seconds``, and return the message."""
     started = time.monotonic()
     with pytest.raises((DataError, SettingsError), match=match) as caught:
         call(*arguments)
@@ -102,7 +102,7 @@ def test_standardisation_keeps_the_precision_of_timestamps(form, offset, tmp_pat
         x = np.array(seconds, np.float64)[:, None]
         path = save(tmp_path / "a.npz", x_train=x, y_train=[0, 1] * 3)
         mean, std = np.mean(x), np.std(x)
-        given_by_run = DataSettings(
+        task_of_run = DataSettings(
             dataset="sites",
             sample_kind="features",
             input_shape="1",
@@ -110,7 +110,7 @@ def test_standardisation_keeps_the_precision_of_timestamps(form, offset, tmp_pat
             feature_mean=repr(mean.item()),
             feature_std=repr(std.item()),
         )
-        dataset, _ = own_site(path, given_by_run)
+        dataset, _ = own_site(path, task_of_run)
     np.testing.assert_allclose(tensors(dataset).x_train.numpy(), standardised([seconds]), rtol=3e-7, atol=1e-9)
 
 
@@ -151,28 +151,28 @@ def test_a_feature_of_tiny_scale_is_not_constant(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "x", "noted"),
+    ("name", "x", "notice"),
     [
-        ("a.npz", np.array([[2**60], [2**60 + 1]]), "float64 cannot distinguish values of these features: 0"),
+        ("a.npz", np.array([[2**60], [2**60 + 1]]), "cannot distinguish values of these features: 0"),
         ("a.npz", np.array([[2**60], [2**61]]), None),
-        ("a.csv", [str(2**60), str(2**60 + 1)], "float64 cannot distinguish values of these columns: x"),
+        ("a.csv", [str(2**60), str(2**60 + 1)], "cannot distinguish values of these columns: x"),
         ("a.csv", ["1700000000", "1700000001"], None),
     ],
 )
-def test_indistinguishable_feature_values_log_a_warning(name, x, noted, tmp_path, warnings):
+def test_indistinguishable_feature_values_log_a_warning(name, x, notice, tmp_path, warnings):
     if name == "a.csv":
         dataset = load_own(write(tmp_path / name, f"x,label\n{x[0]},0\n{x[1]},1\n"), "a")
     else:
         dataset = load_own(save(tmp_path / name, x_train=x, y_train=[0, 1]), "a")
     assert [note for note in dataset.notes if "cannot distinguish" in note] == (
-        [] if noted is None else list(dataset.notes)
+        [] if notice is None else list(dataset.notes)
     )
-    assert (noted or "") in " ".join(dataset.notes)
-    assert bool(noted) == ("cannot distinguish" in warnings.text)
+    assert (notice or "") in " ".join(dataset.notes)
+    assert bool(notice) == ("cannot distinguish" in warnings.text)
 
 
 def pfllib(root, *clients, config=None):
-    """Write a PFLlib directory. A client is (x, y), its samples for training and again for the test."""
+    """Write a PFLlib directory. Each client (x, y) has the same samples for training and test."""
     for split in ("train", "test"):
         (root / split).mkdir(parents=True)
         for number, (x, y) in enumerate(clients):
@@ -204,7 +204,7 @@ def test_standard_deviation_that_overflows_is_rejected(tmp_path):
     task = DataSettings(
         dataset="sites", sample_kind="features", input_shape="1", classes="0,1", feature_mean="0", feature_std="1e-30"
     )
-    refused(own_site, path, task, match="feature 0 may exceed the range of float32 .* deviation 1e-30")
+    expect_error(own_site, path, task, match=r"feature 0 .* range of float32 .* 1e-30")
 
 
 # -- samples of different kinds --------------------------------------------------------------------------
@@ -215,8 +215,8 @@ PIXELS = np.array([[[0, 255], [128, 3]], [[7, 9], [200, 100]]], np.uint8)
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (PIXELS, PIXELS / 255, r"x_train holds whole numbers \(uint8\) from 0 to 255, x_test holds floating"),
-        (PIXELS / 255, PIXELS, r"x_train holds floating-point numbers \(float64\) from 0 to 1"),
+        (PIXELS, PIXELS / 255, r"x_train .*\(uint8\) from 0 to 255, x_test .*floating"),
+        (PIXELS / 255, PIXELS, r"x_train .*\(float64\) from 0 to 1"),
         (PIXELS.astype(np.float32), (PIXELS / 255).astype(np.float32), "from 0 to 255, x_test.* from 0 to 1"),
         (PIXELS, (PIXELS > 99).astype(np.uint8), "from 0 to 255, x_test.* from 0 to 1"),
         (PIXELS, PIXELS > 99, "x_test holds whole numbers .bool"),
@@ -236,7 +236,7 @@ def test_train_and_test_of_different_kinds_are_rejected(train, test, message, tm
         dataset = load_own(path, "a")
         np.testing.assert_allclose(dataset.x.reshape(4, -1), np.concatenate([train, test]).reshape(4, -1), rtol=1e-3)
     else:
-        assert str(path) in refused(load_own, path, "a", match=message)
+        assert str(path) in expect_error(load_own, path, "a", match=message)
 
 
 @pytest.mark.parametrize(
@@ -253,22 +253,24 @@ def test_pfllib_clients_of_different_kinds_are_rejected(second, message, tmp_pat
     if message is None:
         assert load_own(root, "p").task.kind == "features"
     else:
-        refused(load_own, root, "p", match=message)
+        expect_error(load_own, root, "p", match=message)
 
 
 def test_pfllib_images_of_different_scales_are_rejected(tmp_path):
     y, x = np.array([0, 1]), PIXELS[:, None].astype(np.float32)
     root = pfllib(tmp_path / "p", (x, y), (x / 255, y))
-    refused(load_own, root, "p", match=r"train/0\.npz .* from 0 to 255, train/1\.npz .* from 0 to 1")
+    expect_error(load_own, root, "p", match=r"train/0\.npz .* from 0 to 255, train/1\.npz .* from 0 to 1")
 
 
 # -- identity of labels ----------------------------------------------------------------------------------
 
-WHOLE = st.integers(-(10**25), 10**25) | st.sampled_from([0, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1])
+INTEGERS = st.integers(-(10**25), 10**25) | st.sampled_from(
+    [0, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1]
+)
 
 
 @quick
-@given(labels=st.lists(WHOLE, min_size=2, max_size=12).filter(lambda labels: len(set(labels)) > 1))
+@given(labels=st.lists(INTEGERS, min_size=2, max_size=12).filter(lambda labels: len(set(labels)) > 1))
 def test_integer_labels_of_any_size_stay_distinct(labels, tmp_path):
     rows = "".join(f"1,{label}\n" for label in labels)
     x = [[1.0]] * len(labels)
@@ -279,7 +281,7 @@ def test_integer_labels_of_any_size_stay_distinct(labels, tmp_path):
         if all(-limit * (kind is not np.uint64) <= label <= limit - (kind is np.float64) for label in labels):
             datasets.append(load_own(save(tmp_path / "n.npz", x_train=x, y_train=np.array(labels, kind)), "n"))
     if max(map(abs, labels)) >= 2**63:
-        datasets.append(load_own(pfllib_again(tmp_path, x, labels), "p"))
+        datasets.append(load_own(pfllib_with_labels(tmp_path, x, labels), "p"))
     expected = Counter(map(str, labels))
     for dataset in datasets:
         names = dataset.task.class_names
@@ -288,11 +290,11 @@ def test_integer_labels_of_any_size_stay_distinct(labels, tmp_path):
         assert [names[number] for number in dataset.y][: len(labels)] == [str(label) for label in labels]
 
 
-def pfllib_again(folder, x, labels):
+def pfllib_with_labels(folder, x, labels):
     root = folder / f"p-{time.monotonic_ns()}"
-    both = pfllib(root, (np.array(x), labels))
-    np.savez(both / "test" / "0.npz", data=np.array({"x": np.zeros((0, 1)), "y": []}, dtype=object))
-    return both
+    path = pfllib(root, (np.array(x), labels))
+    np.savez(path / "test" / "0.npz", data=np.array({"x": np.zeros((0, 1)), "y": []}, dtype=object))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def pfllib_again(folder, x, labels):
         (["True", "False"], ["False", "True"]),
         (["1_000", "1000"], ["1000", "1_000"]),
         (["1e400", "2"], "whole numbers or texts"),
-        (["0.5", "1"], "row 2.*'0.5'; labels are whole numbers or texts"),
+        (["0.5", "1"], "row 2.*'0.5'"),
         (["inf", "1"], "'inf'"),
         ([" ", "1"], "row 2.*the label is missing"),
     ],
@@ -319,7 +321,7 @@ def pfllib_again(folder, x, labels):
 def test_table_labels_are_normalised_or_rejected(cells, classes, tmp_path):
     path = write(tmp_path / "a.csv", "x,label\n" + "".join(f"1,{cell}\n" for cell in cells))
     if isinstance(classes, str):
-        refused(load_own, path, "a", match=classes)
+        expect_error(load_own, path, "a", match=classes)
     else:
         assert list(load_own(path, "a").task.class_names) == (classes or sorted(cells, key=int))
 
@@ -347,7 +349,7 @@ def test_label_normalisation_is_idempotent(cell):
         (np.array([b"x", "caf\u00e9".encode()]), ["caf\u00e9", "x"]),
         (np.array(["10", "9"]), ["9", "10"]),
         (np.array([[3.0], [4.0]]), ["3", "4"]),
-        (np.array([2.0**53, 1]), "float64 cannot distinguish whole numbers from 9007199254740992 upwards"),
+        (np.array([2.0**53, 1]), "float64 cannot distinguish .*9007199254740992"),
         (np.array([3000, 1], np.float16), "float16 cannot distinguish"),
         (np.array([b"\xff", b"a"]), "not UTF-8"),
         (np.array(["", "a"]), "label at index 0 is empty"),
@@ -360,7 +362,7 @@ def test_label_normalisation_is_idempotent(cell):
 def test_labels_of_every_array_type(y, expected, tmp_path):
     path = save(tmp_path / "a.npz", x_train=np.eye(2), y_train=y)
     if isinstance(expected, str):
-        refused(load_own, path, "a", match=expected)
+        expect_error(load_own, path, "a", match=expected)
     else:
         assert list(load_own(path, "a").task.class_names) == expected
 
@@ -391,25 +393,29 @@ def test_train_and_test_labels_are_matched_by_name(tmp_path):
 )
 def test_duplicate_column_names_are_rejected(header, message, tmp_path):
     row = ",".join("1" * len(header.split(",")))
-    refused(load_own, write(tmp_path / "a.csv", f"{header}\n{row}\n"), "a", match=message)
+    expect_error(load_own, write(tmp_path / "a.csv", f"{header}\n{row}\n"), "a", match=message)
 
 
 def test_groups_with_large_numbers_stay_distinct(tmp_path):
     rows = "1,90000000000000000001,0\n2, 90000000000000000002,1\n3,90000000000000000001 ,1\n"
     dataset = load_own(write(tmp_path / "a.csv", "x,group,label\n" + rows), "a")
     assert dataset.groups.tolist() == [0, 1, 0]
-    refused(load_own, write(tmp_path / "b.csv", "x,group,label\n1,,0\n2,a,1\n"), "b", match="row 2, column group: the")
+    expect_error(
+        load_own, write(tmp_path / "b.csv", "x,group,label\n1,,0\n2,a,1\n"), "b", match="row 2, column group: the"
+    )
 
 
 def test_suspicious_tables_get_notes(tmp_path, warnings):
     dataset = load_own(write(tmp_path / "a.csv", ",X,x,kind\n1,2,3,Cat\n1,2,3,cat\n1,2,3,nan\n"), "a")
-    assert dataset.notes == (
-        "no column is named label; Posy uses the last one, kind",
-        "column 1 has no name and is a feature",
-        "columns with nearly equal names: X, x",
-        "a missing value is a separate class: nan",
-        "'Cat' and 'cat' are separate classes, although their names are nearly equal",
+    expected = (
+        "no column is named label",
+        "column 1 has no name",
+        "nearly the same name: X, x",
+        "missing value is a separate class: nan",
+        "'Cat' and 'cat' are separate classes",
     )
+    for note, words in zip(dataset.notes, expected, strict=True):
+        assert words in note
     assert all(f"a.csv: {note}" in warnings.text for note in dataset.notes)
 
 
@@ -466,11 +472,13 @@ def test_partition_and_catalogue_files_must_be_regular(kind, tmp_path):
     path = make_special(tmp_path / "parts.json", kind)
     digits = load_dataset(DataSettings(), tmp_path, 1)
     chosen = DataSettings(partition="file", partition_file=str(path), num_clients=2)
-    refused(partition, digits, chosen, 1, match="not a regular file|cannot be opened|looked for")
+    expect_error(partition, digits, chosen, 1, match="not a regular file|cannot be opened|looked for")
     for split in ("train", "test"):
         (tmp_path / "femnist" / split).mkdir(parents=True)
         make_special(tmp_path / "femnist" / split / "a.json", kind)
-    refused(load_dataset, DataSettings(dataset="femnist"), tmp_path, 1, match="not a regular file|cannot be opened")
+    expect_error(
+        load_dataset, DataSettings(dataset="femnist"), tmp_path, 1, match="not a regular file|cannot be opened"
+    )
     (tmp_path / "agnews.csv").symlink_to(path)
     with pytest.raises(DataError, match=r"not found|not a regular file"):
         load_dataset(DataSettings(dataset="agnews"), tmp_path, 1)
@@ -484,8 +492,8 @@ def test_symbolic_link_to_a_file_is_read(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~nobody-of-that-name/a.csv"])
 def test_invalid_dataset_path_is_a_one_line_error(name, tmp_path):
-    expected = "neither a name nor a path|the user .* does not exist"
-    refused(load_dataset, DataSettings(dataset=name), tmp_path, 1, match=expected)
+    expected = "neither a name nor a path|user .* does not exist"
+    expect_error(load_dataset, DataSettings(dataset=name), tmp_path, 1, match=expected)
 
 
 @pytest.mark.parametrize("name", ["mnist", "femnist", "kvasir", "agnews"])
@@ -496,16 +504,16 @@ def test_invalid_data_dir_is_an_error(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "/{}loop", "~nobody-of-that-name/a", "x" * 5000])
 def test_command_line_rejects_invalid_dataset_names(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(images(tmp_path))  # the working directory is a valid data set
+    monkeypatch.chdir(write_images(tmp_path))  # the working directory is a valid data set
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     words = ["data-dir=.", f"output-dir={tmp_path}/runs", "device=cpu"]
     assert main(["run", f"dataset={name.format(str(tmp_path)[1:] + '/')}", *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("posy:")]
-    assert "is neither a name nor a path" in line or "the user nobody-of-that-name does not exist" in line
+    assert "neither a name nor a path" in line or "user nobody-of-that-name" in line
 
 
-def bomb(path, gigabytes):
-    """Write an .npz whose x_train claims ``gigabytes`` GB, but is compressed to a thousandth."""
+def write_zip_bomb(path, gigabytes):
+    """Write an .npz whose x_train claims ``gigabytes`` GB, but is compressed to 0.1 % of it."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open("x_train.npy", "w", force_zip64=True) as stream:
             header = {"descr": "|u1", "fortran_order": False, "shape": (gigabytes * 1000, 10**6)}
@@ -515,14 +523,14 @@ def bomb(path, gigabytes):
             np.lib.format.write_array(stream, np.arange(gigabytes * 1000))
     content = bytearray(path.read_bytes())
     claim = gigabytes * 10**9 + 128
-    at = content.index(b"PK\x01\x02")  # the central directory, which holds the size
-    content[at + 24 : at + 28] = struct.pack("<I", claim)
+    offset = content.index(b"PK\x01\x02")  # the central directory, which holds the size
+    content[offset + 24 : offset + 28] = struct.pack("<I", claim)
     path.write_bytes(bytes(content))
     return path
 
 
 def test_zip_bomb_is_rejected_at_once(tmp_path):
-    refused(load_own, bomb(tmp_path / "a.npz", 3), "a", match="array x_train has 3 GB, compressed to .* implausible")
+    expect_error(load_own, write_zip_bomb(tmp_path / "a.npz", 3), "a", match=r"x_train has 3 GB.* implausible")
 
 
 def test_arrays_larger_than_their_file_are_rejected(tmp_path):
@@ -533,7 +541,7 @@ def test_arrays_larger_than_their_file_are_rejected(tmp_path):
                 with archive.open(f"{name}.npy", "w") as stream:
                     header = {"descr": "|u1", "fortran_order": False, "shape": shape if name[0] == "x" else shape[:1]}
                     np.lib.format.write_array_header_1_0(stream, header)
-        refused(load_own, path, "a", match=message)
+        expect_error(load_own, path, "a", match=message)
 
 
 @pytest.mark.parametrize(
@@ -555,7 +563,7 @@ def test_malformed_headers_are_rejected(header, tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         for name in ("x_train", "y_train"):
             archive.writestr(f"{name}.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(32))
-    refused(load_own, path, "a", match=r"a\.npz")
+    expect_error(load_own, path, "a", match=r"a\.npz")
 
 
 @quick
@@ -592,23 +600,23 @@ def test_damaged_npz_is_read_correctly_or_rejected(data, tmp_path):
     ],
 )
 def test_malformed_tables_are_rejected(text, message, tmp_path):
-    refused(load_own, write(tmp_path / "a.csv", text), "a", match=message)
+    expect_error(load_own, write(tmp_path / "a.csv", text), "a", match=message)
 
 
 def test_overlong_line_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("posy.data.readers.tables._MAX_LINE", 1000)
     path = write(tmp_path / "a.csv", "x,label\n" + "1" * 5000)
-    refused(load_own, path, "a", match="line 2 is longer than 1,000 characters")
+    expect_error(load_own, path, "a", match=r"line 2 .*1,000 characters")
 
 
 def test_files_larger_than_memory_are_rejected(tmp_path):
     for name in ("a.csv", "a.json"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(1 << 42)  # a sparse file of 4 TiB, which takes no space
-    refused(load_own, tmp_path / "a.csv", "a", match="more than fits into memory")
+    expect_error(load_own, tmp_path / "a.csv", "a", match="more than fits into memory")
     digits = load_dataset(DataSettings(), tmp_path, 1)
     chosen = DataSettings(partition="file", partition_file=str(tmp_path / "a.json"), num_clients=2)
-    refused(partition, digits, chosen, 1, match="more than fits into memory")
+    expect_error(partition, digits, chosen, 1, match="more than fits into memory")
 
 
 @quick
@@ -629,31 +637,31 @@ def test_malformed_json_is_rejected(content, tmp_path):
     for split in ("train", "test"):
         (tmp_path / "femnist" / split).mkdir(parents=True)
         write(tmp_path / "femnist" / split / "a.json", content)
-    refused(load_dataset, DataSettings(dataset="femnist"), tmp_path, 1, match=r"a\.json")
+    expect_error(load_dataset, DataSettings(dataset="femnist"), tmp_path, 1, match=r"a\.json")
     digits = load_dataset(DataSettings(), tmp_path, 1)
     path = write(tmp_path / "parts.json", content)
     chosen = DataSettings(partition="file", partition_file=str(path), num_clients=2)
-    refused(partition, digits, chosen, 1)
+    expect_error(partition, digits, chosen, 1)
     pfllib(tmp_path / "p", (np.eye(2), np.array([0, 1])), config=content.decode("latin-1"))
-    refused(load_own, tmp_path / "p", "p", match=r"config\.json")
+    expect_error(load_own, tmp_path / "p", "p", match=r"config\.json")
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_clients": 1, "num_classes": 10**9}, "num_classes is 1000000000, but there are 4 samples"),
-        ({"num_clients": 1, "num_classes": 2.5}, "not a config of PFLlib"),
-        ({"num_clients": True}, "not a config of PFLlib"),
+        ({"num_clients": 1, "num_classes": 10**9}, "num_classes is 1000000000.* 4 samples"),
+        ({"num_clients": 1, "num_classes": 2.5}, "not what PFLlib writes"),
+        ({"num_clients": True}, "not what PFLlib writes"),
         ({"num_clients": 10**30}, "unequal numbers of clients"),
         ({"num_clients": 1, "num_classes": 10**30}, "num_classes is 1000"),
     ],
 )
 def test_inconsistent_pfllib_counts_are_rejected(config, message, tmp_path):
     root = pfllib(tmp_path / "p", (np.eye(2), np.array([0, 1])), config=config)
-    refused(load_own, root, "p", match=message)
+    expect_error(load_own, root, "p", match=message)
 
 
-def shared(depth, width):
+def nested_list(depth, width):
     lists = [0.5]
     for _ in range(depth):
         lists = [lists] * width
@@ -667,10 +675,10 @@ CYCLE.append(CYCLE)
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (shared(40, 2), "more than 8 deep"),
-        (shared(5, 100), "hold .* numbers in total"),
+        (nested_list(40, 2), "more than 8 deep"),
+        (nested_list(5, 100), "hold .* numbers in total"),
         (CYCLE, "more than 8 deep"),
-        ([{"a": shared(40, 2)}], "more than 8 deep"),
+        ([{"a": nested_list(40, 2)}], "more than 8 deep"),
     ],
     ids=["deep", "wide", "cyclic", "in a dict"],
 )
@@ -680,7 +688,7 @@ def test_small_pickle_with_huge_content_is_rejected_at_once(x, message, tmp_path
     with zipfile.ZipFile(root / "train" / "0.npz", "w") as archive, archive.open("data.npy", "w") as stream:
         np.lib.format.write_array_header_1_0(stream, {"descr": "|O", "fortran_order": False, "shape": ()})
         pickle.dump(array, stream, protocol=4)
-    refused(load_own, root, "p", match=message)
+    expect_error(load_own, root, "p", match=message)
 
 
 def test_pickle_with_a_shared_row_is_read(tmp_path):
@@ -691,57 +699,57 @@ def test_pickle_with_a_shared_row_is_read(tmp_path):
 
 def test_too_large_tokens_are_rejected(tmp_path):
     root = pfllib(tmp_path / "p", (np.array([[1, 2**40], [1, 2]]), np.array([0, 1])))
-    refused(load_own, root, "p", match="token 1099511627776; allowed: whole numbers from 0 .padding. to")
+    expect_error(load_own, root, "p", match="token 1099511627776; allowed")
 
 
 # -- folders of images -----------------------------------------------------------------------------------
 
 
-def images(root, n=3):
+def write_images(root, n=3):
     rng = np.random.default_rng(0)
     for number in range(n):
         for name in ("a", "b"):
             (root / name).mkdir(parents=True, exist_ok=True)
-            noise(rng, (4, 4)).save(root / name / f"{number}.png")
+            random_image(rng, (4, 4)).save(root / name / f"{number}.png")
     return root
 
 
-def noise(rng, shape):
+def random_image(rng, shape):
     return Image.fromarray(rng.integers(0, 256, shape, np.uint8))
 
 
-def damage(root):
+def add_damaged_images(root):
     write(root / "a" / "torn.png", (root / "a" / "0.png").read_bytes()[:50])
     write(root / "a" / "empty.png", b"")
     write(root / "b" / "text.jpg", b"hello")
     os.mkfifo(root / "b" / "pipe.png")
-    noise(np.random.default_rng(1), (40, 40, 3)).save(root / "b" / "cut.png")
+    random_image(np.random.default_rng(1), (40, 40, 3)).save(root / "b" / "cut.png")
     write(root / "b" / "cut.png", (root / "b" / "cut.png").read_bytes()[:2000])  # its header is intact
 
 
 def test_unreadable_images_are_counted_in_the_error(tmp_path):
-    damage(images(tmp_path))
-    message = refused(load_own, tmp_path, "a", match="5 of 11 images cannot be read")
+    add_damaged_images(write_images(tmp_path))
+    message = expect_error(load_own, tmp_path, "a", match="5 of 11 images cannot be read")
     assert "skip-unreadable" not in message  # skip-unreadable is a setting of a site
-    message = refused(own_site, tmp_path, site_of_images(), match="5 of 11 images cannot be read")
-    assert message.endswith("; with skip-unreadable=true in its node config a site skips such files")
+    message = expect_error(own_site, tmp_path, image_site_settings(), match="5 of 11 images cannot be read")
+    assert "skip-unreadable=true in its node config" in message
 
 
-def site_of_images():
+def image_site_settings():
     return DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b")
 
 
 def test_a_site_skips_unreadable_images_on_request(tmp_path):
-    intact, _ = own_site(images(tmp_path / "whole"), site_of_images())
-    damage(images(tmp_path / "torn"))
-    dataset, part = own_site(tmp_path / "torn", site_of_images(), skip=True)
+    intact, _ = own_site(write_images(tmp_path / "intact"), image_site_settings())
+    add_damaged_images(write_images(tmp_path / "torn"))
+    dataset, part = own_site(tmp_path / "torn", image_site_settings(), skip=True)
     assert (dataset.x.tolist(), dataset.y.tolist(), dataset.skipped) == (intact.x.tolist(), intact.y.tolist(), 5)
-    assert dataset.notes[0].startswith("5 of 11 image files cannot be read and are skipped: a/empty.png, a/torn.png")
+    assert dataset.notes[0].startswith("5 of 11 image files ") and "a/empty.png, a/torn.png" in dataset.notes[0]
     assert len(part.train[0]) + len(part.test[0]) == 6
 
 
 def test_skipped_files_affect_neither_size_nor_channels(tmp_path):
-    damage(images(tmp_path))
+    add_damaged_images(write_images(tmp_path))
     assert read_own(tmp_path, skip_unreadable=True).x.shape == (6, 4, 4, 1)
 
 
@@ -750,7 +758,7 @@ def test_site_without_readable_images_is_rejected(tmp_path):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "1.png", b"no image")
     with pytest.raises(DataError, match="2 of 2 images cannot be read"):
-        own_site(tmp_path, site_of_images(), skip=True)
+        own_site(tmp_path, image_site_settings(), skip=True)
 
 
 def test_images_larger_than_memory_are_rejected(tmp_path):
@@ -758,7 +766,7 @@ def test_images_larger_than_memory_are_rejected(tmp_path):
         (tmp_path / name).mkdir()
         Image.new("L", (8, 8)).save(tmp_path / name / "1.png")
     settings = DataSettings(dataset="sites", sample_kind="image", input_shape="3x400000x400000", classes="a,b")
-    refused(own_site, tmp_path, settings, match="input-shape|more than fits into memory")
+    expect_error(own_site, tmp_path, settings, match="input-shape|more than fits into memory")
 
 
 def test_numeric_folder_names_are_ordered_as_numbers(tmp_path):
@@ -775,8 +783,8 @@ def test_unreadable_folder_is_a_one_line_error(tmp_path):
     (tmp_path / "a").chmod(0)
     try:
         if os.access(tmp_path / "a", os.R_OK):
-            pytest.skip("this user may read everything")
-        refused(load_own, tmp_path / "a", "a", match="cannot be read|0 class folders")
+            pytest.skip("this user can read all files")
+        expect_error(load_own, tmp_path / "a", "a", match="cannot be read|0 class folders")
     finally:
         (tmp_path / "a").chmod(0o755)
 

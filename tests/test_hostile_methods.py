@@ -1,4 +1,4 @@
-"""Edge cases of the data and of the federation, for every method: the files of the run hold what was measured."""
+"""Edge cases of data and federation for every method: the files of a run hold the measured values."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -19,17 +19,17 @@ every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture
-def recorded(make_config: Callable[..., Config]) -> Callable[..., tuple[dict[str, Any], list[Any], list[Any]]]:
-    """Return what runs a method, checks what every run must hold, and returns summary, rounds and clients' rows."""
+def run_method(make_config: Callable[..., Config]) -> Callable[..., tuple[dict[str, Any], list[Any], list[Any]]]:
+    """Return a function that runs a method, checks its files, and returns summary, rounds and client rows."""
 
-    def ran(
+    def run_and_check(
         method: str, data: Data, *, fail: Collection[Key] = (), **settings: Any
     ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-        own = {"num_server_rounds": 4, "model": "mlp", "system_accuracy": "on", "checkpoint_every": 0, **settings}
-        own = {"fedfomo_validation": 0.0, **own}  # all samples of a client train
-        if own.get("fraction_train", 1) < 1:
-            own["pfedme_clients"] = "cohort"
-        config = make_config(method, data=data, **own)
+        values = {"num_server_rounds": 4, "model": "mlp", "system_accuracy": "on", "checkpoint_every": 0, **settings}
+        values = {"fedfomo_validation": 0.0, **values}  # all samples of a client train
+        if values.get("fraction_train", 1) < 1:
+            values["pfedme_clients"] = "cohort"
+        config = make_config(method, data=data, **values)
         clients = len(data[2])
         grid: InProcessGrid = FailingGrid(clients, fail, ()) if fail else InProcessGrid(clients)
         folder: Path = run(grid, config).directory.path
@@ -40,7 +40,7 @@ def recorded(make_config: Callable[..., Config]) -> Callable[..., tuple[dict[str
             client = int(row["partition"])
             if row["n_train"]:
                 assert (int(row["n_train"]), int(row["n_test"])) == (len(data[2][client]), len(data[3][client]))
-            else:  # nothing came back in this round
+            else:  # the client did not reply in this round
                 assert not any(row[name] for name in ("served_accuracy", "local_accuracy", "train_loss", "chosen"))
                 assert row["bytes_up"] == "0"
         for way in ("up", "down"):
@@ -48,11 +48,11 @@ def recorded(make_config: Callable[..., Config]) -> Callable[..., tuple[dict[str
             assert sums == [r[f"bytes_{way}"] for r in rounds] and sum(sums) == summary[f"bytes-{way}"]
         return summary, rounds, rows
 
-    return ran
+    return run_and_check
 
 
 def parts(*sizes: tuple[int, int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return train and test indices of clients that have so many samples each, one after the other."""
+    """Return consecutive train and test indices of clients with these numbers of samples."""
     train, test, start = [], [], 0
     for n_train, n_test in sizes:
         train.append(list(range(start, start + n_train)))
@@ -70,7 +70,7 @@ SIZES = ((9, 6), (6, 4), (4, 4), (1, 0))
 TWO = np.arange(sum(map(sum, SIZES))) % 2
 
 
-def usual() -> Data:
+def default_data() -> Data:
     return (separate(TWO), TWO, *parts(*SIZES))
 
 
@@ -83,18 +83,18 @@ def column(rows: list[dict[str, str]], number: int, name: str) -> dict[int, floa
 
 @every_method
 @pytest.mark.parametrize("kind", ["zeros", "outlier"])
-def test_constant_features_and_outliers(method: str, kind: str, recorded: Callable[..., Any]) -> None:
-    x, y, train, test = usual()
+def test_constant_features_and_outliers(method: str, kind: str, run_method: Callable[..., Any]) -> None:
+    x, y, train, test = default_data()
     if kind == "zeros":
         x = np.zeros_like(x)
     else:
         x[3] = 3e38
-    summary, _, rows = recorded(method, (x, y, train, test))
+    summary, _, rows = run_method(method, (x, y, train, test))
     assert summary["dropped"] == {}
     for number in range(1, 5):
         assert set(column(rows, number, "local_accuracy")) == {0, 1, 2}
         assert set(column(rows, number, "train_loss")) == {0, 1, 2, 3}
-    if kind == "zeros":  # whatever is answered, every test sample of a client is answered alike
+    if kind == "zeros":  # a model predicts the same class for all test samples
         shares = {c: {float((y[test[c]] == label).mean()) for label in (0, 1)} for c in (0, 1, 2)}
         for name in ("served_accuracy", "local_accuracy"):
             for client, accuracy in column(rows, 4, name).items():
@@ -102,10 +102,10 @@ def test_constant_features_and_outliers(method: str, kind: str, recorded: Callab
 
 
 @every_method
-def test_identical_clients_get_equal_scores(method: str, recorded: Callable[..., Any]) -> None:
-    """With all samples in one batch their models are one; FedDRM's client labels differ, and its classes do not.
+def test_identical_clients_get_equal_scores(method: str, run_method: Callable[..., Any]) -> None:
+    """With all samples in one batch, their models are equal. FedDRM has different client labels but equal classes.
 
-    Per-FedAvg divides the batch by chance.
+    Per-FedAvg divides the batch at random.
     """
     y = np.arange(15) % 3
     x, (train, test) = separate(y), parts((9, 6))
@@ -114,13 +114,13 @@ def test_identical_clients_get_equal_scores(method: str, recorded: Callable[...,
         np.concatenate([y] * 3),
         *([[index + 15 * copy for index in part[0]] for copy in range(3)] for part in (train, test)),
     )
-    summary, _, rows = recorded(method, data, batch_size=64, lr=0.3)
+    summary, _, rows = run_method(method, data, batch_size=64, lr=0.3)
     assert summary["dropped"] == {}
     for number in range(1, 5):
         for name in ("served_loss", "local_loss", "train_loss"):
             values = column(rows, number, name)
             if method in ("feddrm", "per-fedavg") and name == "train_loss":
-                continue  # holds the loss of naming the client, or is that of half of the batch
+                continue  # includes the loss of the client labels, or covers half of the batch
             if values:
                 assert set(values) == {0, 1, 2}
                 assert list(values.values()) == pytest.approx([values[0]] * 3, rel=0.05 if method == "feddrm" else 1e-4)
@@ -133,8 +133,8 @@ def test_identical_clients_get_equal_scores(method: str, recorded: Callable[...,
 
 
 @every_method
-def test_a_cohort_of_one_and_rare_evaluations(method: str, recorded: Callable[..., Any]) -> None:
-    _, rounds, rows = recorded(method, usual(), fraction_train=1e-6, evaluate_every=3)
+def test_a_cohort_of_one_and_rare_evaluations(method: str, run_method: Callable[..., Any]) -> None:
+    _, rounds, rows = run_method(method, default_data(), fraction_train=1e-6, evaluate_every=3)
     for row in rounds:
         trained = column(rows, row["round"], "train_loss")
         assert row["cohort"] == len(trained) == (1 if method != "ppfe" else row["cohort"])
@@ -147,15 +147,15 @@ def test_a_cohort_of_one_and_rare_evaluations(method: str, recorded: Callable[..
 
 
 @every_method
-def test_client_that_replies_from_round_3(method: str, recorded: Callable[..., Any]) -> None:
+def test_client_that_replies_from_round_3(method: str, run_method: Callable[..., Any]) -> None:
     absent = [(kind, number, 1) for kind in ("train", "evaluate") for number in (1, 2)]
-    summary, rounds, rows = recorded(method, usual(), fail=absent)
+    summary, rounds, rows = run_method(method, default_data(), fail=absent)
     assert sum(summary["dropped"].values()) == 4
     for number in range(1, 5):
         present = {0, 1, 2, 3} if number > 2 else {0, 2, 3}
         assert set(column(rows, number, "train_loss")) == present
         assert set(column(rows, number, "local_accuracy")) == present - {3}
         assert rounds[number - 1]["local_accuracy"]["clients"] == len(present - {3})
-    # Two clients of three in the first rounds are not compared with all of them in the last.
+    # Rounds with two of three clients are not compared with rounds of all three.
     assert summary["local"]["upper-bound"]["round"] > 2
     assert summary["local"]["upper-bound"]["clients"] == 3

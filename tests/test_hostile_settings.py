@@ -1,7 +1,7 @@
 """Every setting at invalid values, derived from its declaration, and at the edges of its range.
 
-An invalid value gives an error of one line with the key, the value and the allowed values. A valid value is stored
-unchanged. A run at an edge gives finite numbers or an error of one line.
+An invalid value gives a one-line error with the key, the value and the allowed values. A valid value is stored
+unchanged. A run with an extreme value gives finite numbers or a one-line error.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def rule_of(key: str) -> tuple[type, Setting]:
     return DECLARED[key].kind, DECLARED[key]
 
 
-def refusal(call: Callable[[], Any]) -> str:
+def expect_error(call: Callable[[], Any]) -> str:
     with pytest.raises(SettingsError) as raised:
         call()
     message = str(raised.value)
@@ -50,7 +50,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def outside(rule: Setting, kind: type) -> list[Any]:
-    """Return the numbers next to the range of a setting, outside it."""
+    """Return the numbers just outside the range of a setting."""
     step = (lambda x, way: int(x) + way) if kind is int else (lambda x, way: math.nextafter(x, way * math.inf))
     numbers = [step(rule.minimum, -1)] if rule.minimum > -math.inf else []
     numbers += [kind(rule.above), -1 if kind is int else -5e-324] if rule.above > -math.inf else []
@@ -77,13 +77,13 @@ def wrong_values(key: str) -> list[Any]:
 
 def test_invalid_values_give_a_one_line_error() -> None:
     for key in DECLARED:
-        check_refusals(key)
+        check_invalid_values(key)
 
 
-def check_refusals(key: str) -> None:
+def check_invalid_values(key: str) -> None:
     kind, rule = rule_of(key)
     for value in wrong_values(key):
-        message = refusal(lambda value=value: read_settings({key: value}, "the file mine.yaml"))
+        message = expect_error(lambda value=value: read_settings({key: value}, "the file mine.yaml"))
         assert message.startswith(f"{key} = ")
         assert "in the file mine.yaml: it must be " + rule.allowed() in message
         if not isinstance(value, int) or abs(value) < 10**16:
@@ -109,7 +109,7 @@ def check_edges(key: str) -> None:
 
 
 def test_keys_with_line_breaks_are_quoted() -> None:
-    assert "'\\nlr'" in refusal(lambda: read_settings({"\nlr": 1}))
+    assert "'\\nlr'" in expect_error(lambda: read_settings({"\nlr": 1}))
 
 
 # -- the command line ------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def check_word(key: str, text: str) -> None:
     if key == "method" and expected not in METHODS:
         expected = None
     if expected is None:
-        message = refusal(lambda: from_words(key, text))
+        message = expect_error(lambda: from_words(key, text))
         assert message.startswith(f"{key} = ") and WHERE in message
         assert "it must be" in message or (key == "method" and "did you mean" in message)
     else:
@@ -237,7 +237,7 @@ def test_any_value_is_parsed_or_gives_a_one_line_error(key: str, text: str) -> N
 def test_words_without_a_known_key_give_a_one_line_error(word: str) -> None:
     key, equals, _ = word.partition("=")
     if not equals or key not in DECLARED:
-        refusal(lambda: parse_words([word], WHERE))
+        expect_error(lambda: parse_words([word], WHERE))
 
 
 # -- paths -----------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_invalid_paths_give_a_one_line_error(
         assert text[:100] in lines[0] or repr(text)[1:-1] in lines[0] or "run-name" in lines[0]
 
 
-# -- runs at the edges -----------------------------------------------------------------------------------
+# -- runs with extreme settings --------------------------------------------------------------------------
 
 SAMPLES, FEATURES = 36, 4
 
@@ -278,7 +278,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tried(data: Path, tmp_path: Path) -> Callable[..., Path | str]:
+def attempt_run(data: Path, tmp_path: Path) -> Callable[..., Path | str]:
     """Return a function that starts a run, checks its numbers, and returns its folder or its error message."""
 
     def attempt(method: str, settings: dict[str, Any]) -> Path | str:
@@ -478,10 +478,10 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("method", "settings", "part"), EDGES, ids=[" ".join(f"{k}={str(v)[:20]}" for k, v in e[1].items()) for e in EDGES]
 )
 def test_extreme_settings_give_finite_numbers_or_a_one_line_error(
-    method: str, settings: dict[str, Any], part: str, tried: Callable[..., Path | str]
+    method: str, settings: dict[str, Any], part: str, attempt_run: Callable[..., Path | str]
 ) -> None:
-    ended = tried(method, settings)
-    assert isinstance(ended, Path) if not part else part in str(ended)
+    outcome = attempt_run(method, settings)
+    assert isinstance(outcome, Path) if not part else part in str(outcome)
 
 
 def test_every_numeric_method_setting_has_an_edge_case() -> None:

@@ -1,4 +1,4 @@
-"""The processes that `posy superlink` starts end with it, also when it is killed."""
+"""The processes that `posy superlink` starts end with it, even if it is killed."""
 
 import os
 import signal
@@ -30,9 +30,9 @@ with locked_state(Path("state")) as lock:
 """
 
 
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -60,7 +60,7 @@ def test_killed_superlink_leaves_no_lock_on_its_state(tmp_path: Path) -> None:
         until(lambda: bool(children(child)))
         [grandchild] = children(child)
         with (
-            pytest.raises(SettingsError, match=r"running SuperLink uses it \(process [0-9]+, [0-9]+\): kill") as raised,
+            pytest.raises(SettingsError, match=r"\(process [0-9]+, [0-9]+\): kill") as raised,
             locked_state(tmp_path / "state"),
         ):
             pass

@@ -41,27 +41,27 @@ def test_two_rounds_with_kept_state_equal_one_round_of_twice_the_epochs(tmp_path
     long = trained(tmp_path, "long", 1, 4, **settings)
     continued = trained(tmp_path, "kept", 2, 2, optimizer_state="kept", **settings)
     fresh = trained(tmp_path, "fresh", 2, 2, **settings)
-    for expected, two, other in zip(long, continued, fresh, strict=True):
-        np.testing.assert_allclose(two, expected, rtol=1e-4, atol=1e-6)
-        assert np.abs(other - expected).max() > 1e-4
+    for expected, model, fresh_model in zip(long, continued, fresh, strict=True):
+        np.testing.assert_allclose(model, expected, rtol=1e-4, atol=1e-6)
+        assert np.abs(fresh_model - expected).max() > 1e-4
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedfew"])
 def test_stacked_and_looped_clients_keep_the_same_state(tmp_path: Path, method: str, name: str) -> None:
-    """Include clients with fewer batches, and a client that joins after the first rounds."""
+    """Clients have different numbers of batches, and one client joins after the first rounds."""
     settings = {**OPTIMISERS[name], "method": method, "optimizer_state": "kept", "batch_size": 16}
     settings |= {"num_clients": 5, "fraction_train": 0.6, "full_last_round": True}
     loop, vmap = (trained(tmp_path, stack, 3, 1, stack=stack, **settings) for stack in ("loop", "vmap"))
-    for expected, two in zip(loop, vmap, strict=True):
-        np.testing.assert_allclose(two, expected, rtol=1e-4, atol=1e-5)
+    for expected, model in zip(loop, vmap, strict=True):
+        np.testing.assert_allclose(model, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_runs_with_a_kept_state(tmp_path: Path, method: str) -> None:
-    """Include methods that require plain steps, and PPFE, whose network grows. SCAFFOLD refuses the setting."""
-    refused: Any = pytest.raises(SettingsError, match="a stored momentum") if method == "scaffold" else nullcontext()
-    with refused:
+    """Some methods require plain steps, and the network of PPFE grows. SCAFFOLD rejects the setting."""
+    outcome: Any = pytest.raises(SettingsError, match="a stored momentum") if method == "scaffold" else nullcontext()
+    with outcome:
         trained(tmp_path, "run", 3, 1, method=method, optimizer_state="kept", momentum=0.5, batch_size=32)
 
 

@@ -1,4 +1,4 @@
-"""Scores under secure aggregation: the record of a run shows sums, and no number of a single client."""
+"""Scores with secure aggregation: the record of a run shows sums, and no number of a single client."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ SCORED = {"validation-fraction": 0.2, "evaluate-training": True}
 
 
 def test_encoded_numbers_of_many_clients_are_summed_exactly() -> None:
-    """Four words of 16 bits carry a number below 2^64; the sum of 65,536 largest numbers does not overflow."""
+    """Four words of 16 bits hold a number below 2^64. The sum of 65,536 largest numbers does not overflow."""
     assert encoded_numbers([2**16 + 3, 0]).tolist() == [3, 1, 0, 0, 0, 0, 0, 0]
     rng = np.random.default_rng(3)
     columns = [[int(n) for n in rng.integers(0, 2**63, 3)] for _ in range(50)]
@@ -128,7 +128,7 @@ def test_the_record_has_sums_and_marks_the_rest_as_not_available(
     assert summary["samples"] > 0 and "NaN" not in json.dumps(summary)
     assert header == ["round", "partition", "n_train", "bytes_up", "bytes_down", "site"]
     assert len(clients) == 12 and all(row[2] for row in clients)
-    # The screen, the figures, the tracker, the report and its comparison.
+    # Output, figures, tracker and report.
     table = results_table(summary, path)
     assert f"{100 * served['mean']:.2f} %" in table and "n/a" in table and "nan" not in table.lower()
     assert "scores of clients  not available" in table and table in printed
@@ -170,13 +170,13 @@ def test_system_accuracy_is_unavailable_with_secure_aggregation(
         return
     summary = run(None, config).summary
     assert summary["system-accuracy"] is None
-    assert "with secure-aggregation the clients keep their models and test samples" in warnings.text
+    assert "clients keep their models and test samples" in warnings.text
 
 
 def test_partial_cohort_has_local_scores_of_the_cohort_only(
     make_config: Callable[..., dict[str, Any]], federate: Callable[..., Any]
 ) -> None:
-    """Otherwise the local score of the only client outside the cohort would be a sum of one."""
+    """Otherwise the local score of the only client outside the cohort would be revealed."""
     config = make_config("fedrep", model="mlp", num_server_rounds=3, fraction_train=0.75, save_models=False)
     done = federate(config | SECURE)
     for record in done.records:

@@ -1,4 +1,4 @@
-"""A method author's day: the methods of docs/own.md in few lines and twelve names, and the mistakes that Posy finds."""
+"""The methods of docs/own.md are short and use twelve names, and Posy reports mistakes in a method."""
 
 import ast
 import re
@@ -21,8 +21,8 @@ from posy.strategies.settings import MethodSettings
 Config = dict[str, Any]
 PAGE = (Path(__file__).resolve().parent.parent / "docs/own.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-DAY = {"MyProx": 5, "FedMine": 5, "MyScaffold": 25, "FedSlow": 12}
-"""The methods of the page, with the largest number of lines that each may have."""
+MOST_LINES = {"MyProx": 5, "FedMine": 5, "MyScaffold": 25, "FedSlow": 12}
+"""Largest number of lines of each documented method."""
 TABLE = re.search(r"### Twelve names\n.*?\n\n(\|.*?)\n\n", PAGE, flags=re.DOTALL)
 NAMES = set(re.findall(r"^\| `(\w+)", TABLE[1], flags=re.MULTILINE)) if TABLE else set()
 BASES = {"MethodSettings", "PersonalisedStrategy", "PersonalClient", "setting"}
@@ -66,16 +66,16 @@ def test_docs_table_has_twelve_names() -> None:
     assert len(NAMES) == 12
 
 
-@pytest.mark.parametrize("method", DAY)
+@pytest.mark.parametrize("method", MOST_LINES)
 def test_documented_methods_are_short_and_use_only_listed_names(method: str) -> None:
     source = source_of(method)
-    assert lines_of(source) <= DAY[method]
+    assert lines_of(source) <= MOST_LINES[method]
     assert names_of(source) <= NAMES | BASES
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a method of the page into ``mine.py``, and return its name for the settings."""
+def write_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return a function that writes a documented method to ``mine.py`` and returns its name for the settings."""
     monkeypatch.chdir(tmp_path)
 
     def written(method: str) -> str:
@@ -86,7 +86,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
 
 
 @pytest.mark.parametrize(
-    ("method", "known", "own", "ours"),
+    ("method", "built_in", "settings", "built_in_settings"),
     [
         ("MyProx", "fedprox", {"myprox_mu": 0.5}, {"fedprox_mu": 0.5}),
         ("FedMine", "fedper", {"fedmine_layers": 2}, {"fedper_layers": 2}),
@@ -95,29 +95,31 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str
 )
 def test_documented_methods_train_like_the_built_in_methods(
     method: str,
-    known: str,
-    own: Config,
-    ours: Config,
-    mine: Callable[[str], str],
+    built_in: str,
+    settings: Config,
+    built_in_settings: Config,
+    write_method: Callable[[str], str],
     make_config: Callable[..., Config],
     federate: Callable[..., Any],
 ) -> None:
     shared = {"model": "mlp", "num_server_rounds": 3, "client_weights": "uniform", "max_update_norm": 1e6}
-    first = federate(make_config(mine(method), **shared, **own))
-    second = federate(make_config(known, **shared, **ours))
+    first = federate(make_config(write_method(method), **shared, **settings))
+    second = federate(make_config(built_in, **shared, **built_in_settings))
     np.testing.assert_allclose(first.strategy.model, second.strategy.model, rtol=1e-5, atol=1e-6)
     assert [record.dropped for record in first.records] == [[]] * 3
 
 
 def test_documented_server_rule_scales_the_step(
-    mine: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
+    write_method: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
-    slow, usual = (
-        federate(make_config(method, num_server_rounds=1, **own))
-        for method, own in ((mine("FedSlow"), {"fedslow_step": 0.25}), ("fedavg", {}))
+    slow, average = (
+        federate(make_config(method, num_server_rounds=1, **settings))
+        for method, settings in ((write_method("FedSlow"), {"fedslow_step": 0.25}), ("fedavg", {}))
     )
     start = slow.strategy.initial()
-    np.testing.assert_allclose(slow.strategy.model - start, 0.25 * (usual.strategy.model - start), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        slow.strategy.model - start, 0.25 * (average.strategy.model - start), rtol=1e-4, atol=1e-7
+    )
 
 
 NETWORK = """
@@ -129,21 +131,21 @@ def small(task):
 
 
 def test_documented_methods_exclude_batchnorm_statistics(
-    tmp_path: Path, mine: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
+    tmp_path: Path, write_method: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
     """A control variate has no running statistics, and a server that moves a model does not extrapolate them."""
     (tmp_path / "nets.py").write_text(NETWORK, encoding="utf-8")
     sizes = {"batch_size": 4, "num_server_rounds": 1, "model": "nets:small"}
-    scaffold = federate(make_config(mine("MyScaffold"), **sizes)).strategy
+    scaffold = federate(make_config(write_method("MyScaffold"), **sizes)).strategy
     statistics = ~scaffold.influence.is_parameter(scaffold.model)
     assert statistics.any()
     assert not scaffold.control[statistics].any() and scaffold.control[~statistics].any()
-    slow = federate(make_config(mine("FedSlow"), fedslow_step=0.25, **sizes)).strategy
-    usual = federate(make_config("fedavg", **sizes)).strategy
-    np.testing.assert_allclose(slow.model[statistics], usual.model[statistics], rtol=1e-6)
+    slow = federate(make_config(write_method("FedSlow"), fedslow_step=0.25, **sizes)).strategy
+    average = federate(make_config("fedavg", **sizes)).strategy
+    np.testing.assert_allclose(slow.model[statistics], average.model[statistics], rtol=1e-6)
     start = slow.initial()
-    moved, whole = (strategy.model - start for strategy in (slow, usual))
-    np.testing.assert_allclose(moved[~statistics], 0.25 * whole[~statistics], rtol=1e-3, atol=1e-6)
+    moved, full = (strategy.model - start for strategy in (slow, average))
+    np.testing.assert_allclose(moved[~statistics], 0.25 * full[~statistics], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -161,38 +163,38 @@ DECLARED = """
 MISTAKES = {
     "a misspelt hook of the server": (
         "class FedBad(PersonalisedStrategy):\n    def agregate(self, server_round, updates): return {}",
-        "FedBad.agregate is not used: did you mean aggregate?",
+        r"FedBad\.agregate .* did you mean aggregate",
     ),
     "a misspelt hook of the client": (
         "class FedBadClient(PersonalClient):\n    def local_rounds(self, received, config): yield",
-        "FedBadClient.local_rounds is not used: did you mean local_round?",
+        r"FedBadClient\.local_rounds .* did you mean local_round",
     ),
     "a misspelt declaration": (
         "class FedBad(PersonalisedStrategy):\n    states = ('model', 'control')",
-        "FedBad.states is not used: did you mean state?",
+        r"FedBad\.states .* did you mean state",
     ),
     "other parameters": (
         "class FedBad(PersonalisedStrategy):\n    def aggregate(self, updates): return {}",
-        "FedBad.aggregate(self, updates) must accept (self, server_round, updates)",
+        r"FedBad\.aggregate.* must accept \(self, server_round, updates\)",
     ),
     "no generator": (
         "class FedBadClient(PersonalClient):\n    def local_round(self, received, config): return None",
-        "FedBadClient.local_round is not a generator",
+        r"FedBadClient\.local_round is not a generator",
     ),
-    "a state that is no array": (
+    "a state that is not an array": (
         "class FedBad(PersonalisedStrategy):\n    state = ('model', 'count')\n"
         "    def initialise(self):\n        super().initialise()\n        self.count = 0",
-        "FedBad.state names 'count', but FedBad.initialise has set it to 0",
+        r"FedBad\.state names 'count'.* 0",
     ),
 }
 UNDECLARED = {
     "the server": (
         "class FedBad(PersonalisedStrategy):\n    def aggregate(self, server_round, updates): return {}",
-        "FedBad.aggregate uses the replies, so FedBadSettings must declare `returned`",
+        r"FedBad\.aggregate .*FedBadSettings must declare `returned`",
     ),
     "the client": (
         "class FedBadClient(PersonalClient):\n    def local_round(self, received, config): yield",
-        "FedBadClient.local_round makes the reply, so FedBadSettings must declare `returned`",
+        r"FedBadClient\.local_round .*FedBadSettings must declare `returned`",
     ),
 }
 
@@ -210,7 +212,7 @@ def test_mistakes_are_reported_before_round_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     error = error_of(dedent(HEAD) + dedent(DECLARED) + source + "\n", tmp_path, capsys)
-    assert message in error
+    assert re.search(message, error)
     assert not (tmp_path / "runs").exists()
 
 
@@ -220,7 +222,7 @@ def test_reply_arrays_must_be_declared(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = "class FedBadSettings(MethodSettings): ...\n"
-    assert message in error_of(dedent(HEAD) + settings + source + "\n", tmp_path, capsys)
+    assert re.search(message, error_of(dedent(HEAD) + settings + source + "\n", tmp_path, capsys))
 
 
 def test_array_declaration_requires_noise_and_sums(
@@ -233,7 +235,7 @@ def test_array_declaration_requires_noise_and_sums(
 
 @pytest.mark.parametrize("answer", [False, None, ""])
 def test_declared_support_is_true_or_a_reason(answer: Any) -> None:
-    """``noise=False`` without a reason must not allow noise."""
+    """``noise=False`` without a reason does not allow noise."""
     with pytest.raises(TypeError, match=re.escape(repr(answer))):
         model(noise=answer, sums=True)
     with pytest.raises(TypeError, match=re.escape(repr(answer))):
@@ -243,13 +245,13 @@ def test_declared_support_is_true_or_a_reason(answer: Any) -> None:
 OTHER_ARRAYS = {
     "the server": (
         "class FedBad(PersonalisedStrategy):\n    def serve(self, client): return {'modell': self.model}",
-        "serve returns the arrays modell; FedBadSettings.sent declares model",
+        "arrays modell; FedBadSettings.sent declares model",
     ),
     "the client": (
         "class FedBadClient(PersonalClient):\n    def local_round(self, received, config):\n"
         "        trained = yield Train(received['model'])\n"
         "        return Update({'weights': trained.parameters}, trained.loss), None",
-        "the update has the arrays weights; FedBadSettings.returned declares model",
+        "arrays weights; FedBadSettings.returned declares model",
     ),
 }
 

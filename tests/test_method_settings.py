@@ -33,7 +33,7 @@ METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "fedfomo": {"fedfomo_models": 2, "fedfomo_epsilon": 1.0, "fraction_train": 1.0},
     "ppfe": {"num_server_rounds": 4, "ppfe_ranks": "8,4;6,3"},
 }
-"""Settings under which the settings of a method matter on the tiny data set."""
+"""Settings with which the settings of a method have an effect on the tiny data set."""
 VALUES: dict[str, Scalar] = {
     "cfl-eps1": 0.0,
     "cfl-eps2": 1e9,
@@ -101,12 +101,12 @@ def test_method_setting_changes_the_run_or_is_reported(
         config = make_config(method, **values)
         return digest(federate(config)), config
 
-    def names(key: str) -> bool:
+    def is_reported(key: str) -> bool:
         """Return whether a warning names the setting."""
         logged = (record.getMessage() for record in warnings.records if record.levelname == "WARNING")
         return any(re.search(rf"(?<![\w-]){key}(?![\w-])", text) for text in logged)
 
-    silent = []
+    unreported = []
     for context in contexts(declared):
         try:
             expected, config = run(context)
@@ -121,9 +121,9 @@ def test_method_setting_changes_the_run_or_is_reported(
                 changed = run({**context, key: value})[0] != expected
             except SettingsError:
                 continue
-            if not changed and not names(key):
-                silent.append((context, key, value))
-    assert silent == []
+            if not changed and not is_reported(key):
+                unreported.append((context, key, value))
+    assert unreported == []
 
 
 # -- shared settings -------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_method_setting_changes_the_run_or_is_reported(
 NOTICES: list[tuple[dict[str, Any], str]] = [
     (
         {"lr_schedule": "step", "lr_step": 3},
-        "lr-schedule = 'step' has no effect: lr is 0.05 in all rounds from 1 to 3; ",
+        "lr-schedule = 'step' has no effect",
     ),
     ({"lr_schedule": "step", "lr_step": 2}, ""),
     ({"lr_schedule": "exponential", "lr_decay": 1.0}, "lr-schedule = 'exponential' has no effect"),
@@ -143,7 +143,7 @@ NOTICES: list[tuple[dict[str, Any], str]] = [
         "secure-neighbours = 3: a round has ",
     ),
     ({"secure_aggregation": True, "secure_neighbours": 2, "fraction_train": 0.75}, ""),
-    ({"precision": "tf32"}, "a node: precision = 'tf32' has no effect on the device cpu, which computes in float32"),
+    ({"precision": "tf32"}, "a node: precision = 'tf32' has no effect"),
     ({"precision": "bfloat16"}, ""),
 ]
 

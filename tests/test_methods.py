@@ -147,12 +147,12 @@ def test_failed_client_counts_as_absent(make_config, federate, failing, method):
     assert "train_loss" not in failed.records[1].clients[1]
     assert "train_loss" in failed.records[2].clients[1]
 
-    def leave_out(strategy):
+    def skip_client(strategy):
         usual = strategy.rounds.cohort
         strategy.rounds.cohort = lambda number: [c for c in usual(number) if (number, c) != (2, 1)]
 
-    left_out = federate(config, prepare=leave_out)
-    assert_same_run(failed, left_out)
+    skipped = federate(config, prepare=skip_client)
+    assert_same_run(failed, skipped)
     if method != "local":
         complete = state_of(federate(config).strategy)
         state = state_of(failed.strategy)
@@ -184,10 +184,22 @@ def test_one_client(make_config, federate, method):
     assert [set(column) for column in finished.column("local_accuracy")] == [{0}] * 3
 
 
-SAME = ("fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp", "ifca", "scaffold", "fedbn", "moon")
+AVERAGING_METHODS = (
+    "fedfew",
+    "cwfedavg",
+    "fedacs",
+    "fedavg",
+    "fedprox",
+    "fedrep",
+    "fedamp",
+    "ifca",
+    "scaffold",
+    "fedbn",
+    "moon",
+)
 
 
-@pytest.mark.parametrize("method", [*SAME, "fedpac", "fedas"])
+@pytest.mark.parametrize("method", [*AVERAGING_METHODS, "fedpac", "fedas"])
 def test_single_client_is_served_its_trained_model(make_config, federate, method):
     """A mean over one client is the client's model (FedFew with K = 1)."""
     rng = np.random.default_rng(0)

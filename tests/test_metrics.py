@@ -1,4 +1,4 @@
-"""Spread over clients and majority vote, against numbers worked by hand."""
+"""Spread over clients and majority vote, compared with numbers by hand."""
 
 import math
 
@@ -47,18 +47,18 @@ def test_jain_neither_underflows_nor_overflows(scale: float) -> None:
 
 
 def test_one_client() -> None:
-    one = {"mean": 0.5, "std": 0, "min": 0.5, "max": 0.5, "tenth": 0.5, "weighted": 0.5, "jain": 1, "clients": 1}
-    assert spread([0.5], [3]) == one
+    expected = {"mean": 0.5, "std": 0, "min": 0.5, "max": 0.5, "tenth": 0.5, "weighted": 0.5, "jain": 1, "clients": 1}
+    assert spread([0.5], [3]) == expected
 
 
 def test_no_clients() -> None:
     assert spread([], []) is None
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_values_raise_with_the_client_index(bad: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_values_raise_with_the_client_index(value: float) -> None:
     with pytest.raises(ValueError, match=r"clients \[1\]"):
-        spread([0.5, bad], [1, 1])
+        spread([0.5, value], [1, 1])
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, math.nan], [1]])
@@ -83,23 +83,23 @@ def test_the_order_of_clients_does_not_matter(values: list[float]) -> None:
 
 
 def test_means_over_the_last_rounds_by_hand() -> None:
-    """Rounds 6 and 8 lie within the last three; weights 1 and 3."""
+    """Rounds 6 and 8 are within the last three rounds, and the weights are 1 and 3."""
     each = {number: spread(values, [1, 3]) for number, values in ((5, [0.0, 0.0]), (6, [0.2, 0.4]), (8, [0.6, 0.4]))}
     evaluations = [Evaluation(number, over) for number, over in each.items() if over is not None]
-    found = over_rounds(evaluations, 3)
-    assert found is not None and found["evaluations"] == 2
-    assert found["mean"] == pytest.approx(0.4)
-    assert found["weighted"] == pytest.approx((0.35 + 0.45) / 2)
-    assert (found["min"], found["max"], found["std"]) == pytest.approx((0.3, 0.5, 0.1))
-    assert found["deviation"] == pytest.approx({"mean": 0.1, "weighted": 0.05})
-    assert (over_rounds(evaluations, 4) or {})["jain"] is None  # that of zeros is none
+    average = over_rounds(evaluations, 3)
+    assert average is not None and average["evaluations"] == 2
+    assert average["mean"] == pytest.approx(0.4)
+    assert average["weighted"] == pytest.approx((0.35 + 0.45) / 2)
+    assert (average["min"], average["max"], average["std"]) == pytest.approx((0.3, 0.5, 0.1))
+    assert average["deviation"] == pytest.approx({"mean": 0.1, "weighted": 0.05})
+    assert (over_rounds(evaluations, 4) or {})["jain"] is None  # the index of zeros is undefined
     assert (over_rounds(evaluations, 1) or {})["mean"] == pytest.approx(0.5)
     assert over_rounds([], 5) is None
 
 
 def test_vote_and_ties() -> None:
     predictions = np.array([[2, 0, 1, 3], [2, 1, 1, 2], [0, 2, 0, 1]])
-    # Sample 0: class 2 by two votes; 1 and 3: three candidates with one vote each, the lowest; 2: class 1.
+    # Class 2 has two votes for sample 0, and class 1 for sample 2. The lowest of three classes wins for 1 and 3.
     assert majority_vote(predictions, 4).tolist() == [2, 0, 1, 1]
 
 

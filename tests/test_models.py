@@ -1,4 +1,4 @@
-"""The networks: sizes worked by hand, order of layers, seeds, stacking, low rank, two branches."""
+"""Networks: sizes by hand, order of layers, seeds, stacking, low rank, and two branches."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ DIGITS = Task("image", (1, 8, 8), TEN)
 FEATURES = Task("features", (20,), ("a", "b", "c"))
 NEWS = Task("text", (12,), ("world", "sports", "business", "science"), vocabulary=50)
 
-SUITED = {
+TASKS = {
     "linear": FEATURES,
     "mlp": FEATURES,
     "cnn": CIFAR,
@@ -66,12 +66,12 @@ def count_layers(model: ChainModel) -> list[int]:
 
 
 def test_every_model_has_a_test_task() -> None:
-    assert set(SUITED) == set(MODELS)
+    assert set(TASKS) == set(MODELS)
 
 
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("name", TASKS)
 def test_chain_model_structure(name: str) -> None:
-    task = SUITED[name]
+    task = TASKS[name]
     model = build_model(name, task, seed=1)
     x = batch(task)
     embedding = model.body(x)
@@ -84,10 +84,10 @@ def test_chain_model_structure(name: str) -> None:
     assert all(isinstance(model.layer(layer), FullyConnected) for layer in model.fully_connected[:-1])
 
 
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("name", TASKS)
 def test_every_parameter_gets_a_gradient(name: str) -> None:
-    model = build_model(name, SUITED[name], seed=1)
-    model(batch(SUITED[name])).square().sum().backward()
+    model = build_model(name, TASKS[name], seed=1)
+    model(batch(TASKS[name])).square().sum().backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
@@ -166,23 +166,23 @@ def test_resnet_stem_depends_on_the_image_size() -> None:
 # Seeds
 
 
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("name", TASKS)
 def test_weights_depend_only_on_the_seed(name: str) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    first = build_model(name, SUITED[name], seed=3)
-    assert torch.equal(torch.rand(3), expected)  # the global generator was left as it was
-    second = build_model(name, SUITED[name], seed=3)
-    other = build_model(name, SUITED[name], seed=4)
+    first = build_model(name, TASKS[name], seed=3)
+    assert torch.equal(torch.rand(3), expected)  # the global generator is unchanged
+    second = build_model(name, TASKS[name], seed=3)
+    other = build_model(name, TASKS[name], seed=4)
     for key, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[key]), key
     assert not torch.equal(first.head.weight, other.head.weight)
 
 
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("name", TASKS)
 def test_reset_draws_new_weights_from_the_same_distribution(name: str) -> None:
-    model = build_model(name, SUITED[name], seed=3)
+    model = build_model(name, TASKS[name], seed=3)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     torch.manual_seed(5)
     reset_parameters(model)
@@ -196,10 +196,10 @@ def test_reset_draws_new_weights_from_the_same_distribution(name: str) -> None:
 # Stacking
 
 
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("training", [True, False])
 def test_vmap_over_stacked_models_equals_a_loop(name: str, training: bool) -> None:
-    task = SUITED[name] if SUITED[name] is not CIFAR else Task("image", (3, 16, 16), TEN)
+    task = TASKS[name] if TASKS[name] is not CIFAR else Task("image", (3, 16, 16), TEN)
     models = [build_model(name, task, seed=seed).train(training) for seed in range(2)]
     parameters, buffers = stack_module_state(models)
     x = batch(task, size=3)
@@ -236,7 +236,7 @@ def test_layout_holds_running_statistics_but_no_batch_counter() -> None:
     assert torch.equal(other.eval()(x), model.eval()(x))
     before = stem.norm.running_mean.clone()
     model(x)
-    assert torch.equal(stem.norm.running_mean, before)  # evaluation leaves them alone
+    assert torch.equal(stem.norm.running_mean, before)  # evaluation does not update them
 
 
 def test_reset_clears_the_running_statistics() -> None:
@@ -305,20 +305,20 @@ def test_an_lstm_of_one_unit_by_hand() -> None:
     # x = 1: i = s(1) = .731059, g = tanh(2) = .964028, c = .704761; o = s(.5) = .622459, h = o tanh(c) = .378070
     # x = -1: i = s(-1) = .268941, f = s(1 + h) = .798681, g = -.964028, c = .562879 - .259267 = .303612
     #         o = s(.5 - h) = .530445, h = o tanh(c) = .156277
-    one, two = cell(torch.tensor([[[1.0], [0.0], [0.0]], [[1.0], [0.0], [-1.0]]]))
-    assert one.item() == pytest.approx(0.378070, abs=1e-6)
-    assert two.item() == pytest.approx(0.156277, abs=1e-6)  # the token without a vector is passed over
+    first, second = cell(torch.tensor([[[1.0], [0.0], [0.0]], [[1.0], [0.0], [-1.0]]]))
+    assert first.item() == pytest.approx(0.378070, abs=1e-6)
+    assert second.item() == pytest.approx(0.156277, abs=1e-6)  # the token without a vector is skipped
 
 
 def test_lstm_matches_pytorch() -> None:
     model = build_model("lstm", NEWS, seed=0)
     cell, vectors = model.layer("lstm"), model.layer("embedding")
     torchs = nn.LSTM(300, 128, batch_first=True)
-    own = (cell.input, cell.recurrent, cell.bias, torch.zeros(512))
-    torchs.load_state_dict(dict(zip(torchs.state_dict(), own, strict=True)))
+    tensors = (cell.input, cell.recurrent, cell.bias, torch.zeros(512))
+    torchs.load_state_dict(dict(zip(torchs.state_dict(), tensors, strict=True)))
     tokens = torch.tensor([[5, 6, 7, 0, 0], [3, 3, 9, 2, 8]])
     with torch.no_grad():
-        vectors.tokens.weight[0] = 3.0  # as averaging or noise may leave it
+        vectors.tokens.weight[0] = 3.0  # as after averaging or noise
         for row, length in zip(tokens, (3, 5), strict=True):
             _, (expected, _) = torchs(vectors(row[None, :length]))
             torch.testing.assert_close(cell(vectors(row[None])), expected[0])
@@ -380,9 +380,9 @@ def test_factors_keep_the_largest_singular_values() -> None:
     ],
 )
 def test_ppfe_low_rank_model_sizes(ranks: tuple[int, int, int], total: int, reduction: float) -> None:
-    wanted = dict(zip(("fc1", "fc2", "head"), ranks, strict=True))
+    ranks_by_layer = dict(zip(("fc1", "fc2", "head"), ranks, strict=True))
     dense = build_model("cnn-3fc", CIFAR, seed=0)
-    low = build_model("cnn-3fc", CIFAR, seed=0, ranks=wanted)
+    low = build_model("cnn-3fc", CIFAR, seed=0, ranks=ranks_by_layer)
     assert dense.fully_connected == ("fc1", "fc2", "head") == low.fully_connected
     assert count(low) == total
     assert 1 - count(low) / count(dense) == pytest.approx(reduction, abs=5e-5)
@@ -391,7 +391,7 @@ def test_ppfe_low_rank_model_sizes(ranks: tuple[int, int, int], total: int, redu
 
 
 def test_dropout_by_hand() -> None:
-    """p = 0.6: below it a feature is zeroed, from there on it counts 2½ times; in evaluation nothing changes."""
+    """With p = 0.6, smaller numbers set a feature to 0, and others multiply it by 2½. Evaluation changes nothing."""
     layer = Dropout(3, 0.6)
     x = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
     layer.numbers = torch.tensor([[0.0, 0.59, 0.61], [0.6, 0.99, 0.3]])
@@ -419,18 +419,18 @@ def test_sharing_levels() -> None:
 
 
 def test_client_branch_size_by_sharing_level() -> None:
-    """LeNet's blocks hold 2,496, 51,392, 820,736, 131,840 and 33,152 parameters; a head of 5 clients 128·5+5."""
+    """LeNet's blocks hold 2,496, 51,392, 820,736, 131,840 and 33,152 parameters, and a head for 5 clients 128·5+5."""
     expected = {"none": 1_039_616, "shallow": 1_037_120, "mid": 985_728, "deep": 33_152}
-    for level, own in expected.items():
+    for level, size in expected.items():
         model = build_model("lenet-gn", CIFAR, seed=0)
         two = TwoBranch(model, 5, level)
-        assert count(two.client_blocks) == own
-        assert count(two) == count(model) + own + 645
+        assert count(two.client_blocks) == size
+        assert count(two) == count(model) + size + 645
 
 
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("name", TASKS)
 def test_two_branches_share_only_the_lower_blocks(name: str) -> None:
-    task = SUITED[name]
+    task = TASKS[name]
     model = build_model(name, task, seed=0)
     two = TwoBranch(model, 7)
     x = batch(task)
@@ -448,9 +448,9 @@ def test_two_branches_share_only_the_lower_blocks(name: str) -> None:
     assert all((g is not None) == (id(p) in deep) for g, p in zip(gradients, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("name", TASKS)
 def test_conditional_policy_works_with_every_network(name: str) -> None:
-    task = SUITED[name]
+    task = TASKS[name]
     model = build_model(name, task, seed=0).eval()
     first, second, other = (Conditional(model, seed=seed).eval() for seed in (0, 0, 1))
     x = batch(task)
@@ -468,18 +468,21 @@ def test_client_branch_weights_depend_on_its_seed() -> None:
     torch.manual_seed(7)
     first, second, other = (TwoBranch(model, 10, "none", seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.rand(3), expected)
-    own = dict(first.client_blocks.named_parameters())
+    branch_parameters = dict(first.client_blocks.named_parameters())
     for key, parameter in second.client_blocks.named_parameters():
-        assert torch.equal(own[key], parameter)
+        assert torch.equal(branch_parameters[key], parameter)
     weights = {key: p for key, p in model.blocks.named_parameters() if p.dim() > 1}
-    assert all(not torch.equal(own[key], p) for key, p in weights.items())
-    assert all(abs(torch.corrcoef(torch.stack([own[k].ravel(), p.ravel()]))[0, 1]) < 0.25 for k, p in weights.items())
+    assert all(not torch.equal(branch_parameters[key], p) for key, p in weights.items())
+    assert all(
+        abs(torch.corrcoef(torch.stack([branch_parameters[k].ravel(), p.ravel()]))[0, 1]) < 0.25
+        for k, p in weights.items()
+    )
     assert not torch.equal(first.client_head.weight, model.head.weight)
     assert not torch.equal(first.client_head.weight, other.client_head.weight)
 
 
 def test_kaiming_initialisation_of_linear_layers() -> None:
-    """Weights of standard deviation √(2 / inputs) and biases of 0; convolutions and norms stay as they are."""
+    """Weights have standard deviation √(2 / inputs) and biases are 0. Convolutions and norms do not change."""
     plain = Architecture("lenet-gn", CIFAR).extended(TwoBranch, num_clients=5)
     first, again = (replace(plain, linear_init="kaiming").build(3) for _ in range(2))
     tensors, before = first.state_dict(), plain.build(3).state_dict()
@@ -503,7 +506,7 @@ def test_kaiming_initialisation_skips_cosine_heads() -> None:
     assert not torch.equal(plain.build(1).blocks["fc1"].linear.weight, kaiming.build(1).blocks["fc1"].linear.weight)
 
 
-# Which network for which data
+# Models for each kind of data
 
 
 def test_auto_selects_a_model_by_task() -> None:

@@ -1,4 +1,4 @@
-"""The faults of benchmarks.mutants are valid code, and the tests of a module notice one."""
+"""The faults of benchmarks.mutants are valid code, and the tests of a module detect them."""
 
 import ast
 from pathlib import Path
@@ -43,11 +43,11 @@ def test_covering_tests_name_or_import_the_module(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "docs/methods/ditto.md").touch()
     (tmp_path / "tests/test_own.py").write_text("from posy.client_app.base import LocalRun\n")
-    program, own = "tests/programs/test_program_ditto.py::test_it", "tests/test_own.py::test_b"
+    program, base = "tests/programs/test_program_ditto.py::test_it", "tests/test_own.py::test_b"
     ditto, fedfew = "tests/test_methods.py::test_c[ditto]", "tests/test_methods.py::test_c[fedfew]"
-    tests = [program, own, fedfew, ditto]
+    tests = [program, base, fedfew, ditto]
     assert covering_tests("strategies/ditto.py", tmp_path, tests) == [program, ditto]
-    assert covering_tests("client_app/base.py", tmp_path, tests) == [own, fedfew]
+    assert covering_tests("client_app/base.py", tmp_path, tests) == [base, fedfew]
 
 
 def test_mutant_is_caught_or_survives(tmp_path: Path) -> None:
