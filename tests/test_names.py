@@ -18,7 +18,7 @@ print(record.summary["status"], posy.data.__name__, posy.models.__name__)
 """
 
 
-def test_posy_runs_in_a_folder_that_has_data_and_models_of_its_own(tmp_path: Path) -> None:
+def test_posy_runs_next_to_user_packages_named_data_and_models(tmp_path: Path) -> None:
     """As a package, as a module, and as folders without code."""
     rng = np.random.default_rng(1)
     np.savez(tmp_path / "digits.npz", x_train=rng.normal(size=(40, 3)), y_train=np.arange(40) % 2)
@@ -38,7 +38,7 @@ def test_posy_runs_in_a_folder_that_has_data_and_models_of_its_own(tmp_path: Pat
     assert done.stdout.splitlines()[-1] == "completed posy.data posy.models"
 
 
-def test_flowers_bundle_finds_the_folders_without_links(tmp_path: Path) -> None:
+def test_imports_work_in_a_bundle_without_symbolic_links(tmp_path: Path) -> None:
     import shutil
 
     root = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 # -- validation -------------------------------------------------------------------------------------------
 
 
-def test_validation_takes_from_training_alone(make_config: Any) -> None:
+def test_validation_samples_come_from_the_training_split(make_config: Any) -> None:
     without = Workspace(read_settings(make_config("fedavg"))).partition
     part = Workspace(read_settings(make_config("fedavg", validation_fraction=0.25))).partition
     for client, (n, aside) in enumerate(((21, 5), (12, 3), (8, 2), (1, 0))):
@@ -33,7 +33,7 @@ def test_validation_takes_from_training_alone(make_config: Any) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "fedfomo"])
-def test_validation_samples_have_no_part_in_training(make_config: Any, federate: Any, tiny: Any, method: str) -> None:
+def test_validation_samples_do_not_affect_training(make_config: Any, federate: Any, tiny: Any, method: str) -> None:
     """The run is the same when they are mixed up, which leaves the statistics of the inputs as they are.
 
     FedFomo alone looks there in training: it weighs the others' models by their loss on that split.
@@ -56,7 +56,7 @@ def test_validation_samples_have_no_part_in_training(make_config: Any, federate:
     assert first.column("local_validation_loss") != second.column("local_validation_loss")
 
 
-def test_the_best_round_of_a_run_is_that_of_the_validation_splits(make_config: Any) -> None:
+def test_validation_accuracy_selects_the_best_round(make_config: Any) -> None:
     recorder = run(None, make_config("fedavg", validation_fraction=0.3, num_server_rounds=6, save_models=False))
     rounds = [json.loads(line) for line in (recorder.directory.path / "rounds.jsonl").read_text().splitlines()]
     validated = [row["served_validation_accuracy"]["mean"] for row in rounds]
@@ -66,7 +66,7 @@ def test_the_best_round_of_a_run_is_that_of_the_validation_splits(make_config: A
     assert "served_validation_accuracy" in (recorder.directory.path / "clients.csv").read_text().splitlines()[0]
 
 
-def test_losses_on_the_training_samples_are_recorded_and_kept_where_asked_for(make_config: Any) -> None:
+def test_evaluate_training_records_and_collects_training_losses(make_config: Any) -> None:
     config = make_config("fedavg", evaluate_training=True, num_server_rounds=2, save_models=False)
     path = run(None, config).directory.path
     with (path / "clients.csv").open(encoding="utf-8", newline="") as file:
@@ -103,7 +103,7 @@ def test_newcomers_are_served_at_the_end_and_train_once(make_config: Any, federa
         assert ("served_accuracy" in row) == (tested and method != "local")
 
 
-def test_newcomers_leave_no_trace_in_the_model(make_config: Any, federate: Any, tiny: Any) -> None:
+def test_newcomers_do_not_affect_the_model(make_config: Any, federate: Any, tiny: Any) -> None:
     """FedAvg's model is that of a federation without them."""
     _, _, train, _ = tiny
     finished = federate(make_config("fedavg", holdout_clients=0.25, seed=3, num_server_rounds=1, batch_size=100))
@@ -128,6 +128,6 @@ def test_newcomers_are_in_the_summary(make_config: Any, tmp_path: Path) -> None:
         assert (recorder.directory.models / f"client-{client}.safetensors").is_file()
 
 
-def test_newcomers_and_secure_aggregation_do_not_go_together(make_config: Any) -> None:
+def test_holdout_clients_conflict_with_secure_aggregation(make_config: Any) -> None:
     with pytest.raises(SettingsError, match="does not go with secure-aggregation"):
         read_settings(make_config("fedavg", holdout_clients=0.5, secure_aggregation=True))

@@ -152,14 +152,14 @@ def test_a_node_joins_and_leaves(superlink: SuperLink) -> None:
     assert superlink.calls[-2:] == ["DeactivateNode", "UnregisterNode"]
 
 
-def test_calls_that_fail_for_a_passing_reason_are_made_again(fleet: Fleet, superlink: SuperLink) -> None:
+def test_transient_errors_are_retried(fleet: Fleet, superlink: SuperLink) -> None:
     passing = [Status.INTERNAL, Status.UNAVAILABLE, Status.UNKNOWN, Status.INTERNAL]
     superlink.failures["PullMessages"] = [(code, "failed") for code in passing]
     assert fleet.pull() is None
     assert superlink.calls.count("PullMessages") == 5
 
 
-def test_calls_that_go_on_failing_are_given_up(
+def test_a_call_that_keeps_failing_raises_its_error(
     fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calling, "PATIENCE_SECONDS", 0.05)
@@ -174,14 +174,14 @@ def test_calls_that_go_on_failing_are_given_up(
         fleet.pull()
 
 
-def test_every_call_has_an_end(fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_have_a_timeout(fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(superlink, "pull_messages", lambda request, context: time.sleep(0.5) or {})
     with pytest.raises(grpc.RpcError) as raised:
         fleet.call("PullMessages", timeout=0.1, node={"node_id": 5})
     assert raised.value.code() == Status.DEADLINE_EXCEEDED
 
 
-def test_a_refused_key_is_tried_until_its_last_node_must_be_gone(
+def test_a_refused_key_is_retried_until_the_activation_timeout(
     superlink: SuperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
@@ -199,7 +199,7 @@ def test_a_refused_key_is_tried_until_its_last_node_must_be_gone(
             Fleet(superlink.address, insecure=True).join()
 
 
-def test_certificates_that_do_not_fit_end_a_node_only_before_it_was_connected(
+def test_untrusted_certificates_stop_a_node_only_before_its_first_connection(
     superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
@@ -215,7 +215,7 @@ def test_certificates_that_do_not_fit_end_a_node_only_before_it_was_connected(
     node.leave()
 
 
-def test_a_message_arrives_with_its_parts(fleet: Fleet, superlink: SuperLink) -> None:
+def test_a_message_with_all_parts_is_confirmed(fleet: Fleet, superlink: SuperLink) -> None:
     superlink.message, superlink.unready = message(), 3
     found = fleet.pull()
     assert found is not None
@@ -223,7 +223,7 @@ def test_a_message_arrives_with_its_parts(fleet: Fleet, superlink: SuperLink) ->
     assert superlink.calls[-1] == "ConfirmMessageReceived"
 
 
-def test_a_message_without_its_parts_is_not_confirmed(
+def test_a_message_with_missing_parts_is_not_confirmed(
     fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     superlink.message = message()
@@ -239,7 +239,7 @@ def test_a_message_without_its_parts_is_not_confirmed(
     assert "ConfirmMessageReceived" not in superlink.calls
 
 
-def test_a_reply_is_handed_in_whole_whatever_fails_on_the_way(fleet: Fleet, superlink: SuperLink) -> None:
+def test_a_reply_arrives_complete_despite_errors(fleet: Fleet, superlink: SuperLink) -> None:
     # Its announcement fails; the answer to one of its parts is lost; then a part is refused.
     superlink.failures["PushMessages"] = [(Status.INTERNAL, "")]
     superlink.loses_answers, superlink.refuses_parts = 1, 1
@@ -250,7 +250,7 @@ def test_a_reply_is_handed_in_whole_whatever_fails_on_the_way(fleet: Fleet, supe
     assert {each.metadata.message_id for each in superlink.replies} == {answer.tree.object_id}
 
 
-def test_a_reply_that_has_no_time_left_is_dropped(
+def test_an_expired_reply_is_dropped(
     fleet: Fleet, superlink: SuperLink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
@@ -260,13 +260,13 @@ def test_a_reply_that_has_no_time_left_is_dropped(
     assert "is lost: INTERNAL" in caplog.text
 
 
-def test_a_reply_to_a_run_that_is_over_is_dropped_at_once(fleet: Fleet, superlink: SuperLink) -> None:
+def test_a_reply_to_a_finished_run_is_dropped_at_once(fleet: Fleet, superlink: SuperLink) -> None:
     superlink.failures["PushMessages"] = [(Status.PERMISSION_DENIED, "not running")]
     push_until_expired(fleet, reply(message()), 1.0)
     assert superlink.calls.count("PushMessages") == 1
 
 
-def test_heartbeats_go_on_after_any_error(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_continue_after_errors(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(calling, "HEARTBEAT_SECONDS", 5.02)
     answers = iter([{"success": False}])

@@ -88,7 +88,7 @@ def test_a_message_and_its_reply_go_through_the_socket(ends: tuple[Worker, socke
     assert "kept" in decoded(state)
 
 
-def test_code_is_sent_once_and_state_comes_back(ends: tuple[Worker, socket.socket, BinaryIO]) -> None:
+def test_code_is_sent_once_and_state_with_every_message(ends: tuple[Worker, socket.socket, BinaryIO]) -> None:
     worker, connection, stream = ends
     InProcessGrid(1)
     tiny = pack(Message(RecordDict(), dst_node_id=5, message_type="query", ttl=60.0))
@@ -115,7 +115,7 @@ def test_code_is_sent_once_and_state_comes_back(ends: tuple[Worker, socket.socke
         b"{\n",
     ],
 )
-def test_a_malformed_entry_ends_the_worker_and_not_its_node(
+def test_a_malformed_entry_ends_the_worker_but_not_the_node(
     ends: tuple[Worker, socket.socket, BinaryIO], content: bytes
 ) -> None:
     """Code of a run in the worker process could otherwise let the node wait without end."""
@@ -124,7 +124,7 @@ def test_a_malformed_entry_ends_the_worker_and_not_its_node(
     assert worker.events.get(timeout=5) is None
 
 
-def test_a_worker_that_does_not_read_is_given_up(ends: tuple[Worker, socket.socket, BinaryIO]) -> None:
+def test_a_worker_that_does_not_read_is_abandoned(ends: tuple[Worker, socket.socket, BinaryIO]) -> None:
     worker, _, _ = ends
     worker.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
     begun = time.monotonic()
@@ -145,7 +145,7 @@ def let_work(worker: Worker, sent: Packed) -> Packed:
 
 
 @pytest.mark.parametrize("lie", ["envelope", "count", "no reply"])
-def test_a_malformed_reply_is_an_error(ends: tuple[Worker, socket.socket, BinaryIO], lie: str) -> None:
+def test_a_malformed_reply_becomes_an_error_reply(ends: tuple[Worker, socket.socket, BinaryIO], lie: str) -> None:
     worker, connection, _ = ends
     sent = pack(Message(RecordDict(), dst_node_id=5, message_type="query", ttl=600.0))
     entry = EntrySocket(connection)
@@ -158,7 +158,7 @@ def test_a_malformed_reply_is_an_error(ends: tuple[Worker, socket.socket, Binary
     assert reply.envelope.metadata.reply_to_message_id == sent.tree.object_id
 
 
-def test_a_worker_that_takes_too_long_is_killed_and_answered_for(
+def test_a_slow_worker_is_killed_and_the_node_sends_an_error_reply(
     ends: tuple[Worker, socket.socket, BinaryIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posy.deploy.node.CLOCK_SECONDS", 0.0)
@@ -170,7 +170,7 @@ def test_a_worker_that_takes_too_long_is_killed_and_answered_for(
     )
 
 
-def test_an_error_reply_is_read_by_flower() -> None:
+def test_error_replies_match_flowers() -> None:
     sent = message()
     error = packed_error(sent.envelope, ErrorCode.INVALID_FAB, "no", time.time())
     received = unpack(error.tree.object_id, error.objects)
@@ -181,21 +181,21 @@ def test_an_error_reply_is_read_by_flower() -> None:
     assert (received.error.code, received.error.reason) == (ErrorCode.INVALID_FAB, "no")
 
 
-def test_a_message_without_its_objects_has_its_metadata() -> None:
+def test_an_envelope_restores_the_metadata() -> None:
     sent = message()
     bare = message_of(sent.envelope)
     assert bare.metadata.message_id == sent.tree.object_id
     assert bare.metadata.message_type == "train" and len(bare.content) == 0
 
 
-def test_the_words_of_a_node_are_toml() -> None:
+def test_node_config_values_are_toml() -> None:
     text = """partition-id=0 name="a b" path='c\\d' on=true rate=0.5 text="x=1" """
     assert config_in(text) == {
         "partition-id": 0, "name": "a b", "path": "c\\d", "on": True, "rate": 0.5, "text": "x=1",
     }  # fmt: skip
 
 
-def test_a_key_of_another_kind_is_refused(tmp_path: Any) -> None:
+def test_a_key_of_another_type_is_refused(tmp_path: Any) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 

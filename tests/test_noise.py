@@ -59,7 +59,7 @@ def test_cells_within_an_interval_have_the_density_of_the_normal_distribution() 
     assert abs((cell < CELLS // 2).mean() - lower) < 4 * math.sqrt(0.25 / COUNT)
 
 
-def test_the_table_has_the_tails_of_the_normal_distribution_to_128_bits() -> None:
+def test_the_tail_table_is_exact_to_128_bits() -> None:
     table = tail_table()
     assert len(table) == LAST and list(table) == sorted(table, reverse=True) and table[-1] < 2**8
     with mpmath.workdps(60):
@@ -68,7 +68,7 @@ def test_the_table_has_the_tails_of_the_normal_distribution_to_128_bits() -> Non
             assert 0 <= exact - table[m - 1] < 1
 
 
-def test_a_tie_in_the_upper_word_is_decided_by_the_lower_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lower_word_breaks_ties_in_the_upper_word(monkeypatch: pytest.MonkeyPatch) -> None:
     upper, lower = divmod(tail_table()[9], 2**64)
     for second, interval in ((lower - 1, 10), (lower, 9)):
         words = iter([np.array([upper], np.uint64), np.array([second], np.uint64)])
@@ -89,7 +89,7 @@ def test_rounding_never_enlarges_a_norm_and_the_sum_is_exact() -> None:
     np.testing.assert_array_equal(perturb(values, 0.3, SecureGenerator(KEY)), from_steps(grid + noise, 0.3))
 
 
-def test_all_results_lie_on_one_grid_whatever_the_value() -> None:
+def test_all_results_are_on_one_grid() -> None:
     """Mironov (2012) distinguishes 0 and 1/3 from the last bits of floating-point noise."""
     for value in (0.0, 1 / 3, -7.1):
         multiples = perturb(np.full(1000, value), 1.0) * GRID - 0.5
@@ -102,7 +102,7 @@ def test_each_generator_has_a_new_key() -> None:
     np.testing.assert_array_equal(SecureGenerator(KEY).words(9), SecureGenerator(KEY).words(9))
 
 
-def test_poisson_sampling_has_the_probability_of_each_sample() -> None:
+def test_poisson_sampling_has_the_given_rate() -> None:
     generator = SecureGenerator(KEY)
     assert abs(len(generator.chosen(COUNT, 0.1)) / COUNT - 0.1) < 4 * math.sqrt(0.09 / COUNT)
     assert generator.chosen(5, 1.0).tolist() == [0, 1, 2, 3, 4]

@@ -86,7 +86,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.federation
-def test_the_cells_are_spread_and_those_of_a_lost_worker_done_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_cells_are_distributed_and_rerun_if_a_worker_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "table.yaml"
     file.write_text(TABLE.format(output=tmp_path / "results"))
     cluster.worker()
@@ -117,7 +117,7 @@ def test_the_cells_are_spread_and_those_of_a_lost_worker_done_again(cluster: Clu
             assert first[key] == second[key]
 
 
-def test_no_cluster_at_the_address(tmp_path: Path) -> None:
+def test_an_address_without_a_cluster_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "table.yaml"
     file.write_text(TABLE.format(output=tmp_path / "results"))
     command = [sys.executable, "-P", "-m", "posy.commands.cli", "table", str(file), "--ray", f"127.0.0.1:{free_port()}"]
@@ -128,7 +128,7 @@ def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     assert "no Ray cluster answers" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_models_stay_with_the_worker(tmp_path: Path) -> None:
+def test_packed_results_omit_the_models(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models/client-0.safetensors").write_bytes(b"x")
     (tmp_path / "summary.json").write_text("{}")

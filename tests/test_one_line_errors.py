@@ -49,13 +49,13 @@ def logged(*errors: str) -> str:
 
 
 @pytest.mark.parametrize("error", ["SettingsError('lr = -1')", "DataError('no\\n  file')", "RunError('no client')"])
-def test_an_error_of_the_user_is_one_line(error: str) -> None:
+def test_user_errors_take_one_line(error: str) -> None:
     message = error.split("'")[1].replace("\\n ", "")
     assert logged(error) == f"ERROR :     ServerApp raised an exception: {message}\n"
 
 
 @pytest.mark.parametrize("errors", [["KeyError('x')"], ["SettingsError('lr = -1')", "KeyError('x')"]])
-def test_an_error_of_the_program_keeps_its_traceback_and_exit_code(errors: list[str]) -> None:
+def test_program_errors_keep_their_traceback_and_exit_code(errors: list[str]) -> None:
     log = logged(*errors)
     assert "Traceback (most recent call last)" in log
     assert "KeyError: 'x'" in log
@@ -96,7 +96,7 @@ def test_the_server_app_uses_the_filter(monkeypatch: pytest.MonkeyPatch) -> None
     ],
     ids=["dirichlet", "balanced", "alpha", "classes", "shards", "iid"],
 )
-def test_a_partition_that_cannot_be_drawn_fails_at_once(settings: DataSettings) -> None:
+def test_impossible_partitions_fail_fast(settings: DataSettings) -> None:
     digits = load_dataset(DataSettings(), Path(), 0)
     began = time.process_time()
     with pytest.raises(SettingsError, match=f"num-clients = {settings.num_clients}"):
@@ -104,7 +104,7 @@ def test_a_partition_that_cannot_be_drawn_fails_at_once(settings: DataSettings) 
     assert time.process_time() - began < 20
 
 
-def test_the_share_of_clients_without_samples_by_hand() -> None:
+def test_the_share_of_draws_that_lack_samples_by_hand() -> None:
     """With a single sample and two clients, one client lacks samples, for any shares."""
     settings = DataSettings(num_clients=2)
     assert assign._share_lacking(np.array([1]), settings, 1) == 0.5
@@ -115,7 +115,7 @@ def test_the_share_of_clients_without_samples_by_hand() -> None:
     assert first == pytest.approx((0.5 + 0.0) / 2, abs=0.01)
 
 
-def test_a_partition_that_needs_several_draws_is_found() -> None:
+def test_a_partition_that_needs_several_draws_succeeds() -> None:
     """The estimate uses another generator, so the partition is unchanged, and a rare valid draw is accepted."""
     digits = load_dataset(DataSettings(), Path(), 0)
     parts = partition(digits, DataSettings(num_clients=20, dirichlet_alpha=0.05), 0)
@@ -157,7 +157,7 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["status", "--nothing"], 2, "--nothing is not an option"),
     ],
 )
-def test_commands_work_with_a_typer_that_brings_its_click(
+def test_commands_work_with_a_typer_that_vendors_click(
     words: list[str], status: int, shown: str, vendored: Path
 ) -> None:
     code = (

@@ -112,7 +112,7 @@ def test_status_shows_the_run_and_the_nodes(going: Sites) -> None:
     assert " 1.39." not in elsewhere
 
 
-def test_doctor_finds_nothing_wrong_on_server_and_site(going: Sites) -> None:
+def test_doctor_reports_no_errors_on_server_and_site(going: Sites) -> None:
     output = going.doctor()
     assert "error" not in output
     assert "stranger.pub is not registered" in output

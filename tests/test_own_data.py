@@ -97,7 +97,7 @@ def loaded(function: str, **settings: Any) -> Dataset:
     return load_dataset(DataSettings(dataset=f"mydata:{function}", **settings), Path("datasets"), 0)
 
 
-def test_images_features_and_texts() -> None:
+def test_functions_supply_images_features_and_texts() -> None:
     images = loaded("images")
     assert (images.task.kind, images.task.input_shape, images.x.dtype) == ("image", (3, 8, 6), np.uint8)
     assert images.y.tolist() == [0, 1, 2] * 20
@@ -110,7 +110,7 @@ def test_images_features_and_texts() -> None:
     assert texts.task.kind == "text" and texts.task.input_shape == (2,)
 
 
-def test_a_run_on_a_function_predicts_what_it_was_trained_on() -> None:
+def test_a_run_on_a_function_can_predict() -> None:
     record = posy.run(
         method="fedavg", dataset="mydata:features", num_clients=2, num_server_rounds=2, partition="iid", run_name="a"
     )
@@ -136,7 +136,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("function", WRONG)
-def test_what_is_wrong_about_a_function_is_told(function: str) -> None:
+def test_invalid_functions_are_refused_with_the_reason(function: str) -> None:
     kind, message = WRONG[function]
     with pytest.raises(kind) as raised:
         loaded(function)

@@ -93,7 +93,7 @@ def method_settings(method: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_minimises_a_loss_of_ones_own(losses: None, method: str) -> None:
+def test_every_method_minimises_a_custom_loss(losses: None, method: str) -> None:
     """A custom cross-entropy gives the same losses as the built-in one, and a focal loss gives different losses."""
     plain, same, focal = (
         posy.run(method=method, run_name=name, loss=loss, stack="loop", lr=0.2, **SMALL, **method_settings(method))
@@ -106,7 +106,7 @@ def test_every_method_minimises_a_loss_of_ones_own(losses: None, method: str) ->
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losses: None, method: str) -> None:
+def test_every_method_supports_or_refuses_adamw_with_balanced_classes(losses: None, method: str) -> None:
     options = {
         **SMALL,
         **method_settings(method),
@@ -143,13 +143,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("loss", WRONG)
-def test_what_is_wrong_about_a_loss_is_told_before_anything_is_run(losses: None, loss: str) -> None:
+def test_invalid_losses_are_refused_before_the_run(losses: None, loss: str) -> None:
     with pytest.raises(SettingsError) as raised:
         posy.run(method="fedavg", loss=loss, **SMALL)
     assert WRONG[loss] in str(raised.value)
     assert not Path("runs").exists()
 
 
-def test_adam_has_no_momentum_besides() -> None:
+def test_adam_refuses_momentum() -> None:
     with pytest.raises(SettingsError, match=r"optimizer = sgd.*optimizer = 'adam'"):
         read_settings({"optimizer": "adam", "momentum": 0.9})

@@ -156,7 +156,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_method_of_ones_own_is_short(name: str) -> None:
+def test_custom_methods_are_short(name: str) -> None:
     source, most = OWN[name]
     assert lines_of_code(source) <= most
     assert len(imported(source)) <= 10
@@ -165,7 +165,7 @@ def test_a_method_of_ones_own_is_short(name: str) -> None:
 QUIET = {"dp": "local", "dp_clip": 1.0, "dp_epsilon": 1e6, "dp_scores": "exact"}
 
 
-def test_fedper_keeps_its_last_layers(
+def test_custom_fedper_keeps_its_last_layers_personal(
     own: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
     config = make_config(own("MyFedPer"), model="mlp", myfedper_layers=2, **QUIET)
@@ -186,7 +186,7 @@ def test_fedper_keeps_its_last_layers(
     [("MyFedPer", "fedper", True), ("MyDitto", "ditto", True), ("MyIfca", "ifca", False)],
     ids=["fedper", "ditto", "ifca"],
 )
-def test_a_method_written_anew_gives_what_ours_does(
+def test_custom_methods_equal_the_built_in_ones(
     name: str,
     known: str,
     kept: bool,
@@ -206,7 +206,7 @@ def test_a_method_written_anew_gives_what_ours_does(
         np.testing.assert_equal(mine.kept(client), ours.kept(client))
 
 
-def test_a_run_with_a_method_of_ones_own_is_resumed_tabulated_and_tuned(
+def test_custom_methods_support_resume_report_and_table(
     own: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its settings are checked, searched and stored as those of Posy's methods are, from a file too."""
@@ -236,7 +236,7 @@ def test_a_run_with_a_method_of_ones_own_is_resumed_tabulated_and_tuned(
     np.testing.assert_equal(mine, ours)
 
 
-def test_the_settings_of_a_method_of_ones_own_are_listed(
+def test_the_settings_of_a_custom_method_are_listed(
     own: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["settings", own("MyIfca")]) == 0
@@ -283,7 +283,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("source", "method", "told"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_about_a_method_of_ones_own_is_told_before_anything_is_run(
+def test_invalid_methods_are_refused_before_the_run(
     source: str,
     method: str,
     told: str,
@@ -299,7 +299,7 @@ def test_what_is_wrong_about_a_method_of_ones_own_is_told_before_anything_is_run
     assert not Path("runs").exists()
 
 
-def test_an_array_without_a_verdict_on_noise_does_not_load() -> None:
+def test_an_array_must_declare_whether_it_supports_noise() -> None:
     with pytest.raises(TypeError, match="'noise'"):
 
         class Undecided(MethodSettings):

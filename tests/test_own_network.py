@@ -160,12 +160,12 @@ def test_layers_are_the_children_in_order_and_the_last_linear_layer_is_the_head(
     assert load_network("described").layout == network.layout
 
 
-def test_what_a_module_only_wraps_has_the_layers(network_folder: Path) -> None:
+def test_a_wrapper_module_is_not_a_layer(network_folder: Path) -> None:
     network = load_network("wrapped")
     assert network.layer_names == ("inner.1", "inner.4", "head")
 
 
-def test_parameters_outside_of_modules_are_a_layer_of_their_own(network_folder: Path) -> None:
+def test_parameters_outside_modules_form_a_layer(network_folder: Path) -> None:
     network = load_network("convolutional")
     assert network.layer_names == ("own", "features", "classifier", "head")
     assert network.layout.part(["own"]).size == 1
@@ -175,7 +175,7 @@ def test_parameters_outside_of_modules_are_a_layer_of_their_own(network_folder: 
     }
 
 
-def test_the_wrapped_network_computes_what_the_module_does(network_folder: Path) -> None:
+def test_a_custom_model_has_the_outputs_of_its_module(network_folder: Path) -> None:
     x = torch.rand(5, 1, 8, 8)
     for name in ("mlp", "convolutional"):
         with torch.random.fork_rng():
@@ -188,7 +188,7 @@ def test_the_wrapped_network_computes_what_the_module_does(network_folder: Path)
         assert torch.equal(model.head(features), logits)
 
 
-def test_dropout_takes_the_numbers_of_the_batch(network_folder: Path) -> None:
+def test_dropout_uses_the_random_numbers_of_the_batch(network_folder: Path) -> None:
     model = load_network("convolutional").build(seed=0).train()
     (layer,) = [part for part in model.modules() if isinstance(part, posy.models.layers.Dropout)]
     assert layer.features == 4  # it drops channels
@@ -218,7 +218,7 @@ def test_dropout_takes_the_numbers_of_the_batch(network_folder: Path) -> None:
         ("nothing", "does not define nothing; it defines torch, nn, posy, mlp"),
     ],
 )
-def test_what_is_wrong_is_told(network_folder: Path, name: str, message: str) -> None:
+def test_invalid_networks_are_refused_with_the_reason(network_folder: Path, name: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         build_custom(f"nets:{name}", DIGITS, {})
 
@@ -232,13 +232,13 @@ def test_what_is_wrong_is_told(network_folder: Path, name: str, message: str) ->
         ("torchvision:fcn_resnet50", "torchvision does not have this network for classification"),
     ],
 )
-def test_a_file_that_is_none_is_told(network_folder: Path, text: str, message: str) -> None:
+def test_unknown_networks_are_refused(network_folder: Path, text: str, message: str) -> None:
     (network_folder / "broken.py").write_text("def mlp(:\n", encoding="utf-8")
     with pytest.raises(SettingsError, match=message):
         build_custom(text, DIGITS, {})
 
 
-def test_the_file_is_found_where_the_run_was_started(network_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_files_are_resolved_where_the_run_starts(network_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_settings({"model": "nets:mlp"})
     assert settings.train.model == f"{network_folder / 'nets.py'}:mlp"
     travelled = read_settings({}, "a stored model", {"model": "own/nets.py:mlp"})
@@ -248,7 +248,7 @@ def test_the_file_is_found_where_the_run_was_started(network_folder: Path, monke
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedfew", "ditto", "feddrm"])
-def test_stacks_train_it_as_one_after_the_other_does(network_folder: Path, method: str) -> None:
+def test_stacked_training_equals_sequential_training(network_folder: Path, method: str) -> None:
     """This includes dropout: its random numbers depend only on the client and the round."""
     models = []
     for stack in ("loop", "vmap"):
@@ -262,7 +262,7 @@ def test_stacks_train_it_as_one_after_the_other_does(network_folder: Path, metho
     assert np.abs(models[0]).max() > 0.01
 
 
-def test_batchnorm_and_a_deep_head_in_a_run(network_folder: Path) -> None:
+def test_a_run_trains_batchnorm_and_a_deep_head(network_folder: Path) -> None:
     record = posy.run(
         method="fedrep", model="nets:convolutional", num_clients=3, num_server_rounds=2, max_samples=300,
         partition="iid", output_dir=str(network_folder / "runs"),
@@ -272,7 +272,7 @@ def test_batchnorm_and_a_deep_head_in_a_run(network_folder: Path) -> None:
     assert np.abs(arrays["blocks.body.features.1.running_mean"]).max() > 0
 
 
-def test_a_network_of_torchvision(tmp_path: Path) -> None:
+def test_a_torchvision_network_has_its_layers(tmp_path: Path) -> None:
     task = Task("image", (3, 32, 32), tuple("0123456789"))
     network = architecture_for("torchvision:resnet18", task)
     assert network.layer_names == ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "head")
@@ -281,7 +281,7 @@ def test_a_network_of_torchvision(tmp_path: Path) -> None:
         build_custom("torchvision:resnet18", DIGITS, {})
 
 
-def test_a_low_rank_layer_of_ones_own_network(network_folder: Path) -> None:
+def test_custom_networks_support_low_rank_layers(network_folder: Path) -> None:
     network = Architecture("nets:mlp", DIGITS, ranks=(("1", 5), ("head", 3)))
     assert network.layout.part(["1"]).size == 5 * 64 + 24 * 5 + 24
     assert network.layout.part(["head"]).size == 3 * 16 + 10 * 3 + 10
@@ -330,7 +330,7 @@ def load():
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedfew", "fedrep", "ppfe"])
-def test_a_resnet_of_torchvisions_on_images_as_large_as_cifars(
+def test_a_torchvision_resnet_trains_on_cifar_sized_images(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

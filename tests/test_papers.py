@@ -78,7 +78,7 @@ def written(folder: Path, name: str = "table1", **changes: Any) -> Path:
 # -- numbers and claims ----------------------------------------------------------------------------------
 
 
-def test_a_number_over_seeds() -> None:
+def test_a_number_has_mean_and_deviation_over_seeds() -> None:
     assert number([1.0, 2.0, 3.0]) == Number(2.0, 1.0, 3)
     assert number([5.0]) == Number(5.0, None, 1)
     assert number([]) is None
@@ -96,13 +96,13 @@ def test_a_number_over_seeds() -> None:
         (Number(60.0, 0.0, 3), 60.9, 0.0, True),
     ],
 )
-def test_a_number_is_the_papers_within_two_standard_deviations_and_two_points(
+def test_numbers_agree_within_two_standard_deviations_and_two_points(
     ours: Number, printed: float, spread: float | None, same: bool
 ) -> None:
     assert agrees(ours, printed, spread, 1.0) is same
 
 
-def test_an_entropy_may_differ_by_a_hundredth() -> None:
+def test_entropies_agree_within_a_hundredth() -> None:
     assert agrees(Number(1.09, None, 1), 1.099, None, 0.01)
     assert not agrees(Number(0.3, None, 1), 1.099, None, 0.01)
     assert not agrees(Number(1.07, 0.5, 2), 1.099, None, 0.01)
@@ -130,13 +130,13 @@ def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
         ([0.0, 0.0, 0.0], 0.0, "within the noise"),
     ],
 )
-def test_a_claim_is_judged_by_its_differences(differences: list[float], by: float, word: str) -> None:
+def test_a_t_test_judges_a_claim(differences: list[float], by: float, word: str) -> None:
     judged = verdict({"": differences}, by)
     assert judged.word == word
     assert judged.pairs == len(differences)
 
 
-def test_two_rows_may_be_claimed_to_be_alike() -> None:
+def test_claims_of_equivalence_are_tested() -> None:
     # The means are 0.1, 0.1, 1 and 1. The t statistic of the nearer bound is 0.1 / 0.015 = 6.9, 0.1 / 0.15 = 0.7,
     # 0.8 / 0.058 = 13.9 and 0.8 / 0.58 = 1.4. A mean below 0.2 needs at least 2.92, and a mean above it 4.30.
     assert verdict({"": [0.075, 0.1, 0.125]}, within=0.2).word == "confirmed"
@@ -149,7 +149,7 @@ def test_two_rows_may_be_claimed_to_be_alike() -> None:
     assert (far.word, far.of, far.difference, far.confirmed, far.compared) == ("refuted", "b", -0.3, 1, 2)
 
 
-def test_a_row_that_is_above_all_others_but_one_is_not_above_all() -> None:
+def test_a_claim_against_several_rows_needs_each_of_them() -> None:
     above = {"a": [10.0, 11.0, 12.0], "b": [2.0, 2.5, 3.0]}
     judged = verdict(above)
     assert (judged.word, judged.of, judged.difference, judged.confirmed) == ("confirmed", "b", 2.5, 2)
@@ -162,7 +162,7 @@ def test_a_row_that_is_above_all_others_but_one_is_not_above_all() -> None:
     assert (judged.word, judged.of) == ("too few runs", "c")
 
 
-def test_a_row_that_is_the_first_or_the_second_may_have_one_above_it() -> None:
+def test_a_claim_can_allow_one_exception() -> None:
     rows = {"a": [10.0, 11.0, 12.0], "b": [-2.0, -2.5, -3.0], "c": [2.0, 2.5, 3.0], "d": []}
     judged = verdict(rows, but=1)
     assert (judged.word, judged.of, judged.confirmed, judged.compared) == ("confirmed", "c", 2, 2)
@@ -171,7 +171,7 @@ def test_a_row_that_is_the_first_or_the_second_may_have_one_above_it() -> None:
     assert verdict({"b": rows["b"]}, but=1).word == "not run"
 
 
-def test_who_looks_at_many_rows_finds_one_that_is_above_by_chance() -> None:
+def test_claims_are_corrected_for_multiple_comparisons() -> None:
     once = {"a": [-2.0, -2.5, -3.0]}  # t = -8.66 with two degrees of freedom: p = 0.013
     assert verdict(once).word == "refuted"
     several = {name: [10.0, 11.0, 12.0] for name in "bcd"}
@@ -183,13 +183,13 @@ def test_who_looks_at_many_rows_finds_one_that_is_above_by_chance() -> None:
 # -- FedDRM's gradient drift -----------------------------------------------------------------------------
 
 
-def test_the_gradient_of_a_head_by_hand() -> None:
+def test_head_gradient_by_hand() -> None:
     # Both classes have probability 1/2, so the residuals are (-1/2, 1/2) and (1/2, -1/2).
     gradient = head_gradient(np.zeros((2, 1)), np.array([[1.0], [3.0]]), np.array([0, 1]))
     assert gradient.tolist() == [[0.5], [-0.5]]
 
 
-def test_the_drift_of_gradients_by_hand() -> None:
+def test_gradient_drift_by_hand() -> None:
     # The mean gradient is (1/4, 3/4): G^2 = 1/4 * (9 + 9) / 16 + 3/4 * (1 + 1) / 16 = 3/8.
     assert squared_drift(np.eye(2), np.array([0.25, 0.75])) == (0.375, 1.0)
     assert squared_drift(np.ones((3, 2)), np.full(3, 1 / 3))[0] == pytest.approx(0)
@@ -221,7 +221,7 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
         ({"measure": "served lowest"}, "'served lowest' in .* is not a number of a run"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told(paper_dir: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_paper_files_are_refused(paper_dir: Path, changes: dict[str, Any], message: str) -> None:
     written(paper_dir, **changes)
     with pytest.raises(SettingsError, match=message):
         _read_all("mine")
@@ -237,7 +237,7 @@ def _read_all(paper: str) -> None:
         assert comparison.entries is not None
 
 
-def test_names_that_are_none_are_told(paper_dir: Path) -> None:
+def test_unknown_names_are_refused_with_suggestions(paper_dir: Path) -> None:
     written(paper_dir)
     with pytest.raises(SettingsError, match="did you mean mine"):
         items("mime")
@@ -251,7 +251,7 @@ def test_tables_come_before_figures_in_the_order_of_their_numbers(paper_dir: Pat
     assert [paper_item.name for paper_item in items("mine")] == ["table2", "table10", "table-b6", "figure2", "figure10"]
 
 
-def test_scale_small_changes_settings_and_leaves_rows_out(paper_dir: Path) -> None:
+def test_scale_small_changes_settings_and_omits_rows(paper_dir: Path) -> None:
     written(paper_dir)
     table = item("mine", "table1")
     small, full = table.plan("small"), table.plan("full")
@@ -263,7 +263,7 @@ def test_scale_small_changes_settings_and_leaves_rows_out(paper_dir: Path) -> No
     assert small.output != full.output
 
 
-def test_at_scale_small_what_a_variant_has_stands_over_what_all_have(paper_dir: Path) -> None:
+def test_at_scale_small_a_variants_settings_take_precedence(paper_dir: Path) -> None:
     variants = {"b": {"max-samples": 500}}
     written(paper_dir, small={"settings": {"num-server-rounds": 2, "max-samples": 300}, "variants": variants})
     plan = item("mine", "table1").plan("small")
@@ -276,9 +276,7 @@ def test_at_scale_small_what_a_variant_has_stands_over_what_all_have(paper_dir: 
 # -- from runs to a page ---------------------------------------------------------------------------------
 
 
-def test_what_goes_beyond_the_paper_runs_at_its_one_size_if_that_is_asked_for(
-    paper_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_extra_experiments_run_only_at_full_scale(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, Any] = dict.fromkeys(("printed", "claims", "reasons", "small", "variants"))
     written(paper_dir, "long-run", title="Long run: more rounds", **changes, seeds=[0])
     assert main(["paper", "mine", "all", "--scale", "small"]) == 0
@@ -291,9 +289,7 @@ def test_what_goes_beyond_the_paper_runs_at_its_one_size_if_that_is_asked_for(
     assert "`posy paper mine long-run --scale full`; " in Path("docs/papers/mine.md").read_text(encoding="utf-8")
 
 
-def test_more_seeds_than_its_own_are_run_if_asked_for_and_stay_in_its_archive(
-    paper_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(paper_dir)
 
     def run(*options: str) -> tuple[str, set[int], str]:
@@ -328,9 +324,7 @@ def test_seeds_without_a_table_are_an_error(
     assert not Path("docs").exists()
 
 
-def test_runs_stay_in_the_archive_if_their_column_has_another_name(
-    paper_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_archived_runs_survive_a_renamed_column(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, Any] = dict.fromkeys(("printed", "claims", "reasons", "small"))
     settings = {"local-epochs": 3}
     written(
@@ -351,7 +345,7 @@ def test_runs_stay_in_the_archive_if_their_column_has_another_name(
     assert len(after) == len(before)
 
 
-def test_a_table_from_its_runs_to_its_page(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(paper_dir)
     # The figure reuses the runs of the table.
     written(
@@ -408,7 +402,7 @@ def test_a_table_from_its_runs_to_its_page(paper_dir: Path, capsys: pytest.Captu
     assert (spread.difference, spread.pairs) == (pytest.approx(deviations[0] - deviations[1]), 2)
 
 
-def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(paper_dir: Path) -> None:
+def test_agreement_at_scale_small_has_a_separate_mark(paper_dir: Path) -> None:
     claims, rows = [{"say": "alike", "higher": "a / FedAvg", "lower": "b / FedAvg"}], TABLE["runs"][:1]
     written(paper_dir, printed={"FedAvg": [0, 0]}, claims=claims, runs=rows)
     assert main(["paper", "mine", "table1", "--scale", "small", "-j", "1"]) == 0
@@ -423,7 +417,7 @@ def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(paper_dir: Path)
     assert text.count(" ≈ |") == text.count(" ≠ |") == 1
 
 
-def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_settings_ignore_methods_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert "ppfe-stage-rounds 9,15,12,12 (30,50,40,40)" in changed(Comparison(item("ppfe", "table2")), "small")
 
@@ -438,7 +432,7 @@ def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypat
         (0.0, 0.0, "local last", "+0.00 ± 0.00"),
     ],
 )
-def test_a_small_difference_is_told_with_its_first_digit(
+def test_small_differences_keep_their_first_digit(
     difference: float, std: float | None, measure: str, expected: str
 ) -> None:
     claim = Claim("so", ("a",), ("b",), measure=measure)
@@ -446,7 +440,7 @@ def test_a_small_difference_is_told_with_its_first_digit(
     assert line == f"so: **confirmed** ({expected}, 2 pairs)"
 
 
-def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(paper_dir: Path) -> None:
+def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
     written(paper_dir, claims=[TABLE["claims"][1]], small={"settings": {"num-server-rounds": 2, "max-samples": 300}})
     # Another table runs only FedAvg at full scale.
     other = {"title": "Table 2: one row", "variants": TABLE["variants"][:1], "runs": TABLE["runs"][:1]}
@@ -479,7 +473,7 @@ def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(paper_dir: P
     assert (judged.scale, judged.pairs) == ("full", 1)
 
 
-def test_other_settings_go_to_a_place_of_their_own(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_other_settings_have_a_separate_folder(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(paper_dir, variants=None, printed={"FedAvg": 50}, claims=None, reasons=None)
     assert main(["paper", "mine", "table1", "-j", "1", "num-server-rounds=1"]) == 0
     assert not Path("docs").exists()
@@ -490,7 +484,7 @@ def test_other_settings_go_to_a_place_of_their_own(paper_dir: Path, capsys: pyte
     assert "1 differs" in (folder / "mine.md").read_text(encoding="utf-8")
 
 
-def test_runs_without_their_data_are_left_out(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_data_are_skipped(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(paper_dir, settings={**TABLE["settings"], "dataset": "kvasir"})
     assert main(["paper", "mine", "table1", "data-dir=nowhere"]) == 0
     assert "not run: kvasir: " in capsys.readouterr().out
@@ -498,7 +492,7 @@ def test_runs_without_their_data_are_left_out(paper_dir: Path, capsys: pytest.Ca
     assert "with kvasir in data-dir (kvasir/<class>/*.jpg, or kvasir.npz)" in text
 
 
-def test_means_over_the_last_rounds_and_each_methods_own_point(paper_dir: Path) -> None:
+def test_averages_use_the_last_rounds_and_each_methods_point(paper_dir: Path) -> None:
     written(
         paper_dir,
         settings={**TABLE["settings"], "average-rounds": 2, "system-accuracy": "on"},
@@ -528,16 +522,14 @@ def test_means_over_the_last_rounds_and_each_methods_own_point(paper_dir: Path) 
     assert in_percent("system average")
 
 
-def test_a_paper_has_its_recorded_results_in_any_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_results_load_in_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     entries = Comparison(item("cwfedavg", "table1")).entries
     assert {entry.row for entry in entries if entry.state != "not run"} == {entry.row for entry in entries} != set()
     assert not list(tmp_path.iterdir())  # reading leaves no files
 
 
-def test_results_lie_in_the_working_directory_or_the_checkout(
+def test_results_are_in_the_working_directory_or_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkout, elsewhere = tmp_path / "checkout" / "papers", tmp_path / "elsewhere"
@@ -562,7 +554,7 @@ def test_results_lie_in_the_working_directory_or_the_checkout(
 
 
 @pytest.mark.parametrize(("clients", "note"), [(3, "3 of 30 clients"), (26, "26 of 30 clients"), (27, ""), (30, "")])
-def test_a_number_over_a_cohort_names_its_clients(clients: int, note: str, tmp_path: Path) -> None:
+def test_a_number_over_a_cohort_has_its_client_count(clients: int, note: str, tmp_path: Path) -> None:
     """Such a number is not comparable with the paper's number, which is a mean over all clients."""
     last = {"round": 5, "mean": 0.9, "clients": clients}
     summary = {"rounds": 5, "num-clients": 30, "method": "local", "served": {"last": {**last, "clients": 30}}}
@@ -571,7 +563,7 @@ def test_a_number_over_a_cohort_names_its_clients(clients: int, note: str, tmp_p
     assert not any(partial_coverage(tmp_path, name) for name in ("served last", "system", "bytes-up", "round loss"))
 
 
-def test_a_scan_may_have_a_line_for_each_row_and_bars_a_group_for_each_number(paper_dir: Path) -> None:
+def test_scans_by_row_and_bars_by_measure_are_drawn(paper_dir: Path) -> None:
     scan = {"kind": "scan", "setting": "local-epochs", "lines": "rows", "measures": ["local last"]}
     bars = {"kind": "measures", "measures": ["local last", "local last min"], "names": {"local last": "mean"}}
     small = {"settings": {"num-server-rounds": 1, "max-samples": 300}, "seeds": [0]}
@@ -582,7 +574,7 @@ def test_a_scan_may_have_a_line_for_each_row_and_bars_a_group_for_each_number(pa
         assert Path(f"docs/papers/mine-{name}.png").is_file()
 
 
-def test_a_picture_without_runs_is_drawn_where_its_data_is(paper_dir: Path) -> None:
+def test_a_figure_without_runs_is_drawn_if_its_data_exists(paper_dir: Path) -> None:
     settings = {"dataset": "cifar10", "shift": "high", "num-clients": 3}
     alone = {"runs": None, "variants": None, "seeds": None, "printed": None, "claims": None, "reasons": None}
     alone |= {"small": None, "measure": None, "spread": None}
@@ -606,7 +598,7 @@ def test_a_picture_without_runs_is_drawn_where_its_data_is(paper_dir: Path) -> N
     assert "[Figure 7](#figure-7) | drawn |" in page_of_mine.read_text(encoding="utf-8")
 
 
-def test_what_posy_cannot_draw_says_what_it_needs(paper_dir: Path) -> None:
+def test_figures_that_posy_cannot_draw_state_their_needs(paper_dir: Path) -> None:
     (paper_dir / "figure3.yaml").write_text(
         dump({"title": "Figure 3: synthetic data", "shows": "Less.", "needs": "a regression task"}), encoding="utf-8"
     )
@@ -655,7 +647,7 @@ def test_every_table_and_figure_loads(paper: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("paper", papers())
-def test_pages_are_what_the_runs_give(paper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_up_to_date_with_the_runs(paper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "docs/papers" / f"{paper}.md"
     monkeypatch.chdir(ROOT)
     comparisons = [Comparison(paper_item) for paper_item in items(paper)]
@@ -671,7 +663,7 @@ def test_pages_are_what_the_runs_give(paper: str, monkeypatch: pytest.MonkeyPatc
 # -- forms without numbers of runs -----------------------------------------------------------------------
 
 
-def test_a_row_may_be_read_off_the_runs_of_another(paper_dir: Path) -> None:
+def test_a_row_can_reuse_the_runs_of_another(paper_dir: Path) -> None:
     read = {"Global": {"of": "FedAvg", "measure": "served last"}, "Local": {"measure": "local upper-bound"}}
     written(paper_dir, variants=None, printed={"FedAvg": 50, "Global": 40}, claims=None, reasons=None, read=read)
     assert main(["paper", "mine", "table1", "-j", "1"]) == 0
@@ -687,7 +679,7 @@ def test_a_row_may_be_read_off_the_runs_of_another(paper_dir: Path) -> None:
     assert expected in text
 
 
-def test_rows_are_in_the_order_of_the_paper_if_it_has_a_number_for_each(paper_dir: Path) -> None:
+def test_rows_follow_the_papers_order_if_all_have_numbers(paper_dir: Path) -> None:
     runs = [{"name": name, "settings": {}} for name in ("1", "2", "3")]
     read = {"Global": {"of": "2", "measure": "served last"}}
     written(paper_dir, variants=None, runs=runs, printed={"3": 1, "Global": 2, "1": 3, "2": 4}, claims=None, read=read)
@@ -696,7 +688,7 @@ def test_rows_are_in_the_order_of_the_paper_if_it_has_a_number_for_each(paper_di
     assert item("mine", "table1").rows == ["1", "2", "3", "Other", "Global"]
 
 
-def test_a_claim_may_be_judged_at_one_point_for_all_rows(paper_dir: Path) -> None:
+def test_a_claim_can_use_one_point_for_all_rows(paper_dir: Path) -> None:
     claim = {"say": "own points", "higher": "a / FedAvg", "lower": "a / Local"}
     written(
         paper_dir, printed=None, reasons=None, points={"FedAvg": "served"},
@@ -716,9 +708,7 @@ def test_a_claim_may_be_judged_at_one_point_for_all_rows(paper_dir: Path) -> Non
     assert row_points.difference != same_point.difference
 
 
-def test_the_seeds_of_a_number_are_told_and_points_of_a_line_have_the_same_ones(
-    paper_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_state_the_seeds_and_lines_use_common_seeds(paper_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {str(n): {"local-epochs": n} for n in (1, 2)}
     rows = [{"name": name, "settings": {"method": "fedavg", **row_settings}} for name, row_settings in names.items()]
     rows.append({"name": "Local", "settings": {"method": "local"}})
@@ -768,7 +758,7 @@ def test_all_tables_and_figures_are_listed_with_their_state(
         ({"Global": {"of": "FedAvg", "measure": "served"}}, "is not a number of a run"),
     ],
 )
-def test_what_is_wrong_in_read_is_told(paper_dir: Path, read: dict[str, Any], message: str) -> None:
+def test_invalid_read_entries_are_refused(paper_dir: Path, read: dict[str, Any], message: str) -> None:
     written(paper_dir, read=read)
     with pytest.raises(SettingsError, match=message):
         _ = item("mine", "table1").readings
@@ -799,7 +789,7 @@ def test_a_partition_is_drawn_without_runs(paper_dir: Path, capsys: pytest.Captu
     assert Comparison(item("mine", "figure2")).counts_of("") is None  # counts of other settings do not apply
 
 
-def test_heads_correlation_and_a_runs_own_picture_are_drawn(paper_dir: Path) -> None:
+def test_heads_correlation_and_a_runs_figure_are_drawn(paper_dir: Path) -> None:
     settings = {**TABLE["settings"], "method": "cwfedavg", "partition": "pathological", "num-clients": 5}
     runs = [{"name": "with", "settings": {}}, {"name": "without", "settings": {"cwfedavg-wdr": False}}]
     changes = {"settings": settings, "runs": runs, "variants": None, "printed": None, "claims": None, "seeds": [0]}
@@ -824,7 +814,7 @@ def test_heads_correlation_and_a_runs_own_picture_are_drawn(paper_dir: Path) -> 
     assert Path("docs/papers/mine-figure3.png").read_bytes() == picture.read_bytes()  # it reuses the first figure's run
 
 
-def test_counts_made_before_there_was_a_setting_are_of_its_default(tmp_path: Path) -> None:
+def test_counts_older_than_a_setting_match_its_default(tmp_path: Path) -> None:
     content = {key: TABLE[key] for key in ("title", "settings", "variants", "runs", "seeds")}
     (tmp_path / "a.yaml").write_text(dump({**content, "output": str(tmp_path / "out")}), encoding="utf-8")
     plan = read_plan(tmp_path / "a.yaml")
@@ -857,7 +847,7 @@ def test_parameters_are_counted_without_runs(paper_dir: Path) -> None:
     assert entries["Output"].why == "counted otherwise"
 
 
-def test_cwfedavgs_server_holds_what_is_counted(make_strategy: Callable[..., Any]) -> None:
+def test_the_counted_parameters_match_cwfedavgs_server(make_strategy: Callable[..., Any]) -> None:
     for layers in ("output", "all"):
         strategy = make_strategy("cwfedavg", cwfedavg_layers=layers)
         classwise = strategy.class_models.shape[1]
@@ -865,7 +855,7 @@ def test_cwfedavgs_server_holds_what_is_counted(make_strategy: Callable[..., Any
         assert stored_parameters(strategy.size, classwise, strategy.num_classes) == state
 
 
-def test_a_figure_without_runs_tells_why_there_are_none(paper_dir: Path) -> None:
+def test_a_figure_without_runs_states_the_reason(paper_dir: Path) -> None:
     content = {"title": "Figure 1: idea", "needs": "nothing is measured"}
     (paper_dir / "figure1.yaml").write_text(dump(content), encoding="utf-8")
     (entry,) = Comparison(item("mine", "figure1")).entries
@@ -876,7 +866,7 @@ def test_a_figure_without_runs_tells_why_there_are_none(paper_dir: Path) -> None
     assert ".png" not in text
 
 
-def test_a_figure_on_a_data_set_in_an_npz(paper_dir: Path) -> None:
+def test_a_figure_runs_on_an_npz_data_set(paper_dir: Path) -> None:
     """Run Figure 6 of cwFedAvg on made-up images instead of CIFAR-100 (see test_papers_standins)."""
     shutil.copy(ROOT / "papers/cwfedavg/figure6.yaml", paper_dir)
     rng = np.random.default_rng(0)
@@ -892,7 +882,7 @@ def test_a_figure_on_a_data_set_in_an_npz(paper_dir: Path) -> None:
     assert "4 drawn" in text
 
 
-def test_sent140_is_run_with_word_vectors_of_a_file(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sent140_runs_with_word_vectors_from_a_file(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run Table 3 of PPFE on made-up tweets in the published layout, with word vectors in GloVe's format."""
     shutil.copy(ROOT / "papers/ppfe/table3.yaml", paper_dir)
     words = {"0": "bad", "4": "good"}

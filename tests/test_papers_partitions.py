@@ -90,7 +90,7 @@ def fewest(data: DataSettings) -> tuple[int, int] | str:
 
 
 @pytest.mark.parametrize("paper", papers())
-def test_each_client_of_a_table_or_figure_has_samples_for_training_and_test(paper: str) -> None:
+def test_every_client_of_the_papers_has_training_and_test_samples(paper: str) -> None:
     places: dict[DataSettings, list[tuple[str, ...]]] = {}
     for one in items(paper):
         for place, data in asked_for(one).items() if one.has_runs or one.counts_classes else ():

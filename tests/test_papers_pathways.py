@@ -47,7 +47,7 @@ def found() -> list[Panels]:
 # -- by hand ---------------------------------------------------------------------------------------------
 
 
-def test_the_largest_weights_by_hand() -> None:
+def test_critical_weights_by_hand() -> None:
     model = flat(HIDDEN, OUTPUT)
     weights = weights_of(model)
     np.testing.assert_allclose(weights.hidden, HIDDEN, rtol=1e-6)
@@ -59,13 +59,13 @@ def test_the_largest_weights_by_hand() -> None:
     assert critical(weights, 5).output.tolist() == [[True, False, False, False], [False] * 4]
 
 
-def test_of_equal_weights_the_first_ones_are_taken() -> None:
+def test_ties_between_weights_go_to_the_first() -> None:
     chosen = critical(Layers(np.ones((4, 3), np.float32), -np.ones((2, 4), np.float32)))
     assert chosen.hidden.ravel().tolist() == [True] * 8 + [False] * 4
     assert not chosen.output.any()
 
 
-def test_largest_weights_in_common_by_hand() -> None:
+def test_shared_critical_weights_by_hand() -> None:
     one = flat(HIDDEN, OUTPUT)
     other = flat(HIDDEN, [[-5, 0, 0, 20], [0, 0, 0, 2]])
     assert shared(one, one) == shared(one, flat(HIDDEN, np.negative(OUTPUT))) == 8
@@ -73,7 +73,7 @@ def test_largest_weights_in_common_by_hand() -> None:
     assert shared(one, other) == 6
 
 
-def test_the_panels_of_given_local_models_by_hand() -> None:
+def test_panels_by_hand() -> None:
     """Output rows of norm (3, 1), (1, 3) and (1, 1): p̃ = (3/4, 1/4), (1/4, 3/4), (1/2, 1/2); n = 3000, 2000, 1000.
 
     n p̃ is 2250, 500, 500 for class 0 and 750, 1500, 500 for class 1.
@@ -95,7 +95,7 @@ def test_the_panels_of_given_local_models_by_hand() -> None:
         np.testing.assert_allclose(panels[letter], share * zero + (1 - share) * one, rtol=1e-5)
 
 
-def test_local_models_that_are_alike_make_all_panels_alike() -> None:
+def test_equal_local_models_give_equal_panels() -> None:
     model = flat(HIDDEN, [[1, 2, 3, 4], [4, 3, 2, 1]])
     panels = networks(np.stack([model] * 3), np.stack([model] * 3))
     assert len(panels) == len(PANELS) == 12
@@ -106,7 +106,7 @@ def test_local_models_that_are_alike_make_all_panels_alike() -> None:
 # -- the simulation --------------------------------------------------------------------------------------
 
 
-def test_the_clients_have_the_papers_samples() -> None:
+def test_the_clients_samples_follow_the_paper() -> None:
     samples = clients_samples(np.random.default_rng(0))
     assert [own.x.shape for own in samples] == [(3000, 3), (2000, 3), (1000, 3)]
     counts = [np.bincount(own.y).tolist() for own in samples]
@@ -134,7 +134,7 @@ def test_the_same_seeds_give_the_same_networks() -> None:
     assert torch.get_num_threads() == before[1]
 
 
-def test_a_step_without_the_regulariser_is_that_of_the_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_the_regulariser_follows_the_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of FedAvg's clients from a network of zeros: each bias of the output moves by lr (share - 1/2)."""
 
     def of_zeros() -> torch.nn.Sequential:
@@ -155,7 +155,7 @@ def test_a_step_without_the_regulariser_is_that_of_the_cross_entropy(monkeypatch
         assert 10 * (step[0] + 0.5) == pytest.approx(round(float(10 * (step[0] + 0.5))), abs=1e-3)
 
 
-def test_the_regulariser_gives_the_output_weights_the_clients_shares(found: list[Panels]) -> None:
+def test_the_regulariser_moves_output_norms_to_the_class_shares(found: list[Panels]) -> None:
     for panels in found:
         for letter, share in zip("efg", (0.9, 0.1, 0.5), strict=True):
             norms = np.linalg.norm(weights_of(panels[letter]).output, axis=1)
@@ -165,7 +165,7 @@ def test_the_regulariser_gives_the_output_weights_the_clients_shares(found: list
 # -- the figure ------------------------------------------------------------------------------------------
 
 
-def test_what_the_text_of_the_figure_tells(found: list[Panels]) -> None:
+def test_the_figures_text_matches_the_simulation(found: list[Panels]) -> None:
     text = " ".join(str(item("cwfedavg", "figure1").content["here"]).split())
     assert len(found) == 10
     reached = {letter: [leading(panels[letter]) for panels in found] for letter in PANELS}
@@ -188,7 +188,7 @@ def test_what_the_text_of_the_figure_tells(found: list[Panels]) -> None:
     assert "(h) and (i) at least 7 with (e) and (f), (j) to (l) at least 5 with (e) to (g)" in text
 
 
-def test_what_the_text_of_the_figure_tells_of_longer_training() -> None:
+def test_the_figures_text_matches_longer_training() -> None:
     found = simulate(steps=3000)
     assert [sum(0 in leading(panels[letter]) for panels in found) for letter in "hi"] == [6, 2]
     text = " ".join(str(item("cwfedavg", "figure1").content["here"]).split())
@@ -196,7 +196,7 @@ def test_what_the_text_of_the_figure_tells_of_longer_training() -> None:
     assert f"one round of {pathways.STEPS} steps" in text
 
 
-def test_the_page_shows_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[Panels]) -> None:
+def test_the_page_shows_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[Panels]) -> None:
     """It needs no runs, and has no number that is not run."""
     figure = item("cwfedavg", "figure1")
     assert figure.draws_alone

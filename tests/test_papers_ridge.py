@@ -45,7 +45,7 @@ def test_ridge_of_two_dimensions_by_hand() -> None:
     assert ridge(gram, moment, 1e12)[0] == pytest.approx([0.0, 0.0], abs=1e-9)
 
 
-def test_fewer_samples_than_dimensions_have_the_shortest_solution() -> None:
+def test_underdetermined_problems_have_the_minimum_norm_solution() -> None:
     gram, moment = moments(np.array([[[1.0, 1.0]]]), np.array([[2.0]]))
     assert ridge(gram, moment, 0.0)[0] == pytest.approx([1.0, 1.0])
     assert ridge(gram, moment, 1.0)[0] == pytest.approx([2 / 3, 2 / 3])
@@ -73,7 +73,7 @@ def test_a_stage_by_hand(penalty: float, weights: list[float]) -> None:
     assert personalise(gram, moment, penalty).ravel() == pytest.approx(weights)
 
 
-def test_a_stage_minimises_the_papers_sixth_equation() -> None:
+def test_a_stage_minimises_equation_6() -> None:
     rng = np.random.default_rng(0)
     x, y, importance = rng.normal(size=(4, 9, 3)), rng.normal(size=(4, 9)), rng.uniform(size=(4, 9))
     gram, moment = moments(x, y, importance)
@@ -83,7 +83,7 @@ def test_a_stage_minimises_the_papers_sixth_equation() -> None:
     assert slope == pytest.approx(np.zeros((4, 3)))  # in the clients' own weights, and, as a sum, in the shared ones
 
 
-def test_one_client_has_nobody_to_share_with() -> None:
+def test_one_client_equals_local_training() -> None:
     gram, moment = np.array([[[2.5]]]), np.array([[3.5]])
     assert average(np.array([[1.4]])).tolist() == [[1.4]]
     for penalty in (0.0, 0.1, 10.0):
@@ -92,7 +92,7 @@ def test_one_client_has_nobody_to_share_with() -> None:
     assert found.local == found.fedavg == found.local_one_penalty
 
 
-def test_fedavg_is_one_model_for_all() -> None:
+def test_fedavg_gives_all_clients_one_model() -> None:
     assert average(np.array([[1.0, 0.0], [3.0, 4.0]])).tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
@@ -119,7 +119,7 @@ def test_an_ensemble_of_two_stages_by_hand() -> None:
     assert found[1] == pytest.approx((2 * first + 3 * second) / (first + second))
 
 
-def test_an_ensemble_of_equal_members_is_one_of_them() -> None:
+def test_an_ensemble_of_equal_members_equals_a_member() -> None:
     x, y, fedavg = np.ones((1, 2, 1)), np.array([[1.0, 3.0]]), np.array([[2.0]])
     assert ensemble(x, y, fedavg, [1.0, 0.1, 0.01]).item() == pytest.approx(2.0)
 
@@ -127,7 +127,7 @@ def test_an_ensemble_of_equal_members_is_one_of_them() -> None:
 # -- the data --------------------------------------------------------------------------------------------
 
 
-def test_weights_are_shared_personal_or_between() -> None:
+def test_the_ratio_interpolates_shared_and_personal_weights() -> None:
     shared, personal, half, own = (draw_federation(0, 5, ratio) for ratio in (0.0, 1.0, 0.5, None))
     assert (shared.truth == shared.truth[0]).all()
     assert len(np.unique(personal.truth[:, 0])) == 5
@@ -148,7 +148,7 @@ def test_samples_have_their_clients_covariance_and_noise(monkeypatch: pytest.Mon
     assert squares(found.x, found.y, found.truth).mean() == pytest.approx(0.5, rel=0.05)
 
 
-def test_infinitely_many_samples_of_one_model_leave_the_noise_alone() -> None:
+def test_with_infinite_data_and_one_model_only_noise_remains() -> None:
     found = draw_federation(0, 3, 0.0)
     gram, moment = found.covariances, np.einsum("kde,ke->kd", found.covariances, found.truth)
     alone = ridge(gram, moment, 0.0)
@@ -156,13 +156,13 @@ def test_infinitely_many_samples_of_one_model_leave_the_noise_alone() -> None:
         assert expected_error(found, weights) == pytest.approx(NOISE)
 
 
-def test_without_noise_local_training_finds_the_truth() -> None:
+def test_without_noise_local_training_recovers_the_truth() -> None:
     found = draw_federation(0, 3, 0.7, noise=0.0)
     assert expected_error(found, ridge(*moments(found.x, found.y), 0.0)) == pytest.approx(0.0, abs=1e-12)
     assert expected_error(found, np.zeros_like(found.truth)) > 0.1
 
 
-def test_the_error_of_weights_by_hand() -> None:
+def test_expected_error_by_hand() -> None:
     found = draw_federation(0, 2, 0.5)._replace(truth=np.zeros((2, 1)), covariances=np.array([[[1.0]], [[4.0]]]))
     assert expected_error(found, np.array([[1.0], [2.0]])) == pytest.approx(NOISE + (1 + 16) / 2)
 
@@ -170,14 +170,14 @@ def test_the_error_of_weights_by_hand() -> None:
 # -- the figure ------------------------------------------------------------------------------------------
 
 
-def test_a_seed_is_always_the_same_simulation() -> None:
+def test_the_seed_determines_the_simulation() -> None:
     first = simulate(0, clients=3)
     assert first == simulate(0, clients=3)
     assert first != simulate(1, clients=3)
     assert first != simulate(0, clients=3, ratio=None)
 
 
-def test_what_the_page_says_of_the_figure_is_so() -> None:
+def test_the_figures_text_matches_the_simulation() -> None:
     told = str(item("ppfe", "figure3").content["here"])
 
     def errors(**settings: int | float | None) -> dict[str, float]:

@@ -153,7 +153,7 @@ def ran(
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_rows_of_a_table_are_run_on_data_in_its_published_layout(
+def test_rows_run_on_data_in_its_published_layout(
     layout: str, ran: Callable[[Case], tuple[Comparison, str, str]]
 ) -> None:
     case = CASES[layout]
@@ -176,7 +176,7 @@ def test_rows_of_a_table_are_run_on_data_in_its_published_layout(
         assert Path(f"results/papers/mine/mine-{case.name}.png").is_file()
 
 
-def test_the_page_tells_the_settings_that_were_given(ran: Callable[[Case], tuple[Comparison, str, str]]) -> None:
+def test_the_page_lists_the_settings_of_the_command(ran: Callable[[Case], tuple[Comparison, str, str]]) -> None:
     case = CASES["MNIST/raw"]
     _, page, _ = ran(case)
     assert f" --scale {case.scale} {case.given}`; " in " ".join(page.split())

@@ -113,7 +113,7 @@ def test_an_empty_part() -> None:
 
 @given(layouts(), st.sets(st.sampled_from("abc")))
 @settings(deadline=None)
-def test_a_part_and_the_rest_make_the_whole(layout: Layout, chosen: set[str]) -> None:
+def test_a_part_and_its_complement_cover_the_layout(layout: Layout, chosen: set[str]) -> None:
     chosen &= set(layout.layers)
     part, rest = layout.part(chosen), layout.without(chosen)
     assert part.size + rest.size == layout.size
@@ -128,7 +128,7 @@ def test_a_part_and_the_rest_make_the_whole(layout: Layout, chosen: set[str]) ->
 
 @given(layouts(), st.sampled_from("abc"))
 @settings(deadline=None)
-def test_neighbours_are_one_slice(layout: Layout, left_out: str) -> None:
+def test_adjacent_entries_form_one_slice(layout: Layout, left_out: str) -> None:
     for part in (layout.select(lambda entry: True), layout.without([left_out])):
         gaps = [b.start - a.stop for a, b in zip(part.slices, part.slices[1:], strict=False)]
         assert all(gap > 0 for gap in gaps)
@@ -172,13 +172,13 @@ def test_layout_of_a_module_by_hand() -> None:
         assert np.array_equal(view, named[name])
 
 
-def test_flatten_takes_the_layouts_order_not_the_mappings() -> None:
+def test_flatten_uses_the_order_of_the_layout() -> None:
     module, layout = small()
     named = {k: v.detach().numpy() for k, v in module.state_dict().items()}
     assert np.array_equal(layout.flatten(dict(reversed(named.items()))), layout.flatten(named))
 
 
-def test_unknown_names_are_errors_that_list_the_known() -> None:
+def test_unknown_names_raise_errors_that_list_known_names() -> None:
     _, layout = small()
     with pytest.raises(KeyError, match=r"heads.*body.*norm.*head"):
         layout.part(["heads"])

@@ -71,7 +71,7 @@ def test_invariants_of_every_partition(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_seed_makes_the_partition(kind):
+def test_the_seed_determines_the_partition(kind):
     data = dataset(60, 5, groups=np.arange(300) % 4)
     first, again, second = (partition(data, KINDS[kind], seed) for seed in (1, 1, 2))
     for a, b in zip(first.train + first.test, again.train + again.test, strict=True):
@@ -86,7 +86,7 @@ def test_the_seed_makes_the_partition(kind):
     fraction=st.floats(0.01, 0.9),
     seed=st.integers(0, 99),
 )
-def test_small_iid_partitions_hold_everything_once(sizes, clients, fraction, seed):
+def test_small_iid_partitions_contain_each_sample_once(sizes, clients, fraction, seed):
     data = dataset(1, len(sizes))
     y = np.repeat(np.arange(len(sizes)), sizes)
     data = dataclasses.replace(data, x=np.zeros((len(y), 1), np.float32), y=y)
@@ -112,7 +112,7 @@ def test_dirichlet_concentration():
     assert skewed.sum(1).min() >= 10
 
 
-def test_balanced_dirichlet_gives_no_more_to_a_client_that_has_its_part():
+def test_balanced_dirichlet_skips_clients_that_have_their_share():
     """A client may exceed its M-th part with one class, and then gets no sample of the following classes."""
     data, sizes = dataset(600, 10), {}
     for balanced in (False, True):
@@ -157,23 +157,23 @@ def test_dirichlet_shares_by_hand(monkeypatch, balanced, expected):
     assert counts.T.tolist() == expected
 
 
-def test_a_balanced_dirichlet_has_each_sample_once_also_with_a_tiny_alpha():
+def test_balanced_dirichlet_with_a_tiny_alpha_contains_each_sample_once():
     for seed in range(20):
         part = partition(dataset(40, 4), settings(num_clients=4, dirichlet_alpha=0.005, dirichlet_balanced=True), seed)
         assert sorted(samples_of(part).tolist()) == list(range(160))
 
 
-def test_dirichlet_that_cannot_be_drawn_is_an_error():
+def test_an_impossible_dirichlet_draw_is_an_error():
     with pytest.raises(SettingsError, match=r"dirichlet-alpha = 0\.001 with num-clients = 10"):
         partition(dataset(10, 2), settings(num_clients=10, dirichlet_alpha=0.001), 0)
 
 
-def test_dirichlet_takes_fewer_samples_a_client_when_there_are_few():
+def test_dirichlet_lowers_the_client_minimum_for_small_data():
     part = partition(dataset(20, 2), settings(num_clients=10, dirichlet_alpha=5.0), 0)
     assert min(len(t) + len(v) for t, v in zip(part.train, part.test, strict=True)) >= 2
 
 
-def test_pathological_clients_have_their_classes_and_no_other():
+def test_clients_have_exactly_their_classes_and_share_them_evenly():
     data = dataset(60, 5)
     counts = partition(data, KINDS["classes"], 0).counts(data.y, 5)
     assert ((counts > 0).sum(1) == 2).all()
@@ -183,7 +183,7 @@ def test_pathological_clients_have_their_classes_and_no_other():
         assert sizes.max() - sizes.min() <= 1
 
 
-def test_clients_in_a_row_share_their_classes_unevenly():
+def test_pathological_clients_share_their_classes_unevenly():
     """10 clients with 2 of 5 classes: classes 0 and 1 go to clients 0 to 3, and so on; an even share is 25 of 100."""
     data = dataset(100, 5)
     counts = partition(data, KINDS["pathological"], 0).counts(data.y, 5)
@@ -199,12 +199,12 @@ def test_clients_in_a_row_share_their_classes_unevenly():
     assert all(counts[clients[-1], label] > 100 / len(clients) for label, clients in enumerate(holders))
 
 
-def test_a_class_that_no_client_would_have_is_an_error():
+def test_a_class_without_clients_is_an_error():
     with pytest.raises(SettingsError, match="gives the 60 samples of class 4 of made to 0 clients"):
         partition(dataset(60, 5), settings(num_clients=6, partition="pathological", classes_per_client=2), 0)
 
 
-def test_with_fewer_classes_than_there_are_each_client_has_its_own():
+def test_clients_have_disjoint_classes_if_there_are_enough():
     """CIFAR-100 with two classes on each of ten clients (FedFew, Table 1): 80 classes remain."""
     data = dataset(600, 12)
     counts = partition(data, settings(num_clients=3, partition="pathological", classes_per_client=2), 0).counts(
@@ -215,7 +215,7 @@ def test_with_fewer_classes_than_there_are_each_client_has_its_own():
     assert counts.tolist() == expected.tolist()
 
 
-def test_all_classes_on_every_client():
+def test_every_client_can_have_all_classes():
     data = dataset(60, 5)
     counts = partition(data, settings(num_clients=6, partition="classes", classes_per_client=5), 0).counts(data.y, 5)
     assert (counts == 10).all()
@@ -239,7 +239,7 @@ def test_equal_classes_as_in_ppfe():
     assert len({tuple(row > 0) for row in counts}) > 10  # in many combinations
 
 
-def test_equal_classes_need_exactly_what_there_is():
+def test_equal_classes_check_the_available_samples():
     """CIFAR-100 with 5 classes a client: 5 clients a class, 107 each of 600."""
     s = settings(num_clients=10, partition="classes", classes_per_client=5, samples_per_client=40)
     # 40 and 13 of 5 classes: 8 + 3 or 8 + 2 a class and client, at most 5 * 11 = 55
@@ -252,7 +252,7 @@ def test_equal_classes_need_exactly_what_there_is():
         partition(dataset(45, 10), dataclasses.replace(s, samples_per_client=4), 0)
 
 
-def test_equal_iid():
+def test_equal_iid_clients_have_equal_sizes():
     data = dataset(60, 5)
     s = settings(num_clients=10, partition="iid", samples_per_client=20, test_fraction=0.2)
     part = partition(data, s, 0)
@@ -262,7 +262,7 @@ def test_equal_iid():
         partition(data, dataclasses.replace(s, num_clients=15), 0)
 
 
-def test_shards_are_of_equal_size_and_of_one_class():
+def test_shards_have_equal_sizes_and_one_class_each():
     """FedDRM: 8 clients with 5 shards each; here 40 shards of 15 in 10 classes of 60."""
     data = dataset(60, 10)
     counts = partition(data, settings(num_clients=8, partition="shards", shards_per_client=5), 3).counts(data.y, 10)
@@ -279,7 +279,7 @@ def test_samples_within_shards_are_drawn_at_random():
     assert not blocks[0] & blocks[1]
 
 
-def test_natural_groups_the_largest_first():
+def test_natural_partition_takes_the_largest_groups():
     groups = np.repeat([7, 2, 9, 4], [10, 40, 20, 30])
     data = dataset(25, 4, groups=groups)
     part = partition(data, settings(num_clients=3, partition="natural"), 0)
@@ -313,7 +313,7 @@ def from_file(tmp_path, content, clients=2, data=None, **changes):
     return partition(data or dataset(5, 2), s, 0)
 
 
-def test_partition_file_of_lists_is_split(tmp_path):
+def test_lists_in_a_partition_file_are_split(tmp_path):
     part = from_file(tmp_path, [[0, 1, 2, 3], [4, 9]])
     assert [sorted(np.concatenate(p).tolist()) for p in zip(part.train, part.test, strict=True)] == [
         [0, 1, 2, 3],
@@ -322,13 +322,13 @@ def test_partition_file_of_lists_is_split(tmp_path):
     assert [len(test) for test in part.test] == [1, 1]
 
 
-def test_partition_file_of_train_and_test_is_taken_as_it_is(tmp_path):
+def test_train_and_test_lists_in_a_partition_file_are_used_directly(tmp_path):
     part = from_file(tmp_path, {"train": [[3, 1], [2]], "test": [[0], []]})
     assert [t.tolist() for t in part.train] == [[1, 3], [2]]
     assert [t.tolist() for t in part.test] == [[0], []]
 
 
-def test_samples_for_training_here_and_for_the_test_there_are_warned_of(tmp_path, warnings):
+def test_a_warning_counts_samples_in_one_clients_training_and_anothers_test(tmp_path, warnings):
     from_file(tmp_path, {"train": [[3, 1, 5], [2, 1]], "test": [[0, 6], [6]]})
     assert not warnings.records
     part = from_file(tmp_path, {"train": [[3, 1, 5], [2]], "test": [[2], [3, 1]]})
@@ -355,7 +355,7 @@ def test_samples_for_training_here_and_for_the_test_there_are_warned_of(tmp_path
         ({"train": [[0], [1]], "test": [[2]]}, SettingsError, "lists 1 clients"),
     ],
 )
-def test_partition_files_that_are_refused(tmp_path, content, error, message):
+def test_invalid_partition_files_are_refused(tmp_path, content, error, message):
     with pytest.raises(error, match=message):
         from_file(tmp_path, content)
 
@@ -369,7 +369,7 @@ def test_a_partition_file_must_exist(tmp_path):
 # Data that comes partitioned
 
 
-def test_given_partitions_are_used_and_no_other():
+def test_supplied_partitions_are_used_and_others_refused():
     pairs = ((np.array([4, 0]), np.array([1])), (np.array([2]), np.array([3])))
     data = dataclasses.replace(dataset(5, 2), given=pairs)
     for kind in ("dirichlet", "given"):
@@ -404,12 +404,12 @@ def test_given_partitions_are_used_and_no_other():
         ),
     ],
 )
-def test_settings_that_do_not_suit_the_data(changes, message):
+def test_settings_that_do_not_fit_the_data_are_refused(changes, message):
     with pytest.raises(SettingsError, match=message):
         partition(dataset(5, 2), settings(**changes), 0)
 
 
-def test_more_clients_than_shifts_is_found_before_the_partition():
+def test_more_clients_than_shifts_are_refused_before_the_partition():
     data = make_dataset("rgb", "image", np.zeros((40, 2, 2, 3), np.uint8), np.arange(40) % 2, ("a", "b"))
     with pytest.raises(SettingsError, match="num-clients = 9"):
         partition(data, settings(num_clients=9, partition="iid", shift="mid"), 0)

@@ -50,7 +50,7 @@ def test_one_layer_by_hand():
     assert found[1][0].tolist() == pytest.approx([-0.75, 0.75])
 
 
-def test_a_relu_that_is_shut_passes_nothing_on():
+def test_an_inactive_relu_passes_no_gradient():
     first = torch.tensor([[[1.0], [-1.0]]]), torch.zeros(1, 2)
     second = torch.tensor([[[1.0, 1.0], [0.0, 0.0]]]), torch.zeros(1, 2)
     _, found = gradients([first, second], torch.tensor([[[2.0]]]), torch.tensor([[1]]), None)
@@ -60,7 +60,7 @@ def test_a_relu_that_is_shut_passes_nothing_on():
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("models", [1, 4])
-def test_gradients_are_those_of_autograd(models, weighted):
+def test_gradients_match_autograd(models, weighted):
     layers, generator = random_layers(models), torch.Generator().manual_seed(1)
     x = torch.randn(models, 7, 2, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (models, 7), generator=generator)
@@ -89,7 +89,7 @@ def network(model="mlp", criterion=None, **options):
     return Network(architecture.build, architecture.layout, torch.device("cpu"), criterion)
 
 
-def test_only_a_perceptron_under_the_cross_entropy_has_one():
+def test_only_perceptrons_with_cross_entropy_have_a_closed_form():
     names = ["blocks.fc1.linear", "blocks.fc2.linear", "head"]
     assert network().linear_layers == names
     assert network("linear").linear_layers == ["head"]
@@ -110,7 +110,7 @@ def test_only_a_perceptron_under_the_cross_entropy_has_one():
 
 @pytest.mark.parametrize("rates", [{}, {"fc1": 0.0}, {"fc2": 0.0}, {"head": 0.0}, {"fc1": 0.0, "fc2": 0.0}])
 @pytest.mark.parametrize("models", [1, 3])
-def test_models_have_the_same_gradients_with_it_and_without(rates, models):
+def test_closed_form_models_have_the_gradients_of_autograd(rates, models):
     own = network()
     generator = torch.Generator().manual_seed(2)
     starts = 0.3 * torch.randn(2, models, own.layout.size, generator=generator)
@@ -130,7 +130,7 @@ def test_models_have_the_same_gradients_with_it_and_without(rates, models):
             torch.testing.assert_close(own_gradient, other, atol=1e-6, rtol=1e-5)
 
 
-def test_autocast_goes_the_way_of_autograd():
+def test_autocast_uses_autograd():
     own = network()
     models = LoopedModels(own, Train(torch.randn(own.layout.size, generator=torch.Generator().manual_seed(3))))
     batch = Batch(torch.rand(4, 6), torch.tensor([0, 1, 2, 0]))

@@ -85,7 +85,7 @@ def update_of(client: int, n: int = 1, **arrays: Any) -> Update:
 # -- numbers of samples ----------------------------------------------------------------------------------
 
 
-def test_one_of_ten_clients_cannot_own_the_mean_with_a_number(make_strategy: MakeStrategy) -> None:
+def test_a_false_sample_count_cannot_dominate_the_mean(make_strategy: MakeStrategy) -> None:
     """M2 of the security review: a client replied num-examples=999999999 and owned FedAvg without a warning."""
     strategy, without_it = ten(make_strategy), ten(make_strategy)
     _, replies = send(strategy)
@@ -100,7 +100,7 @@ def test_one_of_ten_clients_cannot_own_the_mean_with_a_number(make_strategy: Mak
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_drops_replies_with_other_numbers_of_samples(method: str, make_strategy: MakeStrategy) -> None:
+def test_every_method_drops_replies_with_wrong_sample_counts(method: str, make_strategy: MakeStrategy) -> None:
     for key, value in (("num_examples", CLAIM), ("num_examples", 1), ("num_test", 5)):
         strategy = make_strategy(method, model="mlp", num_server_rounds=8)
         _, replies = send(strategy)
@@ -113,7 +113,7 @@ def test_every_method_drops_replies_with_other_numbers_of_samples(method: str, m
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_drops_evaluations_with_other_numbers_of_samples(method: str, make_strategy: MakeStrategy) -> None:
+def test_every_method_drops_evaluations_with_wrong_sample_counts(method: str, make_strategy: MakeStrategy) -> None:
     for key, value in (("num_train", CLAIM), ("num_examples", 5)):
         strategy, grid = make_strategy(method, model="mlp", num_server_rounds=8), InProcessGrid(4)
         _, replies = send(strategy, grid=grid)
@@ -140,9 +140,7 @@ def test_fedfomos_clients_report_all_their_training_samples(
 
 @pytest.mark.parametrize("method", ["fedproto", "fedpac"])
 @pytest.mark.parametrize("claim", [CLAIM, 1.0])
-def test_samples_by_class_sum_to_the_number_at_enrolment(
-    method: str, claim: float, make_strategy: MakeStrategy
-) -> None:
+def test_class_counts_must_sum_to_the_enrolled_count(method: str, claim: float, make_strategy: MakeStrategy) -> None:
     strategy = make_strategy(method, model="mlp")
     _, replies = send(strategy)
     arrays = replies[BAD].content.array_records["arrays"]
@@ -156,7 +154,7 @@ def test_samples_by_class_sum_to_the_number_at_enrolment(
     assert float(total) == pytest.approx(12 + claim, rel=1e-7)
 
 
-def test_fednhs_class_shares_sum_to_one(make_strategy: MakeStrategy) -> None:
+def test_fednhs_class_shares_must_sum_to_one(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fednh", model="mlp")
     _, replies = send(strategy)
     arrays = replies[BAD].content.array_records["arrays"]
@@ -171,7 +169,7 @@ def test_fednhs_class_shares_sum_to_one(make_strategy: MakeStrategy) -> None:
 # -- the largest weight ----------------------------------------------------------------------------------
 
 
-def test_a_site_that_joins_with_a_huge_number_has_a_limited_weight(make_strategy: MakeStrategy) -> None:
+def test_a_site_with_a_huge_sample_count_has_a_limited_weight(make_strategy: MakeStrategy) -> None:
     strategy = as_sites(ten(make_strategy, max_norm_ratio=0.0))
     strategy.clients[4].num_train = CLAIM
     _, replies = send(strategy)
@@ -196,7 +194,9 @@ def test_a_site_that_joins_with_a_huge_number_has_a_limited_weight(make_strategy
         (True, {"secure_aggregation": True}, 1.0),
     ],
 )
-def test_the_largest_share(sites: bool, settings: Config, share: float, make_strategy: MakeStrategy) -> None:
+def test_the_largest_share_depends_on_settings_and_sites(
+    sites: bool, settings: Config, share: float, make_strategy: MakeStrategy
+) -> None:
     strategy = ten(make_strategy, **settings)
     assert (as_sites(strategy) if sites else strategy).influence.largest_share(10) == share
 
@@ -208,7 +208,7 @@ def test_uniform_weights_are_never_lowered(make_strategy: MakeStrategy) -> None:
     assert strategy.record.down_weighted == []
 
 
-def test_fedas_limits_the_weights_with_the_fisher_information(make_strategy: MakeStrategy) -> None:
+def test_fedas_limits_weights_by_fisher_information(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedas", model="mlp", max_client_weight=0.5)
     size = strategy.model.size
     updates = [update_of(c, model=np.full(size, c), fisher=trace) for c, trace in ((0, 1.0), (1, 1e9), (2, 3.0))]
@@ -219,7 +219,7 @@ def test_fedas_limits_the_weights_with_the_fisher_information(make_strategy: Mak
     assert strategy.record.down_weighted == [1]
 
 
-def test_fedfew_limits_the_weights_of_the_losses(make_strategy: MakeStrategy) -> None:
+def test_fedfew_limits_weights_by_loss(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedfew", model="mlp", fedfew_full_steps=False, max_client_weight=0.5)
     shape, k = strategy.models.shape, len(strategy.models)
     before = strategy.models.copy()
@@ -233,7 +233,7 @@ def test_fedfew_limits_the_weights_of_the_losses(make_strategy: MakeStrategy) ->
     assert strategy.record.down_weighted == [1]
 
 
-def test_sums_over_samples_have_the_limit_too(make_strategy: MakeStrategy) -> None:
+def test_weight_limits_apply_to_sums_over_samples(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedproto", model="mlp", max_client_weight=0.5)
     shape = strategy.prototypes.shape
     updates = [
@@ -266,7 +266,7 @@ def test_a_large_update_is_scaled_to_a_multiple_of_the_median(make_strategy: Mak
     assert strategy.record.clipped == [3]
 
 
-def test_running_statistics_have_a_bound_of_their_own(make_strategy: MakeStrategy) -> None:
+def test_running_statistics_have_a_separate_bound(make_strategy: MakeStrategy) -> None:
     x = np.random.default_rng(0).integers(0, 256, (40, 4, 4, 1), dtype=np.uint8)
     parts = [list(range(i, i + 8)) for i in (0, 10, 20, 30)], [[8], [18], [28], [38]]
     strategy = make_strategy("fedavg", data=(x, np.arange(40) % 2, *parts), model=NORMALISED, max_norm_ratio=2.0)
@@ -291,7 +291,7 @@ def test_sites_bound_norms_and_benchmarks_do_not(method: str, make_strategy: Mak
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_update_of_a_site_is_clipped_in_every_method(method: str, make_strategy: MakeStrategy) -> None:
+def test_every_method_clips_the_update_of_a_site(method: str, make_strategy: MakeStrategy) -> None:
     """A client scales its update 1000 times; the server's state changes as with an update of three medians."""
     strategy = as_sites(make_strategy(method, model="mlp", num_server_rounds=8))
     if not strategy.influence.norm_ratio:
@@ -311,7 +311,7 @@ def test_an_update_of_a_site_is_clipped_in_every_method(method: str, make_strate
     assert max(float(np.abs(array).max()) for array in arrays if array.size) < 100
 
 
-def test_a_bounded_run_of_equal_norms_is_the_plain_run(make_config: Callable[..., Config], federate: Any) -> None:
+def test_loose_bounds_do_not_change_a_run(make_config: Callable[..., Config], federate: Any) -> None:
     plain = federate(make_config("fedrep", model="mlp"))
     bounded = federate(make_config("fedrep", model="mlp", max_norm_ratio=1e6, max_client_weight=0.99))
     assert state_bytes(bounded.strategy) == state_bytes(plain.strategy)
@@ -337,7 +337,7 @@ def test_a_trimmed_mean_without_trimming_is_the_uniform_mean(
 
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean", "krum", "multi-krum", "geometric-median"])
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "pfedme", "ppfe", "feddrm"])
-def test_every_rule_resists_two_of_ten(
+def test_every_rule_resists_two_attackers_of_ten(
     method: str, rule: str, tiny: Any, make_config: Callable[..., Config], federate: Any
 ) -> None:
     """Two attackers send models of 10^6 from the second round on; the models of the server stay small."""
@@ -367,7 +367,7 @@ def test_other_methods_refuse_robust_rules_with_a_reason(method: str, make_strat
     assert len(reason) > 20
 
 
-def test_robust_rules_do_not_go_with_masks(make_strategy: MakeStrategy) -> None:
+def test_robust_rules_conflict_with_secure_aggregation(make_strategy: MakeStrategy) -> None:
     with pytest.raises(SettingsError, match="the server sees only the sum of the updates"):
         make_strategy("fedavg", robust="median", secure_aggregation=True)
     for key, value in (("max_norm_ratio", 2.0), ("max_client_weight", 0.5)):
@@ -385,16 +385,16 @@ def test_robust_rules_do_not_go_with_masks(make_strategy: MakeStrategy) -> None:
         ({"robust": "krum", "max_client_weight": 0.5}, "max-client-weight"),
     ],
 )
-def test_parameters_need_their_rule(settings: Config, key: str, make_strategy: MakeStrategy) -> None:
+def test_rule_parameters_need_their_rule(settings: Config, key: str, make_strategy: MakeStrategy) -> None:
     with pytest.raises(SettingsError, match=f"{key} = .* has no effect"):
         make_strategy("fedavg", **settings)
 
 
-def test_feddrm_weighs_its_routing_whatever_the_rule(make_strategy: MakeStrategy) -> None:
+def test_feddrm_weights_its_routing_under_any_rule(make_strategy: MakeStrategy) -> None:
     assert make_strategy("feddrm", robust="median", client_weights="uniform").exchange.weight(0) == 1
 
 
-def test_krum_needs_enough_clients_before_the_run(make_config: Callable[..., Config]) -> None:
+def test_too_few_clients_for_krum_are_refused_before_the_run(make_config: Callable[..., Config]) -> None:
     settings = read_settings(make_config("fedavg", robust="krum", max_attackers=1))
     with pytest.raises(SettingsError, match="a round needs 5 replies, but only 4 clients train in it"):
         build_strategy(settings, Workspace(settings))
@@ -415,7 +415,7 @@ def test_a_round_with_too_few_replies_for_krum_changes_nothing(
     assert len(strategy.record.discarded) == 4
 
 
-def test_statistics_of_chosen_models_are_medians(make_strategy: MakeStrategy) -> None:
+def test_krum_takes_the_median_of_running_statistics(make_strategy: MakeStrategy) -> None:
     """Krum's distances do not include BatchNorm's statistics, so its choice may not bring them in."""
     x = np.random.default_rng(0).integers(0, 256, (50, 4, 4, 1), dtype=np.uint8)
     parts = [list(range(i, i + 8)) for i in range(0, 50, 10)], [[i + 8] for i in range(0, 50, 10)]
@@ -455,7 +455,9 @@ def test_summary_screen_and_report_name_the_limited_clients(
     assert "updates scaled down" in html and "weights lowered" in html
 
 
-def test_a_resumed_run_continues_the_numbers_of_rounds(make_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_counts_of_clipped_rounds(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
     settings = {"max_norm_ratio": 2.0, "run_name": "attacked", "checkpoint_every": 1}
     config = make_config("fedavg", **settings, num_server_rounds=2)
     run(PoisoningGrid(4, (2,), lambda start, trained: start + 100 * (trained - start)), config)

@@ -133,7 +133,7 @@ def send(
         ({"epsilon": 1.0}, {"dp": "local", "dp_clip": 1.0, "dp_scores": "exact"}, "epsilon"),
     ],
 )
-def test_a_run_that_violates_a_rule_is_refused_by_its_name(policy: Config, changes: Config, rule: str) -> None:
+def test_refusals_name_the_violated_rule(policy: Config, changes: Config, rule: str) -> None:
     violated = violations(Policy(**policy), values(**changes))
     assert [violation.rule for violation in violated] == [rule]
     assert str(PolicyError(violated[0])).startswith(f"the policy of the site refuses this run, rule {rule}: ")
@@ -152,7 +152,7 @@ def test_allowed_runs_pass(tmp_path: Path) -> None:
     assert [v.rule for v in violations(weights, values(weights="../w.safetensors"))] == ["weights"]
 
 
-def test_a_policy_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_a_policy_file_is_reloaded_when_it_changes(tmp_path: Path) -> None:
     assert policy_of({}) is None and policy_of({"data": "x"}) == Policy()
     path = tmp_path / "policy.yaml"
     path.write_text("min-rows: 20\n")
@@ -165,7 +165,7 @@ def test_a_policy_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
             read_policy(path)
 
 
-def test_the_default_policy_is_a_file_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_policy_file_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "policy.yaml"
     assert main(["policy", "new", str(path)]) == 0
     assert path.read_text() == default_text() and read_policy(path) == Policy()
@@ -186,7 +186,7 @@ def test_scores_are_rounded_unless_the_policy_says_otherwise() -> None:
     assert limited_scores(Policy(scores="exact"), metrics) == metrics
 
 
-def test_a_day_has_a_limit_of_runs(tmp_path: Path) -> None:
+def test_the_number_of_runs_a_day_is_limited(tmp_path: Path) -> None:
     policy, node = Policy(max_runs_per_day=2), {"state-dir": str(tmp_path), "data": "x"}
     grid, config = NodeGrid({}), json.dumps(values())
     context = grid.nodes[1]
@@ -197,7 +197,7 @@ def test_a_day_has_a_limit_of_runs(tmp_path: Path) -> None:
         admit(policy, config, context, 3, pin=False)
 
 
-def test_a_run_counts_on_the_day_on_which_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_counts_only_on_its_first_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that continues after midnight is not refused because other runs have begun on the new day."""
     policy, config = Policy(max_runs_per_day=1), json.dumps(values())
     contexts = [NodeGrid({}).nodes[1] for _ in range(2)]
@@ -212,7 +212,7 @@ def test_a_run_counts_on_the_day_on_which_it_begins(tmp_path: Path, monkeypatch:
         admit(policy, config, contexts[1], 3, pin=False)
 
 
-def test_a_state_folder_belongs_to_the_settings_of_its_run(tmp_path: Path) -> None:
+def test_a_state_folder_is_bound_to_the_settings_of_its_run(tmp_path: Path) -> None:
     folder = tmp_path / "run-1"
     pin_state(folder, values())
     pin_state(folder, values(num_server_rounds=99))  # may change when a run resumes
@@ -236,7 +236,7 @@ def test_a_run_cannot_read_or_remove_the_state_of_another_run(site: Config, tmp_
     assert state.read_bytes() == stored
 
 
-def test_a_site_joins_no_sum_over_fewer_clients_than_its_policy_demands(site: Config, tmp_path: Path) -> None:
+def test_a_site_refuses_sums_over_too_few_clients(site: Config, tmp_path: Path) -> None:
     """M3: a site that trusted twelve keys joined a sum over two clients. The settings of the run may be false."""
     (tmp_path / "policy.yaml").write_text("min-clients: 4\n")
     grid = NodeGrid(*[site | {"policy": str(tmp_path / "policy.yaml")}] * 3)
@@ -274,7 +274,7 @@ def test_a_site_scores_one_model_a_round(site: Config) -> None:
     assert "rule scores: a second model in round 2" in send(grid, config, models[0], 1).error.reason
 
 
-def test_the_fingerprint_of_the_data_needs_a_secret_of_the_node(site: Config, tmp_path: Path) -> None:
+def test_data_fingerprints_depend_on_a_secret_of_the_node(site: Config, tmp_path: Path) -> None:
     def fingerprint(node: Config) -> Any:
         return ask(node, values(input_columns="f0,f1,f2")).content.config_records["config"]["fingerprint"]
 
@@ -284,7 +284,7 @@ def test_the_fingerprint_of_the_data_needs_a_secret_of_the_node(site: Config, tm
     assert ((tmp_path / "a" / "site-secret").stat().st_mode & 0o777) == 0o600
 
 
-def test_a_site_keeps_its_privacy_budget_over_all_runs(site: Config, tmp_path: Path) -> None:
+def test_the_privacy_budget_of_a_site_covers_all_runs(site: Config, tmp_path: Path) -> None:
     """M1: 2,500 answers to the message of one round reduced the error of the noise from 6.3 to 0.17."""
     (tmp_path / "policy.yaml").write_text("epsilon: 2.0\n")
     node = site | {"policy": str(tmp_path / "policy.yaml")}
@@ -328,7 +328,7 @@ def statistics(reply: Message) -> tuple[int, list[float]]:
     return answer["count"], answer["mean"]  # type: ignore[return-value]
 
 
-def test_no_setting_of_a_run_selects_the_rows_behind_the_statistics(site: Config, cells: np.ndarray) -> None:
+def test_settings_cannot_select_the_rows_behind_the_statistics(site: Config, cells: np.ndarray) -> None:
     """C1: `train-samples=1 seed=5` returned one patient's row, and 200 seeds returned 57 of 60 rows."""
     columns = {**OPEN, "input_columns": "f0,f1,f2"}
     described = {
@@ -344,7 +344,7 @@ def test_no_setting_of_a_run_selects_the_rows_behind_the_statistics(site: Config
     assert "rule min-rows: train-samples = 1; a run trains on all training rows" in reply.error.reason
 
 
-def test_labels_of_single_rows_do_not_leave_the_site(site: Config, tmp_path: Path) -> None:
+def test_rare_labels_do_not_leave_the_site(site: Config, tmp_path: Path) -> None:
     """C1: `label-column=name` returned all names as classes."""
     columns = {**OPEN, "label_column": "name", "input_columns": "f0,f1,f2"}
     assert "rule label: label-column = 'name'" in ask(site, values(**columns), describe=True).error.reason
@@ -356,7 +356,7 @@ def test_labels_of_single_rows_do_not_leave_the_site(site: Config, tmp_path: Pat
     assert any("60 of its labels stay at the site" in text for text in answer["warnings"])  # type: ignore[union-attr]
 
 
-def test_an_error_does_not_depend_on_an_extreme_value(tmp_path: Path, cells: np.ndarray) -> None:
+def test_errors_do_not_depend_on_extreme_values(tmp_path: Path, cells: np.ndarray) -> None:
     """A search over feature-std found the largest value of a column, because it decided whether the site failed."""
     answers = []
     for value in (cells[3, 0], 2 * cells[3, 0]):
@@ -419,7 +419,7 @@ def test_every_batch_of_a_pass_has_enough_samples(count: int, size: int, least: 
         {"input_columns": "f0,f1,f2", "classes": "0,1", "input_shape": "7"},
     ],
 )
-def test_an_error_contains_neither_cells_nor_labels_nor_paths(changes: Config, site: Config, cells: np.ndarray) -> None:
+def test_errors_contain_no_cells_labels_or_paths(changes: Config, site: Config, cells: np.ndarray) -> None:
     reason = ask(site, values(**changes), describe="sample_kind" in changes).error.reason
     assert "the log of the node has" in reason
     for secret in (site["data"], "Patient", "row", *map(repr, cells.ravel().tolist())):
@@ -467,7 +467,7 @@ def test_a_method_that_sends_class_means_needs_enough_rows_of_each_class(tmp_pat
     assert "a class of this site has fewer than 10 rows" in ask(site, prototypes).error.reason
 
 
-def test_errors_of_a_node_with_data_name_their_place_only() -> None:
+def test_errors_of_a_node_with_data_give_only_their_location() -> None:
     def fails(message: Message, context: Any) -> Message:
         raise ValueError("Patient A0")
 
@@ -567,12 +567,12 @@ def content_bytes(content: RecordDict) -> bytes:
     return b"\0".join(parts)
 
 
-def test_the_random_settings_find_a_leak_where_there_is_one(site: Config, cells: np.ndarray, tmp_path: Path) -> None:
+def test_the_leak_check_detects_a_leaked_record(site: Config, cells: np.ndarray, tmp_path: Path) -> None:
     """The check above fails for a node that sends a row, so that it can fail."""
     leak = RecordDict({"config": ConfigRecord({"mean": cells[3].tolist(), "count": 1})})
     assert any(secret in content_bytes(leak) for secret in secrets_of(cells, tmp_path))
 
 
-def test_replaced_policy_fields_are_checked() -> None:
+def test_policy_lists_are_parsed() -> None:
     assert replace(Policy(), columns='["a,b", "c"]').allowed_columns == ("a,b", "c")
     assert Policy().allowed_columns == () and Policy().allowed_methods == ()

@@ -64,19 +64,19 @@ def test_stages_of_the_papers_network(make_strategy):
     ]
 
 
-def test_lists_of_ranks_are_taken_one_a_stage(make_strategy):
+def test_each_stage_takes_the_next_list_of_ranks(make_strategy):
     stages = make_strategy(
         "ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, ppfe_ranks="9,8,1;7,6,5;4,3,2"
     ).stages
     assert dict(stages[-1].architecture.ranks) == {"head": 1, "fc2": 6, "fc1": 4}
 
 
-def test_short_list_of_ranks_belongs_to_the_last_layers(make_strategy):
+def test_a_short_list_of_ranks_applies_to_the_last_layers(make_strategy):
     stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, ppfe_ranks="5,2").stages
     assert dict(stages[-1].architecture.ranks) == {"head": 2, "fc2": 5}  # fc1 stays dense
 
 
-def test_parts_transmitted_on_cifar100(make_config):
+def test_shared_fractions_on_cifar100(make_config):
     """Section 6.3.3: 98.8, 83.8 and 19.5 % of FedRep's 1,075,044 parameters, with rank 200 of the first layer.
 
     Stage 2 keeps the dense head, 12,900, on the client. Stage 3 shares the convolutions, 209,792, and the factors of
@@ -96,7 +96,7 @@ def test_parts_transmitted_on_cifar100(make_config):
     ]
 
 
-def test_reduced_models_of_stage_1(make_strategy):
+def test_svd_fedavg_reduces_dense_layers_from_stage_3_on(make_strategy):
     """All fully connected layers are reduced from stage 3 on, by the first list and then the second (A.3, A.4)."""
     stages = make_strategy(
         "ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=5, ppfe_stages=5, ppfe_reduction="svd-fedavg"
@@ -125,7 +125,7 @@ def test_without_factorisation_all_stages_have_the_same_network(make_strategy, r
 
 
 @pytest.mark.parametrize(("head", "personal"), [(1, ("head",)), (2, ("fc2", "head")), (3, ("fc1", "fc2", "head"))])
-def test_fixed_heads(make_strategy, head, personal):
+def test_fixed_heads_are_personal_from_stage_2_on(make_strategy, head, personal):
     """Ablations M1, M2, M3 and WP: the same layers are personal from stage 2 on."""
     stages = make_strategy("ppfe", ppfe_fixed_head=head, num_server_rounds=8).stages
     assert [s.personal for s in stages] == [(), personal, personal, personal]
@@ -151,7 +151,7 @@ def test_rounds_of_the_stages():
 @pytest.mark.parametrize(
     ("text", "stages", "total"), [("10,20", 3, 30), ("10,20", 2, 31), ("", 4, 3), ("a,b", 2, 2), ("0,2", 2, 2)]
 )
-def test_wrong_rounds_are_errors(text, stages, total):
+def test_invalid_stage_rounds_are_errors(text, stages, total):
     with pytest.raises(SettingsError, match="rounds"):
         stage_rounds(text, stages, total)
 
@@ -159,7 +159,7 @@ def test_wrong_rounds_are_errors(text, stages, total):
 # -- reduction -----------------------------------------------------------------------------------------
 
 
-def test_factorisation_of_a_layer_of_that_rank_leaves_the_function(make_strategy):
+def test_factorising_a_layer_of_that_rank_preserves_its_outputs(make_strategy):
     """The weights of head (64 -> 3) have rank 2, and of fc2 (128 -> 64) rank 40, so the factors are exact."""
     strategy = make_strategy("ppfe")
     first, second, third = strategy.stages
@@ -178,7 +178,7 @@ def test_factorisation_of_a_layer_of_that_rank_leaves_the_function(make_strategy
     assert len(flat) > len(second_flat) > len(third_flat)
 
 
-def test_factorisation_is_the_best_of_its_rank_and_touches_nothing_else(make_strategy):
+def test_factorisation_is_optimal_and_changes_no_other_layer(make_strategy):
     """The error of the head is its third singular value (Eckart-Young)."""
     strategy = make_strategy("ppfe")
     first, second, _ = strategy.stages
@@ -202,7 +202,7 @@ OF_FEDAVG = {"ppfe_reduction": "svd-fedavg", "ppfe_ranks": "20,10,2;10,5,1"}
 """For :data:`PICTURES`, whose fully connected layers are 64 -> 120 -> 64 -> 3."""
 
 
-def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, update):
+def test_later_stages_start_from_stage_1s_shared_layers(make_strategy, update):
     """Convolutions continue from the previous stage. A shared fully connected layer is stage 1's, reduced (A.4)."""
     strategy = make_strategy(
         "ppfe", data=PICTURES, model="cnn-3fc", ppfe_stage_rounds="1,1,1,1", num_server_rounds=4, **OF_FEDAVG
@@ -238,7 +238,7 @@ def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, u
     )
 
 
-def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
+def test_later_stages_start_from_stage_1s_personal_layers(make_client):
     """Stages 3 and 4 of the client use neither its head of stage 2 nor the shared layers of stage 2."""
     client = make_client("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, **OF_FEDAVG)
     rng = np.random.default_rng(0)
@@ -262,7 +262,7 @@ def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
         assert torch.equal(after.shared_part.take(flat), sent[stage - 1])
 
 
-def test_without_a_smaller_rank_the_reduced_model_is_stage_1s(make_strategy):
+def test_factors_of_sufficient_rank_preserve_stage_1s_layers(make_strategy):
     """Factors of sufficient rank keep the function: FedAvg's layers on the convolutions of stage 2."""
     strategy = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, **OF_FEDAVG)
     first, second, third, _ = strategy.stages
@@ -280,13 +280,13 @@ def test_without_a_smaller_rank_the_reduced_model_is_stage_1s(make_strategy):
     assert len(begun) < len(fedavg)
 
 
-def test_convolutions_are_kept_as_they_are(make_strategy):
+def test_convolutions_are_not_factorised(make_strategy):
     stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4).stages
     shapes = [{e.name: e.shape for e in s.architecture.layout.entries if "conv" in e.layer} for s in stages]
     assert len(shapes[0]) == 4 and all(s == shapes[0] for s in shapes)
 
 
-def test_mask_by_layer(make_strategy):
+def test_sparsity_mask_by_layer(make_strategy):
     """The mask drops 30 % of the first personal layer's weights and 10 % of each later one's, but no bias."""
     strategy = make_strategy("ppfe", ppfe_reduction="sparse")
     seed = strategy.settings.run.seed
@@ -307,7 +307,7 @@ def test_mask_by_layer(make_strategy):
     assert not torch.equal(second["head.weight"], other["head.weight"])
 
 
-def test_mask_of_a_deep_fixed_head(make_strategy):
+def test_sparsity_mask_of_a_deep_fixed_head(make_strategy):
     """All layers of the head become personal in the first personal stage, so the mask drops 30 % of each."""
     strategy = make_strategy("ppfe", ppfe_reduction="sparse", ppfe_fixed_head=2, num_server_rounds=4)
     views = strategy.architecture.layout.views(sparsity_mask(strategy.stages, 3, 0))
@@ -337,7 +337,7 @@ def test_reweight_by_hand():
     np.testing.assert_allclose(new, np.array([root, 1, 1, 1]) * 4 / (root + 3), rtol=1e-6)
 
 
-def test_reweight_starts_from_the_weights_so_far():
+def test_reweight_starts_from_the_current_weights():
     """ε = (2 + 0.5) / 4 = 5/8: β = ½ log(3/5) < 0 by the literal rule, ½ log(9 · 3/5) under SAMME."""
     losses, weights = torch.tensor([1.0, 0, 1, 0]), torch.tensor([2.0, 1, 0.5, 0.5])
     for rule, expected in (("adaboost", 0.5 * math.log(3 / 5)), ("samme", 0.5 * math.log(27 / 5))):
@@ -348,7 +348,7 @@ def test_reweight_starts_from_the_weights_so_far():
         np.testing.assert_allclose(new, raw * 4 / raw.sum(), rtol=1e-5)
 
 
-def test_soft_losses_count_in_part():
+def test_fractional_losses_count_partially():
     """ε = (0.5 + 0.1) / 2 = 0.3; ω ∝ exp(β / 2), exp(β / 10)."""
     beta, new = reweight(torch.tensor([0.5, 0.1]), torch.ones(2), 2, "samme")
     assert beta == pytest.approx(0.5 * math.log(7 / 3), rel=1e-5)
@@ -356,7 +356,7 @@ def test_soft_losses_count_in_part():
     np.testing.assert_allclose(new, raw * 2 / raw.sum(), rtol=1e-5)
 
 
-def test_samme_floors_at_zero_and_then_leaves_the_weights():
+def test_samme_floors_beta_at_zero_and_keeps_the_weights():
     """ε = 3/4 with three classes: ½ log(1/3) + ½ log 2 < 0."""
     weights = torch.tensor([0.4, 1.6, 1.0, 1.0])
     beta, new = reweight(torch.tensor([1.0, 1, 0.6, 0.4]), weights, 3, "samme")
@@ -365,7 +365,7 @@ def test_samme_floors_at_zero_and_then_leaves_the_weights():
 
 
 @pytest.mark.parametrize("rule", ["adaboost", "adaboost-positive"])
-def test_a_stage_that_is_wrong_more_often_than_not_counts_negative_or_not_at_all(rule):
+def test_a_stage_below_chance_has_a_negative_or_zero_coefficient(rule):
     """ε = 3/4: β = ½ log(1/3), or 0, which keeps the weights."""
     weights = torch.tensor([0.4, 1.6, 1.0, 1.0])
     beta, new = reweight(torch.tensor([1.0, 1, 0.6, 0.4]), weights, 3, rule)
@@ -376,7 +376,7 @@ def test_a_stage_that_is_wrong_more_often_than_not_counts_negative_or_not_at_all
     assert reweight(torch.tensor([1.0, 0, 0]), torch.ones(3), 3, rule)[0] == pytest.approx(0.5 * math.log(2), rel=1e-6)
 
 
-def test_samme_with_two_classes_is_adaboost_above_chance():
+def test_samme_with_two_classes_equals_adaboost_above_chance():
     losses = torch.tensor([1.0, 0, 0])
     assert reweight(losses, torch.ones(3), 2, "samme")[0] == reweight(losses, torch.ones(3), 2, "adaboost")[0]
 
@@ -452,7 +452,7 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
 
 
 @pytest.mark.parametrize("outputs", ["probabilities", "log-probabilities"])
-def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tmp_path, outputs):
+def test_stored_ensemble_matches_the_clients_predictions(make_config, federate, tmp_path, outputs):
     """The literal rule makes some coefficients negative; the files hold the same ensemble."""
     config = make_config("ppfe", ppfe_beta="adaboost", lr=0.001, evaluate_every=100, ppfe_outputs=outputs)
     finished = federate(config, models_folder=tmp_path / "models")
@@ -468,7 +468,7 @@ def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tm
     assert -1.0 in signs
 
 
-def test_coefficient_of_an_unfinished_stage_is_as_if_it_ended_now(make_client):
+def test_an_unfinished_stage_has_its_current_coefficient(make_client):
     """Four samples; stage 1 is wrong on the last: β = ½ log 3, and ω ∝ (1, 1, 1, √3).
 
     Stage 2 is wrong on the first, and outvotes stage 1 with ε = 1/(3 + √3): β = ½ log(2 + √3).
@@ -488,7 +488,7 @@ def test_coefficient_of_an_unfinished_stage_is_as_if_it_ended_now(make_client):
     assert len(client.betas) == 1
 
 
-def test_without_ensemble_the_current_stage_alone_answers(make_client, make_strategy):
+def test_without_ensemble_only_the_current_stage_predicts(make_client, make_strategy):
     for ensemble, count in ((True, 2), (False, 1)):
         strategy = make_strategy("ppfe", ppfe_ensemble=ensemble)
         client = make_client("ppfe", ppfe_ensemble=ensemble)
@@ -533,7 +533,7 @@ def test_local_step_of_a_later_stage(make_client, first_slow, rate):
 
 
 @pytest.mark.parametrize(("weighting", "resample"), [("loss", False), ("resample", True)])
-def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resample):
+def test_sample_weights_scale_the_losses_or_the_sampling(make_client, weighting, resample):
     client = make_client("ppfe", ppfe_weighting=weighting)
     first, second = client.stages[:2]
     close(client, first, client.initial())
@@ -545,7 +545,7 @@ def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resam
     assert torch.equal(training.sample_weight, weights)
 
 
-def test_a_stage_may_end_with_the_personal_layers_alone(make_client, make_strategy):
+def test_a_stage_can_end_with_training_of_the_personal_layers_only(make_client, make_strategy):
     """The head takes three whole-batch steps on fixed features. In other rounds the shared layers train too."""
     client = make_client("ppfe", batch_size=100, ppfe_final_epochs=3, ppfe_reduction="none", local_epochs=1)
     first, second = client.stages[:2]
@@ -572,7 +572,7 @@ def test_a_stage_may_end_with_the_personal_layers_alone(make_client, make_strate
     assert [strategy.train_config(number, 0)["stage-ends"] for number in (2, 3)] == [False, True]
 
 
-def test_first_stage_is_fedavg(make_config, federate):
+def test_first_stage_equals_fedavg(make_config, federate):
     """Both use the same batches and the same weighted mean."""
     progressive = federate(make_config("ppfe", ppfe_stages=1))
     average = federate(make_config("fedavg"))
@@ -582,7 +582,7 @@ def test_first_stage_is_fedavg(make_config, federate):
 # -- the server ----------------------------------------------------------------------------------------
 
 
-def test_first_stage_is_weighted_and_later_ones_are_uniform(make_strategy, update):
+def test_the_mean_is_weighted_in_stage_1_and_uniform_later(make_strategy, update):
     strategy = make_strategy("ppfe", ppfe_stage_rounds="1,1,1")
     rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
 
@@ -602,13 +602,13 @@ def test_first_stage_is_weighted_and_later_ones_are_uniform(make_strategy, updat
     np.testing.assert_allclose(strategy.finished[1], 0.5 * rows[0] + 0.5 * rows[1], atol=1e-6)
 
 
-def test_everybody_takes_part_in_a_full_last_round_that_ends_no_stage(make_strategy):
+def test_all_clients_train_in_a_full_last_round(make_strategy):
     strategy = make_strategy("ppfe", num_server_rounds=4, ppfe_stages=2, fraction_train=0.3, full_last_round=True)
     strategy.ends = [5, 6]
     assert [len(strategy.rounds.cohort(number)) for number in (1, 2, 3, 4)] == [2, 2, 2, 4]
 
 
-def test_everybody_takes_part_at_stage_ends(make_config, federate):
+def test_all_clients_train_at_stage_ends(make_config, federate):
     config = make_config("ppfe", num_server_rounds=8, ppfe_stage_rounds="3,2,3", fraction_train=0.3)
     cohorts = [r.cohort for r in federate(config).records]
     assert [len(c) for c in cohorts] == [2, 2, 4, 2, 4, 2, 2, 4]
@@ -624,7 +624,7 @@ def test_personal_layers_are_never_sent(make_config, federate):
 
 
 @pytest.mark.parametrize("reduction", ["svd", "svd-fedavg"])
-def test_client_lost_for_a_whole_stage_keeps_the_head_it_was_given(make_config, federate, failing, reduction):
+def test_a_client_lost_for_a_stage_keeps_its_initial_head(make_config, federate, failing, reduction):
     """The client receives two finished stages at once in the end, and then has all T members."""
     fail = [("train", r, 1) for r in (3, 4, 5)]
     settings = {"ppfe_reduction": reduction, "ppfe_stage_rounds": "2,2,2"}
@@ -644,7 +644,7 @@ def test_client_lost_for_a_whole_stage_keeps_the_head_it_was_given(make_config, 
 
 @pytest.mark.parametrize("round_lost", [3, 4, 5, 6])
 @pytest.mark.parametrize("reduction", ["svd", "svd-fedavg"])
-def test_client_that_loses_its_state_is_sent_all_stages_again(make_config, federate, failing, round_lost, reduction):
+def test_a_client_that_loses_its_state_receives_all_stages_again(make_config, federate, failing, round_lost, reduction):
     config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2", ppfe_reduction=reduction)
     finished = federate(config, grid=failing(forget=[("train", round_lost, 1)]))
     assert len(finished.kept(1)["betas"]) == 3
@@ -652,7 +652,7 @@ def test_client_that_loses_its_state_is_sent_all_stages_again(make_config, feder
     assert 1 in finished.column("served_accuracy")[-1]
 
 
-def test_newcomer_gets_stage_1s_personal_layers_reduced(make_config, make_strategy, federate, failing):
+def test_a_newcomer_gets_stage_1s_reduced_personal_layers(make_config, make_strategy, federate, failing):
     """The newcomer's training fails, so it keeps the layers that follow from the served models."""
     settings = {"ppfe_reduction": "svd-fedavg", "holdout_clients": 0.25, "seed": 3}
     (new,) = make_strategy("ppfe", **settings).newcomers
@@ -669,7 +669,7 @@ def test_newcomer_gets_stage_1s_personal_layers_reduced(make_config, make_strate
             assert np.abs(finished.kept(client)["personal-3"] - begun.numpy()).max() > 1e-4
 
 
-def test_stages_that_are_sent_again_count_once(make_config, federate, failing):
+def test_resent_stages_count_once(make_config, federate, failing):
     """A reply is lost but the client's state is not, so the server resends stages that the client has closed."""
     config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2")
     finished = federate(config, grid=failing(("train", 3, 1), ("evaluate", 5, 1)))
@@ -678,7 +678,7 @@ def test_stages_that_are_sent_again_count_once(make_config, federate, failing):
     assert list(finished.strategy.exchange.served(1)) == ["model"]
 
 
-def test_stage_whose_last_round_fails_ends_with_the_next_good_one(make_config, federate, failing):
+def test_a_stage_ends_with_the_next_successful_round(make_config, federate, failing):
     fail = [("train", 2, c) for c in range(4)]
     config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2", fraction_train=0.5)
     finished = federate(config, grid=failing(*fail))
@@ -702,7 +702,7 @@ def test_server_sends_each_finished_stage_once(make_config, federate):
     assert list(finished.strategy.exchange.served(0)) == ["model"]
 
 
-def test_pictured_coefficients_are_those_of_the_stored_models(make_config, federate, tmp_path, monkeypatch):
+def test_plotted_coefficients_match_the_stored_models(make_config, federate, tmp_path, monkeypatch):
     """Client 1 has stored no model. The coefficient of a client's locally trained model differs."""
     models = tmp_path / "models"
     config = make_config("ppfe", num_server_rounds=2, ppfe_stages=2, ppfe_beta="adaboost", ppfe_loss="probability")
@@ -718,7 +718,7 @@ def test_pictured_coefficients_are_those_of_the_stored_models(make_config, feder
     np.testing.assert_array_equal(drawn[0].matrix, expected)
 
 
-def test_served_model_of_a_stage_that_has_not_begun_is_the_finished_ones(make_client):
+def test_a_stage_without_finished_rounds_serves_the_finished_stages(make_client):
     client = make_client("ppfe")
     first = client.stages[0]
     body = client.stages[1].shared_part.take(open_stage(first, client.stages[1], client.initial()))

@@ -56,7 +56,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
         *((method, "images") for method in ("fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe", "fedavg")),
     ],
 )
-def test_predictions_are_those_behind_the_recorded_accuracy(
+def test_predictions_match_the_recorded_accuracy(
     method: str, data: str, make_config: MakeConfig, noted: Noted, tmp_path: Path
 ) -> None:
     """Predict raw test samples at the method's point, and at each point that has a stored model."""
@@ -150,7 +150,7 @@ def test_image_files_are_prepared_as_in_training(tmp_path: Path) -> None:
     assert np.array_equal(pixels, before)
 
 
-def test_float_pixels_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_float_pixels_are_not_rescaled(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(20, 6, 5, 3)).astype(np.float32)
     np.savez(tmp_path / "x.npz", x_train=x, y_train=np.arange(20) % 2)
     predictor = assert_prepared_alike(*run_on(tmp_path / "x.npz", tmp_path), raw=list(x))
@@ -158,7 +158,7 @@ def test_float_pixels_are_taken_as_they_are(tmp_path: Path) -> None:
         predictor.predict(raw_images(tmp_path / "images", 2)[0])
 
 
-def test_rows_by_name_whatever_their_order(tmp_path: Path) -> None:
+def test_columns_of_rows_are_matched_by_name(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     rows = [{"size": rng.normal(1e6, 3), "weight": rng.normal(2, 1), "label": "ab"[i % 2]} for i in range(20)]
     table = tmp_path / "x.csv"
@@ -172,7 +172,9 @@ def test_rows_by_name_whatever_their_order(tmp_path: Path) -> None:
         predictor.predict([1, 2, 3])
 
 
-def test_a_value_far_from_the_training_samples_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_far_from_the_training_samples_causes_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chol = [190.0, 290.0] * 20  # any training rows have a standard deviation below 50, and a mean between the two
     table = tmp_path / "x.csv"
     table.write_text("age,chol,label\n" + "".join(f"{50 + i % 9},{c},{i % 2}\n" for i, c in enumerate(chol)))
@@ -195,7 +197,7 @@ def test_a_value_far_from_the_training_samples_is_warned_of(tmp_path: Path, caps
     assert record.predictor(0).unusual([[54.0, 240.0]]) == []
 
 
-def test_texts_by_the_words_of_the_run(tmp_path: Path) -> None:
+def test_texts_use_the_vocabulary_of_the_run(tmp_path: Path) -> None:
     texts = [f"{'good fine' if i % 2 else 'bad awful'} day number {i} don't" for i in range(20)]
     table = tmp_path / "x.csv"
     table.write_text("text,label\n" + "".join(f'"{text}",{i % 2}\n' for i, text in enumerate(texts)))
@@ -208,7 +210,7 @@ def test_texts_by_the_words_of_the_run(tmp_path: Path) -> None:
         predictor.predict(3)
 
 
-def test_numbers_of_words(tmp_path: Path) -> None:
+def test_token_sequences_are_padded_and_checked(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(1, 30, (24, 7))
     data = pfllib(tmp_path / "p", x, np.arange(24) % 2, 2)
     record, workspace = run_on(data, tmp_path, partition="given", **{"num-clients": 1})
@@ -218,7 +220,7 @@ def test_numbers_of_words(tmp_path: Path) -> None:
         predictor.predict([1, 99])
 
 
-def test_running_statistics_are_those_of_the_client(tmp_path: Path, noted: Noted) -> None:
+def test_predictions_use_the_running_statistics_of_the_client(tmp_path: Path, noted: Noted) -> None:
     """FedBN keeps the running statistics of BatchNorm on the clients."""
     (tmp_path / "nets.py").write_text(
         "from torch import nn\n\n\ndef small(task):\n"
@@ -240,7 +242,7 @@ def test_running_statistics_are_those_of_the_client(tmp_path: Path, noted: Noted
 
 @pytest.mark.parametrize("method", ["feddrm", "fedavg", "ppfe", "fedrep"])
 @pytest.mark.parametrize("holdout", [0.0, 0.25])
-def test_answers_are_those_behind_the_system_accuracy(method: str, holdout: float, make_config: MakeConfig) -> None:
+def test_routed_predictions_match_the_system_accuracy(method: str, holdout: float, make_config: MakeConfig) -> None:
     config = make_config(method, model="mlp", lr=0.2, system_accuracy="on", holdout_clients=holdout)
     done = run(None, config)
     members = done.strategy.members
@@ -273,7 +275,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Record:
     )  # fmt: skip
 
 
-def test_the_record_of_a_run(finished: Record) -> None:
+def test_a_record_has_summary_settings_rounds_and_clients(finished: Record) -> None:
     again = posy.load(finished.path)
     assert finished.strategy is not None and again.strategy is None
     for record in (finished, again):
@@ -286,7 +288,7 @@ def test_the_record_of_a_run(finished: Record) -> None:
         assert last["served_accuracy"].mean() == record.rounds["served_accuracy_mean"].iloc[-1] == pytest.approx(mean)
 
 
-def test_a_run_by_its_name(finished: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_load_finds_a_run_by_its_name(finished: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(finished.path.parent)
     monkeypatch.chdir(tmp_path)
     assert posy.load("drm").summary == finished.summary
@@ -294,7 +296,7 @@ def test_a_run_by_its_name(finished: Record, monkeypatch: pytest.MonkeyPatch, tm
         posy.load("gone")
 
 
-def test_the_newest_run_in_the_folder_of_a_node(finished: Record, tmp_path: Path) -> None:
+def test_load_takes_the_newest_run_of_a_node(finished: Record, tmp_path: Path) -> None:
     """A node stores models in <state-dir>/<run>/models, or in <models>/<run>."""
     for kind, below in (("state", "models"), ("models", ".")):
         for age, run_of_node in ((100, "b-old"), (0, "a-new")):
@@ -310,12 +312,12 @@ def test_the_newest_run_in_the_folder_of_a_node(finished: Record, tmp_path: Path
 
 
 @pytest.mark.parametrize("client", ["3", "-1", "nowhere", ""])
-def test_a_client_that_there_is_not(client: str, finished: Record) -> None:
+def test_an_unknown_client_is_an_error(client: str, finished: Record) -> None:
     with pytest.raises(SettingsError, match=r"client .*: .* has the models of 0, 1, 2$"):
         finished.predictor(client)
 
 
-def test_a_point_that_is_not_stored(make_config: MakeConfig) -> None:
+def test_a_point_without_a_stored_model_is_an_error(make_config: MakeConfig) -> None:
     record = run(None, make_config("ditto")).record()
     assert record.predictor(0).point == "local"
     with pytest.raises(SettingsError, match="has the local model of client 0"):
@@ -324,7 +326,7 @@ def test_a_point_that_is_not_stored(make_config: MakeConfig) -> None:
         record.predictor(0, "best")
 
 
-def test_a_model_that_says_nothing_of_itself(make_config: MakeConfig) -> None:
+def test_a_model_without_settings_is_an_error(make_config: MakeConfig) -> None:
     """Earlier versions stored models without their settings, and a damaged file cannot be read."""
     record = run(None, make_config("fedavg")).record()
     for name in ("served-0", "client-1"):
@@ -338,7 +340,9 @@ def test_a_model_that_says_nothing_of_itself(make_config: MakeConfig) -> None:
         record.predictor(2)
 
 
-def test_the_command_predict(finished: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_prints_classes_and_probabilities(
+    finished: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     image = tmp_path / "seven.png"
     Image.fromarray(np.full((20, 20), 200, np.uint8)).save(image)
     expected = posy.load(finished.path).predictor(1).predict(image)
@@ -357,7 +361,7 @@ def test_the_command_predict(finished: Record, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("method", ["feddrm", "fedavg"])
-def test_the_command_route(
+def test_route_prints_classes_and_shares(
     method: str, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run(None, make_config(method, model="mlp")).directory.path
@@ -394,7 +398,7 @@ def test_the_command_route(
         (["BARE", "0", "bad.csv"], "the run had save-models = false"),
     ],
 )
-def test_errors_of_the_command(
+def test_predict_reports_errors(
     words: list[str],
     message: str,
     make_config: MakeConfig,

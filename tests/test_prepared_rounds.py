@@ -42,7 +42,7 @@ def test_only_the_first_phase_has_messages_for_keys_and_shares(make_config: Any,
     assert set(finished.grid.stages.values()) == {5}
 
 
-def test_clients_of_another_cohort_send_new_keys(make_config: Any, federate: Federate, five: Any) -> None:
+def test_a_different_cohort_sends_new_keys(make_config: Any, federate: Federate, five: Any) -> None:
     """Four of five clients train, and all five are evaluated, so nothing can be prepared."""
     config = make_config("fedavg", data=five, fraction_train=0.8) | {"secure-aggregation": True}
     finished = federate(config, grid=CountingGrid)
@@ -50,9 +50,7 @@ def test_clients_of_another_cohort_send_new_keys(make_config: Any, federate: Fed
 
 
 @pytest.mark.parametrize("stage", ["survivors", "unmask"])
-def test_a_client_that_prepares_nothing_costs_only_messages(
-    make_config: Any, federate: Federate, five: Any, stage: str
-) -> None:
+def test_an_unprepared_client_costs_only_messages(make_config: Any, federate: Federate, five: Any, stage: str) -> None:
     """Client 1 does not answer in round 1, so all clients send keys and shares for the evaluation again."""
     config = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-aggregation": True}
     finished = federate(config, grid=lambda clients: CountingGrid(clients, lost=[(stage, 1, 1)]))
@@ -61,7 +59,7 @@ def test_a_client_that_prepares_nothing_costs_only_messages(
     assert_close(state_of(finished.strategy), state_of(federate(config).strategy), 0)
 
 
-def test_prepared_keys_are_void_if_a_client_is_gone(make_config: Any, federate: Federate, five: Any) -> None:
+def test_prepared_keys_remain_usable_if_a_client_drops_out(make_config: Any, federate: Federate, five: Any) -> None:
     """The keys and shares of round 2 are prepared for five clients. One of them disappears before it."""
 
     class LeavingGrid(CountingGrid):
@@ -80,7 +78,7 @@ def test_prepared_keys_are_void_if_a_client_is_gone(make_config: Any, federate: 
     assert_close(state_of(finished.strategy), state_of(plain.strategy), 1e-6)
 
 
-def test_a_prepared_phase_takes_no_keys_of_another_round_or_cohort() -> None:
+def test_prepared_keys_apply_only_to_their_round_and_cohort() -> None:
     stages: list[str] = []
 
     def ask(stage: str, requests: Any, check: Any) -> dict[int, list[bytes]]:
@@ -108,7 +106,7 @@ def prepared_group() -> tuple[ClientGroup, list[list[bytes]]]:
     return group, answers
 
 
-def test_a_client_answers_both_requests() -> None:
+def test_a_client_reveals_and_prepares_in_one_reply() -> None:
     group, answers = prepared_group()
     signed = {client: texts[:2] for client, texts in enumerate(answers)}
     keys = [text for texts in answers for text in texts[2:]]
@@ -122,7 +120,7 @@ def test_a_client_answers_both_requests() -> None:
     assert group.secrets_of(0).revealed
 
 
-def test_keys_that_a_client_refuses_do_not_lose_its_shares() -> None:
+def test_a_client_that_refuses_keys_still_reveals_its_shares() -> None:
     group, answers = prepared_group()
     signed = {client: texts[:2] for client, texts in enumerate(answers)}
     keys = [text for texts in answers for text in texts[2:]]
@@ -137,7 +135,7 @@ def test_keys_that_a_client_refuses_do_not_lose_its_shares() -> None:
     assert len(group.unmask(3, signed, **view)) == 4  # an unsafe threshold: no shares for the next round
 
 
-def test_the_next_round_never_replaces_secrets_of_this_one() -> None:
+def test_preparing_a_round_never_replaces_current_secrets() -> None:
     group = ClientGroup().handed_in()
     before = group.secrets_of(0)
     assert len(group.signed(0, group.roster, next_round="0-2")) == 2
@@ -145,7 +143,7 @@ def test_the_next_round_never_replaces_secrets_of_this_one() -> None:
     assert len(group.signed(1, group.roster, next_round="no round")) == 2
 
 
-def test_keys_are_new_again_only_before_the_masked_reply() -> None:
+def test_keys_are_renewed_only_before_the_masked_reply() -> None:
     group = ClientGroup().shared()
     first = group.ask(0, "keys")
     assert group.ask(0, "keys") == first, "a copy of the request has the same answer"
@@ -159,7 +157,7 @@ def test_keys_are_new_again_only_before_the_masked_reply() -> None:
     assert group.secrets_of(1).masked
 
 
-def test_keys_that_were_sent_early_are_new_if_they_are_asked_for_again() -> None:
+def test_prepared_keys_are_renewed_on_request() -> None:
     """A client that saw the early keys of another one sent them as its own, and all others refused the round."""
     group, answers = prepared_group()
     first = [group.ask(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
@@ -168,7 +166,7 @@ def test_keys_that_were_sent_early_are_new_if_they_are_asked_for_again() -> None
     assert again == first, "a copy of the request has the same answer"
 
 
-def test_shares_for_void_keys_open_nothing() -> None:
+def test_shares_for_void_keys_decrypt_nothing() -> None:
     """Client 0 shares again. Its earlier shares are for keys that no client accepts any more."""
     group = ClientGroup().shared()
     void = group.sealed
@@ -182,7 +180,7 @@ def test_shares_for_void_keys_open_nothing() -> None:
     assert group.mask(0).dtype == np.uint32
 
 
-def test_a_run_that_is_repeated_has_the_same_model(make_config: Any, federate: Federate, five: Any) -> None:
+def test_repeated_messages_do_not_change_the_model(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedrep", data=five, model="mlp", num_server_rounds=3)
     twice = run(federate, config, twice=True)
     assert_close(state_of(twice.strategy), state_of(run(federate, config).strategy), 0)

@@ -65,7 +65,7 @@ def test_clipping_by_hand() -> None:
         assert norm == math.inf and [change.tolist() for change in changed] == [[0.0, 0.0], [0.0]]
 
 
-def test_local_noise_has_the_deviation_of_the_whole_run() -> None:
+def test_local_noise_is_calibrated_to_all_rounds() -> None:
     """Two updates are at most 2C apart, and T rounds need √T times the noise of one."""
     start = [np.zeros(40_000, np.float32)]
     settings = settings_with(dp="local", dp_clip=0.5, dp_epsilon=2.0, dp_delta=1e-6, num_server_rounds=9)
@@ -77,14 +77,14 @@ def test_local_noise_has_the_deviation_of_the_whole_run() -> None:
     assert spent(planned_events(settings, 100), 1e-6, "client") == pytest.approx(2.0)
 
 
-def test_sensitivity_is_no_setting() -> None:
+def test_sensitivity_is_not_a_setting() -> None:
     """``dp-sensitivity=1e-9`` was accepted at ε = 1, with noise of 5e-9."""
     with pytest.raises(SettingsError, match=r"dp-sensitivity .*is not a setting"):
         settings_with(dp="local", dp_clip=1.0, dp_sensitivity=1e-9)
     assert reply_deviation(settings_with(dp="local", dp_clip=1.0, num_server_rounds=1)) == pytest.approx(2 * 3.73063163)
 
 
-def test_noise_is_not_of_any_seed() -> None:
+def test_noise_does_not_depend_on_seeds() -> None:
     start, replies = [np.zeros(8, np.float32)], []
     for _ in range(2):
         np.random.seed(1)  # noqa: NPY002 - forked processes share this state
@@ -94,7 +94,7 @@ def test_noise_is_not_of_any_seed() -> None:
 
 
 @pytest.mark.parametrize("method", NOISED)
-def test_a_method_that_supports_noise_sends_it_on_every_array(method: str, make_client: MakeClient) -> None:
+def test_methods_that_support_noise_add_it_to_every_array(method: str, make_client: MakeClient) -> None:
     """The change of all sent arrays has the clipping norm, or the standard deviation of the noise."""
     changed, metrics = {}, {}
     for name, values in {
@@ -165,7 +165,7 @@ def test_each_method_supports_or_refuses_each_mode(mode: str) -> None:
             assert (refused is ALLOWED) == (settings_class(method).noise is settings_class(method).sums is ALLOWED)
 
 
-def test_dp_sgd_is_for_methods_whose_clients_train_once_on_single_samples() -> None:
+def test_which_methods_support_dp_sgd() -> None:
     expected = {"fedavg", "fedavg-ft", "fedprox", "fedprox-ft", "fedper", "fedbabu", "lg-fedavg", "fedbn"}
     assert {method for method in METHODS if settings_class(method).dp_sgd is ALLOWED} == expected
 
@@ -183,14 +183,14 @@ def test_dp_sgd_is_for_methods_whose_clients_train_once_on_single_samples() -> N
         ({"dp": "sample", "dp-clip": 1.0, "precision": "bfloat16"}, "precision = 'bfloat16'"),
     ],
 )
-def test_settings_that_would_falsify_epsilon_are_refused(changes: dict[str, Any], why: str) -> None:
+def test_settings_that_would_invalidate_epsilon_are_refused(changes: dict[str, Any], why: str) -> None:
     if changes["dp"] == "sample":
         pytest.importorskip("dp_accounting")
     with pytest.raises(SettingsError, match=why):
         check_privacy(read_settings({"method": "fedavg"} | changes))
 
 
-def test_batchnorm_supports_no_noise() -> None:
+def test_networks_with_batchnorm_refuse_noise() -> None:
     task = Task("image", (3, 8, 8), ("a", "b"))
     for mode in MODES:
         settings = settings_with(dp=mode, dp_clip=1.0)
@@ -284,7 +284,7 @@ def test_central_clipping_bounds_each_client(make_config: MakeConfig, federate: 
     np.testing.assert_allclose(central_change(federate, plain | quiet), expected, atol=1e-4)
 
 
-def test_a_lost_client_leaves_the_denominator(
+def test_a_lost_client_does_not_change_the_denominator(
     make_config: MakeConfig, federate: Federate, failing: Callable[..., Any]
 ) -> None:
     config = make_config("fedavg", num_server_rounds=1, dp_clip=0.05, dp_epsilon=1e6, **CENTRAL)
@@ -295,7 +295,7 @@ def test_a_lost_client_leaves_the_denominator(
     assert np.linalg.norm(4 * (whole - lost)) == pytest.approx(0.05, rel=0.02)  # the update of client 2, clipped
 
 
-def test_the_server_clips_an_update_that_its_client_has_not_clipped(make_strategy: Callable[..., Any]) -> None:
+def test_the_server_clips_updates_that_exceed_the_norm(make_strategy: Callable[..., Any]) -> None:
     strategy = make_strategy("fedavg", dp_clip=1.0, dp_epsilon=1e6, num_server_rounds=1, **CENTRAL)
     start = strategy.model.copy()
     _, replies = send(strategy)
@@ -316,14 +316,14 @@ def test_adaptive_clipping_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("multiplier", "cohort"), [(1.0, 4), (1.0, 1000), (3.0, 100)])
-def test_the_count_of_adaptive_clipping_is_paid_from_the_budget(multiplier: float, cohort: int) -> None:
+def test_adaptive_clipping_spends_part_of_the_budget(multiplier: float, cohort: int) -> None:
     of_sum, of_count = split_noise(multiplier, cohort)
     assert multiplier < of_sum < 1.16 * multiplier and of_count == max(cohort / 20, multiplier)
     both = [Event("central", of_sum), Event("central", 2 * of_count)]  # b − 1/2 has the sensitivity 1/2
     assert spent(both, 1e-5, "client") == pytest.approx(epsilon_of(multiplier, 1e-5))
 
 
-def test_the_norm_adapts_over_the_rounds(make_config: MakeConfig, federate: Federate) -> None:
+def test_the_clipping_norm_adapts_over_the_rounds(make_config: MakeConfig, federate: Federate) -> None:
     config = make_config("fedavg", num_server_rounds=6, dp_clip=100.0, dp_clip_quantile=0.5, dp_epsilon=1e4, **CENTRAL)
     done = federate(config)
     norms = [record.quantities["dp_clip"] for record in done.records]
@@ -332,7 +332,7 @@ def test_the_norm_adapts_over_the_rounds(make_config: MakeConfig, federate: Fede
     assert "dp_clip" not in state_of(federate(make_config("fedavg")).strategy)
 
 
-def test_the_server_cannot_choose_the_norm_of_local_noise(make_client: MakeClient) -> None:
+def test_the_server_cannot_choose_the_clipping_norm_of_local_noise(make_client: MakeClient) -> None:
     client = make_client("fedavg", dp="local", dp_clip=1e-3, dp_epsilon=1e6, num_server_rounds=1)
     received = [client.initial().numpy().copy()]
     arrays, _, metrics = client.fit(received, {"server-round": 1, "client": 0, "dp-clip": 1e9})
@@ -386,7 +386,7 @@ def test_a_run_reports_its_epsilon_after_each_round(small: dict[str, Any], capsy
     assert record.summary["served"]["last"] is None and record.summary["status"] == "completed"
 
 
-def test_exact_scores_are_not_covered(small: dict[str, Any]) -> None:
+def test_exact_scores_are_listed_as_not_covered(small: dict[str, Any]) -> None:
     record = posy.run(run_name="a", **{**small, "dp_scores": "exact"})
     assert record.summary["privacy"]["not-covered"][-1] == "training losses and scores"
     assert record.summary["served"]["last"]["clients"] == 4
@@ -396,7 +396,7 @@ def test_exact_scores_are_not_covered(small: dict[str, Any]) -> None:
     assert "<h2>Privacy</h2>" not in page([plain.path])
 
 
-def test_a_repeated_round_is_spent_twice(small: dict[str, Any], tmp_path: Path) -> None:
+def test_a_repeated_round_spends_the_budget_twice(small: dict[str, Any], tmp_path: Path) -> None:
     settings = read_settings({key.replace("_", "-"): value for key, value in small.items()})
     first = PrivacyLedger(settings, tmp_path, lambda client: 50)
     for number in (1, 2, 3):
@@ -411,13 +411,13 @@ def test_a_repeated_round_is_spent_twice(small: dict[str, Any], tmp_path: Path) 
         PrivacyLedger(settings, tmp_path, lambda client: 50)
 
 
-def test_the_number_of_rounds_is_fixed_by_the_noise(small: dict[str, Any]) -> None:
+def test_the_noise_fixes_the_number_of_rounds(small: dict[str, Any]) -> None:
     posy.run(run_name="a", **small)
     with pytest.raises(SettingsError, match="num-server-rounds = 5"):
         posy.run(resume="a", num_server_rounds=5)
 
 
-def test_a_client_spends_only_in_its_own_rounds(tmp_path: Path) -> None:
+def test_a_client_spends_its_budget_only_in_its_rounds(tmp_path: Path) -> None:
     settings = settings_with(num_clients=10, fraction_train=0.2, num_server_rounds=20, dp_clip=1.0, **CENTRAL)
     ledger = PrivacyLedger(settings, tmp_path, lambda client: 50)
     for number in range(1, 21):

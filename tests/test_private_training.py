@@ -61,7 +61,7 @@ def each_gradient(architecture: Architecture, start: torch.Tensor, data: Samples
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "cnn"])
 @pytest.mark.parametrize("clip", [1e-3, 0.7, 1e9])
-def test_the_sum_of_clipped_gradients(name: str, clip: float) -> None:
+def test_clipped_sum_matches_single_sample_gradients(name: str, clip: float) -> None:
     architecture, network = resident(name)
     start, data = torch.from_numpy(architecture.initial(3)), samples(23)
     single = job(start, data)
@@ -78,7 +78,7 @@ def test_the_sum_of_clipped_gradients(name: str, clip: float) -> None:
     assert expected.norm() <= 5 * clip + 1e-6
 
 
-def test_per_sample_gradients_are_those_of_opacus() -> None:
+def test_per_sample_gradients_match_opacus() -> None:
     grad_sample = pytest.importorskip("opacus.grad_sample")
     architecture, network = resident("cnn")
     start, data = torch.from_numpy(architecture.initial(3)), samples(16)
@@ -98,7 +98,7 @@ def train(start: torch.Tensor, data: Samples, sampling: Sampling, network: Netwo
     return trainer.train(job(start, data, sampling), network).parameters
 
 
-def test_full_batches_almost_without_noise_are_gradient_descent() -> None:
+def test_full_batches_with_negligible_noise_equal_gradient_descent() -> None:
     architecture, network = resident("mlp")
     start, data = torch.from_numpy(architecture.initial(3)), samples(23)
     after = train(start, data, Sampling(1.0, 2, 1e-9, 1e3, 23), network)
@@ -119,14 +119,14 @@ def test_the_noise_of_a_step_has_the_planned_deviation() -> None:
     assert abs(float(torch.corrcoef(torch.stack([moved, again]))[0, 1])) < 0.05
 
 
-def test_a_step_without_samples_is_noise_alone() -> None:
+def test_a_step_without_samples_adds_only_noise() -> None:
     architecture, network = resident("linear")
     start, data = torch.from_numpy(architecture.initial(3)), samples(2)
     after = train(start, data, Sampling(1e-12, 3, 1e-6, 1.0, 1.0), network)
     assert 0 < float((after - start).abs().max()) < 1e-5
 
 
-def test_a_sample_with_numbers_that_are_not_finite_counts_as_no_gradient() -> None:
+def test_a_non_finite_sample_contributes_no_gradient() -> None:
     architecture, network = resident("linear")
     start, data = torch.from_numpy(architecture.initial(3)), samples(4)
     spoilt = Samples(data.x.clone(), data.y)
@@ -167,7 +167,7 @@ def test_momentum_and_the_proximal_term_act_on_the_noisy_gradient() -> None:
         ({"sample_weight": torch.ones(8), "resample": True}, "sample weights and resampling"),
     ],
 )
-def test_a_training_that_mixes_samples_is_refused(work: dict[str, Any], why: str) -> None:
+def test_training_that_mixes_samples_is_refused(work: dict[str, Any], why: str) -> None:
     architecture, network = resident("linear")
     single = job(torch.from_numpy(architecture.initial(3)), samples(8), Sampling(1.0, 1, 1.0, 1.0, 8), **work)
     with pytest.raises(ValueError, match=f"does not support a local training with {why}"):
@@ -175,7 +175,7 @@ def test_a_training_that_mixes_samples_is_refused(work: dict[str, Any], why: str
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedavg-ft", "fedprox", "fedper", "fedbabu", "lg-fedavg"])
-def test_a_method_trains_by_dp_sgd(method: str, make_config: Callable[..., Any], federate: Callable[..., Any]) -> None:
+def test_methods_train_with_dp_sgd(method: str, make_config: Callable[..., Any], federate: Callable[..., Any]) -> None:
     config = make_config(method, model="mlp", num_server_rounds=2, fedavg_ft_steps=1, fedbabu_steps=1, **SAMPLE)
     done = federate(config)
     assert [record.dropped for record in done.records] == [[], []]
@@ -187,12 +187,12 @@ def test_a_method_trains_by_dp_sgd(method: str, make_config: Callable[..., Any],
         assert spent(events, 1e-5) <= 8.0, client
 
 
-def test_the_batches_of_dp_sgd_do_not_follow_from_the_seed() -> None:
+def test_dp_sgd_batches_do_not_depend_on_the_seed() -> None:
     drawn = [tuple(SecureGenerator().chosen(1000, 0.05)) for _ in range(2)]
     assert drawn[0] != drawn[1]
 
 
-def test_epsilon_buys_accuracy(make_config: Callable[..., Any], federate: Callable[..., Any]) -> None:
+def test_a_larger_epsilon_raises_the_accuracy(make_config: Callable[..., Any], federate: Callable[..., Any]) -> None:
     """A smoke test of the whole path: much noise gives guessing, little noise learns the tiny problem."""
     accuracy = {}
     for epsilon in (0.01, 1e3):

@@ -106,7 +106,7 @@ def without_cohort(number):
 
 
 @every_method
-def test_members_do_not_notice_a_client_that_is_held_out(make_config, federate, method):
+def test_a_held_out_client_does_not_affect_the_others(make_config, federate, method):
     """The fifth client never trains, so the run of the other clients equals a run of four clients."""
     if method == "feddrm":
         pytest.skip("FedDRM's routing head has one output for each client of the federation, newcomers included")
@@ -117,7 +117,7 @@ def test_members_do_not_notice_a_client_that_is_held_out(make_config, federate, 
 
 
 @every_method
-def test_a_refused_round_leaves_no_trace(make_config, federate, failing, method):
+def test_a_refused_round_equals_a_round_without_clients(make_config, federate, failing, method):
     """Round 2 has fewer replies than ``min-train-replies``. The run equals a run with an empty cohort in round 2."""
     config = make_config(method, data=data_of(4), **BASE)
     refused = federate(config | {"min-train-replies": 4}, grid=failing((MessageType.TRAIN, 2, 1)))
@@ -225,7 +225,7 @@ def test_running_statistics_do_not_change_parameters(make_config, federate, star
 
 
 @every_method
-def test_running_statistics_do_not_count_in_the_norm_of_an_update(make_config, federate, start_file, method):
+def test_update_norms_exclude_running_statistics(make_config, federate, start_file, method):
     """The running means start at 10,000 and move by thousands, and the parameters move by less than 50."""
     if "max-update-norm" in settings_class(method)().refusals():
         pytest.skip("the clients send no model")
@@ -235,7 +235,7 @@ def test_running_statistics_do_not_count_in_the_norm_of_an_update(make_config, f
 
 
 @every_method
-def test_counts_and_statistics_do_not_count_in_the_norm_of_an_update(make_config, federate, method):
+def test_update_norms_exclude_counts_and_statistics(make_config, federate, method):
     """A small step moves a model by less than 1, so no client of nine samples exceeds this limit."""
     if "max-update-norm" in settings_class(method)().refusals():
         pytest.skip("the clients send no model")
@@ -289,7 +289,7 @@ def test_balanced_class_weights_equal_repeated_samples(make_config, federate, me
 
 
 @every_method
-def test_momentum_starts_afresh_in_each_round(make_config, federate, method):
+def test_momentum_is_reset_in_each_round(make_config, federate, method):
     """The first step of a round has no momentum, so momentum has no effect in rounds of one step, or is refused."""
     settings = BASE | {"local_steps": 1}
     plain = federate(make_config(method, data=data_of(4), **settings))
@@ -302,7 +302,7 @@ def test_momentum_starts_afresh_in_each_round(make_config, federate, method):
 
 
 @every_method
-def test_momentum_leaves_training_stable_or_is_refused(make_config, federate, method):
+def test_momentum_is_stable_or_refused(make_config, federate, method):
     """Forty steps a round at momentum 0.9 and a small rate end with a lower loss than the first round."""
     settings = BASE | {"local_steps": 40, "lr": 0.01, "momentum": 0.9, "num_server_rounds": 5}
     try:

@@ -24,17 +24,17 @@ def test_the_same_key_gives_the_same_stream(seed: int, purpose: str, key: list[i
 
 
 @given(whole, st.tuples(whole, whole, whole), st.tuples(whole, whole, whole))
-def test_another_round_client_or_stream_is_another(seed: int, key: tuple[int, ...], other: tuple[int, ...]) -> None:
+def test_only_equal_keys_give_equal_seeds(seed: int, key: tuple[int, ...], other: tuple[int, ...]) -> None:
     assert (seed_of(seed, "batches", *key) == seed_of(seed, "batches", *other)) == (key == other)
 
 
-def test_no_two_of_many_keys_share_a_stream() -> None:
+def test_many_keys_have_distinct_seeds() -> None:
     keys = itertools.product(range(3), PURPOSES, range(6), range(6), range(2))
     seeds = [seed_of(seed, purpose, *key) for seed, purpose, *key in keys]
     assert len(set(seeds)) == len(seeds) == 3 * 6 * 6 * 6 * 2
 
 
-def test_round_and_client_are_not_exchangeable() -> None:
+def test_round_and_client_are_not_interchangeable() -> None:
     assert seed_of(0, "batches", 1, 2) != seed_of(0, "batches", 2, 1)
 
 
@@ -44,7 +44,7 @@ def test_streams_are_stable_across_versions_and_platforms() -> None:
     assert seed_of(42, "batches", 3, 7) == int(state[0]) >> 1
 
 
-def test_streams_do_not_touch_the_global_generators() -> None:
+def test_streams_do_not_change_the_global_generators() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     torch_generator(1, "batches", 2).initial_seed()
@@ -56,7 +56,7 @@ def test_the_stream_is_drawn_on_the_cpu() -> None:
     assert torch_generator(0, "batches").device == torch.device("cpu")
 
 
-def test_several_models_of_neighbouring_runs_have_nothing_in_common() -> None:
+def test_models_of_neighbouring_runs_have_distinct_seeds() -> None:
     assert [model_seed(seed, 0) for seed in range(3)] == [0, 1, 2]  # as a single model
     seeds = [model_seed(seed, number) for seed in range(10) for number in range(10)]
     assert len(set(seeds)) == 100

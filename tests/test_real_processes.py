@@ -217,12 +217,12 @@ def together(federation: Federation) -> Federation:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_grpc_gives_the_models_of_one_process(method: str, together: Federation, tmp_path: Path) -> None:
+def test_grpc_runs_equal_in_process_runs(method: str, together: Federation, tmp_path: Path) -> None:
     assert together.ended(f"run-{method}") == 0, together.log(f"run-{method}")
     assert_same_models(together, method, settings_of(together, method), tmp_path)
 
 
-def test_peoples_own_code_travels_with_the_run(
+def test_custom_code_is_sent_with_the_run(
     together: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert together.ended("run-own") == 0, together.log("run-own")
@@ -235,7 +235,7 @@ def test_peoples_own_code_travels_with_the_run(
     assert_same_models(together, "own", settings_of(together, **OWN), tmp_path)
 
 
-def test_a_run_that_fails_says_so(together: Federation) -> None:
+def test_a_failed_run_reports_its_error(together: Federation) -> None:
     assert together.ended("run-wrong") == 1
     log = together.log("run-wrong")
     assert "ended with status failed" in log
@@ -247,13 +247,13 @@ def test_nodes_keep_one_worker_for_all_runs(federation: Federation) -> None:
         assert federation.log(f"node-{i}").count("is ready") == 1
 
 
-def test_who_is_not_known_or_does_not_trust_takes_no_part(federation: Federation) -> None:
+def test_unregistered_and_distrusting_nodes_cannot_join(federation: Federation) -> None:
     for name in ("stranger", "distrust"):  # a key that is not registered; another authority
         assert federation.ended(name) != 0
         assert "SuperNode ID" not in federation.log(name)
 
 
-def test_keys_are_registered_once_and_no_two_under_one_name(
+def test_keys_are_registered_once_and_names_are_unique(
     federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = [str(federation.folder / f"certificates/node-{i}.pub") for i in (0, 1)]
@@ -271,7 +271,7 @@ def test_keys_are_registered_once_and_no_two_under_one_name(
     assert "posy: node-0 is not registered: another key has this name" in capsys.readouterr().err
 
 
-def test_sites_and_one_whose_data_is_bad(federation: Federation) -> None:
+def test_a_site_with_invalid_data_is_excluded(federation: Federation) -> None:
     """Three nodes with data of their own, one of them Flower's own node, and one whose data holds a NaN."""
     y = federation.y
     few = np.flatnonzero(y[200:400] < 7) + 200
@@ -325,7 +325,7 @@ def long(federation: Federation) -> Iterator[Federation]:
     (federation.folder / "slow").unlink(missing_ok=True)
 
 
-def test_lies_of_a_node_are_dropped(long: Federation) -> None:
+def test_malformed_replies_are_dropped(long: Federation) -> None:
     long.wait_for_rounds("long", 8)
     reasons = ["NaN or Inf", "NaN or Inf", "model has the shape (", "malformed reply: KeyError('train-loss')"]
     reasons += ["num-examples = 0", "num-examples = -1", "num-examples = 1000000000000"]
@@ -340,7 +340,7 @@ def test_lies_of_a_node_are_dropped(long: Federation) -> None:
         assert all(np.isfinite(float(row["served_loss"])) for row in csv.DictReader(file) if row["served_loss"])
 
 
-def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(long: Federation) -> None:
+def test_a_run_starts_with_min_clients_and_admits_a_late_node(long: Federation) -> None:
     long.wait_for_rounds("long", 2)
     assert [row["cohort"] for row in long.rounds("long")[:2]] == [NODES - 1] * 2
     seen = len(long.rounds("long"))
@@ -360,7 +360,7 @@ def test_a_worker_that_dies_loses_one_reply(long: Federation) -> None:
     assert long.worker("node-1") != worker
 
 
-def test_a_worker_that_hangs_is_left_out_by_the_timeout_and_replaced(long: Federation) -> None:
+def test_a_hanging_worker_times_out_and_is_replaced(long: Federation) -> None:
     before = len(long.dropped("long", 1))
     (long.folder / "hang").touch()
     long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
@@ -372,7 +372,7 @@ def test_a_worker_that_hangs_is_left_out_by_the_timeout_and_replaced(long: Feder
     assert "the worker process was killed: a reply after more than" in long.log("node-1")
 
 
-def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federation) -> None:
+def test_a_killed_node_returns_with_its_personal_state(long: Federation) -> None:
     before = len(long.rounds("long"))
     long.wait_for_rounds("long", before + 5)
     before = len(long.dropped("long", 3))
@@ -390,7 +390,7 @@ def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federatio
     assert float(first["served_accuracy"]) > 0.5
 
 
-def test_a_run_outlives_its_superlink(long: Federation) -> None:
+def test_a_run_survives_a_crash_of_its_superlink(long: Federation) -> None:
     seen = len(long.rounds("long"))
     os.kill(long.superlink(), signal.SIGKILL)
     long.wait(lambda: long.whole_since("long", seen + 1), "run-long")
@@ -427,7 +427,7 @@ def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str
 # -- what ends, and what is left --------------------------------------------------------------------------
 
 
-def test_a_killed_server_process_is_resumed(federation: Federation, tmp_path: Path) -> None:
+def test_a_run_resumes_after_its_server_process_is_killed(federation: Federation, tmp_path: Path) -> None:
     settings = settings_of(federation, "fedrep", num_server_rounds=8, checkpoint_every=2)
     (federation.folder / "slow").touch()
     process = federation.submit("cut", *words(settings))
@@ -444,7 +444,7 @@ def test_a_killed_server_process_is_resumed(federation: Federation, tmp_path: Pa
     assert_same_models(federation, "cut", settings, tmp_path)
 
 
-def test_worker_and_node_end_together(federation: Federation) -> None:
+def test_a_killed_worker_is_replaced_and_ends_with_its_node(federation: Federation) -> None:
     process = federation.processes["node-0"]
     ready = federation.log("node-0").count("is ready")
     os.kill(federation.worker("node-0"), signal.SIGKILL)
@@ -456,7 +456,7 @@ def test_worker_and_node_end_together(federation: Federation) -> None:
     federation.wait(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")
 
 
-def test_a_superlink_that_is_ended_leaves_no_run_behind(federation: Federation) -> None:
+def test_a_terminated_superlink_stops_its_run(federation: Federation) -> None:
     """From here on the SuperLink is gone; one node has been told how long to wait for it."""
     federation.node("other", "--wait", "4", "partition-id=0", f"num-partitions={NODES}")
     federation.wait(lambda: federation.ready("other"), "other")
@@ -473,7 +473,7 @@ def test_a_superlink_that_is_ended_leaves_no_run_behind(federation: Federation) 
     process.wait()
 
 
-def test_a_node_ends_when_its_superlink_is_gone_for_too_long(federation: Federation) -> None:
+def test_a_node_exits_if_its_superlink_is_unreachable_for_too_long(federation: Federation) -> None:
     worker = federation.worker("other")
     assert federation.ended("other") == 1
     assert "the SuperLink has been out of reach for 4 s" in federation.log("other")
@@ -481,7 +481,7 @@ def test_a_node_ends_when_its_superlink_is_gone_for_too_long(federation: Federat
     assert federation.processes["node-1"].poll() is None  # it was not told so
 
 
-def test_printed_commands_can_be_typed(federation: Federation) -> None:
+def test_printed_commands_work_in_a_shell(federation: Federation) -> None:
     """The SuperLink and a node have ended, and are started by hand with what was printed."""
     printed = [line[2:] for line in federation.log("superlink").splitlines() if line.startswith("$ ")]
     printed += [line[2:] for line in federation.log("other").splitlines() if line.startswith("$ ")][-1:]

@@ -9,7 +9,7 @@ from posy.flower import content_of, record_of, with_entries
 ENTRIES = {"flag": True, "count": 3, "rate": 0.5, "text": "a", "bytes": b"b", "list": ["a", "b"], "none": []}
 
 
-def test_a_filled_record_is_the_one_that_flower_makes():
+def test_a_filled_record_equals_flowers():
     common = ConfigRecord({"text": "old", "more": 1})
     record = with_entries(common, ENTRIES)
     assert record == ConfigRecord({"text": "old", "more": 1, **ENTRIES})
@@ -21,7 +21,7 @@ def test_a_filled_record_is_the_one_that_flower_makes():
     ("record", "value"),
     [(ConfigRecord(), None), (ConfigRecord(), {"a": 1}), (ConfigRecord(), [1, "a"]), (MetricRecord(), "a")],
 )
-def test_what_flower_refuses_is_refused(record, value):
+def test_values_that_flower_refuses_are_refused(record, value):
     with pytest.raises(TypeError):
         with_entries(record, {"good": 1, "bad": value})
 

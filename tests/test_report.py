@@ -74,7 +74,7 @@ def recorded(make_config: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_page_needs_nothing_else_and_has_the_numbers_of_its_runs(recorded: Callable[..., Path]) -> None:
+def test_a_page_is_self_contained_and_shows_the_numbers_of_its_runs(recorded: Callable[..., Path]) -> None:
     paths = [recorded("fedfew"), recorded("fedfew", 2), recorded("local"), recorded("local", 2)]
     text = page(paths)
     parsed = Page(text)
@@ -98,7 +98,7 @@ def test_a_page_needs_nothing_else_and_has_the_numbers_of_its_runs(recorded: Cal
     assert len(text) < 500_000
 
 
-def test_what_was_dropped_is_told_with_the_reason(
+def test_dropped_replies_are_listed_with_their_reasons(
     recorded: Callable[..., Path], failing: Callable[..., Callable[[int], InProcessGrid]]
 ) -> None:
     path = recorded("fedavg", grid=failing(("train", 1, 2), ("train", 2, 2), ("train", 3, 0))(4))
@@ -110,7 +110,7 @@ def test_what_was_dropped_is_told_with_the_reason(
     assert not any("None: every reply" in word for word in words)
 
 
-def test_names_of_runs_stay_short(recorded: Callable[..., Path], tmp_path: Path) -> None:
+def test_run_names_stay_short(recorded: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(
         "from torch import nn\n\n\ndef net(task):\n    size = 1\n    for n in task.input_shape:\n        size *= n\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(size, task.num_classes))\n",
@@ -125,7 +125,7 @@ def test_names_of_runs_stay_short(recorded: Callable[..., Path], tmp_path: Path)
     assert names == [f"fedavg, {plain.name}", f"fedavg, {other.name}"]
 
 
-def test_runs_that_differ_in_their_seed_are_one_group(recorded: Callable[..., Path]) -> None:
+def test_runs_that_differ_only_in_seed_form_a_group(recorded: Callable[..., Path]) -> None:
     paths = [recorded("fedprox", 1), recorded("fedprox", 2), recorded("fedprox", 1, fedprox_mu=0.5), recorded("fedavg")]
     groups = grouped([Recorded.read(path) for path in paths])
     assert [group.series.name for group in groups] == ["fedprox, fedprox-mu=0.001", "fedprox, fedprox-mu=0.5", "fedavg"]
@@ -138,7 +138,7 @@ def test_runs_that_differ_in_their_seed_are_one_group(recorded: Callable[..., Pa
     assert len(twice) == 2  # two runs with the same seed are not a group over seeds
 
 
-def test_a_run_that_has_diverged_ranks_last(recorded: Callable[..., Path]) -> None:
+def test_a_diverged_run_ranks_last(recorded: Callable[..., Path]) -> None:
     paths = {(name, seed): recorded(name, seed) for name in ("local", "fedavg", "fedprox") for seed in (1, 2, 3)}
 
     def mean_ranks() -> dict[str, float]:
@@ -153,7 +153,7 @@ def test_a_run_that_has_diverged_ranks_last(recorded: Callable[..., Path]) -> No
     assert mean_ranks()[best] > before[best]
 
 
-def test_text_of_a_run_is_no_html(recorded: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_text_of_a_run_is_escaped(recorded: Callable[..., Path], tmp_path: Path) -> None:
     path = recorded("fedavg")
     moved = path.rename(path.with_name("<b>&amp;"))
     text = page([moved])
@@ -161,7 +161,7 @@ def test_text_of_a_run_is_no_html(recorded: Callable[..., Path], tmp_path: Path)
     Page(text)
 
 
-def test_a_directory_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 2
     assert f"{tmp_path} is not the directory of a run" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
@@ -184,7 +184,7 @@ def texts(drawing: str) -> list[tuple[float, float, str]]:
 
 
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [0.0, 1e-9], [-5.0, 3e7], [0.123, 0.124]])
-def test_a_chart_contains_its_values_and_has_some_ticks(values: list[float]) -> None:
+def test_a_chart_contains_its_values_and_ticks(values: list[float]) -> None:
     drawing = lines({Series("run", 0): [(n, value, 0.0) for n, value in enumerate(values)]}, "values")
     ticks = [y for x, y, _ in texts(drawing) if x < 46]
     assert 2 <= len(ticks) <= 8
@@ -198,7 +198,7 @@ def test_percentages_stay_between_0_and_100() -> None:
     assert ticks[-1] == "100 %"
 
 
-def test_lines_differ_without_colours() -> None:
+def test_lines_are_distinguishable_without_colours() -> None:
     series = [Series(f"run {index}", index) for index in range(28)]
     assert [curve.letter for curve in series[-3:]] == ["Z", "AA", "AB"]
     looks = {re.sub(r"var\(--\w+\)|key-\d", "", curve.key()) for curve in series[:4]}
@@ -217,7 +217,7 @@ def test_lines_differ_without_colours() -> None:
         bars([3, 0], ["<b>", "c"], "a < b & c"),
     ],
 )
-def test_a_drawing_has_a_description_and_the_colours_of_the_page(drawing: str) -> None:
+def test_a_drawing_has_a_description_and_uses_the_pages_colours(drawing: str) -> None:
     parsed = Page(drawing)
     assert parsed.drawings == ["a < b & c"] and 'role="img"' in drawing
     assert not re.search("|".join(COLOURS) + r"|#[0-9a-f]{6}\b|<style|url\(|https?:", drawing)
@@ -235,7 +235,7 @@ def test_bars_name_class_and_number_of_samples() -> None:
     assert {"cat: 3", "dog: 0"} <= set(Page(bars([3, 0], ["cat", "dog"], "samples")).words)
 
 
-def test_reports_score_older_runs_by_the_current_model_of_their_method() -> None:
+def test_older_runs_are_scored_at_their_methods_current_point() -> None:
     assert point_of({"method": "fedproto", "point": "local"}) == "served"
     assert point_of({"method": "fedproto"}) == "served"
     assert point_of({"method": "missing/method.py", "point": "local"}) == "local"

@@ -62,23 +62,23 @@ def totals() -> Totals:
 
 
 class TestTotals:
-    def test_a_point_keeps_the_rounds_in_which_it_was_evaluated(self, totals: Totals) -> None:
+    def test_each_point_records_its_evaluated_rounds(self, totals: Totals) -> None:
         served, local = totals.accuracy
         assert [e.round for e in served] == [1, 2, 3]
         assert [e.round for e in local] == [2]
 
-    def test_of_equals_the_earliest_is_best(self) -> None:
+    def test_ties_go_to_the_earliest_round(self) -> None:
         selected = best([Evaluation(number, spread_of(0.5, 0.5)) for number in (1, 2, 3)])
         assert selected is not None
         assert selected.round == 1
 
-    def test_the_best_of_small_cohorts_is_not_the_best_round(self) -> None:
+    def test_rounds_with_too_few_clients_cannot_be_best(self) -> None:
         sizes = {1: [0.9] * 8, 2: [0.5] * 10, 3: [0.6] * 9}  # one client was lost in round 3
         selected = best([Evaluation(number, spread_of(*values)) for number, values in sizes.items()])
         assert selected is not None
         assert selected.round == 3
 
-    def test_a_round_is_added_whatever_the_order_of_its_replies(self) -> None:
+    def test_totals_do_not_depend_on_the_order_of_replies(self) -> None:
         rows = {c: {"n_train": c + 1, "train_loss": 0.1 * c, "local_loss": 1 / (c + 1)} for c in range(20)}
         forward, backward = Totals(), Totals()
         spreads = forward.add(RoundRecord(1, clients=rows), evaluated=True)
@@ -86,7 +86,7 @@ class TestTotals:
         assert forward == backward
         assert forward.last_round == list(range(20))
 
-    def test_what_is_added_up(self) -> None:
+    def test_totals_add_up_over_rounds(self) -> None:
         totals = Totals()
         assert not totals.trained
         first = RoundRecord(1, clients={0: {"n_train": 2, "train_loss": 3.0}}, asked=3, evaluated=2, bytes_up=5)
@@ -97,18 +97,18 @@ class TestTotals:
         assert (totals.asked, totals.evaluated, totals.dropped) == (3, 2, {"late": 2})
         assert (totals.missing, totals.last_round, list(totals.clients)) == ([1, 2], [1], [0, 1])
 
-    def test_they_come_back_from_json(self, totals: Totals) -> None:
+    def test_totals_round_trip_through_json(self, totals: Totals) -> None:
         totals.add(a_round(4, 0.5, away=(1,), dropped=[(0, "late")]), evaluated=True)
         stored = json.loads(json.dumps(plain({**totals.as_json(), "another": "key"})))
         assert Totals.from_json(stored) == totals
 
 
 class TestRunDirectory:
-    def test_a_run_never_writes_into_another(self, tmp_path: Path) -> None:
+    def test_runs_of_one_name_get_separate_folders(self, tmp_path: Path) -> None:
         names = [RunDirectory.create(tmp_path, "x").path.name for _ in range(3)]
         assert names == ["x", "x-2", "x-3"]
 
-    def test_runs_started_at_once_get_folders_of_their_own(self, tmp_path: Path) -> None:
+    def test_simultaneous_runs_get_separate_folders(self, tmp_path: Path) -> None:
         paths: list[Path] = []
         threads = [
             threading.Thread(target=lambda: paths.append(RunDirectory.create(tmp_path, "x").path)) for _ in range(8)
@@ -122,13 +122,13 @@ class TestRunDirectory:
     @pytest.mark.parametrize(
         "name", ["", ".", "..", "../x", "a/b", "/tmp", "a\\b", "a\0b", "a\nb", " a", "x" * 201, "é" * 101]
     )
-    def test_a_name_that_is_no_folder_is_refused(self, tmp_path: Path, name: str) -> None:
+    def test_an_invalid_run_name_is_refused(self, tmp_path: Path, name: str) -> None:
         inside = tmp_path / "runs"
         with pytest.raises(SettingsError, match="run-name"):
             RunDirectory.create(inside, name)
         assert not inside.exists()
 
-    def test_a_file_in_place_of_the_output_directory(self, tmp_path: Path) -> None:
+    def test_a_file_as_output_directory_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "runs").write_text("")
         with pytest.raises(SettingsError, match="output-dir"):
             RunDirectory.create(tmp_path / "runs", "x")
@@ -167,7 +167,7 @@ class TestRunDirectory:
         assert first["chosen"] == 'model 1, "a"'
         assert {key: value for key, value in second.items() if value} == {"round": "2", "partition": "1"}
 
-    def test_the_best_round_is_chosen_on_the_validation_splits(self, run: RunDirectory) -> None:
+    def test_validation_accuracy_selects_the_best_round(self, run: RunDirectory) -> None:
         totals = Totals()
         for number, (tested, validated) in enumerate(((0.9, 0.3), (0.6, 0.7), (0.8, 0.5)), start=1):
             record = a_round(number, tested, tested)
@@ -203,7 +203,7 @@ class TestRunDirectory:
         assert summary["system-accuracy"] is None
         assert summary["dropped"] == {"timeout": 2}
 
-    def test_the_mean_over_the_last_rounds(self, totals: Totals) -> None:
+    def test_the_summary_averages_the_last_rounds(self, totals: Totals) -> None:
         totals.system = [(2, 0.25), (3, 0.75)]
         totals = Totals.from_json(json.loads(json.dumps(plain(totals.as_json()))))
         summary = totals.summary(average_rounds=2)
@@ -234,7 +234,7 @@ class TestRunDirectory:
         assert summary["served"] == summary["local"] == {"last": None, "best": None, "upper-bound": None}
         assert (summary["status"], summary["dropped"]) == ("failed", {})
 
-    def test_a_write_that_fails_leaves_the_file_before(self, run: RunDirectory, totals: Totals) -> None:
+    def test_a_failed_write_keeps_the_previous_file(self, run: RunDirectory, totals: Totals) -> None:
         summarise(run, totals)
         before = (run.path / "summary.json").read_text()
         with pytest.raises(TypeError):
@@ -247,7 +247,7 @@ class TestRunDirectory:
         assert load_arrays(path)["w"].tolist() == [1, 1]
         assert not list(run.path.rglob("*.part"))
 
-    def test_arrays_come_back_as_they_were(self, run: RunDirectory) -> None:
+    def test_arrays_round_trip(self, run: RunDirectory) -> None:
         square = np.arange(6, dtype=np.float32).reshape(2, 3)
         arrays: dict[str, npt.NDArray[Any]] = {
             "transposed": square.T,
@@ -317,7 +317,7 @@ class TestProgress:
         assert text[-1].startswith(f"round {rounds}/{rounds}")
         assert "\x1b" not in log.getvalue()
 
-    def test_a_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_progress_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = iter([0.0, 10.0, 14.0])
         monkeypatch.setattr("posy.server_app.progress.time.monotonic", lambda: next(clock))
         log = io.StringIO()
@@ -330,7 +330,7 @@ class TestProgress:
             "round  2/10  served 61.23 % (round 1)  local 75.00 %  loss nan  7.00 s/round  56 s left",
         ]
 
-    def test_a_line_tells_how_many_took_part_where_some_were_missing(self) -> None:
+    def test_a_line_counts_the_clients_if_some_are_missing(self) -> None:
         log = io.StringIO()
         with Progress(2, stream=log) as shown:
             shown.update(1, 0.5, None, present="2 of 3 clients")
@@ -339,7 +339,7 @@ class TestProgress:
         assert first.split("  ")[:3] == ["round 1/2", "served 50.00 %", "2 of 3 clients"]
         assert "clients" not in second
 
-    def test_a_line_names_the_clients_of_a_figure_that_covers_a_cohort(self) -> None:
+    def test_a_figure_over_a_cohort_shows_its_client_count(self) -> None:
         row = {"round": 1, "missing": [4], "dropped": [], "train_loss": None}
         log = io.StringIO()
         with Progress(2, stream=log) as shown:
@@ -364,7 +364,7 @@ class TestProgress:
         assert "round 3/3" in plain
         assert "served 62.50 %" in plain
 
-    def test_a_terminal_that_flower_mirrors_gets_lines(self) -> None:
+    def test_a_mirrored_terminal_gets_lines(self) -> None:
         terminal, mirrored = Terminal(), []
         original = terminal.write
 
@@ -378,7 +378,7 @@ class TestProgress:
         assert len(mirrored) == 1
         assert mirrored[0].startswith("round 1/3  served 50.00 %")
 
-    def test_an_error_passes_through_and_ends_the_bar(self) -> None:
+    def test_an_error_propagates_and_ends_the_bar(self) -> None:
         terminal = Terminal()
         with pytest.raises(KeyError), Progress(3, stream=terminal):
             raise KeyError
@@ -419,7 +419,7 @@ class TestResultsTable:
             ({"missing": []}, "2"),
         ],
     )
-    def test_it_tells_which_clients_were_missing(self, extra: dict[str, Any], clients: str, run: RunDirectory) -> None:
+    def test_missing_clients_are_listed(self, extra: dict[str, Any], clients: str, run: RunDirectory) -> None:
         missing = len(extra["missing"])
         served = [Evaluation(1, spread_of(0.9, 0.9)), Evaluation(2, spread_of(0.5, 0.5), missing)]
         totals = Totals(accuracy=[served, [Evaluation(2, spread_of(0.6, 0.6), missing)]])
@@ -428,7 +428,7 @@ class TestResultsTable:
         assert lines["clients"].split("  ")[-1].strip() == clients
 
     @pytest.mark.parametrize("num_clients", [2, 30, 1000])
-    def test_each_number_names_the_clients_that_it_covers(self, num_clients: int, run: RunDirectory) -> None:
+    def test_each_number_shows_its_client_count(self, num_clients: int, run: RunDirectory) -> None:
         """After a round with a cohort of two, the local models of the other clients are not measured."""
         everybody = spread_of(*[0.5] * num_clients)
         totals = Totals(accuracy=[[Evaluation(1, everybody)], [Evaluation(1, spread_of(0.9, 0.9), num_clients - 2)]])
@@ -443,7 +443,7 @@ class TestResultsTable:
             "local model, upper bound": few,
         }
 
-    def test_newcomers_are_not_among_the_clients_of_a_round(self, run: RunDirectory) -> None:
+    def test_newcomers_do_not_count_as_clients_of_a_round(self, run: RunDirectory) -> None:
         newcomers = {"served": spread_of(0.2), "local": spread_of(0.4), "clients": {"1": {}}}
         totals = Totals(accuracy=[[Evaluation(1, spread_of(0.9))], [Evaluation(1, spread_of(0.9))]])
         text = results_table(summarise(run, totals, newcomers=newcomers), run.path)
@@ -460,7 +460,7 @@ class TestResultsTable:
         rows = [line for line in text.splitlines() if "%" in line]
         assert len(rows) == 4 and all(line.endswith("2 of 1000000") for line in rows)
 
-    def test_points_that_were_not_evaluated_say_so(self, run: RunDirectory) -> None:
+    def test_points_without_evaluations_are_marked(self, run: RunDirectory) -> None:
         text = results_table(summarise(run, Totals(), "stopped"), Path("[x]"))
         assert text.count("not evaluated") == 4
         assert "system accuracy" not in text
@@ -481,7 +481,7 @@ class TestResultsTable:
 
 
 class TestTaskTable:
-    def test_it_has_a_line_for_each_site_and_the_columns_that_are_known(self) -> None:
+    def test_it_has_a_line_for_each_site_and_only_known_columns(self) -> None:
         rows: list[dict[str, Any]] = [
             {"site": "[red]a[/red]", "client": 0, "training": 120, "classes": "2: Cat, cat", "skipped": 0},
             {"site": "", "client": 1},
@@ -495,7 +495,7 @@ class TestTaskTable:
         assert len(text.splitlines()) < 15
         assert max(map(len, text.splitlines())) <= 100
 
-    def test_a_name_of_any_length_and_a_thousand_sites_fit(self) -> None:
+    def test_long_names_and_many_sites_are_truncated(self) -> None:
         rows = [{"site": "n" * 100, "client": c, "classes": ", ".join(["c" * 100] * 4)} for c in range(1000)]
         text = task_table(rows, {"model": "mlp"})
         assert "… and 950 more" in text

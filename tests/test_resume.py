@@ -105,7 +105,7 @@ def checkpoints_by_number_only(monkeypatch: pytest.MonkeyPatch) -> None:
     ("method", "more"),
     [*((method, {}) for method in METHODS), ("ppfe", {"ppfe-reduction": "svd-fedavg", "full-last-round": True})],
 )
-def test_a_run_that_was_killed_equals_one_that_was_not(
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(
     method: str, more: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kill the run in the training of round 6, and again in the evaluation of round 5: it resumes from 4 both times."""
@@ -153,7 +153,7 @@ INTERRUPTS: dict[str, tuple[type, str, Callable[..., int]]] = {
         if m == "fedrep" or w in ("training", "aggregation")
     ],
 )
-def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
+def test_an_interrupted_run_resumes_after_its_last_finished_round(
     method: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in round 4, after one client or all clients have trained, and before the first checkpoint is due."""
@@ -188,7 +188,7 @@ def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
     assert_same_results(path, uninterrupted)
 
 
-def test_checkpoints_that_cost_little_follow_other_rounds_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_checkpoints_follow_additional_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint always follows the first round, so that a killed run can be resumed."""
     written: list[int] = []
     usual = Checkpoints.write
@@ -220,7 +220,9 @@ class Nodes(WaveGrid):
 
 
 @pytest.mark.parametrize("method", ["fedrep", "ppfe", "fedamp"])
-def test_nodes_that_keep_the_states_themselves(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_states_stored_on_nodes(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Clients train one after the other, because the number of clients in a batch changes the last bits.
     uninterrupted = run(Nodes(4, None), settings(tmp_path, method, "whole", stack="loop")).directory.path
     config = settings(tmp_path, method, "cut", stack="loop")
@@ -239,9 +241,7 @@ def test_nodes_that_keep_the_states_themselves(method: str, tmp_path: Path, monk
     assert {p.name for p in (tmp_path / "nodes").glob("*/*/client-*")} == {f"client-{c}" for c in range(4)}
 
 
-def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_on_nodes_without_state_dir_start_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for method, dropped in (("fedrep", True), ("fedavg", False)):
         config = settings(tmp_path, method, method)
         with monkeypatch.context() as patched:
@@ -257,7 +257,7 @@ def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(
         assert summary["dropped"] == (expected if dropped else {})  # each client has reported it once
 
 
-def test_a_client_whose_state_is_damaged_is_left_out_with_the_reason(
+def test_a_client_with_a_damaged_state_is_dropped_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(tmp_path, "fedrep", "cut", fraction_train=1.0)
@@ -275,7 +275,7 @@ def test_a_client_whose_state_is_damaged_is_left_out_with_the_reason(
     assert {c for row in rounds_of(path)[4:] for c in (entry["client"] for entry in row["dropped"])} == {1}
 
 
-def test_elapsed_seconds_and_dropped_replies_of_the_first_part_count(
+def test_elapsed_seconds_and_dropped_replies_accumulate_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(tmp_path, "fedavg", "cut", max_update_norm=1e-6, fraction_train=1.0)
@@ -295,7 +295,7 @@ def test_elapsed_seconds_and_dropped_replies_of_the_first_part_count(
 # -- going further, and what may change -------------------------------------------------------------------
 
 
-def test_a_complete_run_goes_further(tmp_path: Path) -> None:
+def test_a_complete_run_can_be_extended(tmp_path: Path) -> None:
     longer = settings(tmp_path, "fedrep", "longer", num_server_rounds=8)
     run(grid_of(longer), longer)
     config = settings(tmp_path, "fedrep", "mine")
@@ -322,7 +322,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
         ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, the run has 0.1",)),
     ],
 )
-def test_settings_that_must_not_change_are_refused_by_name(
+def test_changes_of_fixed_settings_are_refused_by_name(
     method: str, before: Config, changes: Config, parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     config = {**settings(tmp_path, method, "mine"), **before}
@@ -345,7 +345,7 @@ class Submitted(InProcessGrid):
         return replace(Run.create_empty(0), override_config=self.overrides)
 
 
-def test_what_was_typed_is_known_although_it_is_the_default(tmp_path: Path) -> None:
+def test_typed_settings_are_checked_even_at_their_defaults(tmp_path: Path) -> None:
     """Flower passes all keys; its run has the typed keys, and an edited table differs from the declarations."""
     config = {**settings(tmp_path, "fedavg", "mine"), "lr": 0.1}
     run(grid_of(config), config)
@@ -361,7 +361,7 @@ def test_what_was_typed_is_known_although_it_is_the_default(tmp_path: Path) -> N
     assert len(rounds_of(tmp_path / "runs" / "mine")) == 8
 
 
-def test_other_data_are_refused(tmp_path: Path) -> None:
+def test_changed_data_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y)
@@ -378,12 +378,12 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "unknown"])
-def test_a_name_that_is_no_run(name: str, tmp_path: Path) -> None:
+def test_resuming_an_unknown_run_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="resume = "):
         run(InProcessGrid(4), {"output-dir": str(tmp_path), "resume": name})
 
 
-def test_a_run_that_goes_on_elsewhere_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_use_cannot_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path, "fedavg", "mine")
     original = Recorder.finish_round
     refused = []
@@ -443,7 +443,7 @@ DAMAGES = (cut_arrays, flip_arrays, cut_progress, change_progress, lose_progress
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
+def test_the_previous_checkpoint_replaces_a_damaged_one(
     damage: Callable[[Path], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -464,7 +464,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 
 
-def test_without_a_usable_checkpoint_the_reasons_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_lists_why_no_checkpoint_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(tmp_path, "fedavg", "cut")
     with monkeypatch.context() as patched:
         die_in(patched, 6)
@@ -483,7 +483,7 @@ def test_without_a_usable_checkpoint_the_reasons_are_told(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("function", ["write_arrays", "write_json", "sync"])
-def test_a_process_that_dies_while_it_writes_a_checkpoint(
+def test_a_run_resumes_after_a_crash_while_writing_a_checkpoint(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a file, half a folder, or a renamed folder with older checkpoints that still exist."""
@@ -519,7 +519,7 @@ def test_a_process_that_dies_while_it_writes_a_checkpoint(
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["round-4", "round-6"]
 
 
-def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_spilled_to_disk_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory limit of 60 kB holds the model of one of the four clients, 40 kB each; the disk stores the others."""
     from posy.server_app import app
 
@@ -594,7 +594,7 @@ CASES = [(f, d) for f in FILES for d in DAMAGED if not f.startswith("state") or 
 
 
 @pytest.mark.parametrize(("file", "damage"), CASES)
-def test_a_damaged_file_costs_no_good_checkpoint(
+def test_a_damaged_file_does_not_prevent_a_resume(
     file: str,
     damage: str,
     stopped: Path,
@@ -661,7 +661,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("method", ["fedrep", "fedavg"])
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
+def test_a_full_disk_gives_a_one_line_error_and_the_run_can_resume(
     method: str, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {**TINY, "save_models": False}
@@ -710,9 +710,7 @@ sys.exit(cli.main(sys.argv[3:]))
 """`posy` in a process that receives a signal at the end of a round."""
 
 
-def test_a_process_that_is_killed_and_one_that_is_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_and_interrupted_processes_can_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def posy(server_round: int, number: signal.Signals, *words: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [sys.executable, "-P", "-c", PROGRAM, str(server_round), str(int(number)), "run", "output-dir=.", *words],

@@ -64,7 +64,7 @@ def test_the_trimmed_mean_by_hand() -> None:
     assert np.array_equal(blocked.model, model) and np.array_equal(blocked.shares, shares)
 
 
-def test_nothing_trimmed_is_the_unweighted_mean() -> None:
+def test_a_trimmed_mean_without_trimming_is_the_unweighted_mean() -> None:
     rows = np.random.default_rng(1).normal(size=(7, 40)).astype(np.float32)
     model, shares = Rule("trimmed-mean", trim=0.0).combine(rows, origin_of(rows), np.arange(1, 8))
     assert np.allclose(model, rows.mean(axis=0, dtype=np.float64), atol=1e-7)
@@ -72,12 +72,12 @@ def test_nothing_trimmed_is_the_unweighted_mean() -> None:
 
 
 @pytest.mark.parametrize(("count", "fraction", "cut"), [(10, 0.2, 2), (100, 0.29, 29), (10, 0.3, 3), (9, 0.49, 4)])
-def test_the_number_of_cut_values(count: int, fraction: float, cut: int) -> None:
+def test_the_number_of_trimmed_values(count: int, fraction: float, cut: int) -> None:
     assert trimmed_count(count, fraction) == cut
     assert 2 * cut < count
 
 
-def test_krums_scores_by_hand() -> None:
+def test_krum_scores_by_hand() -> None:
     rows = rows_of([0], [1], [3], [10], [100])  # f = 1: two closest others of four
     squares = distances_from_gram(gram(rows, origin=origin_of(rows)))
     assert krum_scores(squares, 1).tolist() == [1 + 9, 1 + 4, 4 + 9, 49 + 81, 90**2 + 97**2]
@@ -142,7 +142,7 @@ def test_the_geometric_median_minimises_the_distances() -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_equal_models_stay(name: str) -> None:
+def test_equal_models_are_unchanged(name: str) -> None:
     rows = np.tile(np.array([0.1, -3, 7], np.float32), (7, 1))
     model, shares = Rule(name, attackers=2).combine(rows, origin_of(rows), np.arange(1.0, 8.0))
     assert model == pytest.approx(rows[0], rel=1e-6)
@@ -150,12 +150,12 @@ def test_equal_models_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed-mean", "geometric-median"])
-def test_the_model_of_a_single_client_stays(name: str) -> None:
+def test_the_model_of_a_single_client_is_unchanged(name: str) -> None:
     rows = rows_of([0.25, -3, 7])
     assert Rule(name).combine(rows, origin_of(rows), [5]).model.tolist() == rows[0].tolist()
 
 
-def test_small_differences_between_large_models_decide() -> None:
+def test_distances_resolve_small_differences_between_large_models() -> None:
     """float32 loses these differences in ||x||² + ||y||² − 2 <x, y>; the start of the clients restores them."""
     generator = np.random.default_rng(5)
     start = generator.normal(0, 100, 5000).astype(np.float32)
@@ -198,7 +198,7 @@ def test_up_to_f_arbitrary_models_move_the_result_by_a_bounded_distance(name: st
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed-mean"])
-def test_coordinates_stay_within_the_honest_ones(name: str) -> None:
+def test_coordinates_stay_in_the_honest_range(name: str) -> None:
     """With f attackers at most, each coordinate of median and trimmed mean is in the range of the honest values."""
     generator = np.random.default_rng(11)
     for _ in range(50):
@@ -220,19 +220,19 @@ def test_the_plain_mean_follows_one_attacker() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.2, 0.3])
-def test_the_trimmed_mean_is_flowers(fraction: float) -> None:
+def test_the_trimmed_mean_equals_flowers(fraction: float) -> None:
     rows = np.random.default_rng(7).normal(size=(10, 50)).astype(np.float32)
     assert np.allclose(trimmed_mean(rows, fraction).model, trim_mean(rows, fraction), atol=1e-6)
 
 
-def test_flower_cuts_one_value_too_few_where_the_product_is_rounded() -> None:
+def test_flower_trims_one_value_too_few_if_the_product_is_rounded() -> None:
     rows = np.arange(100, dtype=np.float32)[:, None] ** 2
     assert trimmed_mean(rows, 0.29).model == pytest.approx(rows[29:71].mean())
     assert trim_mean(rows, 0.29) == pytest.approx(rows[28:72].mean())
 
 
 @pytest.mark.parametrize(("attackers", "selected"), [(0, 1), (1, 1), (2, 1), (1, 4), (2, 8)])
-def test_krum_selects_flowers_models(attackers: int, selected: int) -> None:
+def test_krum_selects_the_same_models_as_flower(attackers: int, selected: int) -> None:
     rows = np.random.default_rng(attackers + selected).normal(size=(10, 50)).astype(np.float32)
     contents = [RecordDict({"arrays": ArrayRecord({"model": Array(row)})}) for row in rows]
     selected_by_flower = select_multikrum(contents, attackers, selected)
@@ -263,7 +263,7 @@ def test_a_minority_cannot_raise_the_norm_bound() -> None:
         assert (factors[count:] * 1e30 <= 2 * honest.max() * (1 + 1e-9)).all()
 
 
-def test_shares_by_hand() -> None:
+def test_share_factors_by_hand() -> None:
     assert share_factors([8, 1, 1], 0.5).tolist() == [0.25, 1, 1]  # 2 of 4
     assert share_factors([8, 1, 1], 0.8).tolist() == [1, 1, 1]
     assert share_factors([8, 1, 1], 1 / 3).tolist() == pytest.approx([1 / 8, 1, 1])
@@ -275,7 +275,7 @@ def test_shares_by_hand() -> None:
     assert share_factors([0, 0], 0.5).tolist() == share_factors([7, 1], 1).tolist() == [1, 1]
 
 
-def test_no_share_exceeds_its_limit_and_no_other_weight_changes() -> None:
+def test_share_factors_lower_only_shares_above_the_limit() -> None:
     generator = np.random.default_rng(4)
     for _ in range(300):
         weights = generator.lognormal(0, 3, generator.integers(1, 30))
@@ -288,10 +288,10 @@ def test_no_share_exceeds_its_limit_and_no_other_weight_changes() -> None:
         assert ((factors == 1) | (shares >= shares.max() * (1 - 1e-9))).all()
 
 
-def test_the_share_of_a_site() -> None:
+def test_the_largest_share_of_a_site_by_cohort_size() -> None:
     assert [site_share(count) for count in (1, 2, 3, 6, 10, 100)] == [0.5, 0.5, 0.5, 0.5, 0.3, 0.03]
 
 
-def test_shares_need_only_inner_products() -> None:
+def test_geometric_median_shares_need_only_inner_products() -> None:
     products = np.array([[4.0, 0.0], [0.0, 4.0]])
     assert geometric_median_shares(products, np.array([1.0, 1.0])).tolist() == pytest.approx([0.5, 0.5])

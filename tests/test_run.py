@@ -95,7 +95,7 @@ def column(rows: list[dict[str, str]], server_round: int, name: str) -> dict[int
 # -- the results of a run --------------------------------------------------------------------------------
 
 
-def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: None) -> None:
+def test_a_run_writes_its_files(make_config: MakeConfig, tmp_path: Path, pictures: None) -> None:
     config = make_config("fedfew", system_accuracy="on", num_server_rounds=3, data_dir=str(tmp_path))
     path = started(config).directory.path
     assert path == Path(config["output-dir"]) / config["run-name"]
@@ -134,9 +134,7 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
         assert set(summary[point]["last"]) == set(summary[point]["upper-bound"]) == SPREAD_KEYS
 
 
-def test_the_partition_that_comes_with_the_data_is_recorded_as_the_one_used(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_the_partition_supplied_with_the_data_is_recorded(make_config: MakeConfig, tmp_path: Path) -> None:
     root = pfllib(tmp_path / "p", np.eye(12, 6, dtype=np.float32), np.arange(12) % 3, 3)
     data = {"dataset": str(root), "partition": "dirichlet", "partition_file": "", "num_clients": 1}
     config = make_config("fedavg", num_server_rounds=1, **data)
@@ -145,7 +143,7 @@ def test_the_partition_that_comes_with_the_data_is_recorded_as_the_one_used(
     assert Cell("", "FedAvg", 0, config).summary() is not None  # a table does not run it again
 
 
-def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
+def test_the_files_of_a_run_are_consistent(make_config: MakeConfig) -> None:
     path = started(make_config("fedfew", num_server_rounds=4)).directory.path
     summary, rounds, rows = summary_of(path), rounds_of(path), clients_of(path)
     assert [r["round"] for r in rounds] == [1, 2, 3, 4]
@@ -184,7 +182,7 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
         assert rounds[n - 1]["train_loss"]["mean"] == pytest.approx(np.mean(trained))
 
 
-def test_accuracies_in_the_record_are_those_of_the_stored_models(make_config: MakeConfig) -> None:
+def test_recorded_accuracies_match_the_stored_models(make_config: MakeConfig) -> None:
     config = make_config("fedavg")
     recorder = started(config)
     path, workspace = recorder.directory.path, Workspace(read_settings(config))
@@ -201,7 +199,7 @@ def test_accuracies_in_the_record_are_those_of_the_stored_models(make_config: Ma
             assert recorded[client] == pytest.approx(float(right))
 
 
-def test_rounds_without_evaluation_and_clients_that_did_not_train_stay_empty(make_config: MakeConfig) -> None:
+def test_skipped_evaluations_and_trainings_leave_empty_cells(make_config: MakeConfig) -> None:
     config = make_config("fedavg", evaluate_every=2, fraction_train=0.5, num_server_rounds=5)
     path = started(config).directory.path
     rounds, rows = rounds_of(path), clients_of(path)
@@ -216,7 +214,7 @@ def test_rounds_without_evaluation_and_clients_that_did_not_train_stay_empty(mak
     assert summary_of(path)["served"]["last"]["round"] == 5
 
 
-def test_a_method_without_a_served_model_says_so(make_config: MakeConfig) -> None:
+def test_a_method_without_a_served_model_records_none(make_config: MakeConfig) -> None:
     path = started(make_config("local")).directory.path
     summary = summary_of(path)
     assert summary["served"] == {"last": None, "best": None, "upper-bound": None}
@@ -225,7 +223,9 @@ def test_a_method_without_a_served_model_says_so(make_config: MakeConfig) -> Non
     assert all(row["served_accuracy"] == row["served_loss"] == "" for row in clients_of(path))
 
 
-def test_without_stored_models(make_config: MakeConfig, warnings: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_stored_models_has_no_system_accuracy(
+    make_config: MakeConfig, warnings: pytest.LogCaptureFixture
+) -> None:
     path = started(make_config("feddrm", save_models=False, num_server_rounds=1)).directory.path
     assert not list((path / "models").iterdir())
     assert summary_of(path)["system-accuracy"] is None
@@ -234,7 +234,7 @@ def test_without_stored_models(make_config: MakeConfig, warnings: pytest.LogCapt
         started(make_config("fedavg", save_models=False, system_accuracy="on"))
 
 
-def test_a_run_again_from_its_own_record(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_can_be_repeated_from_its_config(make_config: MakeConfig, tmp_path: Path) -> None:
     """The record also contains the settings from an experiment file."""
     experiment = tmp_path / "mine.yaml"
     experiment.write_text("batch-size: 3\n", encoding="utf-8")
@@ -248,7 +248,7 @@ def test_a_run_again_from_its_own_record(make_config: MakeConfig, tmp_path: Path
     assert np.array_equal(before["models"], after["models"])
 
 
-def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(make_config: MakeConfig) -> None:
+def test_a_second_run_of_the_same_name_gets_a_new_folder(make_config: MakeConfig) -> None:
     config = make_config("fedavg", run_name="mine", num_server_rounds=1)
     first = started(config).directory.path
     before = {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
@@ -263,7 +263,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-def test_in_one_process_the_data_is_loaded_once(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_loads_the_data_once(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
 
     def counted(*args: Any) -> Any:
@@ -291,7 +291,7 @@ def test_the_same_seed_gives_the_same_results(method: str, make_config: MakeConf
     assert (other / "clients.csv").read_bytes() != (paths[0] / "clients.csv").read_bytes()
 
 
-def test_the_same_results_on_any_number_of_nodes(make_config: MakeConfig) -> None:
+def test_results_do_not_depend_on_the_number_of_nodes(make_config: MakeConfig) -> None:
     """A node that hosts several clients keeps their states and their randomness apart."""
     config = make_config("ditto", fraction_train=0.75)
     reference = started(dict(config), InProcessGrid(4)).directory.path
@@ -335,7 +335,7 @@ def interrupt_record(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> N
     ],
     ids=["client, Ctrl-C", "record, Ctrl-C", "record, exit", "record, error"],
 )
-def test_a_run_that_ends_half_way_keeps_what_it_has(
+def test_a_run_that_ends_early_keeps_its_results(
     interrupt: Callable[..., None],
     error: BaseException,
     status: str,
@@ -361,9 +361,7 @@ def test_a_run_that_ends_half_way_keeps_what_it_has(
     assert not [p for p in path.rglob("*") if p.name.startswith(".")]  # no half-written file
 
 
-def test_a_clients_error_is_a_dropped_reply_not_the_end(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_client_drops_only_its_reply(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_client(monkeypatch, torch.OutOfMemoryError("out of memory"))
     path = started(make_config("fedavg", num_server_rounds=5)).directory.path
     summary = summary_of(path)
@@ -375,7 +373,7 @@ def test_a_clients_error_is_a_dropped_reply_not_the_end(
     assert set(column(clients_of(path), 3, "train_loss")) == {0, 2, 3}
 
 
-def test_the_files_are_whole_after_every_round(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_are_complete_after_every_round(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files are complete at any time at which the process may be killed."""
     rounds = []
     original = Recorder.finish_round
@@ -395,7 +393,7 @@ def test_the_files_are_whole_after_every_round(make_config: MakeConfig, monkeypa
     assert rounds == [0, 1, 2, 3]
 
 
-def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(
+def test_an_error_in_a_figure_does_not_end_the_run(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture, pictures: None
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
@@ -426,7 +424,7 @@ def test_an_error_after_the_last_round_leaves_a_summary(
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddrm", "ppfe"])
-def test_a_client_that_is_lost_is_left_out_and_counted(
+def test_lost_clients_are_skipped_and_counted(
     method: str, make_config: MakeConfig, warnings: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(method, model="mlp", num_server_rounds=4, system_accuracy="on")
@@ -442,7 +440,7 @@ def test_a_client_that_is_lost_is_left_out_and_counted(
     assert "the last models of clients [1] are missing" in warnings.text
 
 
-def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_config: MakeConfig) -> None:
+def test_if_all_clients_diverge_the_model_is_unchanged_and_no_loss_recorded(make_config: MakeConfig) -> None:
     config = make_config("fedavg", lr=1e38)
     with pytest.raises(NothingTrainedError, match=r"no client.s training was accepted in any round: .* diverged"):
         started(config)
@@ -473,7 +471,7 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
         ("fedavg", {"lr": 0.5}, "completed", ""),
     ],
 )
-def test_a_run_without_results_to_rely_on_says_so(
+def test_runs_without_reliable_results_are_marked(
     make_config: MakeConfig, method: str, more: dict[str, Any], status: str, message: str
 ) -> None:
     config = make_config(method, **more)
@@ -501,7 +499,7 @@ def test_a_run_without_results_to_rely_on_says_so(
     ],
     ids=["noise", "learning rate"],
 )
-def test_one_message_names_the_cause_of_a_divergence(
+def test_a_divergence_is_reported_once_with_its_cause(
     make_config: MakeConfig,
     warnings: pytest.LogCaptureFixture,
     settings: dict[str, Any],
@@ -517,7 +515,7 @@ def test_one_message_names_the_cause_of_a_divergence(
     assert all(cause in line for line in diverged)
 
 
-def test_time_that_does_not_suffice_is_recorded(make_config: MakeConfig) -> None:
+def test_round_timeouts_are_recorded(make_config: MakeConfig) -> None:
     config = make_config("fedavg", round_timeout=1e-9, num_server_rounds=2)
     with pytest.raises(NothingTrainedError, match="no reply within round-timeout = 1e-09 s"):
         started(config)
@@ -566,7 +564,7 @@ def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
     assert summary_of(path)["system-accuracy"] == pytest.approx(right / len(y))
 
 
-def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_ensembles_with_zero_coefficients_have_equal_weights(make_config: MakeConfig, tmp_path: Path) -> None:
     """If all coefficients are 0, the members have equal weights and do not all answer class 0."""
     from posy.server_app.system import stored_probabilities
 
@@ -616,7 +614,7 @@ def test_feddrms_system_accuracy_by_hand(make_config: MakeConfig) -> None:
     assert summary_of(path)["routing-accuracy"] == pytest.approx(np.mean(correct))
 
 
-def test_system_accuracy_where_nobody_asked_for_it(make_config: MakeConfig) -> None:
+def test_system_accuracy_is_absent_by_default_and_if_off(make_config: MakeConfig) -> None:
     assert summary_of(started(make_config("fedavg", num_server_rounds=1)).directory.path)["system-accuracy"] is None
     config = make_config("feddrm", model="mlp", num_server_rounds=1, system_accuracy="off")
     assert summary_of(started(config).directory.path)["system-accuracy"] is None
@@ -637,7 +635,7 @@ Tiny = tuple[np.ndarray, np.ndarray, Any, Any]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_value_that_is_no_number_in_one_clients_data(value: float, make_config: MakeConfig, tiny: Tiny) -> None:
+def test_a_non_finite_value_is_refused(value: float, make_config: MakeConfig, tiny: Tiny) -> None:
     x, y, train, test = tiny
     x = x.copy()
     x[30, 2] = value
@@ -645,14 +643,14 @@ def test_a_value_that_is_no_number_in_one_clients_data(value: float, make_config
     refused(config, DataError, config["dataset"], "(30, 2)", "only finite numbers")
 
 
-def test_a_truncated_file(make_config: MakeConfig) -> None:
+def test_a_truncated_file_is_refused(make_config: MakeConfig) -> None:
     config = make_config("fedavg")
     path = Path(config["dataset"])
     path.write_bytes(path.read_bytes()[:-200])
     refused(config, DataError, str(path), "not a complete .npz file")
 
 
-def test_labels_that_are_no_whole_numbers(make_config: MakeConfig, tiny: Tiny) -> None:
+def test_labels_that_are_not_whole_numbers_are_refused(make_config: MakeConfig, tiny: Tiny) -> None:
     x, y, train, test = tiny
     for value, shown in ((np.nan, "nan"), (1.5, "1.5")):
         labels = y.astype(np.float64)
@@ -660,7 +658,7 @@ def test_labels_that_are_no_whole_numbers(make_config: MakeConfig, tiny: Tiny) -
         refused(make_config("fedavg", data=(x, labels, train, test)), DataError, f"label {shown} at index 4")
 
 
-def test_a_label_out_of_range_of_a_published_data_set(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_an_out_of_range_label_of_a_published_data_set_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pixels, labels = np.zeros((60, 28, 28), np.uint8), np.arange(60) % 10
     labels[7] = 10
@@ -686,7 +684,7 @@ def test_a_label_out_of_range_of_a_published_data_set(make_config: MakeConfig, t
     ],
     ids=["empty client", "index too large", "negative index", "test sample in training", "client missing"],
 )
-def test_a_partition_file_that_cannot_be_used(
+def test_an_invalid_partition_file_is_refused(
     change: Callable[[dict[str, Any]], Any], parts: tuple[str, ...], make_config: MakeConfig
 ) -> None:
     config = make_config("fedavg")
@@ -700,7 +698,7 @@ def test_a_partition_file_that_cannot_be_used(
     assert not Path(config["output-dir"]).exists()
 
 
-def test_clients_of_one_class_and_of_one_sample_take_part(make_config: MakeConfig) -> None:
+def test_clients_with_one_class_or_one_sample_take_part(make_config: MakeConfig) -> None:
     """Client 2 has one class, client 3 a single sample and no test."""
     path = started(make_config("cwfedavg", num_server_rounds=5, lr=0.1)).directory.path
     rows, summary = clients_of(path), summary_of(path)
@@ -711,12 +709,12 @@ def test_clients_of_one_class_and_of_one_sample_take_part(make_config: MakeConfi
     assert column(rows, 5, "local_accuracy")[2] == 1.0
 
 
-def test_the_engine_in_the_process_needs_no_nodes(make_config: MakeConfig) -> None:
+def test_the_in_process_engine_needs_no_nodes(make_config: MakeConfig) -> None:
     path = run(None, make_config("fedavg", num_server_rounds=1)).directory.path
     assert summary_of(path)["status"] == "completed"
 
 
-def test_the_run_config_of_the_caller_stays(make_config: MakeConfig) -> None:
+def test_the_run_config_of_the_caller_is_not_modified(make_config: MakeConfig) -> None:
     config: Mapping[str, Any] = make_config("fedavg", num_server_rounds=1)
     before = dict(config)
     started(dict(config))

@@ -40,7 +40,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_run_tells_what_it_waits_for_and_what_its_nodes_do(
+def test_the_status_shows_what_a_run_waits_for_and_what_its_nodes_do(
     make_config: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     path = tmp_path / "flower/posy-runs/7.json"
@@ -76,7 +76,7 @@ def test_a_run_tells_what_it_waits_for_and_what_its_nodes_do(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_run_waits_for_nodes_visibly(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_the_status_shows_a_wait_for_nodes(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     class Late(Watched):
         looks = 0
 
@@ -105,7 +105,7 @@ def ask(node: int, server_round: int, client: int = 0, kind: str = MessageType.T
     return Message(RecordDict({"config": config}), node, kind, ttl=lifetime, group_id=str(server_round))
 
 
-def test_copies_of_a_message_are_counted_and_either_answer_counts() -> None:
+def test_repeated_messages_are_counted_and_either_answer_is_accepted() -> None:
     NodeGrid()
     status = RunStatus()
     messages = [ask(1, 3), ask(2, 3), ask(2, 3, client=1)]
@@ -125,7 +125,9 @@ def test_copies_of_a_message_are_counted_and_either_answer_counts() -> None:
 
 
 @pytest.mark.parametrize(("written", "off"), [(1000.0, 0.0), (1030.0, 0.0), (1130.0, 100.0), (900.0, -100.0)])
-def test_a_nodes_clock_is_seen_in_its_answer(written: float, off: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_reveals_the_clock_error_of_its_node(
+    written: float, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The question leaves at 1000 and the answer arrives at 1030. An answer from that interval shows no clock error."""
     NodeGrid()
     status = RunStatus()
@@ -141,7 +143,7 @@ def test_a_nodes_clock_is_seen_in_its_answer(written: float, off: float, monkeyp
     assert status.as_json()["sent-again"] == 0
 
 
-def test_versions_of_a_node_are_no_way_to_fill_the_file() -> None:
+def test_the_versions_of_a_node_are_limited_in_length() -> None:
     status = RunStatus()
     status.node(1, [0], {"versions": ["flwr " + "9" * 10_000, *(f"x{i} 1" for i in range(1000))]})
     status.node(2, [1], {"versions": 5})
@@ -150,7 +152,7 @@ def test_versions_of_a_node_are_no_way_to_fill_the_file() -> None:
     assert nodes["2"]["versions"] == {}
 
 
-def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_status_file_does_not_end_the_run(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     status = RunStatus(tmp_path / "file/7.json")
     status.close()
@@ -160,7 +162,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, warn
     assert not warnings.text  # Posy warns once
 
 
-def test_outages_are_still_seen() -> None:
+def test_a_watched_grid_still_counts_outages() -> None:
     grid = NodeGrid()
     vars(grid)["_retry_invoker"] = invoker = make_simple_http_retry_invoker()
     outages = PollingGrid(WatchedGrid(grid, RunStatus())).outages

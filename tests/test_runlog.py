@@ -53,7 +53,7 @@ def bare(text: str) -> str:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("news", NEWS, ids=range(len(NEWS)))
-def test_news_are_shown_before_and_after_the_first_round(
+def test_relevant_lines_are_shown_before_and_after_the_first_round(
     news: str, after: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [*NOISE, RESULTS, news, *NOISE] if after else [*NOISE, news, *NOISE, RESULTS]
@@ -63,7 +63,7 @@ def test_news_are_shown_before_and_after_the_first_round(
 
 
 @given(st.lists(st.sampled_from(NOISE + NEWS[:-2]), max_size=12))
-def test_whatever_the_order_all_news_and_no_noise_are_shown(lines: list[str]) -> None:
+def test_only_relevant_lines_are_shown_in_any_order(lines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         lines_shown: list[str] = []
         patch.setattr(RunLog, "_print", lambda self, line: lines_shown.append(bare(line)))
@@ -74,7 +74,7 @@ def test_whatever_the_order_all_news_and_no_noise_are_shown(lines: list[str]) ->
     assert "".join(lines_shown) == "".join(bare(line) + "\n" for line in lines if line not in NOISE)
 
 
-def test_the_last_finished_round_is_known_unless_there_is_nothing_more_to_do() -> None:
+def test_the_log_knows_the_last_round_of_an_unfinished_run() -> None:
     log = RunLog(verbose=False)
     begun = INFO + "[ROUND 6/12]\n"
     ends = (("round  9/12 served\n", 9), ("round 10/12  served\n", 10), (begun, 5), ("round 12/12  served\n", 0))
@@ -83,7 +83,7 @@ def test_the_last_finished_round_is_known_unless_there_is_nothing_more_to_do() -
         assert log.rounds == rounds
 
 
-def test_an_error_that_one_line_explains_is_shown_without_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_with_an_explanation_is_shown_without_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = trace("posy.settings.SettingsError: lr = -1: it must be > 0")
     output = shown([*NOISE, ERROR + "ServerApp raised an exception", wrong, "round 1/2"], capsys, failed=True)
     assert output == "round 1/2\n"
@@ -95,7 +95,7 @@ def test_an_error_that_one_line_explains_is_shown_without_its_traceback(capsys: 
         assert output == "Results of this run: /runs/one\nround 1/2\n"
 
 
-def test_the_end_of_a_run_shows_the_reason_for_its_failure_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_for_a_failure_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Flower's own lines about the exception stay hidden."""
     reason = "classes-per-client = 11 in the run config: digits has 10 classes; allowed: 1 to 10"
     log = RunLog(verbose=False)
@@ -116,12 +116,12 @@ def test_equal_tracebacks_are_shown_once(capsys: pytest.CaptureFixture[str]) -> 
     assert twice.count("out of reach") == 2
 
 
-def test_a_run_that_fails_before_it_begins_shows_what_was_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_early_failure_shows_the_hidden_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Start `flwr-serverapp`" in shown([*NOISE, trace("ValueError: x")], capsys, failed=True)
     assert "Start `flwr-serverapp`" not in shown([*NOISE, RESULTS, trace("ValueError: x")], capsys, failed=True)
 
 
-def test_verbose_shows_every_line_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_shows_every_line_immediately(capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(verbose=True)
     for line in NOISE:
         log.add(line + "\n")
