@@ -68,7 +68,7 @@ class Finished:
 
 
 class FailingGrid(InProcessGrid):
-    """Lets the nodes of some messages fail, and clears the state of some nodes.
+    """A grid on which the nodes of some messages fail, and some nodes lose their state.
 
     A message is identified by (type, round, client).
     """
@@ -90,7 +90,7 @@ class FailingGrid(InProcessGrid):
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return two workers for all federation tests, else one more than the number of cores.
 
-    A worker takes a gigabyte. Tests of real processes wait for most of their time, so the other workers need no core.
+    A worker takes a gigabyte. Tests of real processes mostly wait, so one worker more than cores is efficient.
     """
     if config.option.markexpr == "federation":
         return 2
@@ -211,7 +211,7 @@ def federate() -> Callable[..., Finished]:
         prepare(strategy)
         records: list[RoundRecord] = []
 
-        def note(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        def record_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             if server_round:
                 records.append(strategy.record)
             return None
@@ -222,7 +222,7 @@ def federate() -> Callable[..., Finished]:
                 initial_arrays=ArrayRecord(),
                 num_rounds=settings.run.num_server_rounds,
                 timeout=60.0,
-                evaluate_fn=note,
+                evaluate_fn=record_round,
             )
         finally:
             clients.end()
@@ -233,7 +233,7 @@ def federate() -> Callable[..., Finished]:
 
 @pytest.fixture
 def failing() -> Callable[..., Callable[[int], FailingGrid]]:
-    """Return a function that builds a grid on which some messages fail, or some nodes lose their state first."""
+    """Return a function that builds a grid on which some nodes fail or lose their state."""
 
     def build(*fail: Key, forget: Collection[Key] = ()) -> Callable[[int], FailingGrid]:
         return lambda num_clients: FailingGrid(num_clients, fail, forget)

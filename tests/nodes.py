@@ -1,4 +1,4 @@
-"""Nodes with configs of their own that connect and leave, each answered by the real ClientApp in this process."""
+"""Nodes with individual configs that connect and leave. The real ClientApp answers for them in this process."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,12 +17,12 @@ from posy.server_app.grids import PosyGrid
 from posy.server_app.in_process import InProcessGrid
 
 LENIENT = Path(__file__).with_name("lenient-policy.yaml")
-"""The policy of nodes with data whose config names none: rows, scores and code are hardly limited."""
+"""The policy of nodes with data whose config names no policy. It hardly limits rows, scores and code."""
 POLICY = read_policy(LENIENT)
 
 
 class NodeGrid(PosyGrid):
-    """A grid of nodes by id, which connect and leave as a test says; those in ``silent`` do not answer."""
+    """A grid of nodes by id, which a test connects and disconnects. Nodes in ``silent`` do not answer."""
 
     def __init__(self, *configs: Mapping[str, Any]) -> None:
         InProcessGrid(1)  # gives this process the identity that messages need
@@ -36,8 +36,8 @@ class NodeGrid(PosyGrid):
             self.connect(number, config)
 
     def connect(self, node: int, config: Mapping[str, Any], registered: str = "") -> None:
-        words = {"policy": str(LENIENT), **config} if "data" in config else dict(config)
-        self.nodes[node] = Context(run_id=0, node_id=node, node_config=words, state=RecordDict(), run_config={})
+        node_config = {"policy": str(LENIENT), **config} if "data" in config else dict(config)
+        self.nodes[node] = Context(run_id=0, node_id=node, node_config=node_config, state=RecordDict(), run_config={})
         self.names[node] = registered
 
     def leave(self, node: int) -> None:

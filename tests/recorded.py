@@ -1,4 +1,4 @@
-"""What holds for the files of every run, whatever became of it."""
+"""Checks and comparisons of the files of a run with any status."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ Config = dict[str, Any]
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, str]]]:
-    """Return summary, rounds and rows of the clients; a NaN or infinity in JSON is an error."""
+    """Return the summary, the rounds and the clients' rows. A NaN or infinity in JSON is an error."""
 
     def refuse(word: str) -> Any:
         raise AssertionError(word)
@@ -27,7 +27,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[
 
 
 def check_numbers(folder: Path) -> None:
-    """No NaN in JSON; accuracies are counts over n_test; the means are those of the clients' rows."""
+    """Check that JSON has no NaN, accuracies are counts divided by n_test, and means match the clients' rows."""
 
     summary, rounds, rows = read(folder)
     for row in rows:
@@ -38,8 +38,8 @@ def check_numbers(folder: Path) -> None:
                 assert 0 <= float(row[f"{column}_loss"]) < math.inf
     for number, recorded in enumerate(rounds, start=1):
         for column in ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss"):
-            own = [r for r in rows if int(r["round"]) == number and r[column] != ""]
-            values, n = [float(r[column]) for r in own], [int(r["n_train"]) for r in own]
+            client_rows = [r for r in rows if int(r["round"]) == number and r[column] != ""]
+            values, n = [float(r[column]) for r in client_rows], [int(r["n_train"]) for r in client_rows]
             assert (recorded[column] is None) == (not values)
             if values:
                 assert recorded[column]["clients"] == len(values)
@@ -82,14 +82,14 @@ def models_of(path: Path) -> dict[str, dict[str, Any]]:
     return {file.name: load_arrays(file) for file in sorted((path / "models").glob("*.safetensors"))}
 
 
-def assert_same_results(path: Path, whole: Path) -> None:
-    """Compare all that two runs have left, bit for bit."""
-    assert rounds_of(path) == rounds_of(whole)
-    assert (path / "clients.csv").read_bytes() == (whole / "clients.csv").read_bytes()
-    assert summary_of(path) == summary_of(whole)
-    models, others = models_of(path), models_of(whole)
-    assert models.keys() == others.keys()
+def assert_same_results(path: Path, reference: Path) -> None:
+    """Compare all results of two runs bit for bit."""
+    assert rounds_of(path) == rounds_of(reference)
+    assert (path / "clients.csv").read_bytes() == (reference / "clients.csv").read_bytes()
+    assert summary_of(path) == summary_of(reference)
+    models, reference_models = models_of(path), models_of(reference)
+    assert models.keys() == reference_models.keys()
     for name, arrays in models.items():
-        assert arrays.keys() == others[name].keys()
+        assert arrays.keys() == reference_models[name].keys()
         for key, array in arrays.items():
-            np.testing.assert_array_equal(array, others[name][key], err_msg=f"{name}, {key}")
+            np.testing.assert_array_equal(array, reference_models[name][key], err_msg=f"{name}, {key}")

@@ -1,4 +1,4 @@
-"""Tiny stand-ins for the published data sets, written in the layouts in which these are published."""
+"""Tiny synthetic versions of the published data sets, in their published layouts."""
 
 import csv
 import hashlib
@@ -39,22 +39,22 @@ def leaf_file(path: Path, users: Mapping[str, tuple[Sequence[float], Sequence[in
 
 
 def spread(classes: int, of_each: int) -> np.ndarray:
-    """Return labels, as many of each class, one class after the other and then again."""
+    """Return labels that cycle through the classes, with ``of_each`` labels of each class."""
     return np.tile(np.arange(classes), of_each)
 
 
 def colour(label: int) -> tuple[int, int, int]:
-    """Return a colour of a class of its own."""
+    """Return the distinct colour of a class."""
     return (37 * label % 256, 91 * label % 256, 151 * label % 256)
 
 
 def mnist(folder: Path, name: str, of_each: int) -> None:
-    """MNIST, FashionMNIST: ``<name>/raw`` with train-* and t10k-*; a seventh of the samples are for the test."""
+    """Write MNIST or FashionMNIST: ``<name>/raw`` with train-* and t10k-*, which has a seventh of the samples."""
     _write_raw(folder / name / "raw", spread(10, of_each), ("train", "t10k"))
 
 
 def emnist_letters(folder: Path, of_each: int) -> None:
-    """EMNIST: ``EMNIST/raw`` with the split of the letters, which are counted from 1."""
+    """Write EMNIST: ``EMNIST/raw`` with the split of the letters, whose labels start at 1."""
     _write_raw(folder / "EMNIST/raw", 1 + spread(26, of_each), ("emnist-letters-train", "emnist-letters-test"))
 
 
@@ -65,34 +65,34 @@ def _write_raw(folder: Path, labels: np.ndarray, prefixes: tuple[str, str]) -> N
 
 
 def cifar(folder: Path, name: str, of_each: int, patch: pytest.MonkeyPatch) -> None:
-    """CIFAR-10 or CIFAR-100 as pickles of rows of red, green and blue, whose checksums torchvision then expects."""
+    """Write CIFAR-10 or CIFAR-100 as pickles of RGB rows, and make torchvision expect their checksums."""
     source = getattr(datasets, name)
-    ten = name == "CIFAR10"
-    labels = spread(10 if ten else 100, of_each)
+    is_cifar10 = name == "CIFAR10"
+    labels = spread(10 if is_cifar10 else 100, of_each)
     rows = np.random.default_rng(0).integers(0, 256, (len(labels), 3072), dtype=np.uint8)
     root = folder / source.base_folder
     root.mkdir(parents=True)
 
-    def written(file: str, content: Mapping[str, Any]) -> str:
+    def write_pickle(file: str, content: Mapping[str, Any]) -> str:
         (root / file).write_bytes(pickle.dumps(content))
         return hashlib.md5((root / file).read_bytes(), usedforsecurity=False).hexdigest()
 
     files = [file for file, _ in (*source.train_list, *source.test_list)]
-    key = "labels" if ten else "fine_labels"
+    key = "labels" if is_cifar10 else "fine_labels"
     parts = np.array_split(np.arange(len(labels)), len(files))
-    sums = [
-        [file, written(file, {"data": rows[part], key: labels[part].tolist()})]
+    checksums = [
+        [file, write_pickle(file, {"data": rows[part], key: labels[part].tolist()})]
         for file, part in zip(files, parts, strict=True)
     ]
-    names = DATASETS["cifar10"].classes if ten else CIFAR100_NAMES
-    meta = {**source.meta, "md5": written(source.meta["filename"], {source.meta["key"]: list(names)})}
-    patch.setattr(source, "train_list", sums[:-1])
-    patch.setattr(source, "test_list", sums[-1:])
+    names = DATASETS["cifar10"].classes if is_cifar10 else CIFAR100_NAMES
+    meta = {**source.meta, "md5": write_pickle(source.meta["filename"], {source.meta["key"]: list(names)})}
+    patch.setattr(source, "train_list", checksums[:-1])
+    patch.setattr(source, "test_list", checksums[-1:])
     patch.setattr(source, "meta", meta)
 
 
 def tiny_imagenet(folder: Path, classes: int, of_each: int) -> None:
-    """Tiny ImageNet: a folder of images for each class, and those for validation in one, with a table of theirs."""
+    """Write Tiny ImageNet: a folder of training images per class, and a folder of validation images with a table."""
     root, rows = folder / "tiny-imagenet-200", []
     for label in range(classes):
         wnid = f"n{label:08}"
@@ -104,8 +104,8 @@ def tiny_imagenet(folder: Path, classes: int, of_each: int) -> None:
 
 
 def femnist(folder: Path, writers: int, of_each: int) -> None:
-    """FEMNIST as LEAF writes it: files of training and of test samples, with pixels from 0 to 1, by writer."""
-    samples = [(place / of_each, place % 62) for place in range(of_each)]
+    """Write FEMNIST in the format of LEAF: training and test samples by writer, with pixels from 0 to 1."""
+    samples = [(index / of_each, index % 62) for index in range(of_each)]
     parts = {"train": samples[: 9 * of_each // 10], "test": samples[9 * of_each // 10 :]}
     for part, of_part in parts.items():
         xs, ys = [x for x, _ in of_part], [y for _, y in of_part]
@@ -114,14 +114,14 @@ def femnist(folder: Path, writers: int, of_each: int) -> None:
 
 
 def kvasir(folder: Path, of_each: int) -> None:
-    """Kvasir: a folder of images, which are no squares, for each class."""
+    """Write Kvasir: a folder of images per class, which are not square."""
     for label, name in enumerate(KVASIR):
         for number in range(of_each):
             save_image(folder / "kvasir" / name / f"{number}.jpg", colour(label), (72, 57))
 
 
 def fedisic(folder: Path, of_each: int) -> None:
-    """Fed-ISIC2019 as FLamby prepares it: images, and a table with label and centre of each."""
+    """Write Fed-ISIC2019 in the format of FLamby: images, and a table of their labels and centres."""
     root, rows = folder / "fedisic", ["image,MEL,target,center,fold,fold2"]
     for number in range(6 * of_each):
         save_image(root / f"ISIC_2019_Training_Input_preprocessed/i{number}.jpg", colour(number % 8), (70, 90))
@@ -130,7 +130,7 @@ def fedisic(folder: Path, of_each: int) -> None:
 
 
 def agnews(folder: Path, of_each: int) -> None:
-    """AG News: rows of class from 1, title and description, all in quotes, without a header."""
+    """Write AG News: quoted rows of class (from 1), title and description, without a header."""
     words = ("election", "match", "shares", "software")
     rows = [
         (label + 1, f"{words[label]} today", f"Of {words[label]}, no. {n}")

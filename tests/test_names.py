@@ -1,4 +1,4 @@
-"""Posy takes no import name but its own: people's projects have a data/ and a models/ of theirs."""
+"""Posy uses only the import name ``posy``, because users' projects may have their own data/ and models/."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = """
 import posy
 record = posy.run(method="fedavg", dataset="digits.npz", model="linear", num_clients=2, num_server_rounds=1)
 import data, models, strategies
-assert (data.NAME, models.NAME) == ("theirs", "theirs")
+assert (data.NAME, models.NAME) == ("user", "user")
 assert strategies.__file__ is None
 import posy.data, posy.models
 print(record.summary["status"], posy.data.__name__, posy.models.__name__)
@@ -19,14 +19,14 @@ print(record.summary["status"], posy.data.__name__, posy.models.__name__)
 
 
 def test_posy_runs_next_to_user_packages_named_data_and_models(tmp_path: Path) -> None:
-    """As a package, as a module, and as folders without code."""
+    """The user has packages, modules and folders without code that have the names of Posy's folders."""
     rng = np.random.default_rng(1)
     np.savez(tmp_path / "digits.npz", x_train=rng.normal(size=(40, 3)), y_train=np.arange(40) % 2)
     for name in ("data", "client_app"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text('NAME = "theirs"\n')
+        (tmp_path / name / "__init__.py").write_text('NAME = "user"\n')
     for name in ("models", "server_app"):
-        (tmp_path / f"{name}.py").write_text('NAME = "theirs"\n')
+        (tmp_path / f"{name}.py").write_text('NAME = "user"\n')
     for name in ("strategies", "commands"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("nothing to import")
@@ -46,9 +46,9 @@ def test_imports_work_in_a_bundle_without_symbolic_links(tmp_path: Path) -> None
         shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         if (link := tmp_path / "posy" / name).is_symlink():
             link.unlink()
-    words = "import posy.data.task, posy.server_app; print(posy.data.task.__file__)"
+    code = "import posy.data.task, posy.server_app; print(posy.data.task.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", words], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == str(tmp_path / "data" / "task.py"), done.stderr

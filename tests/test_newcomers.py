@@ -1,4 +1,4 @@
-"""Validation splits, and clients that are set aside until the end."""
+"""Validation splits, and clients that are held out until the end."""
 
 import csv
 import json
@@ -24,35 +24,35 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def test_validation_samples_come_from_the_training_split(make_config: Any) -> None:
     without = Workspace(read_settings(make_config("fedavg"))).partition
     part = Workspace(read_settings(make_config("fedavg", validation_fraction=0.25))).partition
-    for client, (n, aside) in enumerate(((21, 5), (12, 3), (8, 2), (1, 0))):
-        assert len(part.validation[client]) == aside and len(without.validation[client]) == 0
-        assert len(part.train[client]) == n - aside
-        together = np.sort(np.concatenate([part.train[client], part.validation[client]]))
-        np.testing.assert_array_equal(together, without.train[client])
+    for client, (n, num_validation) in enumerate(((21, 5), (12, 3), (8, 2), (1, 0))):
+        assert len(part.validation[client]) == num_validation and len(without.validation[client]) == 0
+        assert len(part.train[client]) == n - num_validation
+        both = np.sort(np.concatenate([part.train[client], part.validation[client]]))
+        np.testing.assert_array_equal(both, without.train[client])
         np.testing.assert_array_equal(part.test[client], without.test[client])
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "fedfomo"])
 def test_validation_samples_do_not_affect_training(make_config: Any, federate: Any, tiny: Any, method: str) -> None:
-    """The run is the same when they are mixed up, which leaves the statistics of the inputs as they are.
+    """Permuting the validation samples does not change training, because the statistics of the inputs stay the same.
 
-    FedFomo alone looks there in training: it weighs the others' models by their loss on that split.
+    Only FedFomo uses the split in training: it weights the other clients' models by their loss on it.
     """
     x, y, train, test = tiny
     settings = {"validation_fraction": 0.25}
     config = make_config(method, **settings)
-    aside = np.concatenate(Workspace(read_settings(config)).partition.validation)
-    assert len(aside) == 10
-    mixed = x.copy()
-    mixed[aside] = x[aside[::-1]]
-    first, second = federate(config), federate(make_config(method, data=(mixed, y, train, test), **settings))
+    validation = np.concatenate(Workspace(read_settings(config)).partition.validation)
+    assert len(validation) == 10
+    permuted = x.copy()
+    permuted[validation] = x[validation[::-1]]
+    first, second = federate(config), federate(make_config(method, data=(permuted, y, train, test), **settings))
     for column in ("train_loss", "served_loss", "local_loss"):
         for before, after in zip(first.column(column), second.column(column), strict=True):
             assert before == pytest.approx(after, rel=1e-4)
-    seen = [
+    validated = [
         loss for name in ("served", "local") for losses in first.column(f"{name}_validation_loss") for loss in losses
     ]
-    assert seen and set(seen) == {0, 1, 2}
+    assert validated and set(validated) == {0, 1, 2}
     assert first.column("local_validation_loss") != second.column("local_validation_loss")
 
 
@@ -104,27 +104,27 @@ def test_newcomers_are_served_at_the_end_and_train_once(make_config: Any, federa
 
 
 def test_newcomers_do_not_affect_the_model(make_config: Any, federate: Any, tiny: Any) -> None:
-    """FedAvg's model is that of a federation without them."""
+    """FedAvg's model equals the model of a federation without newcomers."""
     _, _, train, _ = tiny
     finished = federate(make_config("fedavg", holdout_clients=0.25, seed=3, num_server_rounds=1, batch_size=100))
     (new,) = finished.strategy.newcomers
-    others = [c for c in range(4) if c != new]
-    assert finished.records[0].cohort == tuple(others)
+    members = [c for c in range(4) if c != new]
+    assert finished.records[0].cohort == tuple(members)
     served = finished.strategy.newcomer_rows[new]
     trained = federate(make_config("fedavg", seed=3, num_server_rounds=1, batch_size=100))
-    assert trained.records[0].clients[others[0]]["train_loss"] == finished.records[0].clients[others[0]]["train_loss"]
+    assert trained.records[0].clients[members[0]]["train_loss"] == finished.records[0].clients[members[0]]["train_loss"]
     assert served["n_train"] == len(train[new])
 
 
 def test_newcomers_are_in_the_summary(make_config: Any, tmp_path: Path) -> None:
     recorder = run(None, make_config("fedrep", holdout_clients=0.5, seed=3, system_accuracy="on"))
-    told = recorder.summary["newcomers"]
-    assert set(told) == {"served", "local", "clients"}
+    newcomers = recorder.summary["newcomers"]
+    assert set(newcomers) == {"served", "local", "clients"}
     for point in ("served", "local"):
-        values = [row[f"{point}_accuracy"] for row in told["clients"].values() if f"{point}_accuracy" in row]
-        assert told[point]["mean"] == pytest.approx(np.mean(values))
+        values = [row[f"{point}_accuracy"] for row in newcomers["clients"].values() if f"{point}_accuracy" in row]
+        assert newcomers[point]["mean"] == pytest.approx(np.mean(values))
     assert 0 <= recorder.summary["system-accuracy"] <= 1
-    for client in map(int, told["clients"]):
+    for client in map(int, newcomers["clients"]):
         assert (recorder.directory.models / f"client-{client}.safetensors").is_file()
 
 

@@ -1,4 +1,4 @@
-"""What a node does when calls to its SuperLink fail; a gRPC server in this process fails as told."""
+"""How a node handles failed calls to its SuperLink. A gRPC server in this process fails as the tests configure it."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ CALLS = {
 
 
 class SuperLink:
-    """A server that answers a node, after some failures; like the real one it says what it lacks of a message."""
+    """A server that answers a node after configured failures, and lists the missing parts of a reply."""
 
     def __init__(self) -> None:
         self.failures: dict[str, list[tuple[Status, str]]] = {}
@@ -117,20 +117,20 @@ class SuperLink:
 
 @pytest.fixture
 def superlink() -> Iterator[SuperLink]:
-    made = SuperLink()
-    yield made
-    made.server.stop(None)
+    server = SuperLink()
+    yield server
+    server.server.stop(None)
 
 
 @pytest.fixture
 def fleet(superlink: SuperLink, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Return a node's calls that repeat after milliseconds."""
+    """Return the connection of a node that retries after milliseconds."""
     monkeypatch.setattr(calling, "FIRST_PAUSE_SECONDS", 0.001)
-    made = Fleet(superlink.address, insecure=True)
-    made.join()
+    connection = Fleet(superlink.address, insecure=True)
+    connection.join()
     superlink.calls.clear()
-    yield made
-    made.leave()
+    yield connection
+    connection.leave()
 
 
 def message(ttl: float = 600.0) -> Packed:
@@ -139,8 +139,8 @@ def message(ttl: float = 600.0) -> Packed:
     return pack(Message(RecordDict({"arrays": arrays}), dst_node_id=5, message_type="train", ttl=ttl))
 
 
-def reply(asked: Packed) -> Packed:
-    received = unpack(asked.tree.object_id, asked.objects)
+def reply(request: Packed) -> Packed:
+    received = unpack(request.tree.object_id, request.objects)
     return pack(Message(received.content, reply_to=received))
 
 
@@ -153,8 +153,8 @@ def test_a_node_joins_and_leaves(superlink: SuperLink) -> None:
 
 
 def test_transient_errors_are_retried(fleet: Fleet, superlink: SuperLink) -> None:
-    passing = [Status.INTERNAL, Status.UNAVAILABLE, Status.UNKNOWN, Status.INTERNAL]
-    superlink.failures["PullMessages"] = [(code, "failed") for code in passing]
+    codes = [Status.INTERNAL, Status.UNAVAILABLE, Status.UNKNOWN, Status.INTERNAL]
+    superlink.failures["PullMessages"] = [(code, "failed") for code in codes]
     assert fleet.pull() is None
     assert superlink.calls.count("PullMessages") == 5
 
@@ -168,7 +168,7 @@ def test_a_call_that_keeps_failing_raises_its_error(
         fleet.pull()
     assert raised.value.code() == Status.INTERNAL
     superlink.failures["PullMessages"] = [(Status.INTERNAL, "")]
-    assert fleet.pull() is None  # the next call has its own time
+    assert fleet.pull() is None  # the next call has a new time limit
     superlink.failures["PullMessages"] = [(Status.PERMISSION_DENIED, "not running")]
     with pytest.raises(RunEndedError):
         fleet.pull()
@@ -193,7 +193,7 @@ def test_a_refused_key_is_retried_until_the_activation_timeout(
     node.leave()
     assert caplog.text.count("the SuperLink does not accept this node's key") == 1
     monkeypatch.setattr(calling, "ACTIVATION_SECONDS", 0.0)
-    for error in (refused, (Status.FAILED_PRECONDITION, "")):  # any other refusal stands
+    for error in (refused, (Status.FAILED_PRECONDITION, "")):  # any other refusal is final
         superlink.failures["ActivateNode"] = [error]
         with pytest.raises(grpc.RpcError):
             Fleet(superlink.address, insecure=True).join()
@@ -217,9 +217,9 @@ def test_untrusted_certificates_stop_a_node_only_before_its_first_connection(
 
 def test_a_message_with_all_parts_is_confirmed(fleet: Fleet, superlink: SuperLink) -> None:
     superlink.message, superlink.unready = message(), 3
-    found = fleet.pull()
-    assert found is not None
-    assert fleet.pull_objects(*found) == superlink.message.objects
+    pulled = fleet.pull()
+    assert pulled is not None
+    assert fleet.pull_objects(*pulled) == superlink.message.objects
     assert superlink.calls[-1] == "ConfirmMessageReceived"
 
 
@@ -227,20 +227,20 @@ def test_a_message_with_missing_parts_is_not_confirmed(
     fleet: Fleet, superlink: SuperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     superlink.message = message()
-    found = fleet.pull()
-    assert found is not None
+    pulled = fleet.pull()
+    assert pulled is not None
     superlink.message.objects.popitem()
     with pytest.raises(PartError):
-        fleet.pull_objects(*found)
+        fleet.pull_objects(*pulled)
     superlink.unready = 10_000
     monkeypatch.setattr(calling, "PART_SECONDS", 0.05)
     with pytest.raises(PartError):
-        fleet.pull_objects(*found)
+        fleet.pull_objects(*pulled)
     assert "ConfirmMessageReceived" not in superlink.calls
 
 
 def test_a_reply_arrives_complete_despite_errors(fleet: Fleet, superlink: SuperLink) -> None:
-    # Its announcement fails; the answer to one of its parts is lost; then a part is refused.
+    # The announcement fails, the answer to a part is lost, and the server refuses a part.
     superlink.failures["PushMessages"] = [(Status.INTERNAL, "")]
     superlink.loses_answers, superlink.refuses_parts = 1, 1
     answer = reply(message())

@@ -1,4 +1,4 @@
-"""The socket between a node and its worker: tasks, replies and what a run's code may write to it."""
+"""The socket between a node and its worker: tasks, replies, and malformed entries from a run's code."""
 
 import queue
 import socket
@@ -118,7 +118,7 @@ def test_code_is_sent_once_and_state_with_every_message(ends: tuple[Worker, sock
 def test_a_malformed_entry_ends_the_worker_but_not_the_node(
     ends: tuple[Worker, socket.socket, BinaryIO], content: bytes
 ) -> None:
-    """Code of a run in the worker process could otherwise let the node wait without end."""
+    """Otherwise, a run's code in the worker process could block the node forever."""
     worker, connection, _ = ends
     connection.sendall(content)
     assert worker.events.get(timeout=5) is None
@@ -144,15 +144,15 @@ def let_work(worker: Worker, sent: Packed) -> Packed:
     return node._let_work(worker, sent.envelope, sent.objects, Run(7), BUNDLE)
 
 
-@pytest.mark.parametrize("lie", ["envelope", "count", "no reply"])
-def test_a_malformed_reply_becomes_an_error_reply(ends: tuple[Worker, socket.socket, BinaryIO], lie: str) -> None:
+@pytest.mark.parametrize("fault", ["envelope", "count", "no reply"])
+def test_a_malformed_reply_becomes_an_error_reply(ends: tuple[Worker, socket.socket, BinaryIO], fault: str) -> None:
     worker, connection, _ = ends
     sent = pack(Message(RecordDict(), dst_node_id=5, message_type="query", ttl=600.0))
     entry = EntrySocket(connection)
-    if lie == "no reply":
+    if fault == "no reply":
         entry.send([b""], event="done")
     else:
-        entry.send([b"\xff" if lie == "envelope" else b"", b"", b"x"], event="reply", objects=["a", "b"])
+        entry.send([b"\xff" if fault == "envelope" else b"", b"", b"x"], event="reply", objects=["a", "b"])
     reply = let_work(worker, sent)
     assert reply.envelope.error.code == ErrorCode.CLIENT_APP_CRASHED
     assert reply.envelope.metadata.reply_to_message_id == sent.tree.object_id

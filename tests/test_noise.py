@@ -47,12 +47,12 @@ def test_the_low_bits_of_the_noise_are_uniform(steps: np.ndarray) -> None:
 def test_cells_within_an_interval_have_the_density_of_the_normal_distribution() -> None:
     """The rejection step matters in the tail only, where the density falls by 1.2 % in an interval."""
     generator = SecureGenerator(KEY)
-    left = 3 * INTERVALS
-    generator._intervals = lambda count: np.full(count, left)  # type: ignore[method-assign]
+    interval = 3 * INTERVALS
+    generator._intervals = lambda count: np.full(count, interval)  # type: ignore[method-assign]
     magnitude = np.where((steps := generator.gaussian(COUNT)) < 0, -steps - 1, steps)
-    cell = magnitude - left * CELLS
+    cell = magnitude - interval * CELLS
     assert cell.min() >= 0 and cell.max() < CELLS
-    bounds = left / INTERVALS, (left + 0.5) / INTERVALS, (left + 1) / INTERVALS
+    bounds = interval / INTERVALS, (interval + 0.5) / INTERVALS, (interval + 1) / INTERVALS
     tails = stats.norm.sf(bounds)
     lower = (tails[0] - tails[1]) / (tails[0] - tails[2])
     assert lower - 0.5 > 0.0014

@@ -1,4 +1,4 @@
-"""A table on a Ray cluster: a head and two workers started on this machine, one of which is lost."""
+"""A table on a Ray cluster of a head and two workers on this machine. The test kills one worker."""
 
 import io
 import json
@@ -33,13 +33,13 @@ QUICK = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
 }
-"""A slow start is none that has failed; a lost worker is missed within seconds."""
+"""Settings with which Ray tolerates a slow start, and notices a lost worker within seconds."""
 
 
-def until(condition: Callable[[], bool], told: Callable[[], str], seconds: float = 150.0) -> None:
+def until(condition: Callable[[], bool], describe: Callable[[], str], seconds: float = 150.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, told()
+        assert time.monotonic() < end, describe()
         time.sleep(0.1)
 
 
@@ -57,11 +57,11 @@ class Cluster:
         command = [str(ray), "start", "--block", "--disable-usage-stats", f"--temp-dir={self.folder}", *words]
         log = (self.folder / f"node-{len(self.nodes)}.log").open("wb")
         before = len(self.nodes)
-        places = os.pathsep.join(filter(None, (str(APP), os.environ.get("PYTHONPATH", ""))))
-        environment = {**os.environ, "PYTHONPATH": places, **QUICK}
+        python_path = os.pathsep.join(filter(None, (str(APP), os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, "PYTHONPATH": python_path, **QUICK}
         self.nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
 
-        # One after the other: all are on one machine, and look for free ports.
+        # Nodes start one after the other, because all of them look for free ports on one machine.
         text = (self.folder / f"node-{before}.log").read_text
         until(lambda: "Ray runtime started" in text(), text)
 
@@ -76,13 +76,13 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # Ray's sockets need a short path.
-    found = Cluster(tmp_path_factory.mktemp("r"))
+    started = Cluster(tmp_path_factory.mktemp("r"))
     try:
-        yield found
+        yield started
     finally:
-        for node in reversed(range(len(found.nodes))):
-            if found.nodes[node].poll() is None:
-                found.kill(node)
+        for node in reversed(range(len(started.nodes))):
+            if started.nodes[node].poll() is None:
+                started.kill(node)
 
 
 @pytest.mark.federation
@@ -106,7 +106,7 @@ def test_cells_are_distributed_and_rerun_if_a_worker_is_lost(cluster: Cluster, t
         assert len((cell.path / "rounds.jsonl").read_text().splitlines()) == 40
         assert (cell.path / "figures").is_dir() and not (cell.path / "models").exists()
         assert "completed after 40 rounds" in cell.log.read_text()
-    # In this process each cell comes to the same.
+    # Without Ray, each cell has the same results.
     alone = tmp_path / "alone"
     words = [*command[:-2], "--output", str(alone), "-j", "2"]
     assert subprocess.run(words, env=environment, check=False, capture_output=True).returncode == 0

@@ -144,7 +144,7 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "shown"),
+    ("words", "status", "message"),
     [
         (["--version"], 0, "posy "),
         (["run", "--help"], 0, "EXPERIMENT is a file of settings"),
@@ -158,7 +158,7 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_commands_work_with_a_typer_that_vendors_click(
-    words: list[str], status: int, shown: str, vendored: Path
+    words: list[str], status: int, message: str, vendored: Path
 ) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(vendored)!r}); import typer, click; "
@@ -167,5 +167,5 @@ def test_commands_work_with_a_typer_that_vendors_click(
     )
     ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stderr
-    assert shown in ended.stdout + ended.stderr
+    assert message in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr

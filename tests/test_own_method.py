@@ -1,4 +1,4 @@
-"""A method of one's own: written as a user would, in few lines and with few names to know, and run end to end."""
+"""Custom methods as users write them, with few lines and few imported names, run end to end."""
 
 import ast
 import json
@@ -123,8 +123,8 @@ IFCA = '''
             return Update({"model": trained.parameters, "cluster": int(best.chosen)}, trained.loss), trained.parameters
 '''
 
-OWN = {"MyFedPer": (FEDPER, 15), "MyDitto": (DITTO, 25), "MyIfca": (IFCA, 45)}
-"""Methods by name: their sources, and the lines of code that they may take."""
+SOURCES = {"MyFedPer": (FEDPER, 15), "MyDitto": (DITTO, 25), "MyIfca": (IFCA, 45)}
+"""The source of each method, and the maximum of its lines of code."""
 
 
 def parsed(source: str) -> ast.Module:
@@ -132,7 +132,7 @@ def parsed(source: str) -> ast.Module:
 
 
 def lines_of_code(source: str) -> int:
-    """Return the number of lines that are neither empty nor of a docstring; imports count."""
+    """Return the number of lines, without empty lines and docstrings but with imports."""
     lines = {number for number, line in enumerate(dedent(source).splitlines(), start=1) if line.strip()}
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -142,22 +142,22 @@ def lines_of_code(source: str) -> int:
 
 def imported(source: str) -> set[str]:
     """Return the names that a source imports from Posy."""
-    found = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom)]
-    return {alias.name for node in found if str(node.module).startswith("posy") for alias in node.names}
+    imports = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in imports if str(node.module).startswith("posy") for alias in node.names}
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write the methods as their author would, a file each where the run is started; return what one is called."""
+def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write each method to a file in the working directory; return a function that gives its setting ``method``."""
     monkeypatch.chdir(tmp_path)
-    for name, (source, _) in OWN.items():
+    for name, (source, _) in SOURCES.items():
         (tmp_path / f"{name.lower()}.py").write_text(dedent(source), encoding="utf-8")
     return lambda name: f"{name.lower()}:{name}"
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", SOURCES)
 def test_custom_methods_are_short(name: str) -> None:
-    source, most = OWN[name]
+    source, most = SOURCES[name]
     assert lines_of_code(source) <= most
     assert len(imported(source)) <= 10
 
@@ -166,9 +166,9 @@ QUIET = {"dp": "local", "dp_clip": 1.0, "dp_epsilon": 1e6, "dp_scores": "exact"}
 
 
 def test_custom_fedper_keeps_its_last_layers_personal(
-    own: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
+    custom: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
-    config = make_config(own("MyFedPer"), model="mlp", myfedper_layers=2, **QUIET)
+    config = make_config(custom("MyFedPer"), model="mlp", myfedper_layers=2, **QUIET)
     finished = federate(config)
     layout = finished.strategy.architecture.layout
     assert finished.strategy.model.size == layout.without(layout.layers[-2:]).size < layout.size
@@ -182,37 +182,37 @@ def test_custom_fedper_keeps_its_last_layers_personal(
 
 
 @pytest.mark.parametrize(
-    ("name", "known", "kept"),
+    ("name", "built_in", "has_state"),
     [("MyFedPer", "fedper", True), ("MyDitto", "ditto", True), ("MyIfca", "ifca", False)],
     ids=["fedper", "ditto", "ifca"],
 )
 def test_custom_methods_equal_the_built_in_ones(
     name: str,
-    known: str,
-    kept: bool,
-    own: Callable[[str], str],
+    built_in: str,
+    has_state: bool,
+    custom: Callable[[str], str],
     make_config: Callable[..., Config],
     federate: Callable[..., Any],
 ) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6, "max_update_norm": 1e6}
-    mine, ours = (federate(make_config(method, **settings)) for method in (own(name), known))
-    states = [state_of(finished.strategy) for finished in (mine, ours)]
+    custom_run, built_in_run = (federate(make_config(method, **settings)) for method in (custom(name), built_in))
+    states = [state_of(finished.strategy) for finished in (custom_run, built_in_run)]
     assert states[0].keys() == states[1].keys()
     for array, content in states[0].items():
         np.testing.assert_array_equal(content, states[1][array])
     for column in ("served_accuracy", "local_loss", "train_loss"):
-        assert mine.column(column) == ours.column(column)
-    for client in range(4 if kept else 0):
-        np.testing.assert_equal(mine.kept(client), ours.kept(client))
+        assert custom_run.column(column) == built_in_run.column(column)
+    for client in range(4 if has_state else 0):
+        np.testing.assert_equal(custom_run.kept(client), built_in_run.kept(client))
 
 
 def test_custom_methods_support_resume_report_and_table(
-    own: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    custom: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its settings are checked, searched and stored as those of Posy's methods are, from a file too."""
+    """Its settings are checked and stored like the settings of built-in methods, also if they come from a file."""
     small = ["max-samples=200", "num-clients=3", "local-epochs=1", "output-dir=runs"]
     words = ["my.yaml", "myditto-strength=0.3", "num-server-rounds=1", "run-name=a", *small]
-    Path("my.yaml").write_text(f"method: {own('MyDitto')}\nlr: 0.02\n", encoding="utf-8")
+    Path("my.yaml").write_text(f"method: {custom('MyDitto')}\nlr: 0.02\n", encoding="utf-8")
     assert main(["run", *words]) == 0
     assert "myditto on digits" in capsys.readouterr().out
     stored = read_yaml(Path("runs/a/config.yaml"))["settings"]
@@ -222,24 +222,24 @@ def test_custom_methods_support_resume_report_and_table(
     summary = json.loads(Path("runs/a/summary.json").read_text())
     assert (summary["rounds"], summary["method"]) == (2, "myditto")
     assert main(["run", "runs/a/config.yaml", "method=ditto", "num-server-rounds=1", "run-name=b"]) == 0
-    Path("myditto.py").rename("elsewhere.py")  # a page on a run does not need its code
+    Path("myditto.py").rename("elsewhere.py")  # a report does not need the code of its runs
     assert main(["report", "runs/a", "runs/b", "-o", "page.html"]) == 0
     assert "myditto" in Path("page.html").read_text(encoding="utf-8")
     Path("elsewhere.py").rename("myditto.py")
-    rows = [{"name": "mine", "settings": {"method": own("MyDitto"), "myditto-strength": 0.2}}]
-    rows += [{"name": "ours", "settings": {"method": "ditto", "ditto-strength": 0.2}}]
+    rows = [{"name": "custom", "settings": {"method": custom("MyDitto"), "myditto-strength": 0.2}}]
+    rows += [{"name": "built-in", "settings": {"method": "ditto", "ditto-strength": 0.2}}]
     shared = {"max-samples": 200, "num-clients": 3, "local-epochs": 1, "num-server-rounds": 1}
     table = {"runs": rows, "seeds": [0], "settings": shared, "output": "table"}
     Path("table.yaml").write_text(dump(table), encoding="utf-8")
     assert main(["table", "table.yaml", "-j", "1"]) == 0
-    mine, ours = read_csv("table/table.csv").drop(columns=["method", "seconds"]).to_dict("records")
-    np.testing.assert_equal(mine, ours)
+    custom_row, built_in_row = read_csv("table/table.csv").drop(columns=["method", "seconds"]).to_dict("records")
+    np.testing.assert_equal(custom_row, built_in_row)
 
 
 def test_the_settings_of_a_custom_method_are_listed(
-    own: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+    custom: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["settings", own("MyIfca")]) == 0
+    assert main(["settings", custom("MyIfca")]) == 0
     assert "myifca-clusters" in capsys.readouterr().out
 
 
@@ -252,7 +252,7 @@ WRONG = {
     ),
     "no class": ("x = 1\n", "wrong:FedMine", "must declare FedMineSettings, a subclass of MethodSettings"),
     "no subclass": ("class FedMineSettings: ...\n", "wrong:FedMine", "FedMineSettings must be a subclass of Meth"),
-    "no verdict": (
+    "no noise": (
         NOTHING + "class FedMineSettings(MethodSettings):\n    returned = {'model': model(sums=True)}\n",
         "wrong:FedMine",
         "'noise'",
@@ -282,11 +282,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("source", "method", "told"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("source", "method", "message"), WRONG.values(), ids=WRONG)
 def test_invalid_methods_are_refused_before_the_run(
     source: str,
     method: str,
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -295,7 +295,7 @@ def test_invalid_methods_are_refused_before_the_run(
     Path("wrong.py").write_text(source, encoding="utf-8")
     assert main(["run", f"method={method}", "max-samples=200", "num-server-rounds=1"]) == 2
     error = capsys.readouterr().err
-    assert told in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error
     assert not Path("runs").exists()
 
 

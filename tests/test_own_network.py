@@ -131,7 +131,7 @@ def random(task):
 
 
 def raises(task):
-    raise RuntimeError("no such luck,\\nand more")
+    raise RuntimeError("bad luck,\\nand more")
 
 
 number = 3
@@ -210,7 +210,7 @@ def test_dropout_uses_the_random_numbers_of_the_batch(network_folder: Path) -> N
         ("tied", "1.weight and 2.weight are one tensor"),
         ("double", "1.weight is of torch.float64"),
         ("random", "must come from nn.Dropout layers"),
-        ("raises", r"it has raised RuntimeError: no such luck, and more \(nets.py, line \d+\)$"),
+        ("raises", r"it has raised RuntimeError: bad luck, and more \(nets.py, line \d+\)$"),
         ("wrong_layer", "no module 'five' to be a layer; it has 0, 1"),
         ("half_described", "4.weight belongs to none of the layers 1"),
         ("wrong_head", "its head must be an nn.Linear; '0' is Flatten"),
@@ -241,8 +241,8 @@ def test_unknown_networks_are_refused(network_folder: Path, text: str, message: 
 def test_network_files_are_resolved_where_the_run_starts(network_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_settings({"model": "nets:mlp"})
     assert settings.train.model == f"{network_folder / 'nets.py'}:mlp"
-    travelled = read_settings({}, "a stored model", {"model": "own/nets.py:mlp"})
-    assert travelled.train.model == settings.train.model
+    received = read_settings({}, "a stored model", {"model": "own/nets.py:mlp"})
+    assert received.train.model == settings.train.model
     monkeypatch.chdir("/")
     assert architecture_for(settings.train.model, DIGITS).layer_names == ("1", "4", "head")
 

@@ -45,7 +45,7 @@ TABLE: dict[str, Any] = {
         {"say": "FedAvg is better", "higher": "FedAvg", "lower": "Local", "in": ["a"]},
         {"say": "it spreads less", "higher": ["b / FedAvg", "a / Local"], "lower": "a / FedAvg", "spread": True},
         {"say": "no difference", "higher": "b / FedAvg", "lower": "a / FedAvg", "within": 0, "why": "two passes"},
-        {"say": "no large one", "higher": "b / FedAvg", "lower": "a / FedAvg", "within": 100, "why": "never told"},
+        {"say": "no large one", "higher": "b / FedAvg", "lower": "a / FedAvg", "within": 100, "why": "never shown"},
     ],
     "reasons": [{"rows": ["Local"], "say": "another network"}],
     "small": {
@@ -392,7 +392,7 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     assert f"- {unknown.say}: **not run**\n" in text
     figures = f"({epochs_verdict.difference:+.2f} ± {epochs_verdict.std:.2f}, 2 pairs)"
     assert f"- no difference: **too few runs** at scale small {figures}: two passes\n" in text
-    assert "never told" not in text  # confirmed, so the page omits its reason
+    assert "never shown" not in text  # confirmed, so the page omits its reason
     other = comparison.values("b", "FedAvg", "local last")
     assert epochs_verdict.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
     assert epochs.higher == ("b / FedAvg",)

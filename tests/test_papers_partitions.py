@@ -1,4 +1,4 @@
-"""What the papers' tables and figures ask for can be shared out, also of data sets that are not here."""
+"""Posy can draw the partitions of the papers' tables and figures, also for data sets that are not installed."""
 
 from dataclasses import replace
 from functools import cache
@@ -28,20 +28,20 @@ SIZES = {
     "kvasir": (8, 500, 3),
     "agnews": (4, 31_900, 0),
 }
-"""Classes, samples of each (of MNIST on average) and channels; a text has none."""
+"""Number of classes, samples per class (a mean for MNIST) and channels (0 for texts)."""
 CENTRES = (12_413, 3954, 3363, 2259, 819, 439)
-"""Images of FedISIC's centres, as FLamby tells them."""
-ONE_FOR_TRAINING = ("cwfedavg", "figure4", "full", "CIFAR-10, alpha 0.01")
-"""Where hardly a draw gives each of 20 clients any of ten classes: two samples are enough, one of them for the test."""
+"""Numbers of images at FedISIC's centres, as FLamby lists them."""
+SMALLEST_CLIENTS = ("cwfedavg", "figure4", "full", "CIFAR-10, alpha 0.01")
+"""A cell in which few draws give each of 20 clients any samples. One training and one test sample are enough."""
 CHANGES = ("shift", "augment", "transforms", "image_size", "text_length", "vocabulary", "train_samples")
-"""What is done to samples once they are shared out; no table leaves clients fewer than 50 for training."""
-AS_THEY_ARE = {name: getattr(DataSettings, name) for name in CHANGES}
+"""Settings that change samples after the partition. No table leaves a client fewer than 50 training samples."""
+UNCHANGED = {name: getattr(DataSettings, name) for name in CHANGES}
 KEYS = as_config(DataSettings()).keys()
 
 
 @cache
-def made_up(name: str) -> Dataset:
-    """Return made-up samples with the classes and groups of a data set, as many as were published."""
+def synthetic(name: str) -> Dataset:
+    """Return synthetic samples with the classes, groups and size of a published data set."""
     rng, groups = np.random.default_rng(0), None
     if name == "digits":
         return load_dataset(DataSettings(dataset=name), Path("nowhere"), 0)
@@ -53,7 +53,7 @@ def made_up(name: str) -> Dataset:
             # LEAF: 3,550 writers, of 227 characters on average with a standard deviation of 89.
             "femnist": (62, 1, np.maximum(10, rng.normal(227, 89, 3550)).astype(int)),
             "fedisic": (8, 3, np.array(CENTRES)),
-            # Of the users with eight test samples or more the first has 549 tweets; how they go on is made up.
+            # The largest user with eight or more test samples has 549 tweets. The other sizes are invented.
             "sent140": (2, 0, np.geomspace(549, 31, 1000).astype(int)),
         }[name]
         groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -63,26 +63,27 @@ def made_up(name: str) -> Dataset:
     return make_dataset(name, "image" if channels else "text", x, y, names, vocabulary, groups=groups)
 
 
-def asked_for(one: Item) -> dict[tuple[str, ...], DataSettings]:
-    """Return the settings of the data that a table or figure runs on or counts, by scale and column, for one seed."""
-    small = one.content.get("small", {})
-    content = {**one.content, "seeds": [0], **({"small": {**small, "seeds": [0]}} if small else {})}
-    found: dict[tuple[str, ...], DataSettings] = {}
-    seen = set()
-    for scale in one.scales:
-        for cell in replace(one, content=content).plan(scale, folder=Path("nowhere")).cells:
-            given = frozenset((key, value) for key, value in cell.config.items() if key in KEYS)
-            if given not in seen:
-                seen.add(given)
-                found[one.paper, one.name, scale, cell.variant, cell.row] = read_settings(cell.config).data
-    return found
+def data_settings(paper_item: Item) -> dict[tuple[str, ...], DataSettings]:
+    """Return the data settings that a table or figure uses with one seed, by paper, name, scale, column and row."""
+    small = paper_item.content.get("small", {})
+    content = {**paper_item.content, "seeds": [0], **({"small": {**small, "seeds": [0]}} if small else {})}
+    by_cell: dict[tuple[str, ...], DataSettings] = {}
+    configs = set()
+    for scale in paper_item.scales:
+        for cell in replace(paper_item, content=content).plan(scale, folder=Path("nowhere")).cells:
+            config = frozenset((key, value) for key, value in cell.config.items() if key in KEYS)
+            if config not in configs:
+                configs.add(config)
+                name = (paper_item.paper, paper_item.name, scale, cell.variant, cell.row)
+                by_cell[name] = read_settings(cell.config).data
+    return by_cell
 
 
 @cache
 def fewest(data: DataSettings) -> tuple[int, int] | str:
-    """Return the fewest samples for training and for the test that a client has, or why there is no partition."""
+    """Return the smallest training and test set of a client, or the reason why the partition fails."""
     try:
-        part = partition(_subset(made_up(data.dataset), data, 0), data, 0)
+        part = partition(_subset(synthetic(data.dataset), data, 0), data, 0)
     except (SettingsError, DataError) as error:
         return str(error)
     assert len(part.train) == len(part.test) == data.num_clients
@@ -91,17 +92,17 @@ def fewest(data: DataSettings) -> tuple[int, int] | str:
 
 @pytest.mark.parametrize("paper", papers())
 def test_every_client_of_the_papers_has_training_and_test_samples(paper: str) -> None:
-    places: dict[DataSettings, list[tuple[str, ...]]] = {}
-    for one in items(paper):
-        for place, data in asked_for(one).items() if one.has_runs or one.counts_classes else ():
+    cells: dict[DataSettings, list[tuple[str, ...]]] = {}
+    for paper_item in items(paper):
+        for cell, data in data_settings(paper_item).items() if paper_item.has_runs or paper_item.counts_classes else ():
             check_shift(data.shift, data.num_clients, 3)
             assert data.train_samples == 0 or data.train_samples >= 50
-            places.setdefault(replace(data, **AS_THEY_ARE), []).append(place)
-    assert places
-    wrong = {}
-    for data, of_these in places.items():
-        found = fewest(data)
-        least = 1 if ONE_FOR_TRAINING in [place[:4] for place in of_these] else 2
-        if isinstance(found, str) or found[0] < least or found[1] < 1:
-            wrong[of_these[0]] = found
-    assert wrong == {}
+            cells.setdefault(replace(data, **UNCHANGED), []).append(cell)
+    assert cells
+    failures = {}
+    for data, data_cells in cells.items():
+        smallest = fewest(data)
+        least = 1 if SMALLEST_CLIENTS in [cell[:4] for cell in data_cells] else 2
+        if isinstance(smallest, str) or smallest[0] < least or smallest[1] < 1:
+            failures[data_cells[0]] = smallest
+    assert failures == {}

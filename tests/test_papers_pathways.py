@@ -1,4 +1,4 @@
-"""cwFedAvg's Figure 1: samples, averages and largest weights of small networks, and what its text tells."""
+"""cwFedAvg's Figure 1: samples, averages and largest weights of small networks, and the numbers in its text."""
 
 from pathlib import Path
 
@@ -28,19 +28,19 @@ Panels = dict[str, npt.NDArray[np.float32]]
 
 HIDDEN = [[9, -8, 0.1], [0.2, 7, 0.3], [-6, 0.4, 0.5], [0.6, 0.7, 0.8]]
 OUTPUT = [[5, 0.0, -4, 0.9], [1.0, 3, 1.1, -2]]
-"""The 8 largest are 9 to 2: four of them lead to neurons, two to each output."""
+"""The 8 largest are 9 to 2: four in the hidden layer, and two for each output."""
 
 
 def flat(
     hidden: npt.ArrayLike, output: npt.ArrayLike, biases: tuple[float, float] = (100.0, -100.0)
 ) -> npt.NDArray[np.float32]:
-    """Return a flat network; its biases are larger than any weight, and are none."""
+    """Return a flat network whose biases are larger than any weight, and do not count as weights."""
     parts = [np.ravel(hidden), np.full(4, biases[0]), np.ravel(output), np.full(2, biases[1])]
     return np.concatenate(parts).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Panels]:
+def simulations() -> list[Panels]:
     return simulate()
 
 
@@ -66,11 +66,11 @@ def test_ties_between_weights_go_to_the_first() -> None:
 
 
 def test_shared_critical_weights_by_hand() -> None:
-    one = flat(HIDDEN, OUTPUT)
+    model = flat(HIDDEN, OUTPUT)
     other = flat(HIDDEN, [[-5, 0, 0, 20], [0, 0, 0, 2]])
-    assert shared(one, one) == shared(one, flat(HIDDEN, np.negative(OUTPUT))) == 8
-    # 9, 8, 7, 6, 5 and 2 are in both; for 4 and 3 it has 20 and 0.8.
-    assert shared(one, other) == 6
+    assert shared(model, model) == shared(model, flat(HIDDEN, np.negative(OUTPUT))) == 8
+    # Both contain 9, 8, 7, 6, 5 and 2. The second has 20 and 0.8 instead of 4 and 3.
+    assert shared(model, other) == 6
 
 
 def test_panels_by_hand() -> None:
@@ -88,11 +88,11 @@ def test_panels_by_hand() -> None:
         for letter, model in zip(letters, models, strict=True):
             np.testing.assert_array_equal(panels[letter], model)
     np.testing.assert_allclose(panels["d"], (3 * plain[0] + 2 * plain[1] + plain[2]) / 6, rtol=1e-6)
-    zero, one = np.array([9, 2, 2]) / 13 @ personal, np.array([3, 6, 2]) / 11 @ personal  # Eqs. 5 and 6
-    np.testing.assert_allclose(panels["h"], zero, rtol=1e-5)
-    np.testing.assert_allclose(panels["i"], one, rtol=1e-5)
+    class0, class1 = np.array([9, 2, 2]) / 13 @ personal, np.array([3, 6, 2]) / 11 @ personal  # Eqs. 5 and 6
+    np.testing.assert_allclose(panels["h"], class0, rtol=1e-5)
+    np.testing.assert_allclose(panels["i"], class1, rtol=1e-5)
     for letter, share in (("j", 0.75), ("k", 0.25), ("l", 0.5)):  # Eq. 7
-        np.testing.assert_allclose(panels[letter], share * zero + (1 - share) * one, rtol=1e-5)
+        np.testing.assert_allclose(panels[letter], share * class0 + (1 - share) * class1, rtol=1e-5)
 
 
 def test_equal_local_models_give_equal_panels() -> None:
@@ -108,28 +108,28 @@ def test_equal_local_models_give_equal_panels() -> None:
 
 def test_the_clients_samples_follow_the_paper() -> None:
     samples = clients_samples(np.random.default_rng(0))
-    assert [own.x.shape for own in samples] == [(3000, 3), (2000, 3), (1000, 3)]
-    counts = [np.bincount(own.y).tolist() for own in samples]
+    assert [client.x.shape for client in samples] == [(3000, 3), (2000, 3), (1000, 3)]
+    counts = [np.bincount(client.y).tolist() for client in samples]
     assert counts == [[2700, 300], [200, 1800], [500, 500]]
     assert np.sum(counts, axis=0).tolist() == [3400, 2600]
     x, y = (np.concatenate(parts) for parts in zip(*samples, strict=True))
     centres = np.random.default_rng(0).normal(size=(2, 3))
     for label in (0, 1):
-        # Means of 2600 numbers of variance 1 are off by 0.02 in the mean.
+        # The mean of 2600 numbers of variance 1 has a standard error of 0.02.
         np.testing.assert_allclose(x[y == label].mean(axis=0), centres[label], atol=0.08)
         np.testing.assert_allclose(x[y == label].std(axis=0), 1, atol=0.06)
 
 
 def test_the_same_seeds_give_the_same_networks() -> None:
     before = torch.get_rng_state(), torch.get_num_threads()
-    one, again = simulate([0, 1], steps=20), simulate([0, 1], steps=20)
-    for a, b in zip(one, again, strict=True):
+    first, again = simulate([0, 1], steps=20), simulate([0, 1], steps=20)
+    for a, b in zip(first, again, strict=True):
         assert list(a) == list(PANELS)
         assert all(model.shape == (26,) and np.isfinite(model).all() for model in a.values())
         assert all((a[letter] == b[letter]).all() for letter in PANELS)
-    assert not np.allclose(one[0]["a"], one[1]["a"])
-    # What stands beside a seed changes nothing but the last bits.
-    np.testing.assert_allclose(simulate([1], steps=20)[0]["l"], one[1]["l"], rtol=1e-3, atol=1e-5)
+    assert not np.allclose(first[0]["a"], first[1]["a"])
+    # The other seeds of a call change only the last bits.
+    np.testing.assert_allclose(simulate([1], steps=20)[0]["l"], first[1]["l"], rtol=1e-3, atol=1e-5)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_num_threads() == before[1]
 
@@ -155,8 +155,8 @@ def test_a_step_without_the_regulariser_follows_the_cross_entropy(monkeypatch: p
         assert 10 * (step[0] + 0.5) == pytest.approx(round(float(10 * (step[0] + 0.5))), abs=1e-3)
 
 
-def test_the_regulariser_moves_output_norms_to_the_class_shares(found: list[Panels]) -> None:
-    for panels in found:
+def test_the_regulariser_moves_output_norms_to_the_class_shares(simulations: list[Panels]) -> None:
+    for panels in simulations:
         for letter, share in zip("efg", (0.9, 0.1, 0.5), strict=True):
             norms = np.linalg.norm(weights_of(panels[letter]).output, axis=1)
             assert norms[0] / norms.sum() == pytest.approx(share, abs=0.03)
@@ -165,44 +165,44 @@ def test_the_regulariser_moves_output_norms_to_the_class_shares(found: list[Pane
 # -- the figure ------------------------------------------------------------------------------------------
 
 
-def test_the_figures_text_matches_the_simulation(found: list[Panels]) -> None:
+def test_the_figures_text_matches_the_simulation(simulations: list[Panels]) -> None:
     text = " ".join(str(item("cwfedavg", "figure1").content["here"]).split())
-    assert len(found) == 10
-    reached = {letter: [leading(panels[letter]) for panels in found] for letter in PANELS}
+    assert len(simulations) == 10
+    reached = {letter: [leading(panels[letter]) for panels in simulations] for letter in PANELS}
     both = {letter: [min(counts) > 0 for counts in reached[letter]] for letter in PANELS}
     assert sum(map(all, zip(*(both[letter] for letter in "abcd"), strict=True))) == 8
     assert "(a) to (d) all lead to both outputs in 8" in text
-    one_alone = {letter: sum(not of for of in both[letter]) for letter in "efhijk"}
-    assert one_alone == {"e": 10, "f": 10, "h": 9, "i": 8, "j": 6, "k": 3}
+    single = {letter: sum(not reaches for reaches in both[letter]) for letter in "efhijk"}
+    assert single == {"e": 10, "f": 10, "h": 9, "i": 8, "j": 6, "k": 3}
     assert "(e) and (f) to one alone in 10, (h) in 9, (i) in 8." in text
     assert "(j) leads to both outputs in 4 and (k) in 7." in text
     # It is the output of the larger class.
     for letter, larger in (("e", 0), ("f", 1), ("h", 0), ("i", 1)):
         assert all(counts[larger] > counts[1 - larger] for counts in reached[letter])
-    common = [
-        min(shared(panels[a], panels[b]) for panels in found for a, b in pairs)
+    shared_counts = [
+        min(shared(panels[a], panels[b]) for panels in simulations for a, b in pairs)
         for pairs in (("ad", "bd", "cd"), ("eh", "fi"), ("ej", "fk", "gl"))
     ]
-    assert common == [6, 7, 5]
+    assert shared_counts == [6, 7, 5]
     assert "FedAvg's model has at least 6 of the 8 in common with each of (a) to (c)" in text
     assert "(h) and (i) at least 7 with (e) and (f), (j) to (l) at least 5 with (e) to (g)" in text
 
 
 def test_the_figures_text_matches_longer_training() -> None:
-    found = simulate(steps=3000)
-    assert [sum(0 in leading(panels[letter]) for panels in found) for letter in "hi"] == [6, 2]
+    simulations = simulate(steps=3000)
+    assert [sum(0 in leading(panels[letter]) for panels in simulations) for letter in "hi"] == [6, 2]
     text = " ".join(str(item("cwfedavg", "figure1").content["here"]).split())
     assert "after 3000 steps (h) leads to one output alone in 6, and (i) in 2." in text
     assert f"one round of {pathways.STEPS} steps" in text
 
 
-def test_the_page_shows_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[Panels]) -> None:
-    """It needs no runs, and has no number that is not run."""
+def test_the_page_shows_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulations: list[Panels]) -> None:
+    """The figure needs no runs, so it has no numbers that are not run."""
     figure = item("cwfedavg", "figure1")
     assert figure.draws_alone
     assert not figure.has_runs
     assert Comparison(figure).entries == []
-    monkeypatch.setattr(pathways, "simulate", lambda seeds: found[: len(seeds)])
+    monkeypatch.setattr(pathways, "simulate", lambda seeds: simulations[: len(seeds)])
     monkeypatch.setattr("posy.commands.papers.page.items", lambda _: [figure])
     write("cwfedavg", tmp_path)
     assert (tmp_path / "cwfedavg-figure1.png").is_file()

@@ -1,4 +1,4 @@
-"""PPFE's Figure 3: ridge regression, alone, averaged and in stages, by hand; what the page tells of the simulation."""
+"""PPFE's Figure 3: ridge regression by hand (local, averaged and in stages), and the numbers in its text."""
 
 import math
 
@@ -24,7 +24,7 @@ from posy.commands.papers.ridge import (
 )
 from posy.commands.papers.verdict import number
 
-# -- one client alone ------------------------------------------------------------------------------------
+# -- a single client -------------------------------------------------------------------------------------
 
 
 def test_moments_and_ridge_of_one_dimension_by_hand() -> None:
@@ -49,20 +49,20 @@ def test_underdetermined_problems_have_the_minimum_norm_solution() -> None:
     gram, moment = moments(np.array([[[1.0, 1.0]]]), np.array([[2.0]]))
     assert ridge(gram, moment, 0.0)[0] == pytest.approx([1.0, 1.0])
     assert ridge(gram, moment, 1.0)[0] == pytest.approx([2 / 3, 2 / 3])
-    # Two such clients, shared weights undetermined across the samples: the shortest again.
+    # Two such clients leave the shared weights underdetermined too, so they have the minimum norm.
     twice = np.repeat(gram, 2, axis=0), np.repeat(moment, 2, axis=0)
     for penalty in (0.0, 1.0):
         assert personalise(*twice, penalty) == pytest.approx(np.ones((2, 2)))
 
 
-# -- clients together ------------------------------------------------------------------------------------
+# -- several clients -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("penalty", "weights"),
     [
-        # (G + 1)^-1 = 1/2 and 1/4: the shared one is (1/2 + 9/4) / (1/2 + 3/4) = 2.2, from which the clients go 1/2 of
-        # the way to 1 and 3/4 of that to 3.
+        # (G + 1)^-1 = 1/2 and 1/4, so the shared weight is (1/2 + 9/4) / (1/2 + 3/4) = 2.2. From there, client 0 moves
+        # 1/2 of the way to 1, and client 1 moves 3/4 of the way to 3.
         (1.0, [1.6, 2.8]),
         (0.0, [1.0, 3.0]),  # local training
         (1e9, [2.5, 2.5]),  # one model for all, (1 + 9) / (1 + 3)
@@ -80,7 +80,7 @@ def test_a_stage_minimises_equation_6() -> None:
     weights = personalise(gram, moment, 0.3)
     shared = weights.mean(axis=0)
     slope = np.einsum("kde,ke->kd", gram, weights) - moment + 0.3 * (weights - shared)
-    assert slope == pytest.approx(np.zeros((4, 3)))  # in the clients' own weights, and, as a sum, in the shared ones
+    assert slope == pytest.approx(np.zeros((4, 3)))  # for each client's weights and, summed, for the shared weights
 
 
 def test_one_client_equals_local_training() -> None:
@@ -88,8 +88,8 @@ def test_one_client_equals_local_training() -> None:
     assert average(np.array([[1.4]])).tolist() == [[1.4]]
     for penalty in (0.0, 0.1, 10.0):
         assert personalise(gram, moment, penalty).item() == pytest.approx(1.4)
-    found = simulate(0, clients=1)
-    assert found.local == found.fedavg == found.local_one_penalty
+    errors = simulate(0, clients=1)
+    assert errors.local == errors.fedavg == errors.local_one_penalty
 
 
 def test_fedavg_gives_all_clients_one_model() -> None:
@@ -111,12 +111,12 @@ def test_reweighting_by_hand() -> None:
 def test_an_ensemble_of_two_stages_by_hand() -> None:
     # Clients with one sample each, y = 1 and 3, whose mean FedAvg has; stage 2 without a penalty has them exactly.
     x, y, fedavg = np.ones((2, 1, 1)), np.array([[1.0], [3.0]]), np.array([[2.0], [2.0]])
-    found = ensemble(x, y, fedavg, [0.0]).ravel()
-    assert found[0] == pytest.approx(1.0, abs=1e-5)  # FedAvg's error there is the largest y^2: its beta is 0
-    first, alone = 0.5 * math.log(8), 0.5 * math.log(1e6 - 1)  # epsilon is 1 / 9, and 0, which is taken for 1e-6
+    weights = ensemble(x, y, fedavg, [0.0]).ravel()
+    assert weights[0] == pytest.approx(1.0, abs=1e-5)  # FedAvg's error there is the largest y^2: its beta is 0
+    first, alone = 0.5 * math.log(8), 0.5 * math.log(1e6 - 1)  # epsilon is 1 / 9, and 0, clipped to 1e-6
     error = (3 - (2 * first + 3 * alone) / (first + alone)) ** 2 / 9  # of both together (line 21)
     second = 0.5 * math.log((1 - error) / error)
-    assert found[1] == pytest.approx((2 * first + 3 * second) / (first + second))
+    assert weights[1] == pytest.approx((2 * first + 3 * second) / (first + second))
 
 
 def test_an_ensemble_of_equal_members_equals_a_member() -> None:
@@ -128,12 +128,12 @@ def test_an_ensemble_of_equal_members_equals_a_member() -> None:
 
 
 def test_the_ratio_interpolates_shared_and_personal_weights() -> None:
-    shared, personal, half, own = (draw_federation(0, 5, ratio) for ratio in (0.0, 1.0, 0.5, None))
+    shared, personal, half, mixed = (draw_federation(0, 5, ratio) for ratio in (0.0, 1.0, 0.5, None))
     assert (shared.truth == shared.truth[0]).all()
     assert len(np.unique(personal.truth[:, 0])) == 5
     assert half.truth == pytest.approx((shared.truth + personal.truth) / 2)
-    assert (half.x == shared.x).all()  # a seed differs in the weights alone
-    ratios = (own.truth - shared.truth) / (personal.truth - shared.truth)
+    assert (half.x == shared.x).all()  # the ratio changes only the weights
+    ratios = (mixed.truth - shared.truth) / (personal.truth - shared.truth)
     assert ratios == pytest.approx(np.repeat(ratios[:, :1], module.DIMENSION, axis=1))
     assert ((ratios > 0) & (ratios < 1)).all()
     assert len(np.unique(ratios[:, 0].round(6))) == 5
@@ -141,30 +141,30 @@ def test_the_ratio_interpolates_shared_and_personal_weights() -> None:
 
 def test_samples_have_their_clients_covariance_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLES", 20_000)
-    found = draw_federation(0, 2, 0.5, noise=0.5)
-    gram, _ = moments(found.x, found.y)
-    assert np.abs(gram - found.covariances).max() < 0.08  # six standard deviations, sqrt(2 / 20,000) of 1
-    assert np.abs(found.covariances[0] - found.covariances[1]).max() > 0.3
-    assert squares(found.x, found.y, found.truth).mean() == pytest.approx(0.5, rel=0.05)
+    federation = draw_federation(0, 2, 0.5, noise=0.5)
+    gram, _ = moments(federation.x, federation.y)
+    assert np.abs(gram - federation.covariances).max() < 0.08  # six standard deviations, sqrt(2 / 20,000) of 1
+    assert np.abs(federation.covariances[0] - federation.covariances[1]).max() > 0.3
+    assert squares(federation.x, federation.y, federation.truth).mean() == pytest.approx(0.5, rel=0.05)
 
 
 def test_with_infinite_data_and_one_model_only_noise_remains() -> None:
-    found = draw_federation(0, 3, 0.0)
-    gram, moment = found.covariances, np.einsum("kde,ke->kd", found.covariances, found.truth)
+    federation = draw_federation(0, 3, 0.0)
+    gram, moment = federation.covariances, np.einsum("kde,ke->kd", federation.covariances, federation.truth)
     alone = ridge(gram, moment, 0.0)
     for weights in (alone, average(alone), personalise(gram, moment, 0.0), personalise(gram, moment, 10.0)):
-        assert expected_error(found, weights) == pytest.approx(NOISE)
+        assert expected_error(federation, weights) == pytest.approx(NOISE)
 
 
 def test_without_noise_local_training_recovers_the_truth() -> None:
-    found = draw_federation(0, 3, 0.7, noise=0.0)
-    assert expected_error(found, ridge(*moments(found.x, found.y), 0.0)) == pytest.approx(0.0, abs=1e-12)
-    assert expected_error(found, np.zeros_like(found.truth)) > 0.1
+    federation = draw_federation(0, 3, 0.7, noise=0.0)
+    assert expected_error(federation, ridge(*moments(federation.x, federation.y), 0.0)) == pytest.approx(0.0, abs=1e-12)
+    assert expected_error(federation, np.zeros_like(federation.truth)) > 0.1
 
 
 def test_expected_error_by_hand() -> None:
-    found = draw_federation(0, 2, 0.5)._replace(truth=np.zeros((2, 1)), covariances=np.array([[[1.0]], [[4.0]]]))
-    assert expected_error(found, np.array([[1.0], [2.0]])) == pytest.approx(NOISE + (1 + 16) / 2)
+    federation = draw_federation(0, 2, 0.5)._replace(truth=np.zeros((2, 1)), covariances=np.array([[[1.0]], [[4.0]]]))
+    assert expected_error(federation, np.array([[1.0], [2.0]])) == pytest.approx(NOISE + (1 + 16) / 2)
 
 
 # -- the figure ------------------------------------------------------------------------------------------
@@ -178,25 +178,25 @@ def test_the_seed_determines_the_simulation() -> None:
 
 
 def test_the_figures_text_matches_the_simulation() -> None:
-    told = str(item("ppfe", "figure3").content["here"])
+    text = str(item("ppfe", "figure3").content["here"])
 
     def errors(**settings: int | float | None) -> dict[str, float]:
         runs = [simulate(seed, **settings)._asdict() for seed in (0, 1, 2)]  # type: ignore[arg-type]
         means = {key: number([run[key] for run in runs]) for key in runs[0]}
-        return {key: found.mean for key, found in means.items() if found}
+        return {key: mean.mean for key, mean in means.items() if mean}
 
     for clients in CLIENTS:
-        found = errors(clients=clients)
-        assert found["ppfe"] == min(found.values())
+        by_method = errors(clients=clients)
+        assert by_method["ppfe"] == min(by_method.values())
     by = {ratio: errors(ratio=ratio) for ratio in (*RATIOS, None)}
     for ratio in (0.0, 0.2, 0.4):
         assert by[ratio]["ppfe"] == min(by[ratio].values())
     for ratio in (0.6, 0.8, 1.0, None):
         assert by[ratio]["local_one_penalty"] < by[ratio]["ppfe"] < by[ratio]["fedavg"]
     assert max(by[0.6]["ppfe"] - by[0.6]["local"], by[None]["ppfe"] - by[None]["local"]) < 0
-    assert f"the same error at r_p = 0.8 ({by[0.8]['ppfe']:.2f})" in told
+    assert f"the same error at r_p = 0.8 ({by[0.8]['ppfe']:.2f})" in text
     assert f"{by[0.8]['local']:.2f}" == f"{by[0.8]['ppfe']:.2f}"
-    assert f"a lower one at 1 ({by[1.0]['local']:.3f} against {by[1.0]['ppfe']:.3f})" in told
+    assert f"a lower one at 1 ({by[1.0]['local']:.3f} against {by[1.0]['ppfe']:.3f})" in text
     for ratio in (0.8, 1.0, None):  # where Local is nearest
         much = simulate(0, ratio=ratio, noise=4 * NOISE)
         assert much.ppfe < much.local

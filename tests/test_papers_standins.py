@@ -1,4 +1,4 @@
-"""Rows of the papers' tables and figures are run by the command on stand-ins in the published layouts of their data."""
+"""`posy paper` runs rows of the papers' tables and figures on synthetic data in the published layouts."""
 
 import itertools
 from collections.abc import Callable
@@ -21,14 +21,14 @@ ALL, ROUND = "max-samples=0", "num-server-rounds=1"
 
 
 class Case(NamedTuple):
-    """Rows of one column of a table, or of a figure without columns, and what is smaller than there."""
+    """Rows of one column of a table, or of a figure without columns, and the settings that make the run small."""
 
     write: Callable[[Path, pytest.MonkeyPatch], None]
     paper: str
     name: str
     column: str
     rows: tuple[str, ...]
-    given: str
+    settings: str
     scale: str = "small"
 
 
@@ -94,33 +94,33 @@ CASES = {
 
 
 class InThisProcess:
-    """Carries out a run at once and here, where the checksums of stand-ins are known, in place of a process."""
+    """Run immediately in this process instead of another one, because only this one has the synthetic checksums."""
 
-    def __init__(self, work: Callable[..., int], *given: Any, log: Path, cores: int) -> None:
+    def __init__(self, work: Callable[..., int], *arguments: Any, log: Path, cores: int) -> None:
         log.touch()
-        self.status = work(*given)
+        self.status = work(*arguments)
 
     def poll(self) -> int:
         return self.status
 
     def terminate(self) -> None:
-        """It has ended."""
+        """Do nothing, because the run has ended."""
 
     def wait(self) -> int:
         return self.status
 
 
-def cut(case: Case) -> dict[str, Any]:
-    """Return what the file of a table or figure holds, with nothing but some rows of one column."""
+def reduced(case: Case) -> dict[str, Any]:
+    """Return the file of a table or figure, reduced to some rows of one column."""
     content = read_yaml(PAPERS / case.paper / f"{case.name}.yaml")
     measures = content["measure"] if isinstance(content["measure"], list) else [content["measure"]]
     columns = [entry["name"] for entry in content.get("variants", [])] or [""]
-    at = columns.index(case.column) * len(measures)
-    printed = {row: values[at : at + len(measures)] for row, values in content.get("printed", {}).items()}
-    read = {row: told for row, told in content.get("read", {}).items() if row in case.rows}
-    of = [told["of"] for told in read.values() if "of" in told]
+    first = columns.index(case.column) * len(measures)
+    printed = {row: values[first : first + len(measures)] for row, values in content.get("printed", {}).items()}
+    read = {row: reading for row, reading in content.get("read", {}).items() if row in case.rows}
+    source_rows = [reading["of"] for reading in read.values() if "of" in reading]
     content |= {"printed": {row: printed[row] for row in case.rows if row in printed}, "read": read, "claims": []}
-    content["runs"] = [entry for entry in content["runs"] if entry["name"] in (*case.rows, *of)]
+    content["runs"] = [entry for entry in content["runs"] if entry["name"] in (*case.rows, *source_rows)]
     if case.column:
         content["variants"] = [entry for entry in content["variants"] if entry["name"] == case.column]
     content["small"].pop("without", None)
@@ -128,25 +128,25 @@ def cut(case: Case) -> dict[str, Any]:
 
 
 @pytest.fixture
-def ran(
+def run_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[Case], tuple[Comparison, str, str]]:
-    """Return what runs a case by the command, for one seed: its numbers, its page, and what the command prints."""
+    """Return a function that runs a case for one seed, and returns its numbers, its page and the command's output."""
 
     def run(case: Case) -> tuple[Comparison, str, str]:
         data, folder = tmp_path / "data", tmp_path / "papers/mine"
         case.write(data, monkeypatch)
         folder.mkdir(parents=True)
         (folder / "README.md").write_text("# Mine\n\nA paper.\n", encoding="utf-8")
-        (folder / f"{case.name}.yaml").write_text(dump(cut(case)), encoding="utf-8")
+        (folder / f"{case.name}.yaml").write_text(dump(reduced(case)), encoding="utf-8")
         for module in (item_module, page_module):
             monkeypatch.setattr(module, "PAPERS", tmp_path / "papers")
         monkeypatch.setattr(table, "WarmProcess", InThisProcess)
         monkeypatch.chdir(tmp_path)
-        given = [*case.given.split(), f"data-dir={data}", "download=false"]
-        assert main(["paper", "mine", case.name, "--scale", case.scale, "--seeds", "1", "-j", "1", *given]) == 0
+        words = [*case.settings.split(), f"data-dir={data}", "download=false"]
+        assert main(["paper", "mine", case.name, "--scale", case.scale, "--seeds", "1", "-j", "1", *words]) == 0
         results = Path("results/papers/mine")
-        comparison = Comparison(item("mine", case.name), parse_words(given, "a test"), results)
+        comparison = Comparison(item("mine", case.name), parse_words(words, "a test"), results)
         return comparison, (results / "mine.md").read_text(encoding="utf-8"), capsys.readouterr().out
 
     return run
@@ -154,16 +154,16 @@ def ran(
 
 @pytest.mark.parametrize("layout", CASES)
 def test_rows_run_on_data_in_its_published_layout(
-    layout: str, ran: Callable[[Case], tuple[Comparison, str, str]]
+    layout: str, run_case: Callable[[Case], tuple[Comparison, str, str]]
 ) -> None:
     case = CASES[layout]
-    comparison, page, said = ran(case)
+    comparison, page, output = run_case(case)
     runs = len(comparison.item.content["runs"])
-    assert f"{runs} of {runs} runs are available" in said
+    assert f"{runs} of {runs} runs are available" in output
     assert "not run" not in page
-    assert f"`posy paper mine {case.name} --scale {case.scale} {case.given}`; " in " ".join(page.split())
+    assert f"`posy paper mine {case.name} --scale {case.scale} {case.settings}`; " in " ".join(page.split())
     lines = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines() if line.startswith("| ")}
-    measures, rounds = comparison.item.measures, int(case.given.split()[0].partition("=")[2])
+    measures, rounds = comparison.item.measures, int(case.settings.split()[0].partition("=")[2])
     assert {(entry.row, entry.measure) for entry in comparison.entries} == set(itertools.product(case.rows, measures))
     for entry in comparison.entries:
         assert comparison.runs_of(entry.variant, entry.row)[0] == case.scale
@@ -176,8 +176,8 @@ def test_rows_run_on_data_in_its_published_layout(
         assert Path(f"results/papers/mine/mine-{case.name}.png").is_file()
 
 
-def test_the_page_lists_the_settings_of_the_command(ran: Callable[[Case], tuple[Comparison, str, str]]) -> None:
+def test_the_page_lists_the_settings_of_the_command(run_case: Callable[[Case], tuple[Comparison, str, str]]) -> None:
     case = CASES["MNIST/raw"]
-    _, page, _ = ran(case)
-    assert f" --scale {case.scale} {case.given}`; " in " ".join(page.split())
+    _, page, _ = run_case(case)
+    assert f" --scale {case.scale} {case.settings}`; " in " ".join(page.split())
     assert "num-server-rounds 1 (1000)" in page

@@ -70,11 +70,11 @@ def test_two_slices_by_hand() -> None:
 @settings(deadline=None)
 def test_take_and_put_are_inverse(drawn: tuple[int, Part], lead: list[int], tensors: bool) -> None:
     size, part = drawn
-    whole = numbers(*lead, size)
-    taken = part.take(torch.from_numpy(whole.copy()) if tensors else whole.copy())
-    assert tuple(taken.shape) == (*lead, part.size)
+    flat = numbers(*lead, size)
+    selected = part.take(torch.from_numpy(flat.copy()) if tensors else flat.copy())
+    assert tuple(selected.shape) == (*lead, part.size)
     values = numbers(*lead, part.size) + 1
-    target = whole.copy()
+    target = flat.copy()
     wrap: Callable[[np.ndarray], Any] = torch.from_numpy if tensors else np.asarray
     returned = part.put(wrap(target), wrap(values))
     assert np.array_equal(np.asarray(returned), target)  # in place
@@ -82,8 +82,8 @@ def test_take_and_put_are_inverse(drawn: tuple[int, Part], lead: list[int], tens
     inside = np.zeros(size, bool)
     for s in part.slices:
         inside[s] = True
-    assert np.array_equal(target[..., ~inside], whole[..., ~inside])
-    assert np.array_equal(part.put(target, np.asarray(taken)), whole)
+    assert np.array_equal(target[..., ~inside], flat[..., ~inside])
+    assert np.array_equal(part.put(target, np.asarray(selected)), flat)
 
 
 def test_one_slice_is_a_view_and_several_are_a_copy() -> None:
@@ -115,13 +115,13 @@ def test_an_empty_part() -> None:
 @settings(deadline=None)
 def test_a_part_and_its_complement_cover_the_layout(layout: Layout, chosen: set[str]) -> None:
     chosen &= set(layout.layers)
-    part, rest = layout.part(chosen), layout.without(chosen)
-    assert part.size + rest.size == layout.size
+    part, complement = layout.part(chosen), layout.without(chosen)
+    assert part.size + complement.size == layout.size
     flat = numbers(layout.size)
-    again = np.full(layout.size, np.nan, np.float32)
-    part.put(again, part.take(flat))
-    rest.put(again, rest.take(flat))
-    assert np.array_equal(again, flat)
+    rebuilt = np.full(layout.size, np.nan, np.float32)
+    part.put(rebuilt, part.take(flat))
+    complement.put(rebuilt, complement.take(flat))
+    assert np.array_equal(rebuilt, flat)
     expected = [flat[e.start : e.stop] for e in layout.entries if e.layer in chosen]
     assert np.array_equal(part.take(flat), np.concatenate([*expected, np.zeros(0, np.float32)]))
 

@@ -145,13 +145,13 @@ def test_dirichlet_shares_by_hand(monkeypatch, balanced, expected):
         [8 / 32, 8 / 32, 4 / 32, 12 / 32],
     ]
 
-    class Given(assign.DirichletPartitioner):
+    class FixedShares(assign.DirichletPartitioner):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             drawn = iter(shares)
             self._rng = SimpleNamespace(dirichlet=lambda alpha: np.array(next(drawn)))
 
-    monkeypatch.setattr(assign, "DirichletPartitioner", Given)
+    monkeypatch.setattr(assign, "DirichletPartitioner", FixedShares)
     data = dataset(32, 5)
     counts = partition(data, settings(num_clients=4, dirichlet_balanced=balanced), 0).counts(data.y, 5)
     assert counts.T.tolist() == expected
@@ -386,7 +386,7 @@ def test_supplied_partitions_are_used_and_others_refused():
         partition(dataset(5, 2), settings(partition="given"), 0)
 
 
-# Settings that do not suit
+# Settings that do not fit the data
 
 
 @pytest.mark.parametrize(

@@ -44,18 +44,18 @@ def by_autograd(layers, x, y, weight):
 def test_one_layer_by_hand():
     # Two classes, logits 0 and ln 3: probabilities 1/4 and 3/4. The label is 0, so the slopes are -3/4 and 3/4.
     matrix, bias = torch.zeros(1, 2, 2), torch.tensor([[0.0, math.log(3)]])
-    losses, found = gradients([(matrix, bias)], torch.tensor([[[2.0, -4.0]]]), torch.tensor([[0]]), None)
+    losses, slopes = gradients([(matrix, bias)], torch.tensor([[[2.0, -4.0]]]), torch.tensor([[0]]), None)
     assert losses.tolist() == pytest.approx([math.log(4)])
-    assert found[0][0].tolist() == [pytest.approx([-1.5, 3.0]), pytest.approx([1.5, -3.0])]
-    assert found[1][0].tolist() == pytest.approx([-0.75, 0.75])
+    assert slopes[0][0].tolist() == [pytest.approx([-1.5, 3.0]), pytest.approx([1.5, -3.0])]
+    assert slopes[1][0].tolist() == pytest.approx([-0.75, 0.75])
 
 
 def test_an_inactive_relu_passes_no_gradient():
     first = torch.tensor([[[1.0], [-1.0]]]), torch.zeros(1, 2)
     second = torch.tensor([[[1.0, 1.0], [0.0, 0.0]]]), torch.zeros(1, 2)
-    _, found = gradients([first, second], torch.tensor([[[2.0]]]), torch.tensor([[1]]), None)
-    likely = 1 / (1 + math.exp(-2))  # of class 0, whose logit is 2
-    assert found[0][0].tolist() == [pytest.approx([2 * likely]), [0.0]]
+    _, slopes = gradients([first, second], torch.tensor([[[2.0]]]), torch.tensor([[1]]), None)
+    probability = 1 / (1 + math.exp(-2))  # of class 0, whose logit is 2
+    assert slopes[0][0].tolist() == [pytest.approx([2 * probability]), [0.0]]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -65,17 +65,17 @@ def test_gradients_match_autograd(models, weighted):
     x = torch.randn(models, 7, 2, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (models, 7), generator=generator)
     weight = torch.rand(models, 7, generator=generator, dtype=torch.float64) if weighted else None
-    losses, found = gradients(layers, x, y, weight)
-    wanted, expected = by_autograd(layers, x, y, weight)
-    torch.testing.assert_close(losses, wanted)
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other)
+    losses, computed = gradients(layers, x, y, weight)
+    expected_losses, expected = by_autograd(layers, x, y, weight)
+    torch.testing.assert_close(losses, expected_losses)
+    for actual, reference in zip(computed, expected, strict=True):
+        torch.testing.assert_close(actual, reference)
     _, last = gradients(layers, x, y, weight, first=2)
-    assert all(torch.equal(own, other) for own, other in zip(last, found[4:], strict=True))
+    assert all(torch.equal(actual, reference) for actual, reference in zip(last, computed[4:], strict=True))
 
 
 def with_features(net, batch, context):
-    """The plain objective by another function, for which there is no formula."""
+    """Compute the plain objective by another function, which has no closed form."""
     return net.loss(net.features(batch.x)[1], batch)
 
 
@@ -111,28 +111,32 @@ def test_only_perceptrons_with_cross_entropy_have_a_closed_form():
 @pytest.mark.parametrize("rates", [{}, {"fc1": 0.0}, {"fc2": 0.0}, {"head": 0.0}, {"fc1": 0.0, "fc2": 0.0}])
 @pytest.mark.parametrize("models", [1, 3])
 def test_closed_form_models_have_the_gradients_of_autograd(rates, models):
-    own = network()
+    perceptron = network()
     generator = torch.Generator().manual_seed(2)
-    starts = 0.3 * torch.randn(2, models, own.layout.size, generator=generator)
+    starts = 0.3 * torch.randn(2, models, perceptron.layout.size, generator=generator)
     x = torch.randn(2, 5, 6, generator=generator)
     batch = Batch(x, torch.randint(3, (2, 5), generator=generator), torch.rand(2, 5, generator=generator))
 
-    def found(objective):
+    def computed(objective):
         works = [Train(start if models > 1 else start[0], objective, rates=rates) for start in starts]
-        stacked = StackedModels(own, works).gradients(batch)
-        alone = LoopedModels(own, works[0]).gradients(Batch(*(t[0] for t in batch[:3])))
+        stacked = StackedModels(perceptron, works).gradients(batch)
+        alone = LoopedModels(perceptron, works[0]).gradients(Batch(*(t[0] for t in batch[:3])))
         return stacked, (alone[0], list(alone[1]))
 
-    for (losses, own_gradients), (others, expected) in zip(found(classification), found(with_features), strict=True):
-        torch.testing.assert_close(losses, others)
-        assert [g.shape for g in own_gradients] == [g.shape for g in expected]
-        for own_gradient, other in zip(own_gradients, expected, strict=True):
-            torch.testing.assert_close(own_gradient, other, atol=1e-6, rtol=1e-5)
+    for (losses, actual_gradients), (expected_losses, expected) in zip(
+        computed(classification), computed(with_features), strict=True
+    ):
+        torch.testing.assert_close(losses, expected_losses)
+        assert [g.shape for g in actual_gradients] == [g.shape for g in expected]
+        for actual, reference in zip(actual_gradients, expected, strict=True):
+            torch.testing.assert_close(actual, reference, atol=1e-6, rtol=1e-5)
 
 
 def test_autocast_uses_autograd():
-    own = network()
-    models = LoopedModels(own, Train(torch.randn(own.layout.size, generator=torch.Generator().manual_seed(3))))
+    perceptron = network()
+    models = LoopedModels(
+        perceptron, Train(torch.randn(perceptron.layout.size, generator=torch.Generator().manual_seed(3)))
+    )
     batch = Batch(torch.rand(4, 6), torch.tensor([0, 1, 2, 0]))
     exact = models.gradients(batch)[0]
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):

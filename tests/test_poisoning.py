@@ -58,7 +58,7 @@ def poison(sent: RecordDict, reply: RecordDict, attack: Callable[[Any, Any], Any
     arrays["model"] = Array(attack(start, trained).astype(np.float32))
 
 
-def ten(make_strategy: MakeStrategy, method: str = "fedavg", clients: int = 10, **settings: Any) -> Any:
+def strategy_of_clients(make_strategy: MakeStrategy, method: str = "fedavg", clients: int = 10, **settings: Any) -> Any:
     """Return a strategy of ten clients with two to eleven training samples and two test samples each."""
     generator = np.random.default_rng(0)
     y, train, test = [], [], []
@@ -86,15 +86,15 @@ def update_of(client: int, n: int = 1, **arrays: Any) -> Update:
 
 
 def test_a_false_sample_count_cannot_dominate_the_mean(make_strategy: MakeStrategy) -> None:
-    """M2 of the security review: a client replied num-examples=999999999 and owned FedAvg without a warning."""
-    strategy, without_it = ten(make_strategy), ten(make_strategy)
+    """M2 of the security review: a client replied num-examples=999999999 and dominated FedAvg without a warning."""
+    strategy, without_attacker = strategy_of_clients(make_strategy), strategy_of_clients(make_strategy)
     _, replies = send(strategy)
     poison(replies[4].content, replies[4].content, lambda start, trained: np.full_like(trained, 7))
     metrics(num_examples=CLAIM)(replies[4].content)
     take(strategy, replies)
-    _, honest = send(without_it)
-    take(without_it, [reply for client, reply in enumerate(honest) if client != 4])
-    assert state_bytes(strategy) == state_bytes(without_it)
+    _, honest = send(without_attacker)
+    take(without_attacker, [reply for client, reply in enumerate(honest) if client != 4])
+    assert state_bytes(strategy) == state_bytes(without_attacker)
     assert strategy.record.dropped == [(4, "num-examples = 999999999, but the client has joined with 6")]
     assert "train_loss" not in strategy.record.row(4)
 
@@ -170,7 +170,7 @@ def test_fednhs_class_shares_must_sum_to_one(make_strategy: MakeStrategy) -> Non
 
 
 def test_a_site_with_a_huge_sample_count_has_a_limited_weight(make_strategy: MakeStrategy) -> None:
-    strategy = as_sites(ten(make_strategy, max_norm_ratio=0.0))
+    strategy = as_sites(strategy_of_clients(make_strategy, max_norm_ratio=0.0))
     strategy.clients[4].num_train = CLAIM
     _, replies = send(strategy)
     metrics(num_examples=CLAIM)(replies[4].content)
@@ -197,12 +197,12 @@ def test_a_site_with_a_huge_sample_count_has_a_limited_weight(make_strategy: Mak
 def test_the_largest_share_depends_on_settings_and_sites(
     sites: bool, settings: Config, share: float, make_strategy: MakeStrategy
 ) -> None:
-    strategy = ten(make_strategy, **settings)
+    strategy = strategy_of_clients(make_strategy, **settings)
     assert (as_sites(strategy) if sites else strategy).influence.largest_share(10) == share
 
 
 def test_uniform_weights_are_never_lowered(make_strategy: MakeStrategy) -> None:
-    strategy = as_sites(ten(make_strategy, client_weights="uniform"))
+    strategy = as_sites(strategy_of_clients(make_strategy, client_weights="uniform"))
     _, replies = send(strategy)
     take(strategy, replies)
     assert strategy.record.down_weighted == []
@@ -259,7 +259,7 @@ def test_a_large_update_is_scaled_to_a_multiple_of_the_median(make_strategy: Mak
     strategy.influence.limit(updates)
     moved = np.stack([update.arrays["model"] - start for update in updates])
     expected = step.copy()
-    expected[3, 2] = -4  # 2 times the median, which of an even number is the smaller one
+    expected[3, 2] = -4  # 2 times the median, here the smaller of the two in the middle
     assert moved == pytest.approx(expected, abs=1e-6)
     assert [update.arrays["model"].dtype for update in updates] == [np.float32] * 4
     assert all(np.array_equal(updates[client].arrays["model"], start + step[client]) for client in range(3))
@@ -403,7 +403,7 @@ def test_too_few_clients_for_krum_are_refused_before_the_run(make_config: Callab
 def test_a_round_with_too_few_replies_for_krum_changes_nothing(
     make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
 ) -> None:
-    strategy = ten(make_strategy, clients=5, robust="krum", max_attackers=1)
+    strategy = strategy_of_clients(make_strategy, clients=5, robust="krum", max_attackers=1)
     before = state_bytes(strategy)
     _, replies = send(strategy)
     assert take(strategy, replies[:4]) == (None, None)
@@ -416,7 +416,7 @@ def test_a_round_with_too_few_replies_for_krum_changes_nothing(
 
 
 def test_krum_takes_the_median_of_running_statistics(make_strategy: MakeStrategy) -> None:
-    """Krum's distances do not include BatchNorm's statistics, so its choice may not bring them in."""
+    """Krum's distances ignore BatchNorm's statistics, so Krum does not take them from the chosen model."""
     x = np.random.default_rng(0).integers(0, 256, (50, 4, 4, 1), dtype=np.uint8)
     parts = [list(range(i, i + 8)) for i in range(0, 50, 10)], [[i + 8] for i in range(0, 50, 10)]
     strategy = make_strategy("fedavg", data=(x, np.arange(50) % 2, *parts), model=NORMALISED, robust="krum")
@@ -474,7 +474,7 @@ def test_a_plain_run_records_no_limits(make_config: Callable[..., Config], tmp_p
 
 
 def test_an_attack_succeeds_without_a_defence(make_config: Callable[..., Config], federate: Any) -> None:
-    """The attacks of this file are attacks."""
+    """Without a defence, the attack of this file changes the model."""
     attacked = federate(
         make_config("fedavg"), grid=lambda count: PoisoningGrid(count, (2,), lambda start, trained: 0 * trained + 1e6)
     )

@@ -176,8 +176,8 @@ def test_the_default_policy_file_loads(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["policy", "check", str(path), "method=fedavg"]) == 0
     assert "accepted" in capsys.readouterr().out
     assert main(["policy", "check", str(path), "method=fedavg", "batch-size=1", "num-clients=1"]) == 1
-    shown = capsys.readouterr().out
-    assert "min-rows" in shown and "min-clients" in shown
+    output = capsys.readouterr().out
+    assert "min-rows" in output and "min-clients" in output
 
 
 def test_scores_are_rounded_unless_the_policy_says_otherwise() -> None:
@@ -312,12 +312,12 @@ def test_only_the_writer_of_the_ledger_removes_an_incomplete_line(site: Config, 
     )
     model, ledger = np.zeros(FEATURES * 2 + 2, np.float32), tmp_path / "state" / "privacy-ledger.jsonl"
     assert not send(NodeGrid(node), config, model, kind="train").has_error()
-    whole = ledger.read_text()
-    ledger.write_text(whole + whole[:20])
+    line = ledger.read_text()
+    ledger.write_text(line + line[:20])
     assert not ask(node, config).has_error()
-    assert ledger.read_text() == whole + whole[:20]
+    assert ledger.read_text() == line + line[:20]
     assert not send(NodeGrid(node), config, model, kind="train").has_error()
-    assert ledger.read_text() == whole + whole
+    assert ledger.read_text() == line + line
 
 
 # -- attacks ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Two sites with the default policy, as real nodes: refused runs read no records, an allowed run needs no others."""
+"""Two real nodes with the default policy: refused runs read no records, and an allowed run does not wait."""
 
 import csv
 import time

@@ -185,9 +185,9 @@ def test_a_value_far_from_the_training_samples_causes_a_warning(
     new = tmp_path / "new.csv"
     new.write_text("age,chol\n54,240\n54,26000\n54,6.2\n1960,250\n")
     assert cli.main(["predict", str(record.path), "0", str(new), "--json"]) == 0
-    shown = capsys.readouterr()
-    assert len(json.loads(shown.out)) == 4
-    first, second = [line for line in shown.err.splitlines() if "warning" in line]
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)) == 4
+    first, second = [line for line in captured.err.splitlines() if "warning" in line]
     assert first.startswith(f"posy: warning: {new} row 3: chol is ")
     distance = (26000 - trained.mean()) / trained.std()
     assert f"chol is {distance:.3g} standard deviations from its mean in training" in first
@@ -348,9 +348,9 @@ def test_predict_prints_classes_and_probabilities(
     expected = posy.load(finished.path).predictor(1).predict(image)
     capsys.readouterr()
     assert cli.main(["predict", str(finished.path), "1", str(image)]) == 0
-    shown = capsys.readouterr().out
-    assert "client 1, served model of round 2" in shown
-    assert re.search(rf"seven\.png +{expected.label} +{expected.label} [0-9.]+ %, ", shown)
+    output = capsys.readouterr().out
+    assert "client 1, served model of round 2" in output
+    assert re.search(rf"seven\.png +{expected.label} +{expected.label} [0-9.]+ %, ", output)
     assert cli.main(["predict", str(finished.path), "1", str(image), "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)
     assert (answer["input"], answer["class"], answer["probabilities"]) == (str(image), *expected)
@@ -371,9 +371,9 @@ def test_route_prints_classes_and_shares(
     picture = tmp_path / "route.png"
     assert cli.main(["route", str(path), str(table), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert "rows.csv row 3" in shown
-    assert ("each input goes to the client" in shown, "majority vote" in shown) == (
+    output = capsys.readouterr().out
+    assert "rows.csv row 3" in output
+    assert ("each input goes to the client" in output, "majority vote" in output) == (
         method == "feddrm",
         method == "fedavg",
     )

@@ -1,4 +1,4 @@
-"""Keys and shares for the next phase, which clients send with their answers in the phase before."""
+"""Keys and shares for the next phase, which clients send with their answers in the current phase."""
 
 from collections import Counter
 from typing import Any
@@ -72,7 +72,7 @@ def test_prepared_keys_remain_usable_if_a_client_drops_out(make_config: Any, fed
     config = make_config("fedavg", data=five, num_server_rounds=3) | {"secure-aggregation": True}
     finished = federate(config, grid=LeavingGrid)
     assert "keys" not in stages_of(finished, 2)
-    assert reasons(finished, 2) == {4: "no reply"}  # it counts as a client that has dropped out of the phase
+    assert reasons(finished, 2) == {4: "no reply"}  # client 4 counts as a client that dropped out of the phase
     lost = [("train", number, 4) for number in (2, 3)]
     plain = federate(config | {"secure-aggregation": False}, grid=lambda clients: StageGrid(clients, lost))
     assert_close(state_of(finished.strategy), state_of(plain.strategy), 1e-6)
@@ -158,7 +158,7 @@ def test_keys_are_renewed_only_before_the_masked_reply() -> None:
 
 
 def test_prepared_keys_are_renewed_on_request() -> None:
-    """A client that saw the early keys of another one sent them as its own, and all others refused the round."""
+    """A client that saw another client's early keys could send them too, so all other clients refused the round."""
     group, answers = prepared_group()
     first = [group.ask(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
     assert not {text for keys in first for text in keys[:2]} & {text for texts in answers for text in texts[2:4]}

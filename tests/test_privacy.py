@@ -127,15 +127,15 @@ def test_methods_that_support_noise_add_it_to_every_array(method: str, make_clie
 
 
 def test_losses_scores_and_choices_are_withheld(make_config: MakeConfig, federate: Federate) -> None:
-    """Losses and scores had no noise, so that a run had no (ε, δ)."""
+    """Losses and scores without noise would leave a run without (ε, δ)."""
     done = federate(make_config("fedavg-ft", dp="local", dp_clip=1.0, evaluate_training=True))
     rows = [row for record in done.records for row in record.clients.values()]
     assert rows and {key for row in rows for key in row} <= {"bytes_up", "bytes_down", "n_train", "n_test", "site"}
     assert [record.trained for record in done.records] == [{0, 1, 2, 3}] * 3
     assert [record.dropped for record in done.records] == [[]] * 3
-    shown = federate(make_config("fedavg-ft", dp="local", dp_clip=1.0, dp_scores="exact"))
-    assert all("train_loss" in row for record in shown.records for row in record.clients.values())
-    assert any("local_accuracy" in row for row in shown.records[-1].clients.values())
+    exact = federate(make_config("fedavg-ft", dp="local", dp_clip=1.0, dp_scores="exact"))
+    assert all("train_loss" in row for record in exact.records for row in record.clients.values())
+    assert any("local_accuracy" in row for row in exact.records[-1].clients.values())
 
 
 def test_a_divergence_is_not_revealed(make_config: MakeConfig, federate: Federate) -> None:
@@ -288,11 +288,11 @@ def test_a_lost_client_does_not_change_the_denominator(
     make_config: MakeConfig, federate: Federate, failing: Callable[..., Any]
 ) -> None:
     config = make_config("fedavg", num_server_rounds=1, dp_clip=0.05, dp_epsilon=1e6, **CENTRAL)
-    whole = central_change(federate, config)
+    complete = central_change(federate, config)
     done = federate(config, grid=failing(("train", 1, 2)))
-    lost = done.strategy.model - done.strategy.initial()
+    partial = done.strategy.model - done.strategy.initial()
     assert done.records[0].trained == {0, 1, 3}
-    assert np.linalg.norm(4 * (whole - lost)) == pytest.approx(0.05, rel=0.02)  # the update of client 2, clipped
+    assert np.linalg.norm(4 * (complete - partial)) == pytest.approx(0.05, rel=0.02)  # the update of client 2, clipped
 
 
 def test_the_server_clips_updates_that_exceed_the_norm(make_strategy: Callable[..., Any]) -> None:
@@ -422,5 +422,5 @@ def test_a_client_spends_its_budget_only_in_its_rounds(tmp_path: Path) -> None:
     ledger = PrivacyLedger(settings, tmp_path, lambda client: 50)
     for number in range(1, 21):
         ledger.note(number, cohort_of(settings, number))
-    assert ledger.epsilon() == pytest.approx(1.0)  # the busiest client has spent the planned budget, and no more
+    assert ledger.epsilon() == pytest.approx(1.0)  # the busiest client has spent exactly the planned budget
     assert most_trainings(settings) < 12

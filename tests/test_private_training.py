@@ -47,7 +47,7 @@ def job(start: torch.Tensor, data: Samples, sampling: Sampling | None = None, **
 
 
 def each_gradient(architecture: Architecture, start: torch.Tensor, data: Samples) -> torch.Tensor:
-    """Return the gradients ``(n, d)`` by one backward pass for each sample, through a module of its own."""
+    """Return the gradients ``(n, d)``, computed by a separate backward pass for each sample."""
     module = architecture.build()
     module.load_state_dict({name: view.clone() for name, view in architecture.layout.views(start).items()})
     rows = []
@@ -88,8 +88,8 @@ def test_per_sample_gradients_match_opacus() -> None:
     by_opacus = {name.removeprefix("_module."): p.grad_sample for name, p in module.named_parameters()}
     single = job(start, data)
     models = LoopedModels(network, single.work)
-    ours, _ = private.gradients_of_samples(single, network)(models.parameters, Batch(data.x, data.y))
-    for entry, gradients in zip(architecture.layout.entries, ours, strict=True):
+    computed, _ = private.gradients_of_samples(single, network)(models.parameters, Batch(data.x, data.y))
+    for entry, gradients in zip(architecture.layout.entries, computed, strict=True):
         torch.testing.assert_close(gradients, by_opacus[entry.name], rtol=1e-4, atol=1e-6)
 
 
@@ -131,9 +131,9 @@ def test_a_non_finite_sample_contributes_no_gradient() -> None:
     start, data = torch.from_numpy(architecture.initial(3)), samples(4)
     spoilt = Samples(data.x.clone(), data.y)
     spoilt.x[1] = math.nan
-    kept = Samples(data.x[[0, 2, 3]], data.y[[0, 2, 3]])
+    finite = Samples(data.x[[0, 2, 3]], data.y[[0, 2, 3]])
     sampling = Sampling(1.0, 1, 1e-9, 1e3, 4)
-    torch.testing.assert_close(train(start, spoilt, sampling, network), train(start, kept, sampling, network))
+    torch.testing.assert_close(train(start, spoilt, sampling, network), train(start, finite, sampling, network))
 
 
 def test_one_sample_moves_a_step_by_at_most_the_clipping_norm() -> None:
@@ -142,8 +142,8 @@ def test_one_sample_moves_a_step_by_at_most_the_clipping_norm() -> None:
     sampling = Sampling(1.0, 1, 1e-9, 0.01, 9)
     with_all = train(start, data, sampling, network)
     for removed in range(9):
-        rest = [number for number in range(9) if number != removed]
-        without = train(start, Samples(data.x[rest] * 1.0, data.y[rest]), sampling, network)
+        remaining = [number for number in range(9) if number != removed]
+        without = train(start, Samples(data.x[remaining] * 1.0, data.y[remaining]), sampling, network)
         assert float((with_all - without).norm()) <= 0.1 * 0.01 / 9 * 1.001
 
 

@@ -1,4 +1,4 @@
-"""Random streams: the same for the same key, different for any other."""
+"""Random streams: equal for equal keys, and different for different keys."""
 
 import itertools
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from posy.randomness import model_seed, numpy_generator, seed_of, torch_generator
 
 PURPOSES = ("batches", "cohort", "partition", "subset", "mask", "client-branch")
-whole = st.integers(0, 2**31 - 1)
+integers = st.integers(0, 2**31 - 1)
 
 
-@given(whole, st.sampled_from(PURPOSES), st.lists(whole, max_size=4))
+@given(integers, st.sampled_from(PURPOSES), st.lists(integers, max_size=4))
 def test_the_same_key_gives_the_same_stream(seed: int, purpose: str, key: list[int]) -> None:
     assert 0 <= seed_of(seed, purpose, *key) < 2**63
     a, b = (numpy_generator(seed, purpose, *key).integers(2**62, size=4) for _ in range(2))
@@ -23,7 +23,7 @@ def test_the_same_key_gives_the_same_stream(seed: int, purpose: str, key: list[i
     assert torch.equal(c, d)
 
 
-@given(whole, st.tuples(whole, whole, whole), st.tuples(whole, whole, whole))
+@given(integers, st.tuples(integers, integers, integers), st.tuples(integers, integers, integers))
 def test_only_equal_keys_give_equal_seeds(seed: int, key: tuple[int, ...], other: tuple[int, ...]) -> None:
     assert (seed_of(seed, "batches", *key) == seed_of(seed, "batches", *other)) == (key == other)
 
@@ -39,7 +39,7 @@ def test_round_and_client_are_not_interchangeable() -> None:
 
 
 def test_streams_are_stable_across_versions_and_platforms() -> None:
-    """What a run recorded last year must be drawn again this year: SeedSequence promises it."""
+    """A run must have the same streams in every year. SeedSequence guarantees this."""
     state = np.random.SeedSequence([42, _crc32("batches"), 3, 7]).generate_state(1, np.uint64)
     assert seed_of(42, "batches", 3, 7) == int(state[0]) >> 1
 

@@ -1,7 +1,7 @@
-"""A federation of real processes over gRPC, with TLS and node authentication: one for all tests here, in this order.
+"""A federation of real processes over gRPC, with TLS and node authentication, for all tests here in this order.
 
-To start a node costs far more than a run, so the tests share a SuperLink and its nodes, and much goes wrong in the
-course of one long run. Whatever does, never ends a run or turns into a wrong number.
+Starting a node takes far longer than a run, so the tests share a SuperLink and its nodes. Many failures happen in one
+long run. None of them may end the run or cause a wrong number.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("processes")]
 
 PUPPET = Path(__file__).resolve().parent / "puppet"
 CLIENTS = 3
-"""Clients of the runs in which all goes well: so many nodes are there from the beginning."""
+"""Clients of the runs without failures. Their nodes are connected from the beginning."""
 NODES = 4
-"""Clients of the run in which much goes wrong: the last node joins it."""
+"""Clients of the long run with failures. The last node joins it later."""
 METHODS = ("fedfew", "feddrm", "ppfe", "scaffold", "fedfomo")
 """Several models, routing, stages, control variates, and other clients' models."""
 
-MINE = """
+CUSTOM_METHOD = """
 import torch
 from rates import faster
 
@@ -58,8 +58,8 @@ class FedMineClient(PersonalClient):
     def work(self, start):
         return Train(start, smoothed, {"smoothing": torch.tensor(self.method.smoothing)}, lr=faster(self.lr))
 """
-OWN_FILES = {
-    "mine.py": MINE,
+CUSTOM_FILES = {
+    "mine.py": CUSTOM_METHOD,
     "rates.py": "def faster(rate):\n    return 2 * rate\n",
     "nets.py": "from torch import nn\n\n\ndef small(task):\n    return nn.Sequential(nn.Linear(64, 24), nn.ReLU(), "
     "nn.Linear(24, task.num_classes))\n",
@@ -68,8 +68,8 @@ OWN_FILES = {
     "samples.py": "from sklearn.datasets import load_digits\n\n\ndef some():\n    x, y = load_digits(return_X_y=True)\n"
     "    return x[:300], y[:300]\n",
 }
-"""A method, a network, a loss and data of people's own, and a module that one of them imports."""
-OWN = {
+"""A custom method, network, loss and data set, and a module that the method imports."""
+CUSTOM = {
     "method": "mine:FedMine",
     "model": "nets:small",
     "loss": "losses:focal",
@@ -79,7 +79,7 @@ OWN = {
 
 
 class Federation(Deployment):
-    """The SuperLink and its nodes, which are told by files to misbehave."""
+    """The SuperLink and its nodes. Files make a node misbehave."""
 
     def __init__(self, folder: Path) -> None:
         x, self.y = load_digits(return_X_y=True)
@@ -88,67 +88,67 @@ class Federation(Deployment):
         self.common = {"dataset": folder / "data.npz", "model": "mlp", "device": "cpu", "stack": "loop"}
         super().__init__(folder, [*(f"node-{i}" for i in range(NODES)), *(f"site-{i}" for i in range(3)), "other"])
 
-    def bring_up(self, number: int, *config: str) -> None:
-        """Start one of the nodes; the second and the last can be told to misbehave."""
+    def start_node(self, number: int, *config: str) -> None:
+        """Start one of the nodes. Files can make the second and the last node misbehave."""
         words = [f"partition-id={number}", f"num-partitions={NODES}", f"state-dir=state-{number}", *config]
         self.node(f"node-{number}", *words, python_path=PUPPET if number in (1, 3) else None)
 
-    def wait(self, true: Callable[[], Any], what: str) -> None:
-        """Wait until something is true; ``what`` names the process that makes it so, which must not end before."""
+    def wait(self, condition: Callable[[], Any], name: str) -> None:
+        """Wait until a condition holds. The process ``name``, which makes it true, may not end before."""
 
-        def seen() -> bool:
-            process = self.processes.get(what)
-            over = process is not None and process.poll() is not None
-            found = bool(true())
-            assert found or not over, self.log(what)[-5000:]
-            return found
+        def holds() -> bool:
+            process = self.processes.get(name)
+            ended = process is not None and process.poll() is not None
+            is_true = bool(condition())
+            assert is_true or not ended, self.log(name)[-5000:]
+            return is_true
 
-        self.until(seen, what, MOST_SECONDS)
+        self.until(holds, name, MOST_SECONDS)
 
     def wait_for_rounds(self, run: str, count: int) -> None:
-        """Wait until so many rounds of a run are finished."""
+        """Wait until a run has finished ``count`` rounds."""
         self.wait(lambda: len(self.rounds(run)) >= count, f"run-{run}")
 
-    def wait_for_words(self, run: str, told: str, times: int = 1) -> None:
-        """Wait until `posy run` has shown some words so often: its log comes moments after a round is recorded."""
-        self.wait(lambda: self.log(f"run-{run}").count(told) >= times, f"run-{run}")
+    def wait_for_text(self, run: str, text: str, times: int = 1) -> None:
+        """Wait until `posy run` has printed a text, which happens moments after a round is recorded."""
+        self.wait(lambda: self.log(f"run-{run}").count(text) >= times, f"run-{run}")
 
     def server(self) -> int:
-        """Return the process of the one run that there is, once it has one and those before it have ended."""
-        found: list[int] = []
+        """Return the process of the active run, once it has started and the processes of earlier runs have ended."""
+        servers: list[int] = []
 
-        def one() -> bool:
+        def has_one_server() -> bool:
             with contextlib.suppress(LookupError):
-                found.append(super(Federation, self).server())
-            return bool(found)
+                servers.append(super(Federation, self).server())
+            return bool(servers)
 
-        self.wait(one, "superlink")
-        return found[0]
+        self.wait(has_one_server, "superlink")
+        return servers[0]
 
     def dropped(self, run: str, client: int) -> list[tuple[int, str]]:
-        """Return the rounds in which a client's replies were dropped, each with the reason."""
+        """Return the rounds in which Posy dropped a client's replies, each with the reason."""
         drops = [(row["round"], drop) for row in self.rounds(run) for drop in row["dropped"]]
         return [(number, drop["reason"]) for number, drop in drops if drop["client"] == client]
 
-    def whole_since(self, run: str, count: int) -> bool:
-        """Tell whether all clients have taken part in a round after the first ``count``."""
+    def complete_since(self, run: str, count: int) -> bool:
+        """Return whether all clients took part in a round after the first ``count`` rounds."""
         return any(row["cohort"] == NODES and not row["dropped"] for row in self.rounds(run)[count:])
 
-    def start_again(self, name: str, start: Callable[[], None]) -> None:
-        """Start a node until its key is accepted: the SuperLink must first see that it was gone."""
+    def restart(self, name: str, start: Callable[[], None]) -> None:
+        """Start a node until the SuperLink accepts its key, for which it must notice that the node had ended."""
 
-        def there() -> bool:
+        def is_ready() -> bool:
             if self.processes[name].poll() is not None:
                 start()
             return self.ready(name)
 
-        self.until(there, name, MOST_SECONDS)
+        self.until(is_ready, name, MOST_SECONDS)
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    made = Federation(tmp_path_factory.mktemp("processes"))
-    folder, x, y = made.folder, made.x, made.y
+    deployment = Federation(tmp_path_factory.mktemp("processes"))
+    folder, x, y = deployment.folder, deployment.x, deployment.y
     try:
         np.savez(folder / "b.npz", x_train=x[:150], y_train=y[:150], x_test=x[150:200], y_test=y[150:200])
         pfllib(folder / "a", x[400:500], y[400:500], 20)
@@ -156,26 +156,33 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         broken[3, 5] = np.nan
         np.savez(folder / "c.npz", x_train=broken, y_train=y[500:520])
         for i in range(CLIENTS):
-            made.bring_up(i)
-        made.node("stranger", "partition-id=0", f"num-partitions={NODES}")
+            deployment.start_node(i)
+        deployment.node("stranger", "partition-id=0", f"num-partitions={NODES}")
         make_certificates(folder / "elsewhere", [], ["other"], 1)
-        words = ["--superlink", made.fleet, "--root-certificates", str(folder / "elsewhere/ca.pem")]
-        made.start("distrust", "supernode", *words, "--key", "certificates/node-0.key")
+        words = ["--superlink", deployment.fleet, "--root-certificates", str(folder / "elsewhere/ca.pem")]
+        deployment.start("distrust", "supernode", *words, "--key", "certificates/node-0.key")
         for i in range(CLIENTS):
-            made.wait(lambda name=f"node-{i}": made.ready(name), f"node-{i}")
-        yield made
+            deployment.wait(lambda name=f"node-{i}": deployment.ready(name), f"node-{i}")
+        yield deployment
     finally:
-        made.stop()
+        deployment.stop()
 
 
-# -- all goes well ----------------------------------------------------------------------------------------
+# -- runs without failures -------------------------------------------------------------------------------
 
 
 def settings_of(federation: Federation, method: str, **more: Any) -> dict[str, Any]:
-    own = {"method": method, "num-clients": CLIENTS, "num-server-rounds": 2, "lr": 0.05, "local-epochs": 1, "seed": 7}
+    base = {
+        "method": method,
+        "num-clients": CLIENTS,
+        "num-server-rounds": 2,
+        "lr": 0.05,
+        "local-epochs": 1,
+        "seed": 7,
+    }
     if method == "ppfe":
-        own |= {"ppfe-stages": 2, "ppfe-stage-rounds": "1,1"}
-    return {**federation.common, **own, **{key.replace("_", "-"): value for key, value in more.items()}}
+        base |= {"ppfe-stages": 2, "ppfe-stage-rounds": "1,1"}
+    return {**federation.common, **base, **{key.replace("_", "-"): value for key, value in more.items()}}
 
 
 def words(settings: dict[str, Any]) -> list[str]:
@@ -183,62 +190,65 @@ def words(settings: dict[str, Any]) -> list[str]:
 
 
 def assert_same_models(federation: Federation, name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Compare what a run has left with the same run inside this process, bit for bit."""
-    given = {key.replace("-", "_"): str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    reference = posy.run(**given, output_dir=str(tmp_path))
+    """Compare the results of a run with the same run inside this process, bit for bit."""
+    keywords = {
+        key.replace("-", "_"): str(value) if isinstance(value, Path) else value for key, value in settings.items()
+    }
+    reference = posy.run(**keywords, output_dir=str(tmp_path))
     summary = federation.summary(name)
     assert (summary["status"], summary["dropped"]) == ("completed", {})
     assert (summary["rounds"], summary["served"]) == (reference.summary["rounds"], reference.summary["served"])
-    there = {path.name: path for path in reference.models.iterdir()}
+    expected_files = {path.name: path for path in reference.models.iterdir()}
     files = {path.name: path for path in (federation.results(name) / "models").iterdir()}
     assert list(files) == ["server.safetensors"]  # personal models stay on their nodes
-    own = {path.name: path for path in federation.folder.glob(f"state-*/{name}-*/models/*")}
-    assert {f"client-{i}.safetensors" for i in range(CLIENTS)} <= own.keys()
-    files |= own
-    assert files.keys() == there.keys()
+    node_files = {path.name: path for path in federation.folder.glob(f"state-*/{name}-*/models/*")}
+    assert {f"client-{i}.safetensors" for i in range(CLIENTS)} <= node_files.keys()
+    files |= node_files
+    assert files.keys() == expected_files.keys()
     for file, path in files.items():
-        ours, expected = load_arrays(path), load_arrays(there[file])
-        assert ours.keys() == expected.keys()
+        actual, expected = load_arrays(path), load_arrays(expected_files[file])
+        assert actual.keys() == expected.keys()
         for key, array in expected.items():
-            np.testing.assert_array_equal(ours[key], array, err_msg=f"{file}: {key}")
+            np.testing.assert_array_equal(actual[key], array, err_msg=f"{file}: {key}")
 
 
 @pytest.fixture(scope="module")
-def together(federation: Federation) -> Federation:
-    """Submit a run of each method, and one that fails, all at once: the nodes serve them in turn."""
+def submitted(federation: Federation) -> Federation:
+    """Submit a run of each method and a run that fails, all at once. The nodes serve them in turn."""
     for method in METHODS:
         federation.submit(method, *words(settings_of(federation, method)))
-    for name, source in OWN_FILES.items():
+    for name, source in CUSTOM_FILES.items():
         (federation.folder / name).write_text(source, encoding="utf-8")
-    federation.submit("own", *words(settings_of(federation, **OWN)))
+    federation.submit("own", *words(settings_of(federation, **CUSTOM)))
     wrong = settings_of(federation, "fedavg", partition="classes", classes_per_client=11)
     federation.submit("wrong", *words(wrong))
     return federation
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_grpc_runs_equal_in_process_runs(method: str, together: Federation, tmp_path: Path) -> None:
-    assert together.ended(f"run-{method}") == 0, together.log(f"run-{method}")
-    assert_same_models(together, method, settings_of(together, method), tmp_path)
+def test_grpc_runs_equal_in_process_runs(method: str, submitted: Federation, tmp_path: Path) -> None:
+    assert submitted.ended(f"run-{method}") == 0, submitted.log(f"run-{method}")
+    assert_same_models(submitted, method, settings_of(submitted, method), tmp_path)
 
 
 def test_custom_code_is_sent_with_the_run(
-    together: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    submitted: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert together.ended("run-own") == 0, together.log("run-own")
-    told = [line.split(" (SHA")[0] for line in together.log("run-own").splitlines() if "travels" in line]
-    assert told == [f"posy: {together.folder / name} is sent with the run as own/{name}" for name in sorted(OWN_FILES)]
-    foreign = ", ".join(f"own/{name}" for name in sorted(OWN_FILES))
+    assert submitted.ended("run-own") == 0, submitted.log("run-own")
+    lines = [line.split(" (SHA")[0] for line in submitted.log("run-own").splitlines() if "travels" in line]
+    folder, names = submitted.folder, sorted(CUSTOM_FILES)
+    assert lines == [f"posy: {folder / name} travels with the run as own/{name}" for name in names]
+    foreign = ", ".join(f"own/{name}" for name in names)
     for number in range(CLIENTS):
-        assert f"brings code that differs from the installed Posy: {foreign}" in together.log(f"node-{number}")
-    monkeypatch.chdir(together.folder)
-    assert_same_models(together, "own", settings_of(together, **OWN), tmp_path)
+        assert f"brings code that differs from the installed Posy: {foreign}" in submitted.log(f"node-{number}")
+    monkeypatch.chdir(submitted.folder)
+    assert_same_models(submitted, "own", settings_of(submitted, **CUSTOM), tmp_path)
 
 
-def test_a_failed_run_reports_its_error(together: Federation) -> None:
-    assert together.ended("run-wrong") == 1
-    log = together.log("run-wrong")
-    assert "ended with status failed" in log
+def test_a_failed_run_reports_its_error(submitted: Federation) -> None:
+    assert submitted.ended("run-wrong") == 1
+    log = submitted.log("run-wrong")
+    assert "has ended as failed" in log
     assert "classes-per-client = 11" in log
 
 
@@ -256,23 +266,23 @@ def test_unregistered_and_distrusting_nodes_cannot_join(federation: Federation) 
 def test_keys_are_registered_once_and_names_are_unique(
     federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = [str(federation.folder / f"certificates/node-{i}.pub") for i in (0, 1)]
+    keys = [str(federation.folder / f"certificates/node-{i}.pub") for i in (0, 1)]
     make_certificates(tmp_path, [], ["node-0"], 1)
-    (tmp_path / "copy.pub").write_bytes(Path(known[0]).read_bytes())
-    assert cli.main(["register", *known, str(tmp_path / "copy.pub"), *federation.where]) == 0
+    (tmp_path / "copy.pub").write_bytes(Path(keys[0]).read_bytes())
+    assert cli.main(["register", *keys, str(tmp_path / "copy.pub"), *federation.where]) == 0
     output, error = capsys.readouterr()
     assert output.splitlines() == [
         "node-0 is already registered",
         "node-1 is already registered",
         "copy is already registered as node-0",
     ]
-    assert "$" not in error  # what names no SuperLink cannot be typed
+    assert "$" not in error  # no command without a SuperLink is printed
     assert cli.main(["register", str(tmp_path / "node-0.pub"), *federation.where]) == 1
     assert "posy: node-0 is not registered: another key has this name" in capsys.readouterr().err
 
 
 def test_a_site_with_invalid_data_is_excluded(federation: Federation) -> None:
-    """Three nodes with data of their own, one of them Flower's own node, and one whose data holds a NaN."""
+    """Three nodes with data, one of them the unmodified node of Flower, and a node whose data contains a NaN."""
     y = federation.y
     few = np.flatnonzero(y[200:400] < 7) + 200
     table(federation.folder / "d.csv", federation.x[few], y[few])
@@ -292,13 +302,15 @@ def test_a_site_with_invalid_data_is_excluded(federation: Federation) -> None:
         node.terminate()
     assert (summary["status"], summary["dropped"], summary["system-accuracy"]) == ("completed", {}, None)
     assert summary["sites"] == ["other", "site-0", "site-1", None]
-    left_out = next(row for row in summary["left-out"] if row["site"] == "site-2")
-    others = [row["reason"] for row in summary["left-out"] if row is not left_out]
-    assert left_out["times"] == 1 and all("this node has no data" in reason for reason in others)
-    assert left_out["reason"].startswith("a cell is not a finite number in the range of float32 (not-a-number)")
+    excluded = next(row for row in summary["left-out"] if row["site"] == "site-2")
+    other_reasons = [row["reason"] for row in summary["left-out"] if row is not excluded]
+    assert excluded["times"] == 1 and all("this node has no data" in reason for reason in other_reasons)
+    assert excluded["reason"].startswith("a cell is not a finite number in the range of float32 (not-a-number)")
     assert federation.log("run-sites").count("site-2 is excluded") == 1
-    bad = federation.folder / "c.npz"
-    assert str(bad) not in federation.log("run-sites") and f"{bad}: nan at index (3, 5)" in federation.log("site-2")
+    file_c = federation.folder / "c.npz"
+    assert str(file_c) not in federation.log("run-sites") and f"{file_c}: nan at index (3, 5)" in federation.log(
+        "site-2"
+    )
     assert summary["served"]["last"]["mean"] > 0.6
     with (federation.results("sites") / "clients.csv").open() as file:
         counts = {int(row["partition"]): (int(row["n_train"]), int(row["n_test"])) for row in csv.DictReader(file)}
@@ -308,12 +320,12 @@ def test_a_site_with_invalid_data_is_excluded(federation: Federation) -> None:
         node.wait(MOST_SECONDS)
 
 
-# -- one long run in which much goes wrong ----------------------------------------------------------------
+# -- one long run with many failures ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def long(federation: Federation) -> Iterator[Federation]:
-    """Begin a run with all nodes but the last; the second is slow, and a liar for seven rounds."""
+def long_run(federation: Federation) -> Iterator[Federation]:
+    """Start a run without the last node. The second is slow, and sends malformed replies in seven rounds."""
     for word in ("slow", "lie"):
         (federation.folder / word).touch()
     settings = settings_of(
@@ -325,106 +337,106 @@ def long(federation: Federation) -> Iterator[Federation]:
     (federation.folder / "slow").unlink(missing_ok=True)
 
 
-def test_malformed_replies_are_dropped(long: Federation) -> None:
-    long.wait_for_rounds("long", 8)
+def test_malformed_replies_are_dropped(long_run: Federation) -> None:
+    long_run.wait_for_rounds("long", 8)
     reasons = ["NaN or Inf", "NaN or Inf", "model has the shape (", "malformed reply: KeyError('train-loss')"]
     reasons += ["num-examples = 0", "num-examples = -1", "num-examples = 1000000000000"]
-    dropped = long.dropped("long", 1)
-    (long.folder / "lie").unlink()  # later runs have rounds of these numbers too
+    dropped = long_run.dropped("long", 1)
+    (long_run.folder / "lie").unlink()  # later runs have rounds of these numbers too
     assert [number for number, _ in dropped] == [1, 2, 3, 4, 5, 6, 7]
-    for (_, told), reason in zip(dropped, reasons, strict=True):
-        assert reason in told
-    long.wait_for_words("long", "node-1 (client 1) is dropped: ", len(reasons))
-    assert long.log("run-long").count("node-1 (client 1) is dropped: ") == len(reasons)
-    with (long.results("long") / "clients.csv").open() as file:
+    for (_, recorded), reason in zip(dropped, reasons, strict=True):
+        assert reason in recorded
+    long_run.wait_for_text("long", "node-1 (client 1) is dropped: ", len(reasons))
+    assert long_run.log("run-long").count("node-1 (client 1) is dropped: ") == len(reasons)
+    with (long_run.results("long") / "clients.csv").open() as file:
         assert all(np.isfinite(float(row["served_loss"])) for row in csv.DictReader(file) if row["served_loss"])
 
 
-def test_a_run_starts_with_min_clients_and_admits_a_late_node(long: Federation) -> None:
-    long.wait_for_rounds("long", 2)
-    assert [row["cohort"] for row in long.rounds("long")[:2]] == [NODES - 1] * 2
-    seen = len(long.rounds("long"))
-    long.bring_up(NODES - 1)
-    long.wait(lambda: long.whole_since("long", seen), "run-long")
-    long.wait_for_words("long", "node-3 (client 3) is new; 4 of 4 clients are present")
+def test_a_run_starts_with_min_clients_and_admits_a_late_node(long_run: Federation) -> None:
+    long_run.wait_for_rounds("long", 2)
+    assert [row["cohort"] for row in long_run.rounds("long")[:2]] == [NODES - 1] * 2
+    count = len(long_run.rounds("long"))
+    long_run.start_node(NODES - 1)
+    long_run.wait(lambda: long_run.complete_since("long", count), "run-long")
+    long_run.wait_for_text("long", "node-3 (client 3) is new; 4 of 4 clients are present")
 
 
-def test_a_worker_that_dies_loses_one_reply(long: Federation) -> None:
-    before = len(long.dropped("long", 1))
-    worker = long.worker("node-1")
-    (long.folder / "die").touch()
-    long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
-    number, reason = long.dropped("long", 1)[before]
+def test_a_worker_that_dies_loses_one_reply(long_run: Federation) -> None:
+    before = len(long_run.dropped("long", 1))
+    worker = long_run.worker("node-1")
+    (long_run.folder / "die").touch()
+    long_run.wait(lambda: len(long_run.dropped("long", 1)) > before, "run-long")
+    number, reason = long_run.dropped("long", 1)[before]
     assert "the worker process died while it worked on this message (signal 9)" in reason
-    long.wait(lambda: long.whole_since("long", number), "run-long")
-    assert long.worker("node-1") != worker
+    long_run.wait(lambda: long_run.complete_since("long", number), "run-long")
+    assert long_run.worker("node-1") != worker
 
 
-def test_a_hanging_worker_times_out_and_is_replaced(long: Federation) -> None:
-    before = len(long.dropped("long", 1))
-    (long.folder / "hang").touch()
-    long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
-    number, reason = long.dropped("long", 1)[before]
+def test_a_hanging_worker_times_out_and_is_replaced(long_run: Federation) -> None:
+    before = len(long_run.dropped("long", 1))
+    (long_run.folder / "hang").touch()
+    long_run.wait(lambda: len(long_run.dropped("long", 1)) > before, "run-long")
+    number, reason = long_run.dropped("long", 1)[before]
     killed = "its app crashed: the worker process was killed: a reply after more than 12 s would be too late"
     assert reason in ("no reply within round-timeout = 12 s", killed)  # the node's answer may be just in time
-    long.wait_for_words("long", f"node-1 (client 1) is dropped: {reason}")
-    long.wait(lambda: long.whole_since("long", number), "run-long")
-    assert "the worker process was killed: a reply after more than" in long.log("node-1")
+    long_run.wait_for_text("long", f"node-1 (client 1) is dropped: {reason}")
+    long_run.wait(lambda: long_run.complete_since("long", number), "run-long")
+    assert "the worker process was killed: a reply after more than" in long_run.log("node-1")
 
 
-def test_a_killed_node_returns_with_its_personal_state(long: Federation) -> None:
-    before = len(long.rounds("long"))
-    long.wait_for_rounds("long", before + 5)
-    before = len(long.dropped("long", 3))
-    long.kill("node-3")
-    long.wait(lambda: len(long.dropped("long", 3)) > before, "run-long")
-    long.wait_for_words("long", "node-3 (client 3) is dropped: ")
-    seen = len(long.rounds("long"))
-    long.start_again("node-3", lambda: long.bring_up(3))
-    long.wait(lambda: long.whole_since("long", seen), "run-long")
-    long.wait_for_words("long", "node-3 (client 3) is back; 4 of 4 clients are present")
-    with (long.results("long") / "clients.csv").open() as file:
+def test_a_killed_node_returns_with_its_personal_state(long_run: Federation) -> None:
+    before = len(long_run.rounds("long"))
+    long_run.wait_for_rounds("long", before + 5)
+    before = len(long_run.dropped("long", 3))
+    long_run.kill("node-3")
+    long_run.wait(lambda: len(long_run.dropped("long", 3)) > before, "run-long")
+    long_run.wait_for_text("long", "node-3 (client 3) is dropped: ")
+    count = len(long_run.rounds("long"))
+    long_run.restart("node-3", lambda: long_run.start_node(3))
+    long_run.wait(lambda: long_run.complete_since("long", count), "run-long")
+    long_run.wait_for_text("long", "node-3 (client 3) is back; 4 of 4 clients are present")
+    with (long_run.results("long") / "clients.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["partition"] == "3" and row["served_accuracy"]]
-    first = next(row for row in rows if int(row["round"]) > seen)
-    # The shared body with a new head would answer like a coin with ten sides.
+    first = next(row for row in rows if int(row["round"]) > count)
+    # The shared body with a new head would have the accuracy of guessing among ten classes.
     assert float(first["served_accuracy"]) > 0.5
 
 
-def test_a_run_survives_a_crash_of_its_superlink(long: Federation) -> None:
-    seen = len(long.rounds("long"))
-    os.kill(long.superlink(), signal.SIGKILL)
-    long.wait(lambda: long.whole_since("long", seen + 1), "run-long")
-    assert [row["round"] for row in long.rounds("long")] == list(range(1, len(long.rounds("long")) + 1))
-    assert "flower-superlink died (-9) and is started again" in long.log("superlink")
+def test_a_run_survives_a_crash_of_its_superlink(long_run: Federation) -> None:
+    count = len(long_run.rounds("long"))
+    os.kill(long_run.superlink(), signal.SIGKILL)
+    long_run.wait(lambda: long_run.complete_since("long", count + 1), "run-long")
+    assert [row["round"] for row in long_run.rounds("long")] == list(range(1, len(long_run.rounds("long")) + 1))
+    assert "flower-superlink died (-9) and is started again" in long_run.log("superlink")
 
 
-def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_log_and_stop(long_run: Federation, capsys: pytest.CaptureFixture[str]) -> None:
     def posy(*words: str, status: int = 0) -> str:
-        """Carry out a command; return what it has said, its error if it has failed."""
-        assert cli.main([*words, *long.where]) == status
+        """Run a command. Return its output, or its error output for status 2."""
+        assert cli.main([*words, *long_run.where]) == status
         output, error = capsys.readouterr()
         return error if status == 2 else output + error
 
-    shown = [line.split() for line in posy("status").splitlines()]
-    [(number, *told)] = [words[:4] for words in shown if words[1:2] == ["long"]]
-    assert told == ["long", "fedrep", "running"]
-    assert len([words for words in shown if words[1:2] == ["online"]]) == NODES
-    shown = posy("stop", "long")
-    assert "is stopped" in shown
-    assert "resume=long output-dir=runs" in shown
-    assert long.ended("run-long") == 1
-    assert "ended with status stopped" in long.log("run-long")
+    rows = [line.split() for line in posy("status").splitlines()]
+    [(number, *columns)] = [words[:4] for words in rows if words[1:2] == ["long"]]
+    assert columns == ["long", "fedrep", "running"]
+    assert len([words for words in rows if words[1:2] == ["online"]]) == NODES
+    output = posy("stop", "long")
+    assert "is stopped" in output
+    assert "resume=long output-dir=runs" in output
+    assert long_run.ended("run-long") == 1
+    assert "has ended as stopped" in long_run.log("run-long")
     assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
     assert "has already ended" in posy("stop", number, status=2)
     assert "'nosuch': no run at 127.0.0.1" in posy("stop", "nosuch", status=2)
-    shown = posy("log", "long", status=1)
-    assert "ended with status stopped" in shown
-    assert "Results of this run: " in shown
-    assert "round     1/10000" in shown
-    assert "INFO" not in shown
+    output = posy("log", "long", status=1)
+    assert "has ended as stopped" in output
+    assert "Results of this run: " in output
+    assert "round     1/10000" in output
+    assert "INFO" not in output
 
 
-# -- what ends, and what is left --------------------------------------------------------------------------
+# -- ended processes -------------------------------------------------------------------------------------
 
 
 def test_a_run_resumes_after_its_server_process_is_killed(federation: Federation, tmp_path: Path) -> None:
@@ -438,7 +450,7 @@ def test_a_run_resumes_after_its_server_process_is_killed(federation: Federation
     assert federation.ended("run-cut") == 130
     assert federation.summary("cut")["status"] == "running"
     assert len(federation.rounds("cut")) < 8
-    # What the run that was stopped has left on the nodes does not hold up the next one.
+    # Unfinished work of the stopped run does not delay the next run.
     federation.submit("again", "resume=cut")
     assert federation.ended("run-again") == 0, federation.log("run-again")
     assert_same_models(federation, "cut", settings, tmp_path)
@@ -457,7 +469,7 @@ def test_a_killed_worker_is_replaced_and_ends_with_its_node(federation: Federati
 
 
 def test_a_terminated_superlink_stops_its_run(federation: Federation) -> None:
-    """From here on the SuperLink is gone; one node has been told how long to wait for it."""
+    """After this test the SuperLink is gone. One node has a limit on how long it waits for the SuperLink."""
     federation.node("other", "--wait", "4", "partition-id=0", f"num-partitions={NODES}")
     federation.wait(lambda: federation.ready("other"), "other")
     settings = settings_of(federation, "fedavg", num_clients=1, num_server_rounds=3000)
@@ -478,16 +490,16 @@ def test_a_node_exits_if_its_superlink_is_unreachable_for_too_long(federation: F
     assert federation.ended("other") == 1
     assert "the SuperLink has been out of reach for 4 s" in federation.log("other")
     federation.wait(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")
-    assert federation.processes["node-1"].poll() is None  # it was not told so
+    assert federation.processes["node-1"].poll() is None  # it has no --wait
 
 
 def test_printed_commands_work_in_a_shell(federation: Federation) -> None:
-    """The SuperLink and a node have ended, and are started by hand with what was printed."""
+    """The SuperLink and a node have ended. The test starts them with the printed commands."""
     printed = [line[2:] for line in federation.log("superlink").splitlines() if line.startswith("$ ")]
     printed += [line[2:] for line in federation.log("other").splitlines() if line.startswith("$ ")][-1:]
     superlink, superexec, list_runs, node = printed
 
-    def typed(name: str, line: str) -> "subprocess.Popen[bytes]":
+    def run_in_shell(name: str, line: str) -> "subprocess.Popen[bytes]":
         with (federation.folder / f"{name}.log").open("wb") as log:
             federation.processes[name] = subprocess.Popen(
                 ["sh", "-c", f"exec env {line}"],
@@ -499,10 +511,10 @@ def test_printed_commands_work_in_a_shell(federation: Federation) -> None:
             )
         return federation.processes[name]
 
-    typed("typed-superlink", superlink)
+    run_in_shell("typed-superlink", superlink)
     federation.wait(lambda: "Starting Fleet API" in federation.log("typed-superlink"), "typed-superlink")
-    typed("typed-superexec", superexec)
-    assert typed("typed-list", list_runs).wait(MOST_SECONDS) == 0
+    run_in_shell("typed-superexec", superexec)
+    assert run_in_shell("typed-list", list_runs).wait(MOST_SECONDS) == 0
     assert "Listing all runs" in federation.log("typed-list")
-    typed("typed-node", node)
-    federation.start_again("typed-node", lambda: typed("typed-node", node) and None)
+    run_in_shell("typed-node", node)
+    federation.restart("typed-node", lambda: run_in_shell("typed-node", node) and None)

@@ -1,4 +1,4 @@
-"""Flower's records as Posy fills them: the entries that Flower would hold, and no others."""
+"""Records that Posy fills have exactly the entries that Flower would store."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def test_a_filled_record_equals_flowers():
     common = ConfigRecord({"text": "old", "more": 1})
     record = with_entries(common, ENTRIES)
     assert record == ConfigRecord({"text": "old", "more": 1, **ENTRIES})
-    assert common == ConfigRecord({"text": "old", "more": 1})  # it is left as it was
+    assert common == ConfigRecord({"text": "old", "more": 1})  # unchanged
     assert record.deflate() == ConfigRecord({"text": "old", "more": 1, **ENTRIES}).deflate()
 
 

@@ -27,7 +27,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.refers: list[str] = []
+        self.references: list[str] = []
         self.words: list[str] = []
         self.drawings: list[str] = []
         self.ids: list[str] = []
@@ -40,7 +40,7 @@ class Page(HTMLParser):
             self.open.append(tag)
         for name, value in attrs:
             if name in ("src", "href", "srcset", "data", "action"):
-                self.refers.append(value or "")
+                self.references.append(value or "")
             if name == "id":
                 self.ids.append(value or "")
             if name == "aria-label":
@@ -78,7 +78,7 @@ def test_a_page_is_self_contained_and_shows_the_numbers_of_its_runs(recorded: Ca
     paths = [recorded("fedfew"), recorded("fedfew", 2), recorded("local"), recorded("local", 2)]
     text = page(paths)
     parsed = Page(text)
-    for target in parsed.refers:
+    for target in parsed.references:
         assert target.removeprefix("#") in parsed.ids or target.startswith("data:image/png;base64,")
     assert not re.search(r"https?:|@import|url\(|<script", text)
     assert len(parsed.ids) == len(set(parsed.ids))
@@ -87,14 +87,14 @@ def test_a_page_is_self_contained_and_shows_the_numbers_of_its_runs(recorded: Ca
         assert path.name in words
         for point in ("served", "local"):
             last = Recorded.read(path).summary[point]["last"] or {}  # Local serves no model
-            for of in {"mean", "std", "min", "tenth", "max", "weighted"} & last.keys():
-                assert f"{100 * last[of]:.2f} %" in words
+            for statistic in {"mean", "std", "min", "tenth", "max", "weighted"} & last.keys():
+                assert f"{100 * last[statistic]:.2f} %" in words
     assert {"Comparison", "Costs", "Clients"} <= words
     assert any("None: every reply was used" in word for word in words)
     assert "Accuracy of client 3" not in parsed.drawings  # client 3 has no test samples
     assert {"Accuracy of client 0", "Samples of each class on client 0"} <= set(parsed.drawings)
     assert any(drawing.startswith("Effective clients") for drawing in parsed.drawings)
-    assert any(target.startswith("data:") for target in parsed.refers)  # the picture of FedFew
+    assert any(target.startswith("data:") for target in parsed.references)  # the picture of FedFew
     assert len(text) < 500_000
 
 

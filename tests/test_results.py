@@ -38,7 +38,7 @@ def summarise(run: RunDirectory, totals: Totals, status: Status = "running", **e
     return run.write_summary({**facts, "seconds": 4.5, "system-accuracy": None, **totals.summary(), **extra})
 
 
-def a_round(number: int, *values: float, **more: Any) -> RoundRecord:
+def round_record(number: int, *values: float, **more: Any) -> RoundRecord:
     """Return a round in which the clients' served models had these accuracies."""
     rows = {c: {"n_train": 1, "served_accuracy": value} for c, value in enumerate(values)}
     return RoundRecord(number, clients=rows, **more)
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def totals() -> Totals:
     totals = Totals(bytes_up=1000, bytes_down=2000)
     for number, values in enumerate(((0.2, 0.4), (0.7, 0.9), (0.5, 0.7)), start=1):
-        record = a_round(number, *values)
+        record = round_record(number, *values)
         if number == 2:
             for row in record.clients.values():
                 row["local_accuracy"] = 0.8
@@ -98,7 +98,7 @@ class TestTotals:
         assert (totals.missing, totals.last_round, list(totals.clients)) == ([1, 2], [1], [0, 1])
 
     def test_totals_round_trip_through_json(self, totals: Totals) -> None:
-        totals.add(a_round(4, 0.5, away=(1,), dropped=[(0, "late")]), evaluated=True)
+        totals.add(round_record(4, 0.5, away=(1,), dropped=[(0, "late")]), evaluated=True)
         stored = json.loads(json.dumps(plain({**totals.as_json(), "another": "key"})))
         assert Totals.from_json(stored) == totals
 
@@ -170,7 +170,7 @@ class TestRunDirectory:
     def test_validation_accuracy_selects_the_best_round(self, run: RunDirectory) -> None:
         totals = Totals()
         for number, (tested, validated) in enumerate(((0.9, 0.3), (0.6, 0.7), (0.8, 0.5)), start=1):
-            record = a_round(number, tested, tested)
+            record = round_record(number, tested, tested)
             for row in record.clients.values():
                 row["served_validation_accuracy"] = validated
             spreads = totals.add(record, evaluated=True)
@@ -221,7 +221,7 @@ class TestRunDirectory:
     def test_the_best_round_has_its_weighted_mean(self) -> None:
         totals = Totals()
         for number, values in enumerate(((0.2, 0.4), (0.5, 0.9)), start=1):
-            record = a_round(number, *values)
+            record = round_record(number, *values)
             for weight, row in zip((1, 3), record.clients.values(), strict=True):
                 row |= {"n_train": weight, "served_validation_accuracy": 1.0 / number}
             totals.add(record, evaluated=True)
@@ -308,9 +308,9 @@ class TestProgress:
     @pytest.mark.parametrize(("rounds", "lines"), [(1, 1), (12, 12), (200, 200), (2000, 201), (999, 201)])
     def test_a_log_gets_about_200_lines_at_most(self, rounds: int, lines: int) -> None:
         log = io.StringIO()
-        with Progress(rounds, stream=log) as shown:
+        with Progress(rounds, stream=log) as progress:
             for server_round in range(1, rounds + 1):
-                shown.update(server_round, 0.5, None)
+                progress.update(server_round, 0.5, None)
         text = log.getvalue().splitlines()
         assert len(text) == lines
         assert text[0].startswith(f"round {1:{len(str(rounds))}d}/{rounds}")
@@ -321,9 +321,9 @@ class TestProgress:
         clock = iter([0.0, 10.0, 14.0])
         monkeypatch.setattr("posy.server_app.progress.time.monotonic", lambda: next(clock))
         log = io.StringIO()
-        with Progress(10, stream=log) as shown:
-            shown.update(1, 0.61234, 0.74, 0.8125)
-            shown.update(2, None, 0.75, math.nan)
+        with Progress(10, stream=log) as progress:
+            progress.update(1, 0.61234, 0.74, 0.8125)
+            progress.update(2, None, 0.75, math.nan)
         assert log.getvalue().splitlines() == [
             "round  1/10  served 61.23 %  local 74.00 %  loss 0.8125  10.00 s/round  1 min 30 s left",
             # 14 s for 2 rounds; the served models were not evaluated again.
@@ -332,9 +332,9 @@ class TestProgress:
 
     def test_a_line_counts_the_clients_if_some_are_missing(self) -> None:
         log = io.StringIO()
-        with Progress(2, stream=log) as shown:
-            shown.update(1, 0.5, None, present="2 of 3 clients")
-            shown.update(2, 0.5, None)
+        with Progress(2, stream=log) as progress:
+            progress.update(1, 0.5, None, present="2 of 3 clients")
+            progress.update(2, 0.5, None)
         first, second = log.getvalue().splitlines()
         assert first.split("  ")[:3] == ["round 1/2", "served 50.00 %", "2 of 3 clients"]
         assert "clients" not in second
@@ -342,11 +342,11 @@ class TestProgress:
     def test_a_figure_over_a_cohort_shows_its_client_count(self) -> None:
         row = {"round": 1, "missing": [4], "dropped": [], "train_loss": None}
         log = io.StringIO()
-        with Progress(2, stream=log) as shown:
-            shown.add(
+        with Progress(2, stream=log) as progress:
+            progress.add(
                 {**row, "served_accuracy": spread_of(*[0.5] * 29), "local_accuracy": spread_of(0.9, 0.9, 0.9)}, 30
             )
-            shown.add(
+            progress.add(
                 {**row, "round": 2, "missing": [], "served_accuracy": None, "local_accuracy": spread_of(*[0.8] * 30)},
                 30,
             )
@@ -356,9 +356,9 @@ class TestProgress:
 
     def test_a_terminal_gets_a_bar(self) -> None:
         terminal = Terminal()
-        with Progress(3, stream=terminal) as shown:
-            shown.update(1, 0.5, None)
-            shown.update(3, 0.625, None)
+        with Progress(3, stream=terminal) as progress:
+            progress.update(1, 0.5, None)
+            progress.update(3, 0.625, None)
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
         assert "\x1b" in terminal.getvalue()
         assert "round 3/3" in plain
@@ -373,8 +373,8 @@ class TestProgress:
             return original(text)
 
         terminal.write = write  # type: ignore[method-assign]  # as flwr.supercore.logger.mirror_output_to_queue does
-        with Progress(3, stream=terminal) as shown:
-            shown.update(1, 0.5, None)
+        with Progress(3, stream=terminal) as progress:
+            progress.update(1, 0.5, None)
         assert len(mirrored) == 1
         assert mirrored[0].startswith("round 1/3  served 50.00 %")
 
@@ -430,8 +430,8 @@ class TestResultsTable:
     @pytest.mark.parametrize("num_clients", [2, 30, 1000])
     def test_each_number_shows_its_client_count(self, num_clients: int, run: RunDirectory) -> None:
         """After a round with a cohort of two, the local models of the other clients are not measured."""
-        everybody = spread_of(*[0.5] * num_clients)
-        totals = Totals(accuracy=[[Evaluation(1, everybody)], [Evaluation(1, spread_of(0.9, 0.9), num_clients - 2)]])
+        all_clients = spread_of(*[0.5] * num_clients)
+        totals = Totals(accuracy=[[Evaluation(1, all_clients)], [Evaluation(1, spread_of(0.9, 0.9), num_clients - 2)]])
         text = results_table(summarise(run, totals) | {"num-clients": num_clients}, run.path)
         lines = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
         covered = {cells[0]: cells[-1] for cells in lines if "model," in cells[0]}
@@ -499,6 +499,6 @@ class TestTaskTable:
         rows = [{"site": "n" * 100, "client": c, "classes": ", ".join(["c" * 100] * 4)} for c in range(1000)]
         text = task_table(rows, {"model": "mlp"})
         assert "… and 950 more" in text
-        shown = [line.split() for line in text.splitlines() if line.startswith(" n")]
-        assert [cells[1] for cells in shown] == [str(c) for c in range(50)]  # a line for each site
-        assert {len(cells[0]) for cells in shown} == {50} and max(map(len, text.splitlines())) <= 120
+        site_rows = [line.split() for line in text.splitlines() if line.startswith(" n")]
+        assert [cells[1] for cells in site_rows] == [str(c) for c in range(50)]  # a line for each site
+        assert {len(cells[0]) for cells in site_rows} == {50} and max(map(len, text.splitlines())) <= 120

@@ -66,7 +66,7 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
     return {**small, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
 
 
-def again(config: Config, name: str, **more: Any) -> Config:
+def resume_config(config: Config, name: str, **more: Any) -> Config:
     """Return the settings that resume a run: its name, its directory and ``more``."""
     changes = {k.replace("_", "-"): v for k, v in more.items()}
     return {"output-dir": config["output-dir"], "resume": name, **changes}
@@ -121,8 +121,8 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_run(
     with monkeypatch.context() as patched:
         die_in(patched, 5, "evaluate", client=2)
         with pytest.raises(KilledError):
-            run(grid_of(config), again(config, "cut"))
-    strategy = run(grid_of(config), again(config, "cut")).strategy
+            run(grid_of(config), resume_config(config, "cut"))
+    strategy = run(grid_of(config), resume_config(config, "cut")).strategy
     assert_same_results(path, uninterrupted)
     written = yaml.safe_load((path / "config.yaml").read_text())
     assert [entry["round"] for entry in written["resumed"]] == [4, 4]
@@ -182,7 +182,7 @@ def test_an_interrupted_run_resumes_after_its_last_finished_round(
             run(InProcessGrid(4), config)
     path = uninterrupted.parent / "cut"
     assert summary_of(path)["status"] == "stopped"
-    run(InProcessGrid(4), again(config, "cut"))
+    run(InProcessGrid(4), resume_config(config, "cut"))
     finished = 4 if moment == "record" else 3
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == finished
     assert_same_results(path, uninterrupted)
@@ -191,11 +191,11 @@ def test_an_interrupted_run_resumes_after_its_last_finished_round(
 def test_cheap_checkpoints_follow_additional_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint always follows the first round, so that a killed run can be resumed."""
     written: list[int] = []
-    usual = Checkpoints.write
+    original_write = Checkpoints.write
 
     def write(self: Checkpoints, checkpoint: Any) -> None:
         written.append(checkpoint.server_round)
-        usual(self, checkpoint)
+        original_write(self, checkpoint)
 
     monkeypatch.setattr(Checkpoints, "write", write)
     for share, every, expected in ((1e-9, 5, [1, 5, 6]), (1e9, 5, [1, 2, 3, 4, 5, 6]), (1e9, 0, [])):
@@ -230,7 +230,7 @@ def test_a_run_resumes_with_states_stored_on_nodes(
         die_in(patched, 4, "evaluate", client=3)
         with pytest.raises(KilledError):
             run(Nodes(2, tmp_path / "nodes"), config)
-    run(Nodes(2, tmp_path / "nodes"), again(config, "cut"))
+    run(Nodes(2, tmp_path / "nodes"), resume_config(config, "cut"))
     (run_folder,) = {path.name for path in (tmp_path / "nodes").glob("node-*/*")}
     cut = uninterrupted.parent / "cut"
     assert [path.name for path in (cut / "models").iterdir()] == ["server.safetensors"]
@@ -248,7 +248,7 @@ def test_clients_on_nodes_without_state_dir_start_from_scratch(tmp_path: Path, m
             die_in(patched, 5)
             with pytest.raises(KilledError):
                 run(Nodes(4, None), config)
-        summary = summary_of(run(Nodes(4, None), again(config, method)).directory.path)
+        summary = summary_of(run(Nodes(4, None), resume_config(config, method)).directory.path)
         reason = "its state of round {} is not on its node (a node keeps it across a restart only with state-dir)"
         expected = {
             f"{reason.format(4)}; it starts from scratch": 3,
@@ -268,7 +268,7 @@ def test_a_client_with_a_damaged_state_is_dropped_with_the_reason(
     path = tmp_path / "runs" / "cut"
     file = path / "state" / "client-1" / "0-4-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    summary = summary_of(run(grid_of(config), again(config, "cut")).directory.path)
+    summary = summary_of(run(grid_of(config), resume_config(config, "cut")).directory.path)
     ((reason, count),) = summary["dropped"].items()
     assert "the state of client 1 cannot be read" in reason and "0-4-0.safetensors" in reason
     assert count == 4  # trainings and evaluations of rounds 5 and 6
@@ -286,13 +286,13 @@ def test_elapsed_seconds_and_dropped_replies_accumulate_over_a_resume(
     first = json.loads((tmp_path / "runs/cut/checkpoints/round-4/progress.json").read_text())["content"]
     assert sum(first["dropped"].values()) == 16
     with pytest.raises(NothingTrainedError):
-        run(grid_of(config), again(config, "cut"))
+        run(grid_of(config), resume_config(config, "cut"))
     summary = json.loads((tmp_path / "runs/cut/summary.json").read_text())
     assert sum(summary["dropped"].values()) == 24
     assert summary["seconds"] > first["seconds"] > 0
 
 
-# -- going further, and what may change -------------------------------------------------------------------
+# -- extended runs and changed settings -------------------------------------------------------------------
 
 
 def test_a_complete_run_can_be_extended(tmp_path: Path) -> None:
@@ -301,14 +301,14 @@ def test_a_complete_run_can_be_extended(tmp_path: Path) -> None:
     config = settings(tmp_path, "fedrep", "mine")
     path = run(grid_of(config), config).directory.path
     with pytest.raises(SettingsError, match=r"6 rounds are complete; a larger num-server-rounds"):
-        run(grid_of(config), again(config, "mine"))
-    run(grid_of(config), again(config, "mine", num_server_rounds=8, round_timeout=99.5))
+        run(grid_of(config), resume_config(config, "mine"))
+    run(grid_of(config), resume_config(config, "mine", num_server_rounds=8, round_timeout=99.5))
     assert_same_results(path, path.parent / "longer")
     written = yaml.safe_load((path / "config.yaml").read_text())
     assert written["settings"]["num-server-rounds"] == 8
     assert written["resumed"][0]["changed"] == {"num-server-rounds": 8, "round-timeout": 99.5}
     with pytest.raises(SettingsError, match="num-server-rounds = 7"):
-        run(grid_of(config), again(config, "mine", num_server_rounds=7))
+        run(grid_of(config), resume_config(config, "mine", num_server_rounds=7))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_changes_of_fixed_settings_are_refused_by_name(
     path = run(grid_of(config), config).directory.path
     files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with pytest.raises(SettingsError) as raised:
-        run(grid_of(config), {**again(config, "mine"), **changes})
+        run(grid_of(config), {**resume_config(config, "mine"), **changes})
     assert all(part in str(raised.value) for part in parts)
     assert "batch-size" not in str(raised.value)  # its value does not change
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == files
@@ -369,12 +369,12 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     run(grid_of(config), config)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
     with pytest.raises(SettingsError, match="the labels and the clients' shares have changed since the run began"):
-        run(grid_of(config), again(config, "mine", num_server_rounds=4))
+        run(grid_of(config), resume_config(config, "mine", num_server_rounds=4))
     workspace_for.cache_clear()
     np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
     match = r"'mine' in .*: the samples have changed since the run began, .*own\.npz"
     with pytest.raises(SettingsError, match=match):
-        run(grid_of(config), again(config, "mine", num_server_rounds=4))
+        run(grid_of(config), resume_config(config, "mine", num_server_rounds=4))
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "unknown"])
@@ -392,7 +392,7 @@ def test_a_run_in_use_cannot_be_resumed(tmp_path: Path, monkeypatch: pytest.Monk
         if server_round == 3:
             monkeypatch.setattr(Recorder, "finish_round", original)
             with pytest.raises(SettingsError, match="a process still uses"):
-                run(grid_of(config), again(config, "mine"))
+                run(grid_of(config), resume_config(config, "mine"))
             refused.append(server_round)
         return original(self, server_round, arrays)
 
@@ -458,7 +458,7 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(
     path = uninterrupted.parent / "cut"
     damage(path)
     warnings.clear()
-    run(grid_of(config), again(config, "cut"))
+    run(grid_of(config), resume_config(config, "cut"))
     assert len({id(r) for r in warnings.records if "the checkpoint of round 4 is not used" in r.message}) == 1
     assert_same_results(path, uninterrupted)
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
@@ -473,12 +473,12 @@ def test_the_error_lists_why_no_checkpoint_is_usable(tmp_path: Path, monkeypatch
     path = tmp_path / "runs" / "cut"
     cut_arrays(path)
     (path / "checkpoints/round-2/server.safetensors").write_bytes(b"")
-    with pytest.raises(SettingsError, match=r"no checkpoint of the run can be used .*round-4.*round-2"):
-        run(grid_of(config), again(config, "cut"))
+    with pytest.raises(SettingsError, match=r"no checkpoint of it can be used .*round-4.*round-2"):
+        run(grid_of(config), resume_config(config, "cut"))
     config = settings(tmp_path, "fedavg", "none", checkpoint_every=0)
     run(grid_of(config), config)
     with pytest.raises(SettingsError, match="it has no checkpoint"):
-        run(grid_of(config), again(config, "none", num_server_rounds=9))
+        run(grid_of(config), resume_config(config, "none", num_server_rounds=9))
     assert not (tmp_path / "runs/none/state").exists() and not list((tmp_path / "runs/none").glob("state*"))
 
 
@@ -491,11 +491,11 @@ def test_a_run_resumes_after_a_crash_while_writing_a_checkpoint(
     config = settings(tmp_path, "ditto", "cut")
     original = getattr(checkpoints_module, function)
     writing: list[int] = []
-    usual = Checkpoints.write
+    original_write = Checkpoints.write
 
     def write(self: Checkpoints, checkpoint: Any) -> None:
         writing.append(checkpoint.server_round)
-        usual(self, checkpoint)
+        original_write(self, checkpoint)
 
     def die(path: Path, *args: Any, **kwargs: Any) -> None:
         if writing[-1] != 6:
@@ -511,7 +511,7 @@ def test_a_run_resumes_after_a_crash_while_writing_a_checkpoint(
         with pytest.raises(KilledError):
             run(grid_of(config), config)
     path = uninterrupted.parent / "cut"
-    run(grid_of(config), again(config, "cut"))
+    run(grid_of(config), resume_config(config, "cut"))
     assert_same_results(path, uninterrupted)
     # If the folder of round 6 was complete, the run only had to end.
     expected = 6 if function == "sync" else 4
@@ -535,11 +535,11 @@ def test_states_spilled_to_disk_give_the_same_results(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(app, "MemoryStore", tiny)
     spilled: set[str] = set()
-    usual = Recorder.finish_round
+    original_finish = Recorder.finish_round
 
     def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
         spilled.update(p.parent.name for p in self.directory.path.glob("state-*/*/*.safetensors"))
-        return usual(self, server_round, arrays)
+        return original_finish(self, server_round, arrays)
 
     monkeypatch.setattr(Recorder, "finish_round", finish_round)
     path = run(InProcessGrid(4), config).directory.path
@@ -631,7 +631,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
     shutil.copytree(stopped / "cut", tmp_path / "cut")
     file = tmp_path / "cut" / "config.yaml"
     text = file.read_text()
-    again = {"output-dir": str(tmp_path), "resume": "cut"}
+    resumed = {"output-dir": str(tmp_path), "resume": "cut"}
     for before, after, difference in (
         ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
         ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
@@ -640,13 +640,13 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
         assert before in text
         file.write_text(text.replace(before, after))
         with pytest.raises(SettingsError) as raised:
-            run(InProcessGrid(2), again)
+            run(InProcessGrid(2), resumed)
         assert difference in str(raised.value) and "Restore it, or delete the file" in str(raised.value)
     file.write_text(text)
-    assert StoredRun.find(again, "a test") is not None
+    assert StoredRun.find(resumed, "a test") is not None
 
 
-# -- a disk that is full ----------------------------------------------------------------------------------
+# -- a full disk -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -667,14 +667,14 @@ def test_a_full_disk_gives_a_one_line_error_and_the_run_can_resume(
     more = {**TINY, "save_models": False}
     run(InProcessGrid(2), settings(tmp_path, method, "whole", **more))
     config = {**settings(small_disk, method, "cut", **more)}
-    usual, filler = Recorder.finish_round, small_disk / "filler"
+    original_finish, filler = Recorder.finish_round, small_disk / "filler"
 
     def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
         if server_round == 3:
             with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(512))
-        return usual(self, server_round, arrays)
+        return original_finish(self, server_round, arrays)
 
     with monkeypatch.context() as patched:
         patched.setattr(Recorder, "finish_round", finish_round)
@@ -682,7 +682,7 @@ def test_a_full_disk_gives_a_one_line_error_and_the_run_can_resume(
             run(InProcessGrid(2), config)
     assert "\n" not in str(raised.value)
     filler.unlink()
-    path = run(InProcessGrid(2), again(config, "cut")).directory.path
+    path = run(InProcessGrid(2), resume_config(config, "cut")).directory.path
     assert_same_results(path, tmp_path / "runs" / "whole")
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 

@@ -210,7 +210,7 @@ def test_coordinates_stay_in_the_honest_range(name: str) -> None:
 
 
 def test_the_plain_mean_follows_one_attacker() -> None:
-    """The attacks above are attacks: they move the mean arbitrarily far."""
+    """The attacks above move the mean arbitrarily far."""
     honest = np.ones((9, 4), np.float32)
     rows = np.concatenate([honest, np.full((1, 4), 1e20, np.float32)])
     assert np.abs(rows.mean(axis=0) - 1).min() > 1e18

@@ -65,7 +65,7 @@ class Failing(InProcessGrid):
         return super()._receive(message)
 
 
-def started(config: Config, grid: InProcessGrid | None = None) -> Recorder:
+def execute(config: Config, grid: InProcessGrid | None = None) -> Recorder:
     return run(grid, config)
 
 
@@ -97,7 +97,7 @@ def column(rows: list[dict[str, str]], server_round: int, name: str) -> dict[int
 
 def test_a_run_writes_its_files(make_config: MakeConfig, tmp_path: Path, pictures: None) -> None:
     config = make_config("fedfew", system_accuracy="on", num_server_rounds=3, data_dir=str(tmp_path))
-    path = started(config).directory.path
+    path = execute(config).directory.path
     assert path == Path(config["output-dir"]) / config["run-name"]
     assert {p.name for p in path.iterdir()} == {
         "config.yaml",
@@ -138,13 +138,13 @@ def test_the_partition_supplied_with_the_data_is_recorded(make_config: MakeConfi
     root = pfllib(tmp_path / "p", np.eye(12, 6, dtype=np.float32), np.arange(12) % 3, 3)
     data = {"dataset": str(root), "partition": "dirichlet", "partition_file": "", "num_clients": 1}
     config = make_config("fedavg", num_server_rounds=1, **data)
-    path = started(config).directory.path
+    path = execute(config).directory.path
     assert yaml.safe_load((path / "config.yaml").read_text())["settings"]["partition"] == "given"
     assert Cell("", "FedAvg", 0, config).summary() is not None  # a table does not run it again
 
 
 def test_the_files_of_a_run_are_consistent(make_config: MakeConfig) -> None:
-    path = started(make_config("fedfew", num_server_rounds=4)).directory.path
+    path = execute(make_config("fedfew", num_server_rounds=4)).directory.path
     summary, rounds, rows = summary_of(path), rounds_of(path), clients_of(path)
     assert [r["round"] for r in rounds] == [1, 2, 3, 4]
     assert tuple(rows[0]) == tuple(column for column in CLIENT_COLUMNS if column not in (*VALIDATION, *TRAINING))
@@ -184,7 +184,7 @@ def test_the_files_of_a_run_are_consistent(make_config: MakeConfig) -> None:
 
 def test_recorded_accuracies_match_the_stored_models(make_config: MakeConfig) -> None:
     config = make_config("fedavg")
-    recorder = started(config)
+    recorder = execute(config)
     path, workspace = recorder.directory.path, Workspace(read_settings(config))
     server = load_arrays(path / "models" / "server.safetensors")["model"]
     rows = clients_of(path)
@@ -201,7 +201,7 @@ def test_recorded_accuracies_match_the_stored_models(make_config: MakeConfig) ->
 
 def test_skipped_evaluations_and_trainings_leave_empty_cells(make_config: MakeConfig) -> None:
     config = make_config("fedavg", evaluate_every=2, fraction_train=0.5, num_server_rounds=5)
-    path = started(config).directory.path
+    path = execute(config).directory.path
     rounds, rows = rounds_of(path), clients_of(path)
     for row in rounds:
         evaluated = row["round"] in (2, 4, 5)
@@ -215,7 +215,7 @@ def test_skipped_evaluations_and_trainings_leave_empty_cells(make_config: MakeCo
 
 
 def test_a_method_without_a_served_model_records_none(make_config: MakeConfig) -> None:
-    path = started(make_config("local")).directory.path
+    path = execute(make_config("local")).directory.path
     summary = summary_of(path)
     assert summary["served"] == {"last": None, "best": None, "upper-bound": None}
     assert summary["local"]["last"]["round"] == 3
@@ -226,12 +226,12 @@ def test_a_method_without_a_served_model_records_none(make_config: MakeConfig) -
 def test_a_run_without_stored_models_has_no_system_accuracy(
     make_config: MakeConfig, warnings: pytest.LogCaptureFixture
 ) -> None:
-    path = started(make_config("feddrm", save_models=False, num_server_rounds=1)).directory.path
+    path = execute(make_config("feddrm", save_models=False, num_server_rounds=1)).directory.path
     assert not list((path / "models").iterdir())
     assert summary_of(path)["system-accuracy"] is None
     assert "it needs save-models = true" in warnings.text
     with pytest.raises(SettingsError, match=r"system-accuracy = 'on'.*save-models = true"):
-        started(make_config("fedavg", save_models=False, system_accuracy="on"))
+        execute(make_config("fedavg", save_models=False, system_accuracy="on"))
 
 
 def test_a_run_can_be_repeated_from_its_config(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ def test_a_run_can_be_repeated_from_its_config(make_config: MakeConfig, tmp_path
     experiment.write_text("batch-size: 3\n", encoding="utf-8")
     config = make_config("fedfew", num_server_rounds=2, experiment=str(experiment))
     del config["batch-size"]
-    first = started(config).directory.path
-    again = started({"experiment": str(first / "config.yaml")}).directory.path
+    first = execute(config).directory.path
+    again = execute({"experiment": str(first / "config.yaml")}).directory.path
     assert again != first
     assert read_settings({"experiment": str(again / "config.yaml")}).train.batch_size == 3
     before, after = (load_arrays(path / "models" / "server.safetensors") for path in (first, again))
@@ -250,9 +250,9 @@ def test_a_run_can_be_repeated_from_its_config(make_config: MakeConfig, tmp_path
 
 def test_a_second_run_of_the_same_name_gets_a_new_folder(make_config: MakeConfig) -> None:
     config = make_config("fedavg", run_name="mine", num_server_rounds=1)
-    first = started(config).directory.path
+    first = execute(config).directory.path
     before = {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
-    assert [first.name, started(config).directory.path.name] == ["mine", "mine-2"]
+    assert [first.name, execute(config).directory.path.name] == ["mine", "mine-2"]
     assert {p: p.read_bytes() for p in first.rglob("*") if p.is_file()} == before
 
 
@@ -271,32 +271,32 @@ def test_one_process_loads_the_data_once(make_config: MakeConfig, monkeypatch: p
         return load_clients(*args)
 
     monkeypatch.setattr("posy.client_app.workspace.load_clients", counted)
-    started(make_config("fedavg", num_server_rounds=2))
+    execute(make_config("fedavg", num_server_rounds=2))
     assert len(loaded) == 1
 
 
 @pytest.mark.parametrize("method", ["fedfew", "ppfe", "fedavg-ft"])
 def test_the_same_seed_gives_the_same_results(method: str, make_config: MakeConfig) -> None:
     config = make_config(method, fraction_train=0.5, num_server_rounds=4, model="mlp", system_accuracy="on")
-    paths = [started(dict(config)).directory.path for _ in range(2)]
+    paths = [execute(dict(config)).directory.path for _ in range(2)]
     assert without_times(rounds_of(paths[0])) == without_times(rounds_of(paths[1]))
     assert (paths[0] / "clients.csv").read_bytes() == (paths[1] / "clients.csv").read_bytes()
     models = [{p.name: load_arrays(p) for p in (path / "models").iterdir()} for path in paths]
-    assert len(models[0]) == (5 if method == "fedavg-ft" else 9)  # the others are meant to be used as served
+    assert len(models[0]) == (5 if method == "fedavg-ft" else 9)  # the other methods use the served models too
     assert models[0].keys() == models[1].keys()
     for name, arrays in models[0].items():
         assert arrays.keys() == models[1][name].keys()
         assert all(np.array_equal(array, models[1][name][key]) for key, array in arrays.items())
-    other = started({**config, "seed": 43}).directory.path
+    other = execute({**config, "seed": 43}).directory.path
     assert (other / "clients.csv").read_bytes() != (paths[0] / "clients.csv").read_bytes()
 
 
 def test_results_do_not_depend_on_the_number_of_nodes(make_config: MakeConfig) -> None:
     """A node that hosts several clients keeps their states and their randomness apart."""
     config = make_config("ditto", fraction_train=0.75)
-    reference = started(dict(config), InProcessGrid(4)).directory.path
+    reference = execute(dict(config), InProcessGrid(4)).directory.path
     for nodes in (1, 3):
-        path = started(dict(config), InProcessGrid(nodes)).directory.path
+        path = execute(dict(config), InProcessGrid(nodes)).directory.path
         assert (path / "clients.csv").read_bytes() == (reference / "clients.csv").read_bytes()
 
 
@@ -346,7 +346,7 @@ def test_a_run_that_ends_early_keeps_its_results(
     config = make_config("fedavg", num_server_rounds=5)
     interrupt(monkeypatch, error)
     with pytest.raises(type(error)):
-        started(config)
+        execute(config)
     path = only_run(config)
     summary = summary_of(path)
     assert set(summary) >= SUMMARY_KEYS
@@ -363,7 +363,7 @@ def test_a_run_that_ends_early_keeps_its_results(
 
 def test_an_error_of_a_client_drops_only_its_reply(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_client(monkeypatch, torch.OutOfMemoryError("out of memory"))
-    path = started(make_config("fedavg", num_server_rounds=5)).directory.path
+    path = execute(make_config("fedavg", num_server_rounds=5)).directory.path
     summary = summary_of(path)
     assert summary["rounds"] == 5
     ((reason, count),) = summary["dropped"].items()
@@ -389,7 +389,7 @@ def test_the_files_are_complete_after_every_round(make_config: MakeConfig, monke
         rounds.append(server_round)
 
     monkeypatch.setattr(Recorder, "finish_round", finish_round)
-    started(make_config("fedavg"))
+    execute(make_config("fedavg"))
     assert rounds == [0, 1, 2, 3]
 
 
@@ -400,7 +400,7 @@ def test_an_error_in_a_figure_does_not_end_the_run(
         raise ValueError("no such colour")
 
     monkeypatch.setattr("posy.figures.client_accuracies", broken)
-    path = started(make_config("fedavg", num_server_rounds=1)).directory.path
+    path = execute(make_config("fedavg", num_server_rounds=1)).directory.path
     assert summary_of(path)["status"] == "completed"
     assert "no such colour" in warnings.text
 
@@ -415,7 +415,7 @@ def test_an_error_after_the_last_round_leaves_a_summary(
     monkeypatch.setattr(recorder_module, "system_accuracy", broken)
     config = make_config("fedavg", num_server_rounds=2)
     with pytest.raises(type(error)):
-        started(config)
+        execute(config)
     summary = summary_of(only_run(config))
     assert (summary["status"], summary["rounds"]) == ("completed", 2)
 
@@ -428,7 +428,7 @@ def test_lost_clients_are_skipped_and_counted(
     method: str, make_config: MakeConfig, warnings: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(method, model="mlp", num_server_rounds=4, system_accuracy="on")
-    path = started(config, Failing(4, 1, since=3)).directory.path
+    path = execute(config, Failing(4, 1, since=3)).directory.path
     summary = summary_of(path)
     assert (summary["status"], summary["rounds"]) == ("completed", 4)
     assert summary["dropped"] == {"error 9: node lost": 4}  # two rounds, training and evaluation
@@ -443,7 +443,7 @@ def test_lost_clients_are_skipped_and_counted(
 def test_if_all_clients_diverge_the_model_is_unchanged_and_no_loss_recorded(make_config: MakeConfig) -> None:
     config = make_config("fedavg", lr=1e38)
     with pytest.raises(NothingTrainedError, match=r"no client.s training was accepted in any round: .* diverged"):
-        started(config)
+        execute(config)
     path = only_run(config)
     summary, rounds = summary_of(path), rounds_of(path)
     assert summary["status"] == "failed"
@@ -477,9 +477,9 @@ def test_runs_without_reliable_results_are_marked(
     config = make_config(method, **more)
     if message:
         with pytest.raises(RunError, match=message):
-            started(config)
+            execute(config)
     else:
-        started(config)
+        execute(config)
     path = only_run(config)
     assert summary_of(path)["status"] == status
     assert len(rounds_of(path)) == 3
@@ -507,7 +507,7 @@ def test_a_divergence_is_reported_once_with_its_cause(
     cause: str,
 ) -> None:
     with pytest.raises(RunError, match=re.escape(cause)):
-        started(make_config("fedavg", **settings))
+        execute(make_config("fedavg", **settings))
     records = {id(record): record.getMessage() for record in warnings.records}  # the fixture lists a record twice
     assert not [message for message in records.values() if "TrainingDivergedError" in message]
     diverged = [message for message in records.values() if "training diverged" in message]
@@ -518,7 +518,7 @@ def test_a_divergence_is_reported_once_with_its_cause(
 def test_round_timeouts_are_recorded(make_config: MakeConfig) -> None:
     config = make_config("fedavg", round_timeout=1e-9, num_server_rounds=2)
     with pytest.raises(NothingTrainedError, match="no reply within round-timeout = 1e-09 s"):
-        started(config)
+        execute(config)
     summary = summary_of(only_run(config))
     assert summary["status"] == "failed"
     assert summary["dropped"] == {"no reply within round-timeout = 1e-09 s": 16}
@@ -541,13 +541,13 @@ def pooled(workspace: Workspace, split: str = "test") -> tuple[torch.Tensor, np.
         ("fedfew", (0, 1, 2, 3)),
         ("ditto", (0, 1, 2, 3)),
         ("local", (2, 3)),
-    ],  # clients that are lost have no vote, whatever they stored before
+    ],  # lost clients have no vote, although they stored models
 )
 def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
     method: str, voters: tuple[int, ...], make_config: MakeConfig
 ) -> None:
     config = make_config(method, system_accuracy="on", lr=0.3)
-    path = started(config, Failing(4, *({0, 1} - set(voters)), since=2)).directory.path
+    path = execute(config, Failing(4, *({0, 1} - set(voters)), since=2)).directory.path
     workspace = Workspace(read_settings(config))
     x, y = pooled(workspace)
     assert len(y) == 19
@@ -560,7 +560,7 @@ def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
     right = 0
     for sample, label in enumerate(y):
         count = [sum(vote[sample] == c for vote in votes) for c in range(3)]
-        right += count.index(max(count)) == label  # the lowest of equals
+        right += count.index(max(count)) == label  # ties go to the lowest class
     assert summary_of(path)["system-accuracy"] == pytest.approx(right / len(y))
 
 
@@ -592,7 +592,7 @@ def test_ensembles_with_zero_coefficients_have_equal_weights(make_config: MakeCo
 
 def test_feddrms_system_accuracy_by_hand(make_config: MakeConfig) -> None:
     config = make_config("feddrm", model="mlp", lr=0.3)
-    recorder = started(config)
+    recorder = execute(config)
     path, workspace = recorder.directory.path, Workspace(read_settings(config))
     x, y = pooled(workspace)
     architecture = recorder.strategy.architecture
@@ -615,17 +615,17 @@ def test_feddrms_system_accuracy_by_hand(make_config: MakeConfig) -> None:
 
 
 def test_system_accuracy_is_absent_by_default_and_if_off(make_config: MakeConfig) -> None:
-    assert summary_of(started(make_config("fedavg", num_server_rounds=1)).directory.path)["system-accuracy"] is None
+    assert summary_of(execute(make_config("fedavg", num_server_rounds=1)).directory.path)["system-accuracy"] is None
     config = make_config("feddrm", model="mlp", num_server_rounds=1, system_accuracy="off")
-    assert summary_of(started(config).directory.path)["system-accuracy"] is None
+    assert summary_of(execute(config).directory.path)["system-accuracy"] is None
 
 
 # -- bad data --------------------------------------------------------------------------------------------
 
 
-def refused(config: Config, kind: type[Exception], *parts: str) -> None:
+def assert_refused(config: Config, kind: type[Exception], *parts: str) -> None:
     with pytest.raises(kind) as raised:
-        started(config)
+        execute(config)
     for part in parts:
         assert part in str(raised.value)
     assert not Path(config["output-dir"]).exists()
@@ -640,22 +640,22 @@ def test_a_non_finite_value_is_refused(value: float, make_config: MakeConfig, ti
     x = x.copy()
     x[30, 2] = value
     config = make_config("fedavg", data=(x, y, train, test))
-    refused(config, DataError, config["dataset"], "(30, 2)", "only finite numbers")
+    assert_refused(config, DataError, config["dataset"], "(30, 2)", "only finite numbers")
 
 
 def test_a_truncated_file_is_refused(make_config: MakeConfig) -> None:
     config = make_config("fedavg")
     path = Path(config["dataset"])
     path.write_bytes(path.read_bytes()[:-200])
-    refused(config, DataError, str(path), "not a complete .npz file")
+    assert_refused(config, DataError, str(path), "not a complete .npz file")
 
 
 def test_labels_that_are_not_whole_numbers_are_refused(make_config: MakeConfig, tiny: Tiny) -> None:
     x, y, train, test = tiny
-    for value, shown in ((np.nan, "nan"), (1.5, "1.5")):
+    for value, text in ((np.nan, "nan"), (1.5, "1.5")):
         labels = y.astype(np.float64)
         labels[4] = value
-        refused(make_config("fedavg", data=(x, labels, train, test)), DataError, f"label {shown} at index 4")
+        assert_refused(make_config("fedavg", data=(x, labels, train, test)), DataError, f"label {text} at index 4")
 
 
 def test_an_out_of_range_label_of_a_published_data_set_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -670,7 +670,7 @@ def test_an_out_of_range_label_of_a_published_data_set_is_refused(make_config: M
         y_test=labels[40:],
     )
     config = make_config("fedavg", dataset="mnist", data_dir=str(tmp_path / "data"), partition="iid", download=False)
-    refused(config, DataError, "label 10 at index 7", "0 to 9")
+    assert_refused(config, DataError, "label 10 at index 7", "0 to 9")
 
 
 @pytest.mark.parametrize(
@@ -693,14 +693,14 @@ def test_an_invalid_partition_file_is_refused(
     change(content)
     path.write_text(json.dumps(content))
     with pytest.raises((DataError, SettingsError)) as raised:
-        started(config)
+        execute(config)
     assert all(part in str(raised.value) for part in parts)
     assert not Path(config["output-dir"]).exists()
 
 
 def test_clients_with_one_class_or_one_sample_take_part(make_config: MakeConfig) -> None:
     """Client 2 has one class, client 3 a single sample and no test."""
-    path = started(make_config("cwfedavg", num_server_rounds=5, lr=0.1)).directory.path
+    path = execute(make_config("cwfedavg", num_server_rounds=5, lr=0.1)).directory.path
     rows, summary = clients_of(path), summary_of(path)
     assert summary["dropped"] == {}
     for server_round in range(1, 6):
@@ -717,7 +717,7 @@ def test_the_in_process_engine_needs_no_nodes(make_config: MakeConfig) -> None:
 def test_the_run_config_of_the_caller_is_not_modified(make_config: MakeConfig) -> None:
     config: Mapping[str, Any] = make_config("fedavg", num_server_rounds=1)
     before = dict(config)
-    started(dict(config))
+    execute(dict(config))
     assert config == before
 
 

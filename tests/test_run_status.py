@@ -35,11 +35,11 @@ class Watched(NodeGrid):
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def write_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posy.server_app.run_status.WRITE_SECONDS", -1.0)
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("write_immediately")
 def test_the_status_shows_what_a_run_waits_for_and_what_its_nodes_do(
     make_config: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -75,7 +75,7 @@ def test_the_status_shows_what_a_run_waits_for_and_what_its_nodes_do(
     assert last["results"] == str(recorder.directory.path)
 
 
-@pytest.mark.usefixtures("at_once")
+@pytest.mark.usefixtures("write_immediately")
 def test_the_status_shows_a_wait_for_nodes(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     class Late(Watched):
         looks = 0
@@ -109,7 +109,7 @@ def test_repeated_messages_are_counted_and_either_answer_is_accepted() -> None:
     NodeGrid()
     status = RunStatus()
     messages = [ask(1, 3), ask(2, 3), ask(2, 3, client=1)]
-    status.sent(messages, ["a", "b", ""])  # the third was refused
+    status.sent(messages, ["a", "b", ""])  # the SuperLink refused the third message
     status.sent([ask(1, 3)], ["copy"])
     facts = status.as_json()
     assert (facts["sent-again"], facts["waits"]["for"]) == (1, "2 of 2 clients to train in round 3")
@@ -124,9 +124,9 @@ def test_repeated_messages_are_counted_and_either_answer_is_accepted() -> None:
     assert facts["nodes"]["2"]["does"] == "trains in round 3"
 
 
-@pytest.mark.parametrize(("written", "off"), [(1000.0, 0.0), (1030.0, 0.0), (1130.0, 100.0), (900.0, -100.0)])
+@pytest.mark.parametrize(("written", "clock_error"), [(1000.0, 0.0), (1030.0, 0.0), (1130.0, 100.0), (900.0, -100.0)])
 def test_an_answer_reveals_the_clock_error_of_its_node(
-    written: float, off: float, monkeypatch: pytest.MonkeyPatch
+    written: float, clock_error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The question leaves at 1000 and the answer arrives at 1030. An answer from that interval shows no clock error."""
     NodeGrid()
@@ -139,7 +139,7 @@ def test_an_answer_reveals_the_clock_error_of_its_node(
     monkeypatch.setattr("posy.server_app.run_status.time.time", lambda: next(clock))
     status.sent([question], ["q"])
     status.answered([answer])
-    assert status.as_json()["nodes"]["1"]["clock"] == off
+    assert status.as_json()["nodes"]["1"]["clock"] == clock_error
     assert status.as_json()["sent-again"] == 0
 
 

@@ -21,7 +21,7 @@ NOISE = [
     "INFO:     Started server process [5887]",
     ERROR + "Exit Code: 201\n\nAn unhandled exception occurred in the ServerApp.\n\nFor more information, visit: <x>",
 ]
-NEWS = [
+RELEVANT = [
     WARNING + "site-c is skipped: a.npz: nan at index (3, 2)",
     WARNING + "The run begins with 2 of 3 clients\n  and this belongs to it",
     ERROR + "client on node 3: ValueError('x')",
@@ -37,7 +37,7 @@ def trace(error: str) -> str:
     return f'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n{error}'
 
 
-def shown(lines: Iterable[str], capsys: pytest.CaptureFixture[str], *, failed: bool = False) -> str:
+def output_of(lines: Iterable[str], capsys: pytest.CaptureFixture[str], *, failed: bool = False) -> str:
     log = RunLog(verbose=False)
     for line in "".join(line + "\n" for line in lines).splitlines(keepends=True):
         log.add(line)
@@ -52,17 +52,17 @@ def bare(text: str) -> str:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("news", NEWS, ids=range(len(NEWS)))
+@pytest.mark.parametrize("message", RELEVANT, ids=range(len(RELEVANT)))
 def test_relevant_lines_are_shown_before_and_after_the_first_round(
-    news: str, after: bool, capsys: pytest.CaptureFixture[str]
+    message: str, after: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [*NOISE, RESULTS, news, *NOISE] if after else [*NOISE, news, *NOISE, RESULTS]
-    output = shown(lines, capsys)
-    assert bare(news) in output
-    assert output.replace(bare(news) + "\n", "") == "Results of this run: /runs/one\n"
+    lines = [*NOISE, RESULTS, message, *NOISE] if after else [*NOISE, message, *NOISE, RESULTS]
+    output = output_of(lines, capsys)
+    assert bare(message) in output
+    assert output.replace(bare(message) + "\n", "") == "Results of this run: /runs/one\n"
 
 
-@given(st.lists(st.sampled_from(NOISE + NEWS[:-2]), max_size=12))
+@given(st.lists(st.sampled_from(NOISE + RELEVANT[:-2]), max_size=12))
 def test_only_relevant_lines_are_shown_in_any_order(lines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         lines_shown: list[str] = []
@@ -85,13 +85,13 @@ def test_the_log_knows_the_last_round_of_an_unfinished_run() -> None:
 
 def test_an_error_with_an_explanation_is_shown_without_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = trace("posy.settings.SettingsError: lr = -1: it must be > 0")
-    output = shown([*NOISE, ERROR + "ServerApp raised an exception", wrong, "round 1/2"], capsys, failed=True)
+    output = output_of([*NOISE, ERROR + "ServerApp raised an exception", wrong, "round 1/2"], capsys, failed=True)
     assert output == "round 1/2\n"
     for error in (
         "posy.settings.NothingTrainedError: none",
         "posy.training.TrainingDivergedError: nan",
     ):
-        output = shown([RESULTS, ERROR + trace(error), "round 1/2"], capsys)
+        output = output_of([RESULTS, ERROR + trace(error), "round 1/2"], capsys)
         assert output == "Results of this run: /runs/one\nround 1/2\n"
 
 
@@ -110,15 +110,15 @@ def test_the_reason_for_a_failure_is_shown_once(capsys: pytest.CaptureFixture[st
 
 
 def test_equal_tracebacks_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    output = shown([ERROR + trace("ValueError: x"), *NOISE, ERROR + trace("ValueError: x"), "round 1/2"], capsys)
+    output = output_of([ERROR + trace("ValueError: x"), *NOISE, ERROR + trace("ValueError: x"), "round 1/2"], capsys)
     assert output.count("ValueError: x") == output.count("Traceback") == output.count("round 1/2") == 1
-    twice = shown([ERROR + "out of reach", ERROR + "out of reach"], capsys)
+    twice = output_of([ERROR + "out of reach", ERROR + "out of reach"], capsys)
     assert twice.count("out of reach") == 2
 
 
 def test_an_early_failure_shows_the_hidden_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Start `flwr-serverapp`" in shown([*NOISE, trace("ValueError: x")], capsys, failed=True)
-    assert "Start `flwr-serverapp`" not in shown([*NOISE, RESULTS, trace("ValueError: x")], capsys, failed=True)
+    assert "Start `flwr-serverapp`" in output_of([*NOISE, trace("ValueError: x")], capsys, failed=True)
+    assert "Start `flwr-serverapp`" not in output_of([*NOISE, RESULTS, trace("ValueError: x")], capsys, failed=True)
 
 
 def test_verbose_shows_every_line_immediately(capsys: pytest.CaptureFixture[str]) -> None:
