@@ -191,7 +191,7 @@ def test_a_refused_key_is_retried_until_the_activation_timeout(
     node = Fleet(superlink.address, insecure=True)
     assert node.join() == 5
     node.leave()
-    assert caplog.text.count("the SuperLink does not accept this node's key") == 1
+    assert caplog.text.count("does not accept this node's key") == 1
     monkeypatch.setattr(calling, "ACTIVATION_SECONDS", 0.0)
     for error in (refused, (Status.FAILED_PRECONDITION, "")):  # any other refusal is final
         superlink.failures["ActivateNode"] = [error]

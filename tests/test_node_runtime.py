@@ -165,9 +165,8 @@ def test_a_slow_worker_is_killed_and_the_node_sends_an_error_reply(
     worker, _, _ = ends
     sent = pack(Message(RecordDict(), dst_node_id=5, message_type="query", ttl=0.2))
     reply = let_work(worker, sent)
-    assert (
-        "the worker process was killed: a reply after more than 0.2 s would be too late" in reply.envelope.error.reason
-    )
+    reason = reply.envelope.error.reason
+    assert "worker process was killed" in reason and "0.2 s" in reason
 
 
 def test_error_replies_match_flowers() -> None:
@@ -201,5 +200,5 @@ def test_a_key_of_another_type_is_refused(tmp_path: Any) -> None:
 
     path = tmp_path / "a.key"
     path.write_bytes(Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    with pytest.raises(SystemExit, match="is not a private key in the format of `posy certificates`"):
+    with pytest.raises(SystemExit, match=r"a\.key.* not a private key"):
         private_key(path)

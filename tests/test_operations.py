@@ -108,7 +108,7 @@ def test_status_shows_the_run_and_the_nodes(active: Sites) -> None:
     assert "free disk for the state" in output
     assert str(active.folder / "runs") in output
     elsewhere = active.posy("status", *active.where, "--state", "nowhere").stdout
-    assert "--state nowhere holds no SuperLink's state" in elsewhere
+    assert "--state nowhere holds no" in elsewhere
     assert " 1.39." not in elsewhere
 
 
@@ -117,14 +117,14 @@ def test_doctor_reports_no_errors_on_server_and_site(active: Sites) -> None:
     assert "error" not in output
     assert "stranger.pub is not registered" in output
     assert "2 of 2 registered nodes are online" in output
-    assert "versions and clocks of 2 of 2 nodes are known" in output
+    assert "clocks of 2 of 2 nodes" in output
     where = ["--superlink", active.fleet, "--root-certificates", str(active.ca)]
     before = len(active.rounds("long"))
     site = active.posy(
         "doctor", *where, "--key", "certificates/site-a.key", f"data={active.folder / 'data.npz'}"
     ).stdout
     assert "site-a.key is registered" in site
-    assert "this machine's clock agrees with the SuperLink's clock" in site
+    assert "this machine's clock agrees" in site
     with pytest.raises(LaunchError, match=r"error +\S+/stranger\.key is not registered"):
         active.posy("doctor", *where, "--key", "certificates/stranger.key")
     active.until(lambda: active.complete_after("long", before + 1), "run-long", WAIT_SECONDS)
@@ -139,7 +139,7 @@ def test_a_renewed_certificate_is_loaded_during_a_run(active: Sites) -> None:
     assert after != before
     for address in (active.control, active.fleet):
         active.until(lambda address=address: active.presents(address, after), "superlink", WAIT_SECONDS)
-    assert "has changed: the SuperLink starts again with it" in active.log("superlink")
+    assert "has changed: the SuperLink starts again" in active.log("superlink")
     active.until(lambda: active.complete_after("long", count + 1), "run-long", WAIT_SECONDS)
     assert read_certificates(next(files.folder.glob("server.pem.*"))) == [before]
     assert "error" not in active.doctor()
@@ -150,7 +150,7 @@ def test_a_renewed_key_keeps_the_name_and_the_client(active: Sites) -> None:
     assert renewed.split() == ["certificates/site-a.key", "certificates/site-a.pub"]
     register = "register --renew certificates/site-a.pub"
     assert "both keys are valid" in active.documented(register)
-    with pytest.raises(LaunchError, match="keeps its old key: its node was not online with the new key"):
+    with pytest.raises(LaunchError, match="site-a keeps its old key"):
         active.documented(register)
     count = len(active.rounds("long"))
     active.until(lambda: active.complete_after("long", count), "run-long", WAIT_SECONDS)  # with the old key
@@ -177,7 +177,7 @@ def test_a_renewed_key_keeps_the_name_and_the_client(active: Sites) -> None:
 
 def test_a_lost_state_is_restored_and_the_run_resumed(active: Sites) -> None:
     active.documented("backup state.backup")
-    with pytest.raises(LaunchError, match=r"a running SuperLink uses it \(process [0-9, ]+\): kill"):
+    with pytest.raises(LaunchError, match=r"running SuperLink uses it .*process [0-9, ]+"):
         active.documented("restore state.backup")
     superlink = active.processes["superlink"]
     processes = children(superlink.pid)

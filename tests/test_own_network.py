@@ -202,20 +202,20 @@ def test_dropout_uses_the_random_numbers_of_the_batch(network_folder: Path) -> N
     ("name", "message"),
     [
         ("no_module", "must return a torch.nn.Module, not str"),
-        ("no_head", "for 2 samples it returns \\(2, 64\\)"),
-        ("head_is_not_last", "the head must come last"),
-        ("few_classes", "it must return logits \\(2, 10\\)"),
-        ("wrong_shape", "samples of shape 2x1x8x8 raise RuntimeError"),
+        ("no_head", r"returns \(2, 64\)"),
+        ("head_is_not_last", "head must come last"),
+        ("few_classes", r"returns \(2, 7\)"),
+        ("wrong_shape", "2x1x8x8 raise RuntimeError"),
         ("lazy", "1.weight has no shape yet"),
         ("tied", "1.weight and 2.weight are one tensor"),
         ("double", "1.weight is of torch.float64"),
         ("random", "must come from nn.Dropout layers"),
-        ("raises", r"it has raised RuntimeError: bad luck, and more \(nets.py, line \d+\)$"),
-        ("wrong_layer", "no module 'five' to be a layer; it has 0, 1"),
-        ("half_described", "4.weight belongs to none of the layers 1"),
-        ("wrong_head", "its head must be an nn.Linear; '0' is Flatten"),
-        ("number", "it is not a function, but int"),
-        ("nothing", "does not define nothing; it defines torch, nn, posy, mlp"),
+        ("raises", r"RuntimeError: bad luck, and more \(nets.py, line \d+\)$"),
+        ("wrong_layer", "no module 'five' to be a layer"),
+        ("half_described", r"4\.weight belongs to none"),
+        ("wrong_head", "nn.Linear; '0' is Flatten"),
+        ("number", "not a function, but int"),
+        ("nothing", "does not define nothing"),
     ],
 )
 def test_invalid_networks_are_refused_with_the_reason(network_folder: Path, name: str, message: str) -> None:
@@ -226,10 +226,10 @@ def test_invalid_networks_are_refused_with_the_reason(network_folder: Path, name
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("elsewhere:mlp", "neither a file elsewhere.py where the run was started nor an installed module elsewhere"),
-        ("broken:mlp", "cannot be imported \\(SyntaxError"),
-        ("torchvision:resnet19", "for classification; did you mean torchvision:resnet1"),
-        ("torchvision:fcn_resnet50", "torchvision does not have this network for classification"),
+        ("elsewhere:mlp", r"file elsewhere\.py"),
+        ("broken:mlp", r"cannot be imported \(SyntaxError"),
+        ("torchvision:resnet19", "did you mean torchvision:resnet1"),
+        ("torchvision:fcn_resnet50", "fcn_resnet50.* not have this network"),
     ],
 )
 def test_unknown_networks_are_refused(network_folder: Path, text: str, message: str) -> None:
@@ -277,7 +277,7 @@ def test_a_torchvision_network_has_its_layers(tmp_path: Path) -> None:
     network = architecture_for("torchvision:resnet18", task)
     assert network.layer_names == ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "head")
     assert network.layout.part(["head"]).size == 512 * 10 + 10
-    with pytest.raises(SettingsError, match="samples of shape 2x1x8x8 raise"):
+    with pytest.raises(SettingsError, match="2x1x8x8 raise"):
         build_custom("torchvision:resnet18", DIGITS, {})
 
 

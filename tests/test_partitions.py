@@ -200,7 +200,7 @@ def test_pathological_clients_share_their_classes_unevenly():
 
 
 def test_a_class_without_clients_is_an_error():
-    with pytest.raises(SettingsError, match="gives the 60 samples of class 4 of made to 0 clients"):
+    with pytest.raises(SettingsError, match="class 4 of made to 0 clients"):
         partition(dataset(60, 5), settings(num_clients=6, partition="pathological", classes_per_client=2), 0)
 
 
@@ -248,7 +248,7 @@ def test_equal_classes_check_the_available_samples():
     assert {len(test) for test in part.test} == {13}
     with pytest.raises(SettingsError, match="samples-per-client = 40"):
         partition(dataset(45, 10), s, 0)
-    with pytest.raises(SettingsError, match="samples-per-client = 4 cannot hold classes-per-client = 5"):
+    with pytest.raises(SettingsError, match=r"samples-per-client = 4 .*classes-per-client = 5"):
         partition(dataset(45, 10), dataclasses.replace(s, samples_per_client=4), 0)
 
 
@@ -288,7 +288,7 @@ def test_natural_partition_takes_the_largest_groups():
     assert [len(t) + len(v) for t, v in zip(part.train, part.test, strict=True)] == [40, 30, 20]
     with pytest.raises(SettingsError, match="num-clients = 5"):
         partition(data, settings(num_clients=5, partition="natural"), 0)
-    with pytest.raises(SettingsError, match="needs data with groups"):
+    with pytest.raises(SettingsError, match="'natural' needs data with groups"):
         partition(dataset(25, 4), settings(num_clients=3, partition="natural"), 0)
 
 
@@ -333,7 +333,7 @@ def test_a_warning_counts_samples_in_one_clients_training_and_anothers_test(tmp_
     assert not warnings.records
     part = from_file(tmp_path, {"train": [[3, 1, 5], [2]], "test": [[2], [3, 1]]})
     assert [t.tolist() for t in part.test] == [[2], [1, 3]]
-    assert "partition.json: 3 samples are training samples of one client and test samples of another" in warnings.text
+    assert "partition.json: 3 samples" in warnings.text
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_warning_counts_samples_in_one_clients_training_and_anothers_test(tmp_
         pytest.param("[" * 100_000, DataError, "not readable JSON", id="deep"),
         ({"train": [[0], [1]]}, DataError, "allowed: a list"),
         ([0, 1], DataError, "client 0: 0 is not a list"),
-        ([[0], [10]], DataError, "client 1: 10 at position 0; allowed: whole numbers from 0 to 9"),
+        ([[0], [10]], DataError, "client 1: 10 at position 0; .*0 to 9"),
         ([[0], [-1]], DataError, "client 1: -1"),
         ([[0], [1.0]], DataError, "client 1: 1.0"),
         ([[0], [True]], DataError, "client 1: True"),
@@ -382,7 +382,7 @@ def test_supplied_partitions_are_used_and_others_refused():
         partition(data, settings(num_clients=2, partition="iid"), 0)
     with pytest.raises(SettingsError, match="num-clients = 10"):
         partition(data, settings(), 0)
-    with pytest.raises(SettingsError, match="needs data that comes partitioned"):
+    with pytest.raises(SettingsError, match="partition = 'given' needs data"):
         partition(dataset(5, 2), settings(partition="given"), 0)
 
 
@@ -394,13 +394,13 @@ def test_supplied_partitions_are_used_and_others_refused():
     [
         ({"num_clients": 11}, "num-clients = 11: made has 10 samples"),
         ({"partition": "classes", "classes_per_client": 3}, "classes-per-client = 3: made has 2 classes; .* 1 to 2"),
-        ({"partition": "classes", "num_clients": 6}, "classes-per-client = 2 with num-clients = 6 does not suit made"),
-        ({"partition": "shards", "num_clients": 6}, "shards-per-client = 2 with num-clients = 6 makes 12 shards"),
-        ({"num_clients": 2, "samples_per_client": 3}, "samples-per-client = 3 goes with"),
-        ({"num_clients": 2, "shift": "high"}, "shift = 'high' needs RGB images .* has other samples"),
+        ({"partition": "classes", "num_clients": 6}, "classes-per-client = 2 with num-clients = 6 .* made"),
+        ({"partition": "shards", "num_clients": 6}, "shards-per-client = 2 with num-clients = 6 .*12"),
+        ({"num_clients": 2, "samples_per_client": 3}, "samples-per-client = 3 .*'classes' or 'iid'"),
+        ({"num_clients": 2, "shift": "high"}, "shift = 'high' needs RGB images"),
         (
             {"num_clients": 2, "augment": "crop"},
-            "augment = 'crop' needs images, but the samples of made are of kind 'features'",
+            "augment = 'crop' needs images.* 'features'",
         ),
     ],
 )

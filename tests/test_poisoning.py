@@ -95,7 +95,8 @@ def test_a_false_sample_count_cannot_dominate_the_mean(make_strategy: MakeStrate
     _, honest = send(without_attacker)
     take(without_attacker, [reply for client, reply in enumerate(honest) if client != 4])
     assert state_bytes(strategy) == state_bytes(without_attacker)
-    assert strategy.record.dropped == [(4, "num-examples = 999999999, but the client has joined with 6")]
+    ((client, reason),) = strategy.record.dropped
+    assert client == 4 and re.fullmatch(f"num-examples = {CLAIM}, but .* 6", reason)
     assert "train_loss" not in strategy.record.row(4)
 
 
@@ -107,8 +108,8 @@ def test_every_method_drops_replies_with_wrong_sample_counts(method: str, make_s
         metrics(**{key: value})(replies[BAD].content)
         take(strategy, replies)
         joined = 12 if key == "num_examples" else 6
-        reason = f"{key.replace('_', '-')} = {value}, but the client has joined with {joined}"
-        assert strategy.record.dropped == [(BAD, reason)]
+        ((client, reason),) = strategy.record.dropped
+        assert client == BAD and re.fullmatch(f"{key.replace('_', '-')} = {value}, but .* {joined}", reason)
         assert all("train_loss" in strategy.record.row(client) for client in GOOD)
 
 
@@ -122,7 +123,7 @@ def test_every_method_drops_evaluations_with_wrong_sample_counts(method: str, ma
         metrics(**{key: value})(replies[BAD].content)
         take(strategy, replies, phase="evaluate")
         ((client, reason),) = strategy.record.dropped
-        assert client == BAD and re.fullmatch(rf"{key.replace('_', '-')} = {value}, but .* joined with \d+", reason)
+        assert client == BAD and re.fullmatch(rf"{key.replace('_', '-')} = {value}, but .* \d+", reason)
 
 
 @pytest.mark.parametrize(("validation", "aside"), [(0.0, 0.2), (0.0, 0.0), (0.2, 0.2)])
@@ -150,7 +151,7 @@ def test_class_counts_must_sum_to_the_enrolled_count(method: str, claim: float, 
     take(strategy, replies)
     ((client, reason),) = strategy.record.dropped
     total, _, words = reason.partition(" ")
-    assert (client, words) == (BAD, "samples by class, but the client has joined with 12")
+    assert client == BAD and re.fullmatch("samples by class, but .* 12", words)
     assert float(total) == pytest.approx(12 + claim, rel=1e-7)
 
 
@@ -163,7 +164,7 @@ def test_fednhs_class_shares_must_sum_to_one(make_strategy: MakeStrategy) -> Non
     arrays["directions"] = Array(np.float32(1.1) * directions)
     take(strategy, replies)
     ((client, reason),) = strategy.record.dropped
-    assert client == BAD and reason.startswith("shares of the classes that sum to ")
+    assert client == BAD and reason.startswith("shares of the classes")
 
 
 # -- the largest weight ----------------------------------------------------------------------------------
@@ -362,13 +363,13 @@ def test_every_rule_resists_two_attackers_of_ten(
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in ROBUST])
 def test_other_methods_refuse_robust_rules_with_a_reason(method: str, make_strategy: MakeStrategy) -> None:
     reason = settings_class(method).robust.why
-    with pytest.raises(SettingsError, match=re.escape(f"robust = 'median' in the run config with method = '{method}'")):
+    with pytest.raises(SettingsError, match=rf"robust = 'median' .*method = '{re.escape(method)}'"):
         make_strategy(method, robust="median")
     assert len(reason) > 20
 
 
 def test_robust_rules_conflict_with_secure_aggregation(make_strategy: MakeStrategy) -> None:
-    with pytest.raises(SettingsError, match="the server sees only the sum of the updates"):
+    with pytest.raises(SettingsError, match=r"robust = 'median' .*secure-aggregation = true"):
         make_strategy("fedavg", robust="median", secure_aggregation=True)
     for key, value in (("max_norm_ratio", 2.0), ("max_client_weight", 0.5)):
         with pytest.raises(SettingsError, match=f"{key.replace('_', '-')} = {value} .* has no effect"):
@@ -396,7 +397,7 @@ def test_feddrm_weights_its_routing_under_any_rule(make_strategy: MakeStrategy) 
 
 def test_too_few_clients_for_krum_are_refused_before_the_run(make_config: Callable[..., Config]) -> None:
     settings = read_settings(make_config("fedavg", robust="krum", max_attackers=1))
-    with pytest.raises(SettingsError, match="a round needs 5 replies, but only 4 clients train in it"):
+    with pytest.raises(SettingsError, match="needs 5 replies, and 4 clients"):
         build_strategy(settings, Workspace(settings))
 
 
@@ -408,7 +409,7 @@ def test_a_round_with_too_few_replies_for_krum_changes_nothing(
     _, replies = send(strategy)
     assert take(strategy, replies[:4]) == (None, None)
     assert state_bytes(strategy) == before
-    assert "4 accepted replies, but robust = krum with max-attackers = 1 needs 5; the round fails" in warnings.text
+    assert "4 accepted replies, robust = krum" in warnings.text
     _, replies = send(strategy, 2)
     take(strategy, replies, 2)
     assert state_bytes(strategy) != before

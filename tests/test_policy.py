@@ -136,7 +136,7 @@ def send(
 def test_refusals_name_the_violated_rule(policy: Config, changes: Config, rule: str) -> None:
     violated = violations(Policy(**policy), values(**changes))
     assert [violation.rule for violation in violated] == [rule]
-    assert str(PolicyError(violated[0])).startswith(f"the policy of the site refuses this run, rule {rule}: ")
+    assert f", rule {rule}: " in str(PolicyError(violated[0]))
 
 
 def test_allowed_runs_pass(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_the_number_of_runs_a_day_is_limited(tmp_path: Path) -> None:
     context.node_config = node
     for run in (1, 2, 1):  # a run counts once
         admit(policy, config, context, run, pin=False)
-    with pytest.raises(PolicyError, match="rule max-runs-per-day: 2 runs have begun today"):
+    with pytest.raises(PolicyError, match="rule max-runs-per-day: 2 runs"):
         admit(policy, config, context, 3, pin=False)
 
 
@@ -218,7 +218,7 @@ def test_a_state_folder_is_bound_to_the_settings_of_its_run(tmp_path: Path) -> N
     pin_state(folder, values(num_server_rounds=99))  # may change when a run resumes
     assert (folder.stat().st_mode & 0o777) == 0o700
     for attack in ({"method": "fedamp"}, {"lr": 1e-30}):
-        with pytest.raises(PolicyError, match="rule state: the state of this run name belongs to a run with other"):
+        with pytest.raises(PolicyError, match=r"rule state: .*other settings"):
             pin_state(folder, values(**attack))
 
 
@@ -232,7 +232,7 @@ def test_a_run_cannot_read_or_remove_the_state_of_another_run(site: Config, tmp_
     attack = values(**columns, method="fedamp", lr=1e-30)
     for server_round, start in ((2, state.stem), (9, "")):
         reply = send(NodeGrid(node), attack, model, server_round, "train", start)
-        assert "rule state: the state of this run name belongs to a run with other settings" in reply.error.reason
+        assert "rule state: " in reply.error.reason
     assert state.read_bytes() == stored
 
 
@@ -250,7 +250,7 @@ def test_a_site_refuses_sums_over_too_few_clients(site: Config, tmp_path: Path) 
     keys = [text for answer in answers for text in answer]
     view = {"roster": [0, 1, 2], "cohort": [0, 1, 2], "reach": 0, "cohort-threshold": 2, "threshold": 2}
     reason = stage(0, "shares", **view, **{"public-keys": keys}).error.reason
-    assert "the cohort has 3 clients, and this site joins sums of at least 4" in reason
+    assert "cohort has 3 clients" in reason and "at least 4" in reason
 
 
 def test_settings_are_fixed_once_the_site_has_joined(site: Config) -> None:
@@ -258,7 +258,7 @@ def test_settings_are_fixed_once_the_site_has_joined(site: Config) -> None:
     assert not ask(site, values(**OPEN, input_columns="f0,f1,f2"), grid, describe=True).has_error()
     assert not ask(site, values(input_columns="f0,f1,f2"), grid).has_error()
     reply = ask(site, values(input_columns="f0,f1,f2", lr=0.5), grid)
-    assert "rule settings: the settings have changed since the site joined the run" in reply.error.reason
+    assert "rule settings: the settings have changed" in reply.error.reason
 
 
 def test_a_site_scores_one_model_a_round(site: Config) -> None:
@@ -290,11 +290,12 @@ def test_the_privacy_budget_of_a_site_covers_all_runs(site: Config, tmp_path: Pa
     node = site | {"policy": str(tmp_path / "policy.yaml")}
     noise = {"dp": "local", "dp_clip": 1.0, "dp_epsilon": 1.5, "num_server_rounds": 2}
     config = values(input_columns="f0,f1,f2", model="linear", **noise)
-    assert "rule epsilon: the node needs state-dir for the ledger" in ask(node, config).error.reason
+    assert "rule epsilon: the node needs state-dir" in ask(node, config).error.reason
     node |= {"state-dir": str(tmp_path / "state")}
     assert not ask(node, config).has_error()
     greedy = config | {"dp-epsilon": 2.5}
-    assert "rule epsilon: this run would spend more than epsilon = 2" in ask(node, greedy).error.reason
+    reason = ask(node, greedy).error.reason
+    assert "rule epsilon: " in reason and "more than epsilon = 2" in reason
     grid, model = NodeGrid(node), np.zeros(FEATURES * 2 + 2, np.float32)
     answers = [send(grid, config, model, kind="train").has_error() for _ in range(6)]  # one message, again and again
     # Two answers spend ε = 1.5; Gaussian noise composes, so that three spend less than 2 and four more.
@@ -341,7 +342,7 @@ def test_settings_cannot_select_the_rows_behind_the_statistics(site: Config, cel
     assert count == 45
     assert not any(np.allclose(mean, row) for row in cells)
     reply = ask(site, values(**columns, train_samples=1, seed=5), describe=True)
-    assert "rule min-rows: train-samples = 1; a run trains on all training rows" in reply.error.reason
+    assert "rule min-rows: train-samples = 1" in reply.error.reason
 
 
 def test_rare_labels_do_not_leave_the_site(site: Config, tmp_path: Path) -> None:
@@ -353,7 +354,7 @@ def test_rare_labels_do_not_leave_the_site(site: Config, tmp_path: Path) -> None
     answer = reply.content.config_records["config"]
     assert answer["classes"] == []
     assert "Patient" not in str(dict(answer))
-    assert any("60 of its labels stay at the site" in text for text in answer["warnings"])  # type: ignore[union-attr]
+    assert any("60 of its labels" in text for text in answer["warnings"])  # type: ignore[union-attr]
 
 
 def test_errors_do_not_depend_on_extreme_values(tmp_path: Path, cells: np.ndarray) -> None:
@@ -421,7 +422,7 @@ def test_every_batch_of_a_pass_has_enough_samples(count: int, size: int, least: 
 )
 def test_errors_contain_no_cells_labels_or_paths(changes: Config, site: Config, cells: np.ndarray) -> None:
     reason = ask(site, values(**changes), describe="sample_kind" in changes).error.reason
-    assert "the log of the node has" in reason
+    assert "log of the node" in reason
     for secret in (site["data"], "Patient", "row", *map(repr, cells.ravel().tolist())):
         assert secret not in reason
 
@@ -464,7 +465,8 @@ def test_a_method_that_sends_class_means_needs_enough_rows_of_each_class(tmp_pat
     assert not ask(site, values(input_shape="2")).has_error()
     config = read_settings({key: value for key, value in values(input_shape="2").items() if value is not None})
     prototypes = {**config.as_config(), "method": "fedproto"}
-    assert "a class of this site has fewer than 10 rows" in ask(site, prototypes).error.reason
+    reason = ask(site, prototypes).error.reason
+    assert "a class of this site" in reason and "fewer than 10 rows" in reason
 
 
 def test_errors_of_a_node_with_data_give_only_their_location() -> None:
@@ -472,15 +474,15 @@ def test_errors_of_a_node_with_data_give_only_their_location() -> None:
         raise ValueError("Patient A0")
 
     context = NodeGrid({"data": "x"}).nodes[1]
-    with pytest.raises(RuntimeError, match=r"ValueError at tests/test_policy.py, line \d+; the log of the node"):
+    with pytest.raises(RuntimeError, match=r"ValueError at tests/test_policy.py, line \d+; the log of"):
         guarded(fails)(None, context)  # type: ignore[arg-type]
     context.node_config = {}
     with pytest.raises(MethodError, match=r"ValueError at tests/test_policy.py, line \d+: Patient A0"):
         guarded(fails)(None, context)  # type: ignore[arg-type]
     error = DataError("/srv/x.csv: row 2", "missing-value", "age", 13)
-    assert shared_text(error) == (
-        "a value is missing (missing-value, column age, count 13); the log of the node has the details"
-    )
+    text = shared_text(error)
+    assert "(missing-value, column age, count 13)" in text and "log of the node" in text
+    assert "x.csv" not in text and "row" not in text
     assert "count below 20" in shared_text(error, min_rows=20)
     assert shared_text(NodeConfigError("/srv/key")).startswith("NodeConfigError at")
 

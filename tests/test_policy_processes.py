@@ -1,6 +1,7 @@
 """Two real nodes with the default policy: refused runs read no records, and an allowed run does not wait."""
 
 import csv
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,23 +75,22 @@ def test_refused_runs_read_no_records_and_run_no_code(sites: tuple[Deployment, l
     refusals = {
         "small-batch": (
             COLUMNS | {"batch_size": 1},
-            "site-0: the policy of the site refuses this run, rule min-rows: batch-size = 1; each gradient needs at "
-            "least 10 rows",
+            "site-0: .*, rule min-rows: batch-size = 1",
         ),
         "own-code": (
             COLUMNS | {"model": "nets:f"},
-            "this node runs only the Posy that is installed on it; the run brings own/nets.py",
+            r"the run brings own/nets\.py",
         ),
-        "row": (COLUMNS | {"train_samples": 1, "seed": 5}, "train-samples = 1 on the command line has no effect"),
+        "row": (COLUMNS | {"train_samples": 1, "seed": 5}, "train-samples = 1 .*has no effect"),
         "names": (COLUMNS | {"label_column": "name"}, "rule label: label-column = 'name'"),
-        "cell": ({}, "a cell is not a finite number in the range of float32 (not-a-number, column name)"),
-        "label": (COLUMNS | {"classes": "x,y"}, "it has labels that are not classes of the run (other-classes"),
+        "cell": ({}, r"\(not-a-number, column name\)"),
+        "label": (COLUMNS | {"classes": "x,y"}, r"\(other-classes"),
         "extreme": (
             COLUMNS | {"feature_mean": 0, "feature_std": "1e-38"},
-            "a feature may exceed the range of float32 after standardisation (extreme-value",
+            r"\(extreme-value",
         ),
         "file": ({"dataset": folder / "payroll.csv"}, "rule data: dataset = "),
-        "dot-file": (COLUMNS | {"model": ".py:f"}, "the run brings own/.py"),
+        "dot-file": (COLUMNS | {"model": ".py:f"}, r"the run brings own/\.py"),
     }
     names = list(refusals)
     for together in (names[first : first + 3] for first in range(0, len(names), 3)):
@@ -98,7 +98,7 @@ def test_refused_runs_read_no_records_and_run_no_code(sites: tuple[Deployment, l
             deployment.submit(name, *words(**refusals[name][0]))
         for name in together:
             assert deployment.ended(f"run-{name}") != 0
-            assert refusals[name][1] in run_log(deployment, name)
+            assert re.search(refusals[name][1], run_log(deployment, name))
             assert not [cell for cell in [*cells, "'ill'", "0.csv", "1.csv"] if cell in run_log(deployment, name)]
     assert "rule min-rows: batch-size = 1" in deployment.log("site-0")
     assert "the run brings own/nets.py" in " ".join(deployment.log("site-1").split())

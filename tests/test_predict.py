@@ -154,7 +154,7 @@ def test_float_pixels_are_not_rescaled(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(20, 6, 5, 3)).astype(np.float32)
     np.savez(tmp_path / "x.npz", x_train=x, y_train=np.arange(20) % 2)
     predictor = assert_prepared_alike(*run_on(tmp_path / "x.npz", tmp_path), raw=list(x))
-    with pytest.raises(DataError, match="does not define the scale of its pixels; the model takes images of 3x6x5"):
+    with pytest.raises(DataError, match=r"scale of its pixels.* images of 3x6x5"):
         predictor.predict(raw_images(tmp_path / "images", 2)[0])
 
 
@@ -166,9 +166,9 @@ def test_columns_of_rows_are_matched_by_name(tmp_path: Path) -> None:
     record, workspace = run_on(table, tmp_path)
     predictor = assert_prepared_alike(record, workspace, [{k: r[k] for k in ("weight", "size")} for r in rows])
     assert torch.equal(predictor.prepare([[r["size"], r["weight"]] for r in rows[:3]]), predictor.prepare(rows[:3]))
-    with pytest.raises(DataError, match=r"no size in the row; the model takes rows of 2 numbers \(size, weight\)"):
+    with pytest.raises(DataError, match=r"no size .*2 numbers \(size, weight\)"):
         predictor.predict({"weight": 1})
-    with pytest.raises(DataError, match="an array of shape 3; the model takes rows of 2 numbers"):
+    with pytest.raises(DataError, match=r"array of shape 3.* rows of 2 numbers"):
         predictor.predict([1, 2, 3])
 
 
@@ -190,7 +190,7 @@ def test_a_value_far_from_the_training_samples_causes_a_warning(
     first, second = [line for line in captured.err.splitlines() if "warning" in line]
     assert first.startswith(f"posy: warning: {new} row 3: chol is ")
     distance = (26000 - trained.mean()) / trained.std()
-    assert f"chol is {distance:.3g} standard deviations from its mean in training" in first
+    assert f"chol is {distance:.3g} standard deviations" in first
     assert second.startswith(f"posy: warning: {new} row 5: age is ")
     assert cli.main(["route", str(record.path), str(new)]) == 0
     assert "row 3: chol is" in capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_texts_use_the_vocabulary_of_the_run(tmp_path: Path) -> None:
     assert predictor.prepare(["nothing of it known"]).tolist() == [[1, 1, 1, 1, 0]]
     (tmp_path / "one.txt").write_text(texts[0])
     assert predictor.predict(tmp_path / "one.txt") == predictor.predict(texts[0])
-    with pytest.raises(DataError, match="a sample of type int; the model takes texts"):
+    with pytest.raises(DataError, match=r"type int.* takes texts"):
         predictor.predict(3)
 
 
@@ -292,7 +292,7 @@ def test_load_finds_a_run_by_its_name(finished: Record, monkeypatch: pytest.Monk
     (tmp_path / "runs").symlink_to(finished.path.parent)
     monkeypatch.chdir(tmp_path)
     assert posy.load("drm").summary == finished.summary
-    with pytest.raises(SettingsError, match=r"no run in .*/gone or .*/gone; name the folder of a run$"):
+    with pytest.raises(SettingsError, match=r"no run in .*/gone or .*/gone"):
         posy.load("gone")
 
 
@@ -313,16 +313,16 @@ def test_load_takes_the_newest_run_of_a_node(finished: Record, tmp_path: Path) -
 
 @pytest.mark.parametrize("client", ["3", "-1", "nowhere", ""])
 def test_an_unknown_client_is_an_error(client: str, finished: Record) -> None:
-    with pytest.raises(SettingsError, match=r"client .*: .* has the models of 0, 1, 2$"):
+    with pytest.raises(SettingsError, match=r"client .* models of 0, 1, 2$"):
         finished.predictor(client)
 
 
 def test_a_point_without_a_stored_model_is_an_error(make_config: MakeConfig) -> None:
     record = run(None, make_config("ditto")).record()
     assert record.predictor(0).point == "local"
-    with pytest.raises(SettingsError, match="has the local model of client 0"):
+    with pytest.raises(SettingsError, match="local model of client 0"):
         record.predictor(0, "served")
-    with pytest.raises(SettingsError, match="it must be served or local"):
+    with pytest.raises(SettingsError, match="must be served or local"):
         record.predictor(0, "best")
 
 
@@ -332,7 +332,7 @@ def test_a_model_without_settings_is_an_error(make_config: MakeConfig) -> None:
     for name in ("served-0", "client-1"):
         arrays, _ = read_arrays(record.models / f"{name}.safetensors")
         write_arrays(record.models / f"{name}.safetensors", arrays, {"client": "0", "chosen": ""})
-    with pytest.raises(DamagedFileError, match="lacks 'settings'; an earlier version of Posy"):
+    with pytest.raises(DamagedFileError, match="lacks 'settings'"):
         record.predictor(0)
     path = record.models / "served-2.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
@@ -390,12 +390,12 @@ def test_route_prints_classes_and_shares(
     ("words", "message"),
     [
         (["gone", "0", "x.png"], "no run in"),
-        (["RUN", "0", "x.png"], "x.png: the model takes rows of 6 numbers, in a .csv or .npy file"),
+        (["RUN", "0", "x.png"], "x.png: the model takes rows of 6 numbers"),
         (["RUN", "0", "x.csv"], "x.csv: cannot be opened"),
         (["RUN", "0", "bad.csv"], "row 2, f: 'x' is not a number"),
         (["RUN", "0", "few.csv"], "row 2 has 1 columns; the header has 2"),
         (["RUN", "7", "bad.csv"], "client '7': "),
-        (["BARE", "0", "bad.csv"], "the run had save-models = false"),
+        (["BARE", "0", "bad.csv"], "save-models = false"),
     ],
 )
 def test_predict_reports_errors(

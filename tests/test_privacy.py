@@ -173,12 +173,12 @@ def test_which_methods_support_dp_sgd() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"dp": "local"}, "dp-clip = 0: the noise needs a clipping norm"),
+        ({"dp": "local"}, "dp-clip = 0: .*norm"),
         ({"dp": "local", "dp-clip": 1.0, "share-class-counts": True}, "share-class-counts = true"),
         ({"dp": "central", "dp-clip": 1.0}, "client-weights = 'samples'"),
         ({**KEYS, "dp-clip": 1.0, "max-update-norm": 3.0}, "max-update-norm = 3"),
         ({**KEYS, "dp-clip": 1.0, "secure-aggregation": True, "secure-neighbours": 4}, "secure-neighbours = 4"),
-        ({**KEYS, "dp-clip": 1e-8, "secure-aggregation": True}, "too small for words"),
+        ({**KEYS, "dp-clip": 1e-8, "secure-aggregation": True}, "dp-clip = 1e-08.* too small"),
         ({"dp": "sample", "dp-clip": 1.0, "class-weights": "balanced"}, "class-weights = 'balanced'"),
         ({"dp": "sample", "dp-clip": 1.0, "precision": "bfloat16"}, "precision = 'bfloat16'"),
     ],
@@ -195,7 +195,7 @@ def test_networks_with_batchnorm_refuse_noise() -> None:
     for mode in MODES:
         settings = settings_with(dp=mode, dp_clip=1.0)
         check_network(settings, architecture_for("resnet18-gn", task))
-        with pytest.raises(SettingsError, match="'resnet18-bn': noise makes BatchNorm's running variances negative"):
+        with pytest.raises(SettingsError, match=r"'resnet18-bn'.* BatchNorm"):
             check_network(settings, architecture_for("resnet18-bn", task))
 
 
@@ -378,7 +378,7 @@ def test_a_run_reports_its_epsilon_after_each_round(small: dict[str, Any], capsy
     privacy = record.summary["privacy"]
     assert privacy["epsilon"] == pytest.approx(2.0) and privacy["planned-trainings"] == 3
     assert privacy["not-covered"] == ["numbers of training and test samples"]
-    assert "ε = 2, δ = 1e-05: dp = local hides the data of each client" in capsys.readouterr().out
+    assert "ε = 2, δ = 1e-05: dp = local" in capsys.readouterr().out
     events = read_ledger((record.path / LEDGER).read_text())
     assert [facts["clients"] for _, facts in events] == [[0, 1, 2, 3]] * 3
     html = page([record.path])
@@ -407,7 +407,7 @@ def test_a_repeated_round_spends_the_budget_twice(small: dict[str, Any], tmp_pat
     multiplier = math.sqrt(3) * noise_multiplier_for(2.0, 1e-5)
     assert again.epsilon() == pytest.approx(epsilon_of(multiplier / 2, 1e-5)) and again.epsilon() > 2.0
     (tmp_path / LEDGER).write_text("{}\n" + (tmp_path / LEDGER).read_text())
-    with pytest.raises(RunError, match="ledger of this run is damaged"):
+    with pytest.raises(RunError, match=r"ledger .*damaged"):
         PrivacyLedger(settings, tmp_path, lambda client: 50)
 
 

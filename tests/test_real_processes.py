@@ -7,6 +7,7 @@ long run. None of them may end the run or cause a wrong number.
 import contextlib
 import csv
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -235,12 +236,12 @@ def test_custom_code_is_sent_with_the_run(
     submitted: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert submitted.ended("run-own") == 0, submitted.log("run-own")
-    lines = [line.split(" (SHA")[0] for line in submitted.log("run-own").splitlines() if "travels" in line]
-    folder, names = submitted.folder, sorted(CUSTOM_FILES)
-    assert lines == [f"posy: {folder / name} travels with the run as own/{name}" for name in names]
+    names, folder = sorted(CUSTOM_FILES), re.escape(str(submitted.folder))
+    sent = re.findall(rf"posy: {folder}/(\S+) .* as own/(\S+) \(SHA", submitted.log("run-own"))
+    assert sent == [(name, name) for name in names]
     foreign = ", ".join(f"own/{name}" for name in names)
     for number in range(CLIENTS):
-        assert f"brings code that differs from the installed Posy: {foreign}" in submitted.log(f"node-{number}")
+        assert f"installed Posy: {foreign}" in submitted.log(f"node-{number}")
     monkeypatch.chdir(submitted.folder)
     assert_same_models(submitted, "own", settings_of(submitted, **CUSTOM), tmp_path)
 
@@ -278,7 +279,7 @@ def test_keys_are_registered_once_and_names_are_unique(
     ]
     assert "$" not in error  # no command without a SuperLink is printed
     assert cli.main(["register", str(tmp_path / "node-0.pub"), *federation.where]) == 1
-    assert "posy: node-0 is not registered: another key has this name" in capsys.readouterr().err
+    assert "posy: node-0 is not registered" in capsys.readouterr().err
 
 
 def test_a_site_with_invalid_data_is_excluded(federation: Federation) -> None:
@@ -305,7 +306,7 @@ def test_a_site_with_invalid_data_is_excluded(federation: Federation) -> None:
     excluded = next(row for row in summary["left-out"] if row["site"] == "site-2")
     other_reasons = [row["reason"] for row in summary["left-out"] if row is not excluded]
     assert excluded["times"] == 1 and all("this node has no data" in reason for reason in other_reasons)
-    assert excluded["reason"].startswith("a cell is not a finite number in the range of float32 (not-a-number)")
+    assert "(not-a-number)" in excluded["reason"]
     assert federation.log("run-sites").count("site-2 is excluded") == 1
     file_c = federation.folder / "c.npz"
     assert str(file_c) not in federation.log("run-sites") and f"{file_c}: nan at index (3, 5)" in federation.log(
@@ -358,7 +359,7 @@ def test_a_run_starts_with_min_clients_and_admits_a_late_node(long_run: Federati
     count = len(long_run.rounds("long"))
     long_run.start_node(NODES - 1)
     long_run.wait(lambda: long_run.complete_since("long", count), "run-long")
-    long_run.wait_for_text("long", "node-3 (client 3) is new; 4 of 4 clients are present")
+    long_run.wait_for_text("long", "node-3 (client 3) is new; 4 of 4 clients")
 
 
 def test_a_worker_that_dies_loses_one_reply(long_run: Federation) -> None:
@@ -367,7 +368,7 @@ def test_a_worker_that_dies_loses_one_reply(long_run: Federation) -> None:
     (long_run.folder / "die").touch()
     long_run.wait(lambda: len(long_run.dropped("long", 1)) > before, "run-long")
     number, reason = long_run.dropped("long", 1)[before]
-    assert "the worker process died while it worked on this message (signal 9)" in reason
+    assert "worker process died" in reason and "(signal 9)" in reason
     long_run.wait(lambda: long_run.complete_since("long", number), "run-long")
     assert long_run.worker("node-1") != worker
 
@@ -377,11 +378,11 @@ def test_a_hanging_worker_times_out_and_is_replaced(long_run: Federation) -> Non
     (long_run.folder / "hang").touch()
     long_run.wait(lambda: len(long_run.dropped("long", 1)) > before, "run-long")
     number, reason = long_run.dropped("long", 1)[before]
-    killed = "its app crashed: the worker process was killed: a reply after more than 12 s would be too late"
-    assert reason in ("no reply within round-timeout = 12 s", killed)  # the node's answer may be just in time
+    # The node's answer may be just in time.
+    assert reason == "no reply within round-timeout = 12 s" or "worker process was killed" in reason
     long_run.wait_for_text("long", f"node-1 (client 1) is dropped: {reason}")
     long_run.wait(lambda: long_run.complete_since("long", number), "run-long")
-    assert "the worker process was killed: a reply after more than" in long_run.log("node-1")
+    assert "worker process was killed" in long_run.log("node-1")
 
 
 def test_a_killed_node_returns_with_its_personal_state(long_run: Federation) -> None:
@@ -394,7 +395,7 @@ def test_a_killed_node_returns_with_its_personal_state(long_run: Federation) -> 
     count = len(long_run.rounds("long"))
     long_run.restart("node-3", lambda: long_run.start_node(3))
     long_run.wait(lambda: long_run.complete_since("long", count), "run-long")
-    long_run.wait_for_text("long", "node-3 (client 3) is back; 4 of 4 clients are present")
+    long_run.wait_for_text("long", "node-3 (client 3) is back; 4 of 4 clients")
     with (long_run.results("long") / "clients.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["partition"] == "3" and row["served_accuracy"]]
     first = next(row for row in rows if int(row["round"]) > count)
@@ -407,7 +408,7 @@ def test_a_run_survives_a_crash_of_its_superlink(long_run: Federation) -> None:
     os.kill(long_run.superlink(), signal.SIGKILL)
     long_run.wait(lambda: long_run.complete_since("long", count + 1), "run-long")
     assert [row["round"] for row in long_run.rounds("long")] == list(range(1, len(long_run.rounds("long")) + 1))
-    assert "flower-superlink died (-9) and is started again" in long_run.log("superlink")
+    assert "flower-superlink died (-9)" in long_run.log("superlink")
 
 
 def test_status_log_and_stop(long_run: Federation, capsys: pytest.CaptureFixture[str]) -> None:
@@ -488,7 +489,7 @@ def test_a_terminated_superlink_stops_its_run(federation: Federation) -> None:
 def test_a_node_exits_if_its_superlink_is_unreachable_for_too_long(federation: Federation) -> None:
     worker = federation.worker("other")
     assert federation.ended("other") == 1
-    assert "the SuperLink has been out of reach for 4 s" in federation.log("other")
+    assert "out of reach for 4 s" in federation.log("other")
     federation.wait(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")
     assert federation.processes["node-1"].poll() is None  # it has no --wait
 

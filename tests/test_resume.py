@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -249,12 +250,9 @@ def test_clients_on_nodes_without_state_dir_start_from_scratch(tmp_path: Path, m
             with pytest.raises(KilledError):
                 run(Nodes(4, None), config)
         summary = summary_of(run(Nodes(4, None), resume_config(config, method)).directory.path)
-        reason = "its state of round {} is not on its node (a node keeps it across a restart only with state-dir)"
-        expected = {
-            f"{reason.format(4)}; it starts from scratch": 3,
-            f"{reason.format(3)}; it starts from scratch": 1,
-        }
-        assert summary["dropped"] == (expected if dropped else {})  # each client has reported it once
+        assert all("state-dir" in reason and "starts from scratch" in reason for reason in summary["dropped"])
+        counts = {int(re.findall(r"state of round (\d)", reason)[0]): n for reason, n in summary["dropped"].items()}
+        assert counts == ({4: 3, 3: 1} if dropped else {})  # each client has reported it once
 
 
 def test_a_client_with_a_damaged_state_is_dropped_with_the_reason(
@@ -300,7 +298,7 @@ def test_a_complete_run_can_be_extended(tmp_path: Path) -> None:
     run(grid_of(longer), longer)
     config = settings(tmp_path, "fedrep", "mine")
     path = run(grid_of(config), config).directory.path
-    with pytest.raises(SettingsError, match=r"6 rounds are complete; a larger num-server-rounds"):
+    with pytest.raises(SettingsError, match="6 rounds are complete"):
         run(grid_of(config), resume_config(config, "mine"))
     run(grid_of(config), resume_config(config, "mine", num_server_rounds=8, round_timeout=99.5))
     assert_same_results(path, path.parent / "longer")
@@ -368,11 +366,11 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, "fedavg", "mine", dataset=str(tmp_path / "own.npz"), max_samples=0, num_server_rounds=2)
     run(grid_of(config), config)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
-    with pytest.raises(SettingsError, match="the labels and the clients' shares have changed since the run began"):
+    with pytest.raises(SettingsError, match="labels and the clients' shares have changed"):
         run(grid_of(config), resume_config(config, "mine", num_server_rounds=4))
     workspace_for.cache_clear()
     np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
-    match = r"'mine' in .*: the samples have changed since the run began, .*own\.npz"
+    match = r"'mine' in .*samples have changed.*own\.npz"
     with pytest.raises(SettingsError, match=match):
         run(grid_of(config), resume_config(config, "mine", num_server_rounds=4))
 
@@ -473,11 +471,11 @@ def test_the_error_lists_why_no_checkpoint_is_usable(tmp_path: Path, monkeypatch
     path = tmp_path / "runs" / "cut"
     cut_arrays(path)
     (path / "checkpoints/round-2/server.safetensors").write_bytes(b"")
-    with pytest.raises(SettingsError, match=r"no checkpoint of it can be used .*round-4.*round-2"):
+    with pytest.raises(SettingsError, match=r"no checkpoint .*round-4.*round-2"):
         run(grid_of(config), resume_config(config, "cut"))
     config = settings(tmp_path, "fedavg", "none", checkpoint_every=0)
     run(grid_of(config), config)
-    with pytest.raises(SettingsError, match="it has no checkpoint"):
+    with pytest.raises(SettingsError, match="has no checkpoint"):
         run(grid_of(config), resume_config(config, "none", num_server_rounds=9))
     assert not (tmp_path / "runs/none/state").exists() and not list((tmp_path / "runs/none").glob("state*"))
 
@@ -553,8 +551,8 @@ def test_states_spilled_to_disk_give_the_same_results(tmp_path: Path, monkeypatc
 FILES = {
     "config.yaml": "config.yaml is rewritten",
     "summary.json": "",
-    "rounds.jsonl": "is lost or damaged: its rows of rounds",
-    "clients.csv": "is lost or damaged: its rows of rounds",
+    "rounds.jsonl": "is lost or damaged",
+    "clients.csv": "is lost or damaged",
     "models/server.safetensors": "",
     "checkpoints/round-2/progress.json": "the checkpoint of round 2 is not used",
     "checkpoints/round-2/server.safetensors": "the checkpoint of round 2 is not used",
@@ -641,7 +639,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
         file.write_text(text.replace(before, after))
         with pytest.raises(SettingsError) as raised:
             run(InProcessGrid(2), resumed)
-        assert difference in str(raised.value) and "Restore it, or delete the file" in str(raised.value)
+        assert difference in str(raised.value) and "delete the file" in str(raised.value)
     file.write_text(text)
     assert StoredRun.find(resumed, "a test") is not None
 
@@ -678,7 +676,7 @@ def test_a_full_disk_gives_a_one_line_error_and_the_run_can_resume(
 
     with monkeypatch.context() as patched:
         patched.setattr(Recorder, "finish_round", finish_round)
-        with pytest.raises(RunError, match=r"the files of the run in .*cut cannot be written: .*No space") as raised:
+        with pytest.raises(RunError, match=r"cut cannot be written: .*No space") as raised:
             run(InProcessGrid(2), config)
     assert "\n" not in str(raised.value)
     filler.unlink()
@@ -735,8 +733,9 @@ def test_killed_and_interrupted_processes_can_be_resumed(tmp_path: Path, capsys:
     assert "round  8/12" in done.stdout
     assert "INFO" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    hint = f"posy: stopped after round 9; resume with: posy run resume=cut output-dir={cut.parent}"
-    assert done.stderr.splitlines()[-1] == hint
+    hint = done.stderr.splitlines()[-1]
+    assert hint.startswith("posy: stopped after round 9")
+    assert hint.endswith(f": posy run resume=cut output-dir={cut.parent}")
     assert reached(cut) == (9, 12)
     assert cli.main(["run", *hint.split()[-2:]]) == 0
     assert_same_results(cut, uninterrupted)

@@ -229,7 +229,7 @@ def test_a_run_without_stored_models_has_no_system_accuracy(
     path = execute(make_config("feddrm", save_models=False, num_server_rounds=1)).directory.path
     assert not list((path / "models").iterdir())
     assert summary_of(path)["system-accuracy"] is None
-    assert "it needs save-models = true" in warnings.text
+    assert "save-models = true" in warnings.text
     with pytest.raises(SettingsError, match=r"system-accuracy = 'on'.*save-models = true"):
         execute(make_config("fedavg", save_models=False, system_accuracy="on"))
 
@@ -437,12 +437,12 @@ def test_lost_clients_are_skipped_and_counted(
     assert set(column(rows, 4, "served_accuracy")) == {0, 2}
     # A vote can do without client 1; routing sends it queries that only it could answer.
     assert (summary["system-accuracy"] is None) is (method == "feddrm")
-    assert "the last models of clients [1] are missing" in warnings.text
+    assert "models of clients [1] are missing" in warnings.text
 
 
 def test_if_all_clients_diverge_the_model_is_unchanged_and_no_loss_recorded(make_config: MakeConfig) -> None:
     config = make_config("fedavg", lr=1e38)
-    with pytest.raises(NothingTrainedError, match=r"no client.s training was accepted in any round: .* diverged"):
+    with pytest.raises(NothingTrainedError, match=r"no client.s training was accepted.* diverged"):
         execute(config)
     path = only_run(config)
     summary, rounds = summary_of(path), rounds_of(path)
@@ -460,14 +460,14 @@ def test_if_all_clients_diverge_the_model_is_unchanged_and_no_loss_recorded(make
 @pytest.mark.parametrize(
     ("method", "more", "status", "message"),
     [
-        ("fedfew", {"fedfew_server_lr": 1e30}, "failed", "no client's evaluation was accepted in any round: .*"),
+        ("fedfew", {"fedfew_server_lr": 1e30}, "failed", "no client's evaluation was accepted"),
         (
             "fedavg",
             {"lr": 1e3},
             "diverged",
-            "2 of the 4 clients .* sent no finite numbers; a smaller lr than 1000 may",
+            "4 clients .* 2 sent no finite numbers; .*lr than 1000",
         ),
-        ("fedavg", {"lr": 20.0}, "diverged", "its mean loss was .* in the worst round and is .* in the last"),
+        ("fedavg", {"lr": 20.0}, "diverged", "mean loss was .* in the worst round"),
         ("fedavg", {"lr": 0.5}, "completed", ""),
     ],
 )
@@ -492,10 +492,9 @@ def test_runs_without_reliable_results_are_marked(
         (
             {"dp": "local", "dp_clip": 1.0, "dp_epsilon": 1e-30, "dp_delta": 1e-40, "dp_scores": "exact"},
             (2, 3),
-            "the noise of dp-clip = 1 and dp-epsilon = 1e-30 may be the cause; a larger dp-epsilon, a smaller dp-clip "
-            "or a smaller lr than 0.05 may help",
+            "noise of dp-clip = 1 and dp-epsilon = 1e-30",
         ),
-        ({"lr": 1e38}, (1, 2, 3), "a smaller lr than 1e+38 may help"),
+        ({"lr": 1e38}, (1, 2, 3), "smaller lr than 1e+38"),
     ],
     ids=["noise", "learning rate"],
 )

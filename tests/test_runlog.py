@@ -106,7 +106,8 @@ def test_the_reason_for_a_failure_is_shown_once(capsys: pytest.CaptureFixture[st
     assert control._exit_status(control.Run("7", {}, "failed", "", 1.0, details), log) == 1
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err == f"posy: run 7 ended with status failed: {reason}\n"
+    assert output.err.startswith("posy: the run 7 has ended as failed")
+    assert output.err.endswith(f": {reason}\n") and output.err.count(reason) == output.err.count("\n") == 1
 
 
 def test_equal_tracebacks_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
