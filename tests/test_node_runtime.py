@@ -30,7 +30,7 @@ def message(ttl: float = 600.0) -> Packed:
 
 
 class Parent:
-    """The parent of a node; its worker is in this process."""
+    """The parent of a node whose worker is in this process."""
 
     def __init__(self) -> None:
         self.ended: queue.Queue[int] = queue.Queue()

@@ -148,7 +148,7 @@ def imported(source: str) -> set[str]:
 
 @pytest.fixture
 def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write each method to a file in the working directory; return a function that gives its setting ``method``."""
+    """Write each method to a file. Return a function that gives the setting ``method`` for its name."""
     monkeypatch.chdir(tmp_path)
     for name, (source, _) in SOURCES.items():
         (tmp_path / f"{name.lower()}.py").write_text(dedent(source), encoding="utf-8")

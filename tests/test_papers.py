@@ -609,7 +609,7 @@ def test_figures_that_posy_cannot_draw_state_their_needs(paper_dir: Path) -> Non
     assert "not run: a regression task." in text
 
 
-def test_a_table_on_cifar100_runs_on_a_stand_in(paper_dir: Path) -> None:
+def test_a_table_on_cifar100_runs_on_synthetic_data(paper_dir: Path) -> None:
     content = read_yaml(ROOT / "papers/ppfe/table3.yaml")
     wanted = [index for index, variant in enumerate(content["variants"]) if variant["name"].startswith("CIFAR-100")]
     content["variants"] = [content["variants"][index] for index in wanted]

@@ -74,9 +74,9 @@ def test_shared_critical_weights_by_hand() -> None:
 
 
 def test_panels_by_hand() -> None:
-    """Output rows of norm (3, 1), (1, 3) and (1, 1): p̃ = (3/4, 1/4), (1/4, 3/4), (1/2, 1/2); n = 3000, 2000, 1000.
+    """Output rows of norm (3, 1), (1, 3) and (1, 1): p̃ = (3/4, 1/4), (1/4, 3/4), (1/2, 1/2).
 
-    n p̃ is 2250, 500, 500 for class 0 and 750, 1500, 500 for class 1.
+    n = 3000, 2000, 1000, so n p̃ is 2250, 500, 500 for class 0 and 750, 1500, 500 for class 1.
     """
     norms = [(3, 1), (1, 3), (1, 1)]
     personal = np.stack(

@@ -109,7 +109,7 @@ def test_reweighting_by_hand() -> None:
 
 
 def test_an_ensemble_of_two_stages_by_hand() -> None:
-    # Clients with one sample each, y = 1 and 3, whose mean FedAvg has; stage 2 without a penalty has them exactly.
+    # Two clients with one sample each, y = 1 and 3. FedAvg has their mean. Stage 2 without a penalty fits both exactly.
     x, y, fedavg = np.ones((2, 1, 1)), np.array([[1.0], [3.0]]), np.array([[2.0], [2.0]])
     weights = ensemble(x, y, fedavg, [0.0]).ravel()
     assert weights[0] == pytest.approx(1.0, abs=1e-5)  # FedAvg's error there is the largest y^2: its beta is 0

@@ -184,7 +184,7 @@ def test_clients_have_exactly_their_classes_and_share_them_evenly():
 
 
 def test_pathological_clients_share_their_classes_unevenly():
-    """10 clients with 2 of 5 classes: classes 0 and 1 go to clients 0 to 3, and so on; an even share is 25 of 100."""
+    """10 clients with 2 of 5 classes: classes 0 and 1 go to clients 0 to 3, and so on. An even share is 25 of 100."""
     data = dataset(100, 5)
     counts = partition(data, KINDS["pathological"], 0).counts(data.y, 5)
     holders = [np.flatnonzero(column).tolist() for column in counts.T]
@@ -263,7 +263,7 @@ def test_equal_iid_clients_have_equal_sizes():
 
 
 def test_shards_have_equal_sizes_and_one_class_each():
-    """FedDRM: 8 clients with 5 shards each; here 40 shards of 15 in 10 classes of 60."""
+    """As in FedDRM, 8 clients have 5 shards each. Here, 10 classes of 60 samples give 40 shards of 15."""
     data = dataset(60, 10)
     counts = partition(data, settings(num_clients=8, partition="shards", shards_per_client=5), 3).counts(data.y, 10)
     assert (counts.sum(1) == 75).all()

@@ -293,7 +293,7 @@ def test_sites_bound_norms_and_benchmarks_do_not(method: str, make_strategy: Mak
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_clips_the_update_of_a_site(method: str, make_strategy: MakeStrategy) -> None:
-    """A client scales its update 1000 times; the server's state changes as with an update of three medians."""
+    """A client scales its update by 1000. The server's state changes as with an update of three medians."""
     strategy = as_sites(make_strategy(method, model="mlp", num_server_rounds=8))
     if not strategy.influence.norm_ratio:
         return
@@ -341,7 +341,7 @@ def test_a_trimmed_mean_without_trimming_is_the_uniform_mean(
 def test_every_rule_resists_two_attackers_of_ten(
     method: str, rule: str, tiny: Any, make_config: Callable[..., Config], federate: Any
 ) -> None:
-    """Two attackers send models of 10^6 from the second round on; the models of the server stay small."""
+    """Two attackers send models of 10^6 in every round. The models of the server stay small."""
     generator = np.random.default_rng(3)
     y = np.arange(80) % 3
     x = (np.eye(3)[y] @ generator.normal(0, 2, (3, 6)) + generator.normal(size=(80, 6))).astype(np.float32)

@@ -298,7 +298,7 @@ def test_the_privacy_budget_of_a_site_covers_all_runs(site: Config, tmp_path: Pa
     assert "rule epsilon: " in reason and "more than epsilon = 2" in reason
     grid, model = NodeGrid(node), np.zeros(FEATURES * 2 + 2, np.float32)
     answers = [send(grid, config, model, kind="train").has_error() for _ in range(6)]  # one message, again and again
-    # Two answers spend ε = 1.5; Gaussian noise composes, so that three spend less than 2 and four more.
+    # Two answers spend ε = 1.5. Gaussian noise composes, so three spend less than 2, and four spend more.
     assert answers == [False, False, False, True, True, True]
     assert len((tmp_path / "state" / "privacy-ledger.jsonl").read_text().splitlines()) == 3
     assert "earlier runs have spent 1.8" in send(NodeGrid(node), config, model, kind="train").error.reason

@@ -47,10 +47,10 @@ def close(client, stage, shared):
 
 
 def test_stages_of_the_papers_network(make_strategy):
-    """The last t - 1 layers are personal; ranks (100, 50, 24), then (80, 40, 16), each capped.
+    """The last t - 1 layers are personal, with ranks (100, 50, 24), then (80, 40, 16), each capped.
 
-    Head 64 -> 3: the largest rank that saves is (192 - 1) // 67 = 2; fc2 120 -> 64: 41, so 40;
-    fc1 64 -> 120: 41, below the 80 wanted.
+    The largest ranks that save parameters are (192 - 1) // 67 = 2 for the head (64 -> 3), and 41 for fc2 (120 -> 64)
+    and fc1 (64 -> 120). Only fc2 has the listed rank, 40.
     """
     stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=16).stages
     assert [s.rounds for s in stages] == [3, 5, 4, 4]
@@ -330,7 +330,7 @@ def test_masked_weights_are_the_same_on_all_clients_and_stay_zero(make_config, f
 
 
 def test_reweight_by_hand():
-    """ε = 1/4: β = ½ log 3; the wrong sample's weight grows by √3."""
+    """ε = 1/4 gives β = ½ log 3, so the wrong sample's weight grows by √3."""
     beta, new = reweight(torch.tensor([1.0, 0, 0, 0]), torch.ones(4), 10, "adaboost")
     root = math.sqrt(3)
     assert beta == pytest.approx(math.log(3) / 2, rel=1e-6)
@@ -349,7 +349,7 @@ def test_reweight_starts_from_the_current_weights():
 
 
 def test_fractional_losses_count_partially():
-    """ε = (0.5 + 0.1) / 2 = 0.3; ω ∝ exp(β / 2), exp(β / 10)."""
+    """ε = (0.5 + 0.1) / 2 = 0.3, and ω ∝ exp(β / 2), exp(β / 10)."""
     beta, new = reweight(torch.tensor([0.5, 0.1]), torch.ones(2), 2, "samme")
     assert beta == pytest.approx(0.5 * math.log(7 / 3), rel=1e-5)
     raw = np.exp(beta * np.array([0.5, 0.1]))
@@ -453,7 +453,7 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
 
 @pytest.mark.parametrize("outputs", ["probabilities", "log-probabilities"])
 def test_stored_ensemble_matches_the_clients_predictions(make_config, federate, tmp_path, outputs):
-    """The literal rule makes some coefficients negative; the files hold the same ensemble."""
+    """The literal rule makes some coefficients negative. The files contain the same ensemble."""
     config = make_config("ppfe", ppfe_beta="adaboost", lr=0.001, evaluate_every=100, ppfe_outputs=outputs)
     finished = federate(config, models_folder=tmp_path / "models")
     workspace = Workspace(finished.strategy.settings)
@@ -469,7 +469,7 @@ def test_stored_ensemble_matches_the_clients_predictions(make_config, federate, 
 
 
 def test_an_unfinished_stage_has_its_current_coefficient(make_client):
-    """Four samples; stage 1 is wrong on the last: β = ½ log 3, and ω ∝ (1, 1, 1, √3).
+    """Stage 1 is wrong on the last of four samples: β = ½ log 3, and ω ∝ (1, 1, 1, √3).
 
     Stage 2 is wrong on the first, and outvotes stage 1 with ε = 1/(3 + √3): β = ½ log(2 + √3).
     """

@@ -259,7 +259,7 @@ def test_nodes_keep_one_worker_for_all_runs(federation: Federation) -> None:
 
 
 def test_unregistered_and_distrusting_nodes_cannot_join(federation: Federation) -> None:
-    for name in ("stranger", "distrust"):  # a key that is not registered; another authority
+    for name in ("stranger", "distrust"):  # an unregistered key, and another authority
         assert federation.ended(name) != 0
         assert "SuperNode ID" not in federation.log(name)
 

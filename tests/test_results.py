@@ -326,7 +326,7 @@ class TestProgress:
             progress.update(2, None, 0.75, math.nan)
         assert log.getvalue().splitlines() == [
             "round  1/10  served 61.23 %  local 74.00 %  loss 0.8125  10.00 s/round  1 min 30 s left",
-            # 14 s for 2 rounds; the served models were not evaluated again.
+            # 14 s for 2 rounds, and no new evaluation of the served models.
             "round  2/10  served 61.23 % (round 1)  local 75.00 %  loss nan  7.00 s/round  56 s left",
         ]
 

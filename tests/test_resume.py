@@ -78,7 +78,7 @@ def grid_of(config: Config) -> InProcessGrid:
 
 
 class KilledError(BaseException):
-    """Represents the end of the process; Posy does not handle it."""
+    """Represents the end of the process. Posy does not handle it."""
 
 
 def die_in(monkeypatch: pytest.MonkeyPatch, server_round: int, phase: str = "train", client: int | None = None) -> None:
@@ -208,7 +208,7 @@ def test_cheap_checkpoints_follow_additional_rounds(tmp_path: Path, monkeypatch:
 
 
 class Nodes(WaveGrid):
-    """Nodes of a federation; a new set of nodes shares only the directories of the previous set."""
+    """Nodes of a federation. A new set of nodes shares only the directories of the previous set."""
 
     def __init__(self, count: int, state_dir: Path | None) -> None:
         nodes = InProcessGrid(count)
@@ -344,7 +344,7 @@ class Submitted(InProcessGrid):
 
 
 def test_typed_settings_are_checked_even_at_their_defaults(tmp_path: Path) -> None:
-    """Flower passes all keys; its run has the typed keys, and an edited table differs from the declarations."""
+    """Flower passes all keys, but its run has the typed ones. An edited table differs from the declared defaults."""
     config = {**settings(tmp_path, "fedavg", "mine"), "lr": 0.1}
     run(grid_of(config), config)
     table = {**defaults(), "output-dir": config["output-dir"], "num-server-rounds": 8}  # edited in pyproject.toml
@@ -518,7 +518,7 @@ def test_a_run_resumes_after_a_crash_while_writing_a_checkpoint(
 
 
 def test_states_spilled_to_disk_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory limit of 60 kB holds the model of one of the four clients, 40 kB each; the disk stores the others."""
+    """The limit of 60 kB holds the model of one of four clients, 40 kB each. The disk stores the others."""
     from posy.server_app import app
 
     in_memory = run(InProcessGrid(4), settings(tmp_path, "local", "whole")).directory.path
@@ -558,7 +558,7 @@ FILES = {
     "checkpoints/round-2/server.safetensors": "the checkpoint of round 2 is not used",
     "state/client-1/0-2-0.safetensors": "the state of client 1 cannot be read",
 }
-"""The files of a run, and the warning about a damaged file; empty if Posy rewrites the file or it is only a copy."""
+"""The files of a run, and the warning about a damaged file (none if Posy rewrites the file or it is only a copy)."""
 DAMAGED: dict[str, Callable[[Path, Path], object]] = {
     "missing": lambda file, other: file.unlink(),
     "truncated": lambda file, other: file.write_bytes(file.read_bytes()[:-7]),

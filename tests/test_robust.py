@@ -55,7 +55,7 @@ def test_the_trimmed_mean_by_hand() -> None:
     rows = rows_of([1, 50], [2, 40], [3, 30], [6, 20], [100, 10])
     model, shares = trimmed_mean(rows, 0.2)
     assert model.tolist() == pytest.approx([11 / 3, 30])
-    # Client 2 keeps both values; clients 1 and 3 too; clients 0 and 4 are cut twice.
+    # Clients 1, 2 and 3 keep both values, and clients 0 and 4 lose both.
     assert shares is not None and shares.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 0])
     assert trimmed_mean(rows, 0.4).model.tolist() == [3, 30]  # of five values, only the median remains
     assert trimmed_mean(rows, 0.19).model.tolist() == pytest.approx(rows.mean(axis=0))  # ⌊0.95⌋ = 0
@@ -86,7 +86,7 @@ def test_krum_scores_by_hand() -> None:
     assert model.tolist() == [1] and shares is not None and shares.tolist() == [0, 1, 0, 0, 0]
 
 
-def test_krum_breaks_ties_for_the_first_client() -> None:
+def test_krum_breaks_ties_in_favour_of_the_first_client() -> None:
     rows = rows_of([2, 1], [2, 1], [2, 1], [5, 5], [2, 1])
     model, shares = Rule("krum", attackers=1).combine(rows, origin_of(rows), np.ones(5))
     assert model.tolist() == [2, 1] and shares is not None and shares[0] == 1
@@ -119,7 +119,7 @@ def test_the_geometric_median_by_hand() -> None:
     assert shares is not None and shares.sum() == pytest.approx(1)
     heavy = Rule("geometric-median").combine(line, origin_of(line), [1, 1, 5]).model
     assert heavy.tolist() == pytest.approx([10], abs=1e-3)
-    # The Fermat point of an equilateral triangle is its centre; of a square, the intersection of its diagonals.
+    # The minimum is the centre of an equilateral triangle, and the intersection of the diagonals of a square.
     triangle = rows_of([0, 0], [2, 0], [1, math.sqrt(3)])
     assert Rule("geometric-median").combine(triangle, origin_of(triangle), np.ones(3)).model.tolist() == pytest.approx(
         [1, 1 / math.sqrt(3)], abs=1e-5
@@ -156,7 +156,7 @@ def test_the_model_of_a_single_client_is_unchanged(name: str) -> None:
 
 
 def test_distances_resolve_small_differences_between_large_models() -> None:
-    """float32 loses these differences in ||x||² + ||y||² − 2 <x, y>; the start of the clients restores them."""
+    """float32 loses these differences in ||x||² + ||y||² − 2 <x, y>. Subtracting the clients' start preserves them."""
     generator = np.random.default_rng(5)
     start = generator.normal(0, 100, 5000).astype(np.float32)
     steps = np.array([[1.0], [1.1], [0.9], [1.05], [3.0]]) * 1e-3 * generator.normal(size=5000)

@@ -435,7 +435,7 @@ def test_lost_clients_are_skipped_and_counted(
     rows = clients_of(path)
     assert set(column(rows, 2, "served_accuracy")) == {0, 1, 2}
     assert set(column(rows, 4, "served_accuracy")) == {0, 2}
-    # A vote can do without client 1; routing sends it queries that only it could answer.
+    # A vote works without client 1, but routing sends client 1 queries that only it could answer.
     assert (summary["system-accuracy"] is None) is (method == "feddrm")
     assert "models of clients [1] are missing" in warnings.text
 
