@@ -69,7 +69,7 @@ Federate = Callable[..., Any]
 # -- arithmetic -------------------------------------------------------------------------------------------
 
 
-def test_numbers_by_hand() -> None:
+def test_encode_and_decode_by_hand() -> None:
     first = encoded([np.array([1.0, -2.0])], 0.25, 16.0)
     second = encoded([np.array([[0.5]]), np.array([4.0])], 0.75, 16.0)
     assert first.tolist() == [2**24, 2**32 - 2**25, 2**28]
@@ -78,7 +78,7 @@ def test_numbers_by_hand() -> None:
     np.testing.assert_array_equal(decoded(second, [0.75], 16.0), [0.5, 4.0])
 
 
-def test_the_mean_is_within_the_stated_error_of_the_exact_one() -> None:
+def test_decoded_mean_is_within_the_error_bound() -> None:
     rng = np.random.default_rng(3)
     weights = rng.integers(1, 400, 7)
     changes = rng.uniform(-16, 16, (7, 5000))
@@ -94,20 +94,20 @@ def test_the_mean_is_within_the_stated_error_of_the_exact_one() -> None:
 
 
 @pytest.mark.parametrize("wrong", [16.1, -16.1, np.nan, np.inf])
-def test_what_is_out_of_range_is_refused_and_not_clipped(wrong: float) -> None:
+def test_values_out_of_range_are_rejected_not_clipped(wrong: float) -> None:
     encoded([np.array([16.0, -16.0])], 1.0, 16.0)
     with pytest.raises(ArithmeticError, match="NaN or Inf" if not np.isfinite(wrong) else "secure-range = 16"):
         encoded([np.array([0.0, wrong])], 1.0, 16.0)
 
 
-def test_a_sum_whose_masks_are_left_is_recognised() -> None:
+def test_a_sum_with_remaining_masks_is_rejected() -> None:
     words = encoded([np.zeros(4)], 1.0, 16.0)
     words += stream(bytes(32), 5)
     with pytest.raises(MaskingError, match="do not cancel"):
         decoded(words, [1.0], 16.0)
 
 
-def test_a_mean_beyond_the_range_of_all_clients_is_refused() -> None:
+def test_a_mean_out_of_range_is_rejected() -> None:
     """The mean of changes within ±R is within ±R, so a larger mean contains a larger change."""
     shares = [0.25, 0.75]
     first, second = encoded([np.array([16.0, 0.0])], 0.25, 16.0), encoded([np.array([16.0, 3.0])], 0.75, 16.0)
@@ -120,12 +120,12 @@ def test_a_mean_beyond_the_range_of_all_clients_is_refused() -> None:
         decoded(encoded([np.array([12.0])], 0.25, 16.0) * np.uint32(3) - np.array([0, 2**29], np.uint32), [0.25], 16.0)
 
 
-def test_masks_are_the_key_stream_of_aes() -> None:
+def test_masks_match_the_aes_key_stream() -> None:
     """The mask is the published AES-256 encryption of a zero block under a zero key."""
     assert stream(bytes(32), 4).astype("<u4").tobytes().hex() == "dc95c078a2408989ad48a21492842087"
 
 
-def test_masks_of_pairs_cancel() -> None:
+def test_pair_masks_cancel() -> None:
     keys = {client: private_key(new_secret()) for client in (0, 3, 7)}
     public = {client: public_key(key) for client, key in keys.items()}
 
@@ -146,7 +146,7 @@ def test_masks_of_pairs_cancel() -> None:
     assert first.all() and not np.array_equal(first, again)
 
 
-def test_a_secret_comes_back_from_enough_shares_only() -> None:
+def test_a_secret_needs_a_threshold_of_shares() -> None:
     secret = new_secret()
     shares = split(secret, 3, 5)
     for holders in ((0, 1, 2), (4, 2, 0), (0, 1, 2, 3, 4)):
@@ -156,7 +156,7 @@ def test_a_secret_comes_back_from_enough_shares_only() -> None:
     assert Shamir.combine([(1, shares[0]), (2, shares[1])], ssss=False) != secret
 
 
-def test_sealed_shares_are_for_one_client_of_one_round_only() -> None:
+def test_sealed_shares_open_only_for_one_client_and_round() -> None:
     sender, recipient, third = (private_key(new_secret()) for _ in range(3))
     content = sealed(b"share", sender, public_key(recipient), 0, 1, b"1")
     assert opened(content, recipient, public_key(sender), 0, 1, b"1") == b"share"
@@ -194,7 +194,7 @@ def test_neighbours_and_threshold() -> None:
     assert threshold_of(5, 1.0) == 5
 
 
-def test_no_two_lists_of_survivors_reach_a_safe_threshold() -> None:
+def test_two_survivor_lists_cannot_both_reach_the_safe_threshold() -> None:
     """Of n clients, c sign both lists; the n - c honest clients sign one list each. By hand for small n."""
     assert [colluding(n) for n in (2, 3, 4, 6, 7, 50)] == [0, 0, 1, 1, 2, 16]
     assert [safe_threshold(n, colluding(n)) for n in (2, 3, 4, 5, 6, 12, 50)] == [2, 2, 3, 4, 4, 8, 34]
@@ -211,13 +211,13 @@ def test_no_two_lists_of_survivors_reach_a_safe_threshold() -> None:
 @pytest.mark.parametrize(
     ("size", "neighbours", "tolerated"), [(3, 0, 0), (5, 0, 2), (12, 4, 1), (50, 20, 5), (9, 2, 0)]
 )
-def test_the_number_of_clients_that_may_collude(size: int, neighbours: int, tolerated: int) -> None:
+def test_number_of_tolerated_colluders(size: int, neighbours: int, tolerated: int) -> None:
     """The defaults of signed keys; five clients need four signatures, and 2 * 4 > 5 + 2."""
     assert view_of(size, neighbours, signed=True).tolerated() == tolerated
 
 
 @pytest.mark.parametrize("reach", [2, 3])
-def test_honest_survivors_of_a_ring_stay_connected_with_the_tolerated_number(reach: int) -> None:
+def test_honest_survivors_stay_connected_despite_tolerated_colluders(reach: int) -> None:
     """All choices of clients that drop out and collude, in a ring of 2 reach + 4 clients."""
     view = view_of(2 * reach + 4, 2 * reach, signed=True)
     rosters, clients = view.rosters(), set(view.cohort)
@@ -231,7 +231,7 @@ def test_honest_survivors_of_a_ring_stay_connected_with_the_tolerated_number(rea
                 assert connected(survivors - set(colluders), rosters)
 
 
-def test_flowers_masks_are_none() -> None:
+def test_flower_masks_are_unsafe() -> None:
     """Flower's masks are unsafe: only 32 bits decide a mask, and a mask never has the largest value."""
     seed, twin = bytes(range(32)), bytes(range(4, 8)) + bytes(range(4)) + bytes(range(8, 32))
     first, second = (pseudo_rand_gen(key, 2**32, [(100,)])[0] for key in (seed, twin))
@@ -326,7 +326,7 @@ def reasons(finished: Any, server_round: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("method", SUMMED)
-def test_models_are_those_of_the_plain_run(make_config: Any, federate: Federate, five: Any, method: str) -> None:
+def test_models_match_the_plain_run(make_config: Any, federate: Federate, five: Any, method: str) -> None:
     """PPFE's second stage weights clients equally. FedRep, FedDRM and PPFE keep layers, and Ditto keeps a model."""
     config = make_config(method, data=five, model="mlp", num_server_rounds=4, ppfe_stages=2, ppfe_stage_rounds="2,2")
     plain, secure = federate(config), run(federate, config)
@@ -360,7 +360,7 @@ def assert_scores_are_sums(plain: Any, secure: Any) -> None:
             assert row.keys() <= {"bytes_up", "bytes_down", "n_train", "site"}
 
 
-def test_one_round_is_within_the_stated_error(make_config: Any, federate: Federate, five: Any) -> None:
+def test_one_round_is_within_the_error_bound(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedavg", data=five, num_server_rounds=1)
     plain, secure = (done.strategy.model for done in (federate(config), run(federate, config)))
     shares = [len(part) / sum(map(len, five[2])) for part in five[2]]
@@ -371,7 +371,7 @@ def test_one_round_is_within_the_stated_error(make_config: Any, federate: Federa
     assert error_bound(shares, 16.0) < np.abs(coarse - plain).max() <= error_bound(shares, 2.0**20)
 
 
-def test_the_same_run_twice_is_the_same_models_under_other_masks(
+def test_repeated_runs_give_the_same_models_with_different_masks(
     make_config: Any, federate: Federate, five: Any
 ) -> None:
     config = make_config("fedrep", data=five, model="mlp", fraction_train=0.8)
@@ -382,14 +382,14 @@ def test_the_same_run_twice_is_the_same_models_under_other_masks(
     assert {key[0] for key in first.grid.masked if len(key) == 3} == {"evaluate"}
 
 
-def test_secrets_pass_from_process_to_process_in_the_context(make_config: Any, federate: Federate, five: Any) -> None:
+def test_the_context_carries_secrets_between_processes(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedavg", data=five) | {"secure-aggregation": True}
     reloaded, in_process = federate(config, grid=ProcessGrid), run(federate, config)
     assert [record.dropped for record in reloaded.records] == [[]] * 3
     assert_close(state_of(reloaded.strategy), state_of(in_process.strategy), 0)
 
 
-def test_messages_that_come_twice_are_answered_alike(make_config: Any, federate: Federate, five: Any) -> None:
+def test_duplicate_messages_do_not_change_the_result(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("ditto", data=five)
     assert_close(state_of(run(federate, config, twice=True).strategy), state_of(run(federate, config).strategy), 0)
 
@@ -410,7 +410,7 @@ def test_messages_that_come_twice_are_answered_alike(make_config: Any, federate:
         ((), ("unmask",), {0, 1, 2, 3, 4}),
     ],
 )
-def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
+def test_the_sum_is_correct_when_a_client_drops_out_at_any_stage(
     make_config: Any,
     federate: Federate,
     five: Any,
@@ -431,7 +431,7 @@ def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
 
 @pytest.mark.parametrize("neighbours", [0, 2])
 @pytest.mark.parametrize("stage", ["keys", "shares", "train", "survivors", "unmask"])
-def test_below_the_threshold_the_state_stays_as_it_is(
+def test_a_round_below_the_threshold_keeps_the_server_state(
     make_config: Any, federate: Federate, five: Any, warnings: Any, stage: str, neighbours: int
 ) -> None:
     """Three of five clients are too few for a threshold of 0.8, but are enough if only three have keys."""
@@ -447,7 +447,7 @@ def test_below_the_threshold_the_state_stays_as_it_is(
 
 
 @pytest.mark.parametrize("fault", [{"secure-range": 1e-9}, {"lr": 1e30}])
-def test_a_client_that_diverges_sends_no_change_and_no_error(
+def test_a_diverged_client_sends_a_zero_update_instead_of_an_error(
     fault: Any, make_config: Any, federate: Federate, five: Any, warnings: pytest.LogCaptureFixture
 ) -> None:
     """An error of one client would reveal whether its update is larger than a bound that the server has chosen."""
@@ -457,7 +457,7 @@ def test_a_client_that_diverges_sends_no_change_and_no_error(
     assert "5 of 5 clients sent no change" in warnings.text
 
 
-def test_noise_of_each_client_is_summed_too(make_config: Any, federate: Federate, five: Any) -> None:
+def test_the_sum_includes_each_clients_noise(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedavg", data=five, num_server_rounds=1, dp="local", dp_clip=1e-4)
     strategy = run(federate, config).strategy
     deviation = 2e-4 * 3.730631634816 * np.sqrt(sum((len(p) / 76) ** 2 for p in five[2]))
@@ -479,7 +479,7 @@ def byte_p_value(words: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("left_out", ["", "own", "pair", "both"])
-def test_what_is_handed_in_is_uniform_under_either_mask_and_not_without(
+def test_either_mask_makes_an_update_uniform(
     make_config: Any,
     federate: Federate,
     five: Any,
@@ -573,7 +573,7 @@ class ClientGroup:
         return Secrets(client, self.contexts[client], 0, "0-1").latest()
 
 
-def test_shares_are_revealed_for_one_secret_of_each_client_and_once() -> None:
+def test_clients_reveal_only_one_secret_of_each_peer() -> None:
     group = ClientGroup().handed_in()
     with pytest.raises(ProtocolError, match="has not signed a list of survivors"):
         group.unmask(0, {})
@@ -615,7 +615,7 @@ def test_shares_are_revealed_for_one_secret_of_each_client_and_once() -> None:
     ]
 
 
-def test_nothing_is_revealed_before_the_update_or_in_another_round() -> None:
+def test_clients_reveal_nothing_before_their_update_or_in_another_round() -> None:
     group = ClientGroup().shared()
     with pytest.raises(ProtocolError, match="has not sent its update"):
         group.signed(0, [0, 1, 2, 3])
@@ -635,7 +635,7 @@ def test_nothing_is_revealed_before_the_update_or_in_another_round() -> None:
         group.ask(0, "keys", secure_round="1-2-again")
 
 
-def test_one_update_is_masked_and_no_second_one() -> None:
+def test_a_client_masks_only_one_update_per_round() -> None:
     group = ClientGroup().shared()
     handed_in = group.mask(0)
     np.testing.assert_array_equal(group.mask(0), handed_in)
@@ -652,7 +652,7 @@ def test_one_update_is_masked_and_no_second_one() -> None:
         group.mask(0)
 
 
-def test_no_update_goes_out_without_masks(make_config: Any, federate: Federate, five: Any) -> None:
+def test_a_client_refuses_to_send_an_unmasked_update(make_config: Any, federate: Federate, five: Any) -> None:
     def change(key: Key, message: Message) -> None:
         if key == ("train", 1, 2):
             del message.content.config_records["config"]["secure-round"]
@@ -661,7 +661,7 @@ def test_no_update_goes_out_without_masks(make_config: Any, federate: Federate, 
     assert "asks for an update without masks" in reasons(done, 1)[2]
 
 
-def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
+def test_clients_refuse_unsafe_keys_and_thresholds() -> None:
     group = ClientGroup().keys()
     keys = [text for texts in group.public for text in texts]
     for threshold in (1, 2, 5):
@@ -703,7 +703,7 @@ def sites(tmp_path: Path) -> list[dict[str, Any]]:
     return [{"signing-key": str(tmp_path / f"{name}.key"), "trusted-keys": str(tmp_path / "known")} for name in names]
 
 
-def test_a_server_cannot_pose_as_a_site_whose_keys_are_known(sites: list[dict[str, Any]]) -> None:
+def test_a_server_cannot_impersonate_a_trusted_site(sites: list[dict[str, Any]]) -> None:
     group = ClientGroup(configs=sites).shared()
     assert [len(sealed) for sealed in group.sealed] == [3] * 4
     honest = group.keys(secure_round="0-2").public
@@ -753,7 +753,7 @@ def signed(
 
 
 @pytest.mark.parametrize("config", ["unsigned", "untrusted"])
-def test_one_site_without_a_trusted_signature_is_refused_alone(
+def test_only_the_site_without_a_trusted_signature_is_dropped(
     make_config: Any,
     federate: Federate,
     five: Any,
@@ -778,7 +778,7 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
     assert_close(state_of(done.strategy), state_of(plain.strategy), 1e-6)
 
 
-def test_two_sites_of_one_key_are_refused_by_the_others(
+def test_two_sites_with_one_key_are_dropped(
     make_config: Any, federate: Federate, five: Any, sites: list[dict[str, Any]], warnings: Any
 ) -> None:
     configs = [*sites[:4], sites[3]]
@@ -804,7 +804,7 @@ def test_two_sites_of_one_key_are_refused_by_the_others(
          "set secure-neighbours = 0, or 4 or more"),
     ],
 )  # fmt: skip
-def test_sites_refuse_thresholds_that_are_unsafe_with_a_malicious_server(
+def test_sites_with_signing_keys_refuse_unsafe_thresholds(
     make_config: Any, federate: Federate, five: Any, sites: list[dict[str, Any]], changes: dict[str, Any], why: str
 ) -> None:
     """Clients without signing keys accept both: they trust the server to follow the protocol."""
@@ -816,13 +816,13 @@ def test_sites_refuse_thresholds_that_are_unsafe_with_a_malicious_server(
     assert reasons(federate(config | changes), 1) == {}
 
 
-def test_a_site_takes_part_as_one_client(sites: list[dict[str, Any]]) -> None:
+def test_a_site_cannot_act_as_two_clients(sites: list[dict[str, Any]]) -> None:
     group = ClientGroup(configs=sites).keys()
     with pytest.raises(ProtocolError, match="this site takes part as client 0, not as client 1"):
         answer(group.message(1, **{"secure-stage": "keys"}), group.contexts[0])
 
 
-def test_one_client_that_refuses_others_is_left_out_itself(make_config: Any, federate: Federate, five: Any) -> None:
+def test_a_client_that_refuses_valid_keys_is_dropped(make_config: Any, federate: Federate, five: Any) -> None:
     refusal = {("shares", 1, 2): b"0 not signed"}
     settings = make_config("fedavg", data=five, num_server_rounds=1)
     done = federate(settings | {"secure-aggregation": True}, grid=signed([], refusal))
@@ -832,7 +832,7 @@ def test_one_client_that_refuses_others_is_left_out_itself(make_config: Any, fed
     assert reasons(done, 1) == {2: "a refusal of keys that does not name a neighbour"}
 
 
-def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
+def test_a_majority_of_neighbours_excludes_a_client() -> None:
     near = {0: [1, 2], 1: [0, 2, 3], 2: [0, 1, 3], 3: [1, 2]}
     assert set(excluded_by({0: {1: "a"}, 2: {1: "a"}}, near)) == {1}
     assert excluded_by({0: {1: "a"}}, near) == {}
@@ -840,7 +840,7 @@ def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
     assert set(excluded_by({1: {3: "a"}, 2: {3: "b", 0: "c"}}, near)) == {3}
 
 
-def test_a_key_that_is_removed_or_replaced_is_not_trusted_any_more(tmp_path: Path) -> None:
+def test_removed_and_replaced_keys_are_no_longer_trusted(tmp_path: Path) -> None:
     make_certificates(tmp_path, [], ["a", "b"], 1)
     config = {"signing-key": str(tmp_path / "a.key"), "trusted-keys": str(tmp_path)}
     first = signatures_of(config)
@@ -857,7 +857,7 @@ def test_a_key_that_is_removed_or_replaced_is_not_trusted_any_more(tmp_path: Pat
     assert alone is not None and alone.trusted == 1
 
 
-def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]]) -> None:
+def test_invalid_key_settings_are_rejected(sites: list[dict[str, Any]]) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (sites[4], "lacks the public half of signing-key"),
         (sites[0] | {"signing-key": ""}, "set both or neither"),
@@ -869,7 +869,7 @@ def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]])
             ClientGroup(1, configs=[config]).keys()
 
 
-def test_a_site_that_knows_the_others_hands_in_nothing_plain(make_config: Any, federate: Federate, five: Any) -> None:
+def test_a_site_with_trusted_keys_sends_nothing_unmasked(make_config: Any, federate: Federate, five: Any) -> None:
     def grid(clients: int) -> InProcessGrid:
         in_process = InProcessGrid(clients)
         in_process._contexts[2].node_config["trusted-keys"] = "known"
@@ -881,7 +881,7 @@ def test_a_site_that_knows_the_others_hands_in_nothing_plain(make_config: Any, f
     assert "asks for an update without masks" in training and "asks for scores without masks" in evaluation
 
 
-def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
+def test_shares_from_non_neighbours_are_rejected() -> None:
     group = ClientGroup().shared()
     usual = [group.sealed[other][0] for other in (1, 2, 3)]
     for sources, shares in (([1], usual[:1]), ([1, 2, 9], usual), ([0, 1, 2], usual)):
@@ -895,7 +895,7 @@ def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
 
 @pytest.mark.parametrize("phase", ["train", "evaluate"])
 @pytest.mark.parametrize("method", SUMMED)
-def test_masks_do_not_cancel_if_one_client_receives_something_else(
+def test_masks_do_not_cancel_if_one_clients_message_differs(
     make_config: Any, federate: Federate, five: Any, warnings: Any, method: str, phase: str
 ) -> None:
     """One array, or one entry, differs for client 2; the server could otherwise recognise its update in the sum.
@@ -950,7 +950,7 @@ def test_masks_do_not_cancel_if_one_client_receives_something_else(
 
 @pytest.mark.parametrize("stage", ["keys", "shares", "train", "survivors", "unmask"])
 @pytest.mark.parametrize("wrong", ["text", "short", "zero", "many"])
-def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
+def test_a_client_with_a_malformed_answer_is_dropped(
     make_config: Any, federate: Federate, five: Any, monkeypatch: pytest.MonkeyPatch, stage: str, wrong: str
 ) -> None:
     usual = StageGrid.send_and_receive
@@ -984,7 +984,7 @@ def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
     assert reasons(done, 2) == {}
 
 
-def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
+def test_wrong_shares_fail_the_round_without_changing_the_model(
     make_config: Any, federate: Federate, five: Any, monkeypatch: pytest.MonkeyPatch, warnings: Any
 ) -> None:
     honest = client_side._unmask
@@ -998,7 +998,7 @@ def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
         assert message in warnings.text
 
 
-def test_who_may_sum() -> None:
+def test_methods_that_support_secure_aggregation() -> None:
     for method in METHODS:
         settings = read_settings({"method": method, "secure-aggregation": True})
         if method in SUMMED:
@@ -1018,7 +1018,7 @@ def test_who_may_sum() -> None:
         ({"secure-threshold": 0.5}, "secure-threshold"),
     ],
 )
-def test_what_does_not_go_with_sums_is_refused_before_the_first_round(changes: dict[str, Any], why: str) -> None:
+def test_settings_incompatible_with_secure_aggregation_are_rejected(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         check_privacy(read_settings({"method": "fedavg", "secure-aggregation": True} | changes))
 
@@ -1029,7 +1029,7 @@ def test_what_does_not_go_with_sums_is_refused_before_the_first_round(changes: d
 @pytest.mark.federation
 @pytest.mark.core
 @pytest.mark.xdist_group("secure")
-def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_path: Path, five: Any) -> None:
+def test_real_nodes_match_one_process_and_survive_a_killed_node(tmp_path: Path, five: Any) -> None:
     """One of three nodes is killed during the second run."""
     x, y = five[:2]
     np.savez(tmp_path / "data.npz", x_train=x, y_train=y)

@@ -38,12 +38,12 @@ DECLARED = declared()
 # -- the declarations ------------------------------------------------------------------------------------
 
 
-def test_no_synonym_is_a_key_or_stands_for_two() -> None:
+def test_synonyms_are_unique_and_differ_from_keys() -> None:
     synonyms = [word for setting in DECLARED.values() for word in setting.synonyms]
     assert len(synonyms) == len({*synonyms} - DECLARED.keys())
 
 
-def test_what_is_generated_is_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_files_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python docs/generate.py` writes the run config of pyproject.toml and the tables of the pages.
 
     tests/test_papers.py compares the README's counts of claims with the runs.
@@ -57,16 +57,16 @@ def test_what_is_generated_is_not_stale(monkeypatch: pytest.MonkeyPatch) -> None
     assert written == defaults()
 
 
-def test_no_key_is_declared_twice() -> None:
+def test_keys_are_declared_once() -> None:
     assert len(DECLARED) == sum(map(len, groups(METHODS).values()))
 
 
-def test_every_default_lies_in_its_own_range() -> None:
+def test_defaults_are_within_their_ranges() -> None:
     for key, rule in DECLARED.items():
         assert rule.admits(rule.default) and rule.help and rule.allowed(), key
 
 
-def test_defaults_resolve_to_the_dataclasses_defaults() -> None:
+def test_empty_settings_give_the_dataclass_defaults() -> None:
     settings = read_settings({})
     assert settings.run == RunSettings(output_dir=str(Path("runs").absolute()))
     assert settings.data == DataSettings(data_dir=str(Path("datasets").absolute()))
@@ -81,7 +81,7 @@ def test_settings_are_frozen() -> None:
                 setattr(group, field.name, 1)
 
 
-def test_every_method_is_found_by_name() -> None:
+def test_method_names_select_their_settings() -> None:
     for method in METHODS:
         assert type(read_settings({"method": method}).method) is settings_class(method)
 
@@ -145,7 +145,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("key", "value", "allowed"), WRONG, ids=lambda v: repr(v)[:20])
-def test_a_wrong_value_names_key_value_place_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
+def test_wrong_values_report_key_value_source_and_range(key: str, value: Any, allowed: str) -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({key: value}, "the command line")
     message = str(raised.value)
@@ -155,14 +155,14 @@ def test_a_wrong_value_names_key_value_place_and_what_is_allowed(key: str, value
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedfew"])
-def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
+def test_wrong_settings_of_another_method_are_rejected(method: str) -> None:
     with pytest.raises(SettingsError, match="fedfew-models = 0"):
         read_settings({"method": method, "fedfew-models": 0})
 
 
 @pytest.mark.parametrize("where", ["the run config", "the command line"])
 @pytest.mark.parametrize(("method", "key", "value"), [("fedavg", "fedfew-models", 5), ("fedavg", "fedavg-ft-lr", 0.1)])
-def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Scalar, where: str) -> None:
+def test_settings_of_another_method_are_rejected(method: str, key: str, value: Scalar, where: str) -> None:
     owner = "fedfew" if key.startswith("fedfew") else "fedavg-ft"
     expected = (
         f"{key} {at(where)} is a setting of {owner}; the run's method is {method}; remove {key}, or change method"
@@ -189,7 +189,7 @@ def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Sc
         ("run-name", "", ""),
     ],
 )
-def test_values_on_the_edge_and_whole_numbers_for_numbers(key: str, value: Scalar, expected: Scalar) -> None:
+def test_boundary_values_and_integers_for_floats_are_accepted(key: str, value: Scalar, expected: Scalar) -> None:
     read_back = read_settings({key: value}).as_config()[key]
     assert read_back == expected
     assert type(read_back) is type(expected)
@@ -210,7 +210,7 @@ values = st.one_of(
 
 
 @given(values, st.sampled_from(["whole-number", "share", "flag", "word"]))
-def test_any_value_is_either_right_or_a_settings_error(value: Any, key: str) -> None:
+def test_any_value_is_accepted_or_raises_a_settings_error(value: Any, key: str) -> None:
     right = {
         "whole-number": type(value) is int and 2 <= value <= 9,
         "share": type(value) in (int, float) and 0 < value <= 1,
@@ -227,7 +227,7 @@ def test_any_value_is_either_right_or_a_settings_error(value: Any, key: str) -> 
             checked({f"mine-{key}": value}, settings_of(Sample, "mine"), "a test")
 
 
-def test_keys_are_kebab_case_with_the_methods_name_before() -> None:
+def test_keys_are_kebab_case_with_a_method_prefix() -> None:
     assert key_of("weigh_losses", "fedfew") == "fedfew-weigh-losses"
     assert key_of("lr") == "lr"
     assert list(settings_of(Sample, "x")) == ["x-whole-number", "x-share", "x-flag", "x-word"]
@@ -257,7 +257,7 @@ def test_keys_are_kebab_case_with_the_methods_name_before() -> None:
         ("mu", "fedfew-mu or fedprox-mu or fedprox-ft-mu"),
     ],
 )
-def test_an_unknown_key_is_an_error_with_a_suggestion(key: str, near: str) -> None:
+def test_unknown_keys_get_a_suggestion(key: str, near: str) -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({key: 1}, "the command line")
     assert str(raised.value) == f"{key} on the command line is not a setting; did you mean {near}?"
@@ -274,7 +274,7 @@ def test_an_unknown_key_is_an_error_with_a_suggestion(key: str, near: str) -> No
         ("lr-schedule", "Cosine", "cosine"),
     ],
 )
-def test_a_wrong_choice_is_an_error_with_a_suggestion(key: str, value: str, near: str) -> None:
+def test_wrong_choices_get_a_suggestion(key: str, value: str, near: str) -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({key: value})
     assert str(raised.value).endswith(f"; did you mean {near}?")
@@ -287,7 +287,7 @@ _ALL_METHODS = f"it must be one of {', '.join(METHODS)}, or file:Name of your ow
     ("name", "near"),
     [("fedavgg", "fedavg"), ("FedAvg", "fedavg"), ("fed.avg", "fedavg"), ("fedfe", "fedfew"), ("", ""), ("base", "")],
 )
-def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, near: str) -> None:
+def test_unknown_methods_get_a_suggestion_or_the_full_list(name: str, near: str) -> None:
     hint = f"did you mean {near}? (`posy methods` lists all)" if near else _ALL_METHODS
     with pytest.raises(SettingsError) as raised:
         read_settings({"method": name})
@@ -300,7 +300,7 @@ def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, n
 # -- serialisation ---------------------------------------------------------------------------------------
 
 
-def test_settings_travel_as_json() -> None:
+def test_settings_survive_a_json_round_trip() -> None:
     for method in METHODS:
         settings = read_settings({"method": method, "lr": 1e-7, "num-clients": 3, "run-name": 'a "name" – ü'})
         assert from_json(settings.to_json()) == settings
@@ -308,7 +308,7 @@ def test_settings_travel_as_json() -> None:
         assert settings.as_config().keys() == declared([method]).keys()
 
 
-def test_messages_from_elsewhere_are_checked_too() -> None:
+def test_settings_in_a_server_message_are_checked() -> None:
     with pytest.raises(SettingsError, match="num-clients = 0 in the server's message"):
         from_json('{"num-clients": 0}')
 
@@ -330,7 +330,7 @@ def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
     return path
 
 
-def test_an_experiment_stands_between_the_defaults_and_what_is_set(experiments: Path) -> None:
+def test_experiments_override_defaults_and_settings_override_experiments(experiments: Path) -> None:
     write(experiments, "method: ditto\nlr: 0.3\nnum-clients: 7\nditto-strength: 2\n")
     settings = read_settings({"experiment": "mine", "num-clients": 4, "seed": 1})
     assert settings.run.method == "ditto"
@@ -342,7 +342,7 @@ def test_an_experiment_stands_between_the_defaults_and_what_is_set(experiments: 
     assert settings.run.experiment == "mine"
 
 
-def test_an_experiment_may_be_run_with_another_method(experiments: Path) -> None:
+def test_the_method_setting_overrides_the_experiment(experiments: Path) -> None:
     write(experiments, "method: ditto\nlr: 0.3\nditto-strength: 2\n")
     settings = read_settings({"experiment": "mine", "method": "fedavg"})
     assert (settings.run.method, settings.train.lr) == ("fedavg", 0.3)
@@ -350,19 +350,19 @@ def test_an_experiment_may_be_run_with_another_method(experiments: Path) -> None
         read_settings({"experiment": "mine", "method": "fedavg", "ditto-strength": 3.0})
 
 
-def test_an_experiment_without_the_other_keys(experiments: Path) -> None:
+def test_an_experiment_may_set_one_key(experiments: Path) -> None:
     write(experiments, "lr: 0.3\n")
     assert read_settings({"experiment": "mine"}).train.lr == 0.3
     assert read_settings({"experiment": "mine", "lr": 0.4}).train.lr == 0.4
 
 
 @pytest.mark.parametrize("name", ["mine", "mine.yaml", "path"])
-def test_an_experiment_is_a_name_or_a_path(experiments: Path, name: str) -> None:
+def test_an_experiment_can_be_a_name_or_a_path(experiments: Path, name: str) -> None:
     path = write(experiments, "lr: 0.3\n")
     assert experiment_path(str(path) if name == "path" else name) == path
 
 
-def test_a_missing_experiment_lists_those_there_are(experiments: Path) -> None:
+def test_a_missing_experiment_gets_a_suggestion_or_a_list(experiments: Path) -> None:
     write(experiments, "lr: 0.3\n", "cifar.yaml")
     with pytest.raises(SettingsError) as raised:
         read_settings({"experiment": "cifarr"})
@@ -371,7 +371,7 @@ def test_a_missing_experiment_lists_those_there_are(experiments: Path) -> None:
         read_settings({"experiment": "xyzzy"})
 
 
-def test_a_missing_path_is_not_taken_for_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_path_gets_no_similar_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`runs/nothing/config.yaml` resembles the name of a method, `confree`."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError) as raised:
@@ -406,7 +406,7 @@ def test_a_missing_path_is_not_taken_for_a_word(tmp_path: Path, monkeypatch: pyt
         ("method: fedavgg", "did you mean fedavg?"),
     ],
 )
-def test_what_is_wrong_in_an_experiment_names_the_file(experiments: Path, text: str, message: str) -> None:
+def test_experiment_errors_name_the_file(experiments: Path, text: str, message: str) -> None:
     path = write(experiments, text)
     with pytest.raises(SettingsError) as raised:
         read_settings({"experiment": "mine"})
@@ -414,19 +414,19 @@ def test_what_is_wrong_in_an_experiment_names_the_file(experiments: Path, text: 
     assert str(path) in str(raised.value)
 
 
-def test_a_wrong_value_beside_an_experiment_names_the_run_config(experiments: Path) -> None:
+def test_run_config_errors_name_the_run_config(experiments: Path) -> None:
     write(experiments, "lr: 0.3\n")
     with pytest.raises(SettingsError, match="batch-size = 0 in the run config"):
         read_settings({"experiment": "mine", "batch-size": 0})
 
 
-def test_a_file_that_is_no_text_is_an_error(experiments: Path) -> None:
+def test_a_binary_experiment_file_is_rejected(experiments: Path) -> None:
     (experiments / "mine.yaml").write_bytes(b"lr: \xff\xfe\n")
     with pytest.raises(SettingsError, match="not valid YAML"):
         read_settings({"experiment": "mine"})
 
 
-def test_the_experiments_of_the_project_are_valid() -> None:
+def test_all_project_experiments_are_valid() -> None:
     for path in (ROOT / "papers").glob("*/settings/*.yaml"):
         assert read_settings({"experiment": str(path)}).run.experiment == str(path)
 
@@ -497,7 +497,9 @@ class Untouched(InProcessGrid):
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
-def test_errors_before_the_first_round(tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_errors_are_raised_before_the_first_round(
+    tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
     chosen = {**BASE, "output-dir": str(tmp_path / "runs"), "data-dir": str(tmp_path), **changes}
     with pytest.raises((SettingsError, DataError)) as raised:
         run(Untouched(chosen["num-clients"]), chosen)
@@ -506,18 +508,18 @@ def test_errors_before_the_first_round(tmp_path: Path, changes: dict[str, Any], 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_name_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_run_name_with_a_parent_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"run-name = '\.\./x'"):
         run(InProcessGrid(4), {**BASE, "output-dir": str(tmp_path / "runs"), "run-name": "../x"})
 
 
-def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
+def test_a_file_as_output_dir_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(SettingsError, match="output-dir = "):
         run(InProcessGrid(4), {**BASE, "output-dir": str(tmp_path / "runs")})
 
 
-def test_a_data_set_is_looked_for_in_the_data_dir_first(tmp_path: Path) -> None:
+def test_data_sets_are_found_in_data_dir(tmp_path: Path) -> None:
     (tmp_path / "data" / "sub").mkdir(parents=True)
     rng = np.random.default_rng(0)
     for name in ("own.npz", "sub/own.npz"):

@@ -20,7 +20,7 @@ def pixel(*rgb):
     return torch.tensor(rgb, dtype=torch.uint8).reshape(1, 3, 1, 1)
 
 
-def test_the_bits_of_the_client_pick_the_shift():
+def test_bits_of_the_client_number_select_the_shift():
     assert SHIFTS["high"][0] == Shift(0.6, -0.1, 0.5)
     assert SHIFTS["high"][1] == Shift(1.4, -0.1, 0.5)
     assert SHIFTS["high"][2] == Shift(0.6, 0.1, 0.5)
@@ -77,7 +77,7 @@ def test_the_order_is_saturation_hue_gamma():
     assert (shifted - other_order).abs().max() > 20
 
 
-def test_levels_have_as_many_clients_as_shifts():
+def test_shift_levels_limit_the_number_of_clients():
     check_shift("none", 1000, 1)
     check_shift("high", 8)
     check_shift("grid", 54)
@@ -94,7 +94,7 @@ def rgb(n, dtype=np.uint8):
     return make_dataset("rgb", "image", x, np.arange(n) % 2, ("a", "b"))
 
 
-def test_a_client_is_shifted_in_train_and_test_alike():
+def test_a_client_has_the_same_shift_in_training_and_test_data():
     data = rgb(6)
     everyone = np.arange(6)
     part = Partition((everyone, everyone), (everyone, np.array([], np.int64)))
@@ -115,6 +115,6 @@ def test_a_client_is_shifted_in_train_and_test_alike():
     assert np.array_equal(data.x, rgb(6).x)  # the data set itself is untouched
 
 
-def test_scaled_images_are_not_shifted():
+def test_scaled_images_are_rejected():
     with pytest.raises(SettingsError, match="of 8-bit pixels; this data set has other samples"):
         partition(rgb(2, np.float32), DataSettings(shift="low", num_clients=1, partition="iid"), 0)

@@ -16,7 +16,7 @@ class Thing:
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_signal_is_put_off_to_the_end_of_what_must_not_be_divided(number: int) -> None:
+def test_signals_are_deferred_to_the_end_of_a_critical_section(number: int) -> None:
     done = []
     before = signal.signal(number, signal.SIG_DFL)  # which is another one under nohup
     try:
@@ -30,7 +30,7 @@ def test_a_signal_is_put_off_to_the_end_of_what_must_not_be_divided(number: int)
     assert done == [1]
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_a_second_signal_interrupts_at_once() -> None:
     done = []
     with interruptible(), pytest.raises(KeyboardInterrupt), deferred_signals():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -41,7 +41,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 
 @pytest.mark.parametrize("at", range(1, 13))
-def test_a_second_signal_may_come_while_the_first_is_taken(at: int) -> None:
+def test_a_second_signal_may_arrive_during_the_handler(at: int) -> None:
     """As where Ctrl-C goes to all processes of a terminal, and a table tells its runs to end, too."""
     script = f"""
 import signal, sys
@@ -68,7 +68,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_python_has_dropped_is_raised_after_the_round() -> None:
+def test_an_interrupt_dropped_by_python_is_raised_later() -> None:
     done = []
     with interruptible(), pytest.raises(KeyboardInterrupt):
         thing = Thing()
@@ -84,7 +84,7 @@ def test_an_interrupt_that_python_has_dropped_is_raised_after_the_round() -> Non
         pass
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interruptible():

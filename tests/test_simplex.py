@@ -69,12 +69,12 @@ def test_minimum_in_a_box_by_hand(matrix, centre, radius, expected):
     np.testing.assert_allclose(minimise_on_simplex(matrix, centre, radius), expected, atol=1e-9)
 
 
-def test_of_a_matrix_that_is_not_symmetric_the_symmetric_part_counts():
+def test_only_the_symmetric_part_of_a_matrix_matters():
     matrix = np.array([[1.0, 4.0], [-4.0, 3.0]])
     np.testing.assert_allclose(minimise_on_simplex(matrix), [3 / 4, 1 / 4], atol=1e-9)
 
 
-def test_no_weights_in_the_box():
+def test_a_box_outside_the_simplex_is_rejected():
     with pytest.raises(ValueError, match="sum to 1"):
         minimise_on_simplex(np.eye(2), [0.2, 0.2], 0.1)
 
@@ -102,7 +102,7 @@ def test_optimality_conditions(count, kind):
     assert boxed @ matrix @ boxed >= found @ matrix @ found - 1e-9 * np.linalg.eigvalsh(matrix)[-1]
 
 
-def test_no_point_of_a_fine_grid_is_better():
+def test_the_minimum_beats_a_fine_grid():
     for seed in range(20):
         matrix = gram(3, 2, seed, spread=1.0)
         grid = np.array([(i, j, 60 - i - j) for i in range(61) for j in range(61 - i)]) / 60
@@ -131,7 +131,7 @@ def test_projection_by_hand():
     np.testing.assert_allclose(found, [0.6, 0.2], atol=1e-15)
 
 
-def test_projection_is_nearer_than_any_other_point():
+def test_projection_is_the_nearest_point():
     rng = np.random.default_rng(0)
     for _ in range(50):
         count = int(rng.integers(2, 9))

@@ -220,20 +220,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("setting", "message"), WRONG)
-def test_a_wrong_setting_of_a_simulation_ends_in_one_line(
-    setting: str, message: str, superlink: None, folder: Path
-) -> None:
+def test_simulation_setting_errors_take_one_line(setting: str, message: str, superlink: None, folder: Path) -> None:
     check_one_line(setting, message, folder)
 
 
 @pytest.mark.federation
-def test_a_wrong_setting_on_a_stock_superlink_ends_in_one_line() -> None:
+def test_stock_superlink_setting_errors_take_one_line() -> None:
     with tempfile.TemporaryDirectory() as path, started_superlink(Path(path)):
         for setting, message in WRONG:
             check_one_line(setting, message, Path(path))
 
 
-def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
+def test_flwr_run_resumes_a_run_after_its_server_was_killed(
     simulated: Path, superlink: None, folder: Path, tmp_path: Path
 ) -> None:
     """Run the README's command. The run's directory contains the clients' states, and the workers are new."""

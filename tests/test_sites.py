@@ -60,7 +60,7 @@ def loaded(path: Path, settings: DataSettings, policy: Policy = POLICY) -> tuple
     return load_site(read_site(path, settings, policy), settings, policy)
 
 
-def test_images_of_folders_and_npz_are_the_same_samples(tmp_path: Path) -> None:
+def test_folders_and_npz_give_the_same_samples(tmp_path: Path) -> None:
     x, names = grey(8), list("aabbbcca")
     folder, _ = loaded(class_folders(tmp_path / "site", x, names), IMAGES)
     file, _ = loaded(npz(tmp_path / "site.npz", x, names), IMAGES)
@@ -73,13 +73,13 @@ def test_images_of_folders_and_npz_are_the_same_samples(tmp_path: Path) -> None:
     }
 
 
-def test_image_files_are_brought_to_the_shape_of_the_run(tmp_path: Path) -> None:
+def test_image_files_are_resized_to_the_runs_shape(tmp_path: Path) -> None:
     folder = class_folders(tmp_path, grey(4, side=10), "abab")
     dataset, _ = loaded(folder, replace(IMAGES, input_shape="3x6x6"))
     assert dataset.x.shape == (4, 6, 6, 3)
 
 
-def test_a_site_with_one_class_and_one_without_some_take_part(tmp_path: Path) -> None:
+def test_sites_may_lack_classes(tmp_path: Path) -> None:
     single, part = loaded(npz(tmp_path / "one.npz", grey(8), ["c"] * 8), IMAGES)
     assert single.y.tolist() == [2] * 8
     assert single.task.num_classes == 3
@@ -88,7 +88,7 @@ def test_a_site_with_one_class_and_one_without_some_take_part(tmp_path: Path) ->
     assert folder.y.tolist() == [1] * 3
 
 
-def test_the_site_chooses_its_test_rows_once_for_each_version_of_its_data(tmp_path: Path) -> None:
+def test_a_sites_test_rows_depend_only_on_its_data_and_policy(tmp_path: Path) -> None:
     path = npz(tmp_path / "site.npz", grey(8), list("abababab"))
     _, first = loaded(path, IMAGES)
     assert [len(first.train[0]), len(first.test[0])] == [6, 2]
@@ -100,7 +100,7 @@ def test_the_site_chooses_its_test_rows_once_for_each_version_of_its_data(tmp_pa
     assert any(loaded(other, IMAGES)[1].test[0].tolist() != first.test[0].tolist() for other in others)
 
 
-def test_a_split_that_is_too_small_for_scores_is_empty(tmp_path: Path) -> None:
+def test_splits_below_min_rows_are_empty(tmp_path: Path) -> None:
     path, strict = npz(tmp_path / "site.npz", grey(40), list("ab") * 20), replace(POLICY, min_rows=9)
     settings = replace(IMAGES, validation_fraction=0.2)
     dataset, part = loaded(path, settings, strict)
@@ -116,7 +116,7 @@ def test_a_split_that_is_too_small_for_scores_is_empty(tmp_path: Path) -> None:
     assert caught.value.code == "too-few-rows"
 
 
-def test_the_test_set_of_the_data_is_used(tmp_path: Path) -> None:
+def test_a_supplied_test_set_is_used(tmp_path: Path) -> None:
     x = grey(7)
     _, part = loaded(npz(tmp_path / "s.npz", x[:5], list("abcab"), x_test=x[5:], y_test=np.array(list("ca"))), IMAGES)
     assert part.train[0].tolist() == [0, 1, 2, 3, 4]
@@ -134,7 +134,7 @@ def test_the_test_set_of_the_data_is_used(tmp_path: Path) -> None:
     assert data.x[part.test[0]].tolist() == features[5:].tolist()
 
 
-def test_features_are_scaled_alike_at_all_sites(tmp_path: Path) -> None:
+def test_features_are_scaled_by_the_runs_statistics(tmp_path: Path) -> None:
     x, y = np.arange(12, dtype=np.float32).reshape(4, 3), [0, 1, 2, 1]
     for path in (npz(tmp_path / "s.npz", x, y), table(tmp_path / "s.csv", x, y), pfllib(tmp_path / "p", x, y, 1)):
         dataset, _ = loaded(path, FEATURES)
@@ -143,7 +143,7 @@ def test_features_are_scaled_alike_at_all_sites(tmp_path: Path) -> None:
         assert dataset.x.tolist() == x.tolist()
 
 
-def test_words_are_hashed_alike_everywhere(tmp_path: Path) -> None:
+def test_words_are_hashed_alike_at_all_sites(tmp_path: Path) -> None:
     (tmp_path / "s.csv").write_text("text,label\nThe cat sat on mats,yes\nthe DOG,no\n!!,no\n")
     dataset, _ = loaded(tmp_path / "s.csv", TEXTS)
     assert dataset.task.vocabulary == 50
@@ -243,7 +243,7 @@ def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]
 
 
 @pytest.mark.parametrize("case", broken_cases())
-def test_data_that_cannot_be_used_is_refused_with_file_and_reason(case: str, tmp_path: Path) -> None:
+def test_unusable_data_is_rejected_with_file_and_reason(case: str, tmp_path: Path) -> None:
     make, settings, message = broken_cases()[case]
     path = make(tmp_path)
     with pytest.raises(DataError, match=message) as caught:
@@ -265,7 +265,7 @@ def agreed(settings: DataSettings, descriptions: list[Description]) -> DataSetti
     return agreed_with_warnings(settings, descriptions, [f"site-{i}" for i in range(len(descriptions))])[0]
 
 
-def test_classes_are_those_of_all_sites_in_order() -> None:
+def test_classes_are_the_sorted_union_of_all_sites() -> None:
     some = [("10", "2"), ("2", "0"), ("10", "0")]
     numbers = agreed(OPEN, [describe("image", (1, 8, 8), *classes) for classes in some])
     assert numbers.classes == "0,2,10"
@@ -278,7 +278,7 @@ def test_classes_are_those_of_all_sites_in_order() -> None:
     assert task_of(numbers).input_shape == (1, 8, 8)
 
 
-def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
+def test_the_shape_is_the_most_common_fixed_shape() -> None:
     folders = [describe("image", (3, 64, 64), "a", "b", "c", fixed=False)] * 3
     assert agreed(OPEN, [*folders, describe("image", (3, 32, 32), "b")]).input_shape == "3x32x32"
     assert agreed(OPEN, [*folders, describe("features", (4,), "b")]).input_shape == "3x64x64"
@@ -315,9 +315,7 @@ def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
         (replace(FEATURES, feature_mean="1,2"), [describe("features", (3,))], "feature-mean = '1,2': .* 3 with commas"),
     ],
 )
-def test_a_task_that_cannot_be_is_an_error(
-    settings: DataSettings, descriptions: list[Description], message: str
-) -> None:
+def test_impossible_tasks_are_rejected(settings: DataSettings, descriptions: list[Description], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         agreed(settings, descriptions)
 
@@ -348,7 +346,7 @@ def columns(*names: str) -> Description:
         ),
     ],
 )
-def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: list[Description], message: str) -> None:
+def test_ambiguous_tasks_must_be_set_by_the_user(descriptions: list[Description], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         agreed(OPEN, descriptions)
 
@@ -385,12 +383,12 @@ def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: lis
         ([describe("image", GREY, "a", "b")] * 2, []),
     ],
 )
-def test_what_nearly_agrees_is_warned_of_by_site(descriptions: list[Description], expected: list[str]) -> None:
+def test_sites_that_nearly_agree_get_warnings(descriptions: list[Description], expected: list[str]) -> None:
     names = [f"site-{i}" for i in range(len(descriptions))]
     assert agreed_with_warnings(OPEN, descriptions, names)[1] == expected
 
 
-def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> None:
+def test_pooled_statistics_cover_all_training_samples(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     parts = [1e4 + rng.normal(i, 1 + i, (10 * i + 7, 3)).astype(np.float32) for i in range(3)]
     for part in parts:
@@ -414,7 +412,7 @@ def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> 
     np.testing.assert_array_equal(dataset.mean, mean)
 
 
-def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
+def test_sites_do_not_report_what_the_settings_define(tmp_path: Path) -> None:
     path = npz(tmp_path / "s.npz", np.ones((16, 3)), [0, 1, 2, 1] * 4)
     content = read_site(path, OPEN, POLICY)
     silent = describe_site(content, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), POLICY)
@@ -440,7 +438,7 @@ def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
         {"classes": ["a", " "]},
     ],
 )
-def test_a_description_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+def test_invalid_descriptions_are_rejected(change: dict[str, Any]) -> None:
     valid = describe("image", (1, 8, 8), "a").as_answer()
     assert Description.from_answer(valid).shape == (1, 8, 8)
     with pytest.raises(DataError, match="is implausible"):
@@ -466,7 +464,7 @@ def described(configs: list[Config]) -> list[Description]:
     return [describe_site(read_site(Path(site["data"]), OPEN, POLICY), OPEN, POLICY) for site in configs]
 
 
-def test_sites_that_name_their_classes_differently_are_refused(config: Config, tmp_path: Path) -> None:
+def test_sites_with_different_class_names_are_rejected(config: Config, tmp_path: Path) -> None:
     sites = [
         hospital(tmp_path, "cleveland", [0, 1, 2], 0),
         hospital(tmp_path, "hungary", [0, 1], 1),
@@ -483,7 +481,7 @@ def test_sites_that_name_their_classes_differently_are_refused(config: Config, t
     assert done.summary["status"] == "completed" and done.strategy.clients.keys() == {0, 1, 2}
 
 
-def test_one_site_may_have_any_classes(tmp_path: Path) -> None:
+def test_a_single_site_may_have_any_classes(tmp_path: Path) -> None:
     (description,) = described([hospital(tmp_path, "va", ["no", "yes"], 2)])
     assert agreed(OPEN, [description]).classes == "no,yes"
 
@@ -510,7 +508,7 @@ def test_one_site_may_have_any_classes(tmp_path: Path) -> None:
     ],
     ids=["mmol/l", "year of birth", "0 for missing", "centred"],
 )
-def test_a_feature_in_other_units_is_warned_of_before_the_first_round(
+def test_a_feature_in_other_units_gives_a_warning(
     column: str,
     values: Callable[[np.random.Generator], np.ndarray],
     expected: str,
@@ -527,12 +525,12 @@ def test_a_feature_in_other_units_is_warned_of_before_the_first_round(
     assert "cleveland" not in feature_messages[0] and "hungary" not in feature_messages[0]
 
 
-def test_sites_of_one_kind_are_not_warned_of(hospitals: list[Config]) -> None:
+def test_similar_sites_give_no_warning(hospitals: list[Config]) -> None:
     names = [site["name"] for site in hospitals]
     assert agreed_with_warnings(OPEN, described(hospitals), names)[1] == []
 
 
-def test_how_far_a_site_is_from_the_others() -> None:
+def test_warnings_about_features_unlike_the_other_sites() -> None:
     def site(count: int, mean: float, std: float) -> Description:
         return replace(
             describe("features", (1,), "a", "b", count=count), mean=np.array([mean]), squares=np.array([count * std**2])
@@ -551,7 +549,7 @@ def test_how_far_a_site_is_from_the_others() -> None:
     assert unlike_features(three[:1]) == unlike_features([("a", site(5, 7, 0)), ("b", site(5, 7, 0))]) == []
 
 
-def test_a_warning_about_two_sites_blames_neither() -> None:
+def test_a_warning_about_two_sites_names_both() -> None:
     def site(count: int, mean: float, std: float) -> Description:
         return replace(
             describe("features", (1,), "a", "b", count=count), mean=np.array([mean]), squares=np.array([count * std**2])
@@ -571,7 +569,7 @@ def test_a_warning_about_two_sites_blames_neither() -> None:
     assert unlike_features([("a", site(50, 10, 2)), ("b", site(50, 13.9, 3))]) == []  # 1.95
 
 
-def test_a_site_far_from_the_mean_of_the_run_says_so(tmp_path: Path) -> None:
+def test_a_site_far_from_the_runs_mean_reports_it(tmp_path: Path) -> None:
     settings = replace(OPEN, sample_kind="features", input_shape="2", classes="0,1", feature_names="age,chol")
     settings = replace(settings, feature_mean="55,240", feature_std="9,50")
     other = hospital(tmp_path, "va", [0, 1], 2, chol=np.full(60, 6.0))
@@ -587,7 +585,7 @@ def test_a_site_far_from_the_mean_of_the_run_says_so(tmp_path: Path) -> None:
     ]
 
 
-def test_an_extra_column_is_named(hospitals: list[Config], config: Config, tmp_path: Path) -> None:
+def test_an_extra_column_is_reported_by_name(hospitals: list[Config], config: Config, tmp_path: Path) -> None:
     odd = hospital(tmp_path, "va", [0, 1], 2, weight=np.arange(60))
     done = run(NodeGrid(*hospitals[:2], odd), config | {"method": "fedavg", "model": "linear", "min-clients": 2})
     assert any("its columns differ from the run's columns" in reason for _, reason in done.federation.excluded)
@@ -644,7 +642,7 @@ def rows_of(recorder: Recorder) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("method", ["feddrm", "fedfew", "cwfedavg", "fedacs"])
-def test_a_run_over_sites(
+def test_a_run_over_three_sites(
     method: str, sites: list[Config], config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = run(NodeGrid(*sites), config | {"method": method, "system-accuracy": "on"})
@@ -674,7 +672,7 @@ def test_a_run_over_sites(
         done.record().predictor(0)
 
 
-def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], config: Config, pictures: None) -> None:
+def test_class_counts_are_shared_only_on_request(sites: list[Config], config: Config, pictures: None) -> None:
     done = run(NodeGrid(*sites), config | {"method": "fedavg", "share-class-counts": True})
     counts = done.strategy.class_counts
     assert counts is not None
@@ -686,7 +684,7 @@ def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], confi
     assert not (done.directory.path / "figures" / "partition.png").exists()  # the server knows no class counts
 
 
-def test_who_answers_first_does_not_change_the_run(sites: list[Config], config: Config) -> None:
+def test_the_order_of_answers_does_not_change_the_run(sites: list[Config], config: Config) -> None:
     runs = [run(NodeGrid(*order), config | {"run-name": str(i)}) for i, order in enumerate([sites, sites[::-1]])]
     states = [state_of(done.strategy)["model"].tobytes() for done in runs]
     assert states[0] == states[1]
@@ -696,7 +694,7 @@ def test_who_answers_first_does_not_change_the_run(sites: list[Config], config: 
 @pytest.mark.parametrize(
     ("least", "works"), [(0, False), (2, True), (3, False)], ids=["all needed", "two needed", "three needed"]
 )
-def test_a_site_with_bad_data_is_left_out(
+def test_a_site_with_bad_data_is_excluded(
     least: int, works: bool, sites: list[Config], config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "c" / "train" / "9" / "0.png").write_bytes(b"\x89PNG, truncated")
@@ -719,7 +717,7 @@ def test_a_site_with_bad_data_is_left_out(
     assert {row[1] for row in rows_of(done)} == {"0", "1"}
 
 
-def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], config: Config, tmp_path: Path) -> None:
+def test_a_site_with_other_classes_is_excluded(sites: list[Config], config: Config, tmp_path: Path) -> None:
     settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
     done = run(NodeGrid(*sites), settings)
     reasons = " ".join(reason for _, reason in done.federation.excluded)
@@ -729,12 +727,12 @@ def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], conf
     assert str(tmp_path) not in reasons and "'9'" not in reasons
 
 
-def test_a_node_without_data_is_left_out(sites: list[Config], config: Config) -> None:
+def test_a_node_without_data_is_rejected(sites: list[Config], config: Config) -> None:
     with pytest.raises(SettingsError, match="needs data, as in --node-config"):
         run(NodeGrid(*sites[:2], {"partition-id": 2, "num-partitions": 3}), config)
 
 
-def test_features_of_three_formats(config: Config, tmp_path: Path) -> None:
+def test_a_run_over_three_feature_formats(config: Config, tmp_path: Path) -> None:
     digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x.reshape(len(digits), -1).astype(np.float32), digits.y
     npz(tmp_path / "a.npz", x[:100], y[:100])
@@ -756,7 +754,7 @@ def test_features_of_three_formats(config: Config, tmp_path: Path) -> None:
     assert served > 0.5
 
 
-def test_texts_of_two_sites(config: Config, tmp_path: Path) -> None:
+def test_a_run_over_texts_of_two_sites(config: Config, tmp_path: Path) -> None:
     for name, words in (("a", ("good film", "bad film")), ("b", ("a good book", "bad story"))):
         lines = [f"{words[i % 2]},{'yes' if i % 2 == 0 else 'no'}" for i in range(40)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *lines]))
@@ -767,7 +765,7 @@ def test_texts_of_two_sites(config: Config, tmp_path: Path) -> None:
     assert json.loads((done.directory.path / "summary.json").read_text())["served"]["last"]["mean"] == 1.0
 
 
-def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config: Config, tmp_path: Path) -> None:
+def test_changed_data_is_detected_during_a_run(sites: list[Config], config: Config, tmp_path: Path) -> None:
     grid = NodeGrid(*sites)
 
     class Changing(NodeGrid):
@@ -787,7 +785,7 @@ def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config
 
 
 @pytest.mark.parametrize("form", ["image", "features", "text"])
-def test_any_change_of_samples_is_noticed(form: str, tmp_path: Path) -> None:
+def test_any_change_of_samples_changes_the_fingerprint(form: str, tmp_path: Path) -> None:
     settings = FEATURES
     x, y = np.arange(24, dtype=np.float64).reshape(8, 3), [0, 1, 2, 0, 0, 1, 2, 1]
     if form == "image":
@@ -815,7 +813,7 @@ def test_any_change_of_samples_is_noticed(form: str, tmp_path: Path) -> None:
     assert mark(x[::-1], y[::-1]) != first
 
 
-def test_features_that_change_during_the_run_are_noticed(config: Config, tmp_path: Path) -> None:
+def test_changed_features_are_detected_during_a_run(config: Config, tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
     for name in "ab":
         npz(tmp_path / f"{name}.npz", x, y)
@@ -831,7 +829,9 @@ def test_features_that_change_during_the_run_are_noticed(config: Config, tmp_pat
     assert any("its data has changed during the run" in reason for reason in done.totals.dropped)
 
 
-def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_a_node_reports_warnings_about_its_data(
+    config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
     for name in "ab":
         class_folders(tmp_path / name, grey(16), ["Cat", "cat", "dog", "dog"] * 4)
     (tmp_path / "b" / "dog" / "torn.png").write_bytes(b"\x89PNG, truncated")
@@ -861,14 +861,14 @@ def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: py
     assert "classes with nearly equal names are separate classes: 'Cat' (a, b), 'cat' (a, b)" in warnings.text
 
 
-def test_a_node_that_neither_skips_nor_does_not_is_told(tmp_path: Path) -> None:
+def test_skip_unreadable_must_be_true_or_false(tmp_path: Path) -> None:
     assert skips({}) is False
     assert skips({"skip-unreadable": True}) is skips({"skip-unreadable": "true"}) is True
     with pytest.raises(DataError, match="skip-unreadable = 'perhaps' in the node config: it must be true or false"):
         skips({"skip-unreadable": "perhaps"})
 
 
-def test_no_more_is_told_than_can_be_shown() -> None:
+def test_site_notices_are_truncated() -> None:
     reported = site_notices([Note("x" * 1000)] * 50 + ["a note without a shared text"], 3)
     assert [len(warning) for warning in reported["warnings"]] == [300] * 20
     assert reported["skipped"] == 3
@@ -882,11 +882,11 @@ def test_no_more_is_told_than_can_be_shown() -> None:
         ({"samples-per-client": 9}, "samples-per-client = 9"),
     ],
 )
-def test_settings_that_need_benchmark_data_are_refused(change: Config, message: str, config: Config) -> None:
+def test_settings_for_benchmark_data_are_rejected(change: Config, message: str, config: Config) -> None:
     with pytest.raises(SettingsError, match=message):
         run(NodeGrid(), config | change)
 
 
-def test_one_process_has_no_sites(config: Config) -> None:
+def test_a_simulation_has_no_sites(config: Config) -> None:
     with pytest.raises(SettingsError, match="a simulation has no nodes with data"):
         run(None, config)

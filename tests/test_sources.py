@@ -52,7 +52,7 @@ def experiment(tmp_path: Path, settings: dict[str, Any]) -> str:
         ("frozen = '' is empty", "frozen = '' on the command line is empty"),
     ],
 )
-def test_a_message_names_the_source_of_each_setting_that_it_quotes(message: str, expected: str) -> None:
+def test_messages_name_the_source_of_each_setting(message: str, expected: str) -> None:
     values = {"min-clients": 11, "num-clients": 10, "lr": 0.5, "partition": "iid", "frozen": "", "seed": 3}
     sources = dict.fromkeys(("min-clients", "lr", "frozen"), COMMAND_LINE)
     sources |= dict.fromkeys(("num-clients", "partition"), "my.yaml")
@@ -84,7 +84,7 @@ def test_a_message_names_the_source_of_each_setting_that_it_quotes(message: str,
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_a_conflict_of_typed_settings_names_the_command_line(
+def test_command_line_conflicts_name_the_command_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", *words]) == 2
@@ -100,7 +100,7 @@ def test_a_conflict_with_a_file_names_the_file(tmp_path: Path) -> None:
     assert str(raised.value) == f"min-clients = 7 on the command line: it must be 0 to num-clients = 5 in {file}"
 
 
-def test_an_error_of_the_data_names_the_file(tmp_path: Path) -> None:
+def test_data_errors_name_the_settings_file(tmp_path: Path) -> None:
     file = experiment(tmp_path, {"partition": "classes", "classes-per-client": 11})
     with pytest.raises(SettingsError, match=f"classes-per-client = 11 in {file}: digits has 10 classes"):
         run(InProcessGrid(10), {"experiment": file}, COMMAND_LINE)
@@ -109,7 +109,7 @@ def test_an_error_of_the_data_names_the_file(tmp_path: Path) -> None:
 # -- settings of a file that an override leaves without an effect ---------------------------------------------
 
 
-def test_a_typed_data_set_drops_the_files_settings_for_other_samples(tmp_path: Path) -> None:
+def test_a_data_set_override_drops_incompatible_file_settings(tmp_path: Path) -> None:
     chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits"}
     settings = read_settings(chosen, COMMAND_LINE)
     assert (settings.data.text_length, settings.data.vocabulary, settings.train.model) == (0, 20_000, "auto")
@@ -127,13 +127,13 @@ def test_a_run_logs_one_notice_about_dropped_settings(tmp_path: Path, warnings: 
     assert len([message for message in records.values() if message.startswith("Posy ignores settings in")]) == 1
 
 
-def test_a_typed_setting_without_an_effect_stays_an_error(tmp_path: Path) -> None:
+def test_a_command_line_setting_without_effect_is_an_error(tmp_path: Path) -> None:
     chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits", "text-length": 100}
     with pytest.raises(SettingsError, match=r"^text-length = 100"):
         read_settings(chosen, COMMAND_LINE)
 
 
-def test_a_setting_without_an_effect_in_the_file_alone_stays_an_error(tmp_path: Path) -> None:
+def test_a_file_setting_without_effect_is_an_error(tmp_path: Path) -> None:
     file = experiment(tmp_path, {"dataset": "digits", "text-length": 100})
     with pytest.raises(SettingsError, match=f"^text-length = 100 in {file} has no effect: it needs texts"):
         read_settings({"experiment": file, "lr": 0.1}, COMMAND_LINE)
@@ -155,12 +155,12 @@ def test_a_setting_without_an_effect_in_the_file_alone_stays_an_error(tmp_path: 
         ("image-size", 32, "agnews"),
     ],
 )
-def test_a_setting_for_other_samples_is_refused_before_the_data_is_loaded(key: str, value: Any, dataset: str) -> None:
+def test_settings_for_other_sample_kinds_fail_before_loading(key: str, value: Any, dataset: str) -> None:
     with pytest.raises(SettingsError, match=f"^{key} = .* on the command line has no effect: it needs "):
         read_settings({key: value, "dataset": dataset}, COMMAND_LINE)
 
 
-def test_data_of_unknown_kind_is_judged_when_it_is_loaded(tmp_path: Path) -> None:
+def test_data_of_unknown_kind_is_checked_after_loading(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=np.ones((20, 3), np.float32), y_train=np.arange(20) % 2)
     chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": str(tmp_path / "a.npz"), "model": "linear"}
     with pytest.raises(SettingsError, match=f"^text-length = 200 in {chosen['experiment']} does not go with .* to 0"):

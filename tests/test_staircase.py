@@ -69,7 +69,7 @@ def step(module: str) -> int:
     return STAIRCASE.index(modules()[module].relative_to(ROOT).parts[0])
 
 
-def test_nothing_is_imported_upwards() -> None:
+def test_no_module_imports_from_a_higher_layer() -> None:
     doors = {name for name, file in modules().items() if str(file.relative_to(ROOT)) in DOORS}
     upwards = [
         f"{module} -> {other}"
@@ -80,7 +80,7 @@ def test_nothing_is_imported_upwards() -> None:
     assert not upwards
 
 
-def test_no_imports_run_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     doors = {name for name, file in modules().items() if str(file.relative_to(ROOT)) in DOORS}
     left = {module: others - doors for module, others in graph().items() if module not in doors}
     while free := [module for module, others in left.items() if not others & left.keys()]:
@@ -89,7 +89,7 @@ def test_no_imports_run_in_a_circle() -> None:
     assert not left, {module: sorted(others & left.keys()) for module, others in left.items()}
 
 
-def test_no_module_is_loaded_by_a_name_that_the_graph_does_not_know() -> None:
+def test_only_known_modules_import_dynamically() -> None:
     loading = {
         name
         for name, file in modules().items()
@@ -108,7 +108,7 @@ def lines_of_cards(text: str) -> int:
     return sum((card.end_lineno or card.lineno) - card.lineno + 1 for card in cards)
 
 
-def test_no_package_holds_more_than_a_fifth_of_the_code() -> None:
+def test_no_package_has_more_than_a_fifth_of_the_code() -> None:
     lines = dict.fromkeys(STAIRCASE, 0)
     for name, file in modules().items():
         text = file.read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def test_no_package_holds_more_than_a_fifth_of_the_code() -> None:
     assert max(lines.values()) <= sum(lines.values()) / 5, lines
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+def test_imported_and_declared_dependencies_match() -> None:
     names = {name.partition(".")[0] for file in modules().values() for name in imported(file)}
     distributions = packages_distributions()
     used = {d.lower().replace("_", "-") for name in names for d in distributions.get(name, ())} - {"posy"}
@@ -129,7 +129,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
 
 
 @pytest.mark.parametrize("package", [name for name in STAIRCASE if name not in ("posy", "benchmarks")])
-def test_each_package_is_in_the_wheel_and_in_the_image(package: str) -> None:
+def test_each_package_is_in_the_wheel_and_the_image(package: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packaged = set(project["tool"]["setuptools"]["packages"])
     ours = {name for name, file in modules().items() if file.name == "__init__.py"}

@@ -40,17 +40,17 @@ def loaded(*words: str) -> tuple[int, str, set[str]]:
         (("methods",), 0, "FedFew"),
     ],
 )
-def test_commands_about_settings_load_no_heavy_package(words: tuple[str, ...], status: int, text: str) -> None:
+def test_settings_commands_import_no_heavy_packages(words: tuple[str, ...], status: int, text: str) -> None:
     ended, shown, packages = loaded(*words)
     assert (ended, packages & set(HEAVY)) == (status, set())
     assert text in shown
 
 
-def test_the_help_loads_no_flower() -> None:
+def test_help_does_not_import_flower() -> None:
     assert "flwr" not in loaded("--help")[2]
 
 
-def test_the_strategies_load_no_heavy_package() -> None:
+def test_strategies_import_no_heavy_packages() -> None:
     script = (
         f"import sys\nfrom posy.strategies.methods import strategy_class\n"
         f"for method in {list(METHODS)}:\n    strategy_class(method)\n"

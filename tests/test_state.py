@@ -58,7 +58,7 @@ def files(path: Path, client: int = 0) -> list[str]:
 
 
 @every_store
-def test_a_message_starts_from_the_version_that_it_names(kind: str, tmp_path: Path) -> None:
+def test_a_message_loads_the_version_it_names(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     assert value(store, "", "0-1-0") is None
     put(store, "", "0-1-0", 10)
@@ -71,7 +71,7 @@ def test_a_message_starts_from_the_version_that_it_names(kind: str, tmp_path: Pa
 
 
 @every_store
-def test_a_message_that_comes_twice_is_answered_twice_from_the_same_state(kind: str, tmp_path: Path) -> None:
+def test_a_duplicate_message_starts_from_the_same_state(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     for last, now in ((0, 1), (1, 2), (2, 3)):
         put(store, f"0-{last}-0" if last else "", f"0-{now}-0", now)
@@ -86,7 +86,7 @@ def test_a_message_that_comes_twice_is_answered_twice_from_the_same_state(kind: 
 
 
 @every_store
-def test_a_message_that_comes_late_takes_nothing_from_later_ones(kind: str, tmp_path: Path) -> None:
+def test_a_late_message_does_not_affect_later_versions(kind: str, tmp_path: Path) -> None:
     """One of round 7 of a server that was given up, when the run has been resumed from round 4."""
     store = STORES[kind](tmp_path)
     put(store, "", "0-4-0", 4)
@@ -97,7 +97,7 @@ def test_a_message_that_comes_late_takes_nothing_from_later_ones(kind: str, tmp_
 
 
 @every_store
-def test_a_reply_that_is_dropped_leaves_no_half_step(kind: str, tmp_path: Path) -> None:
+def test_a_dropped_reply_leaves_the_previous_version(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     put(store, "", "0-1-0", 1)
     put(store, "0-1-0", "0-2-0", 2)  # which the server has not accepted
@@ -108,7 +108,7 @@ def test_a_reply_that_is_dropped_leaves_no_half_step(kind: str, tmp_path: Path) 
 
 
 @every_store
-def test_a_version_that_is_not_there_is_told_not_replaced(kind: str, tmp_path: Path) -> None:
+def test_a_missing_version_is_an_error(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     put(store, "", "0-1-0", 1)
     for client, start in ((0, "0-2-0"), (3, "0-1-0")):
@@ -117,7 +117,7 @@ def test_a_version_that_is_not_there_is_told_not_replaced(kind: str, tmp_path: P
 
 
 @every_store
-def test_what_does_not_change_is_not_kept(kind: str, tmp_path: Path) -> None:
+def test_unchanged_state_is_not_saved(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     state = store.load(0, Versions("", "0-1-0"))
     assert store.save(0, Versions("", "0-1-0"), state) == ""
@@ -149,7 +149,7 @@ def test_versions_that_checkpoints_need_are_kept(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["..", "/etc/0-1-0", "0-1-0/../../x", "0-1-0\n", "a", "-1", "0" * 10, "0--1", "٣-1-0"])
-def test_a_name_that_is_no_version_is_refused(name: str) -> None:
+def test_invalid_version_names_are_rejected(name: str) -> None:
     good = {"state-from": "0-1-0", "state-to": "0-1-1", "state-keep": ["0-1-0"]}
     assert Versions.take({**good, "state-from": "", "state-keep": []}) == Versions("", "0-1-1")
     for bad in ({"state-from": name}, {"state-to": name}, {"state-to": ""}, {"state-keep": ["0-1-0", name]}):
@@ -160,7 +160,7 @@ def test_a_name_that_is_no_version_is_refused(name: str) -> None:
 # -- what the server knows ---------------------------------------------------------------------------------
 
 
-def test_no_version_is_named_twice_and_those_that_checkpoints_need_are_told() -> None:
+def test_config_names_a_new_version_and_the_versions_to_keep() -> None:
     states = ClientStates(folders={"run": "mine"})
     config = states.config("train", 1, 3)
     assert config == {"run": "mine", "state-from": "", "state-to": "0-1-0", "state-keep": []}
@@ -171,7 +171,7 @@ def test_no_version_is_named_twice_and_those_that_checkpoints_need_are_told() ->
     }  # fmt: skip
 
 
-def test_a_reply_names_the_version_that_the_client_has() -> None:
+def test_a_reply_must_name_the_clients_version() -> None:
     def after(start: str, **told: Any) -> str:
         asked, reply = (
             SimpleNamespace(content=RecordDict({"config": ConfigRecord(config)}))
@@ -192,7 +192,7 @@ def test_a_reply_names_the_version_that_the_client_has() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedrep", "ppfe"])
-def test_a_client_without_its_state_says_so_once_and_begins_anew(
+def test_a_client_without_its_state_is_reported_once_and_restarts(
     method: str, make_config: Callable[..., Any], federate: Any, failing: Any, warnings: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(method, num_server_rounds=5, model="mlp", **({"ppfe_stages": 3} if method == "ppfe" else {}))
@@ -207,7 +207,7 @@ def test_a_client_without_its_state_says_so_once_and_begins_anew(
     assert "served_accuracy" in finished.records[4].clients[1]
 
 
-def test_a_reply_that_the_server_drops_leaves_the_client_where_it_was(
+def test_a_dropped_reply_does_not_advance_the_clients_state(
     make_config: Callable[..., Any], federate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Client 2's update of round 2 is refused: it trains in round 3 as if that round had not been."""
@@ -237,13 +237,13 @@ def test_a_reply_that_the_server_drops_leaves_the_client_where_it_was(
     assert [[client for client, _ in record.dropped] for record in finished.records] == [[], [2], []]
 
 
-def test_methods_that_keep_nothing_have_no_versions(make_config: Callable[..., Any], federate: Any) -> None:
+def test_stateless_methods_have_no_versions(make_config: Callable[..., Any], federate: Any) -> None:
     finished = federate(make_config("fedavg"))
     assert finished.strategy.exchange.states.versions == dict.fromkeys(range(4), "")
     assert not any(context.state.array_records for context in finished.grid._contexts.values())
 
 
-def test_a_message_that_a_node_gets_twice_is_answered_alike(make_config: Callable[..., Any], federate: Any) -> None:
+def test_duplicate_messages_get_identical_replies(make_config: Callable[..., Any], federate: Any) -> None:
     """All messages of a run come twice, and the second answers are taken."""
 
     class Twice(InProcessGrid):
@@ -272,7 +272,7 @@ def test_a_message_that_a_node_gets_twice_is_answered_alike(make_config: Callabl
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "header", "gone dark"])
 @pytest.mark.parametrize("kind", ["directory", "memory"])
-def test_a_damaged_state_is_refused_not_replaced_by_an_older_one(kind: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_state_is_not_replaced_by_an_older_version(kind: str, damage: str, tmp_path: Path) -> None:
     put(DirectoryStore(tmp_path), "", "0-1-0", 1)
     put(DirectoryStore(tmp_path), "0-1-0", "0-2-0", 2, ("0-1-0",))
     file = tmp_path / "client-0" / "0-2-0.safetensors"
@@ -291,7 +291,7 @@ def test_a_damaged_state_is_refused_not_replaced_by_an_older_one(kind: str, dama
     assert (tmp_path / "client-0" / "0-1-0.safetensors").exists()
 
 
-def test_a_process_that_died_while_writing_leaves_the_version_before(tmp_path: Path) -> None:
+def test_a_crash_during_a_write_keeps_the_previous_version(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     put(store, "", "0-1-0", 1)
     (tmp_path / "client-0" / ".0-2-0.safetensors.part").write_bytes(b"half")
@@ -300,7 +300,7 @@ def test_a_process_that_died_while_writing_leaves_the_version_before(tmp_path: P
     assert files(tmp_path) == ["0-1-0.safetensors", "0-2-1.safetensors"]
 
 
-def test_arrays_of_a_file_can_be_written_into_without_changing_it(tmp_path: Path) -> None:
+def test_changing_loaded_arrays_does_not_change_the_file(tmp_path: Path) -> None:
     arrays = {"f": np.arange(6.0).reshape(2, 3).T, "none": np.zeros((0, 4), np.float32), "n": np.array(7)}
     write_arrays(tmp_path / "a", arrays, {"round": "3"}, durable=True)
     again, metadata = read_arrays(tmp_path / "a")
@@ -314,7 +314,7 @@ def test_arrays_of_a_file_can_be_written_into_without_changing_it(tmp_path: Path
     assert read_arrays(tmp_path / "nothing") == ({}, {})
 
 
-def test_every_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
+def test_truncated_files_are_detected(tmp_path: Path) -> None:
     write_arrays(tmp_path / "a", {"x": np.arange(3, dtype=np.float32)})
     write_json(tmp_path / "j", {"a": [1.5, None, "ü"]})
     assert read_json(tmp_path / "j") == {"a": [1.5, None, "ü"]}
@@ -329,14 +329,14 @@ def test_every_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
 # -- in memory -------------------------------------------------------------------------------------------
 
 
-def test_memory_keeps_references(tmp_path: Path) -> None:
+def test_memory_store_keeps_references(tmp_path: Path) -> None:
     store = MemoryStore(tmp_path)
     array = put(store, "", "0-1-0", 1)
     assert store.load(0, Versions("0-1-0", "0-1-1"))["n"] is array
     assert not list(tmp_path.iterdir())
 
 
-def test_least_recently_used_states_go_to_files_and_come_back(tmp_path: Path) -> None:
+def test_least_recently_used_states_are_spilled_and_reloaded(tmp_path: Path) -> None:
     store = MemoryStore(tmp_path, limit=3 * 4000)
     for client in range(5):
         put(store, "", "0-1-0", client, client=client)
@@ -354,7 +354,7 @@ def test_least_recently_used_states_go_to_files_and_come_back(tmp_path: Path) ->
     assert files(tmp_path, 2) == ["0-2-0.safetensors"]
 
 
-def test_a_state_larger_than_the_limit_still_works(tmp_path: Path) -> None:
+def test_a_state_larger_than_the_limit_is_spilled(tmp_path: Path) -> None:
     store = MemoryStore(tmp_path, limit=100)
     put(store, "", "0-1-0", 5)
     assert value(store, "0-1-0") == 5
@@ -386,7 +386,7 @@ def test_a_state_that_cannot_be_written_stays_in_memory(
     assert value(store, "0-2-0", client=3) == 23
 
 
-def test_spilled_files_are_on_the_disk_from_the_checkpoint_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spilled_files_are_synced_at_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     for module in ("posy.client_app.state", "posy.storage"):
         monkeypatch.setattr(f"{module}.sync", lambda path: synced.append(path.name))
@@ -403,7 +403,7 @@ def test_spilled_files_are_on_the_disk_from_the_checkpoint_on(tmp_path: Path, mo
     assert len(synced) == 6
 
 
-def test_memory_is_written_for_a_checkpoint_and_read_by_the_next_process(tmp_path: Path) -> None:
+def test_a_checkpoint_writes_memory_for_the_next_process(tmp_path: Path) -> None:
     store = MemoryStore(tmp_path, limit=2 * 4000)
     for client in range(3):
         put(store, "", "0-1-0", 10 + client, client=client)
@@ -430,7 +430,7 @@ def places(told: dict[str, Any], **node: Any) -> dict[str, Any]:
     return told
 
 
-def test_a_node_says_itself_where_it_writes(tmp_path: Path) -> None:
+def test_the_node_config_sets_where_a_node_writes(tmp_path: Path) -> None:
     told = {"run": "mine-1a2b", "state-directory": "/srv/run/state", "save-models-to": "/srv/run/models"}
     state, models = tmp_path / "state", tmp_path / "models"
     own = {"state-directory": str(state / "mine-1a2b"), "save-models-to": str(state / "mine-1a2b" / "models")}
@@ -444,7 +444,7 @@ def test_a_node_says_itself_where_it_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "/etc", "../other", "a/b", "a\\b", "a\n", "x" * 300])
-def test_a_server_cannot_leave_a_nodes_directory(name: str, tmp_path: Path) -> None:
+def test_a_server_cannot_escape_a_nodes_directory(name: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="is not a valid name of a folder"):
         places({"run": name}, **{"state-dir": str(tmp_path)})
     with pytest.raises(SettingsError, match="is not a valid name of a folder"):

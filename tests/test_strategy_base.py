@@ -184,7 +184,7 @@ EVALUATE_FAULTS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("fault", TRAIN_FAULTS)
-def test_a_bad_reply_after_training_is_left_out(
+def test_a_bad_training_reply_is_dropped(
     fault: str, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, reason = TRAIN_FAULTS[fault]
@@ -207,7 +207,7 @@ def test_a_bad_reply_after_training_is_left_out(
 
 
 @pytest.mark.parametrize("fault", EVALUATE_FAULTS)
-def test_a_bad_reply_after_evaluation_is_left_out(
+def test_a_bad_evaluation_reply_is_dropped(
     fault: str, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, reason = EVALUATE_FAULTS[fault]
@@ -229,7 +229,7 @@ def test_a_bad_reply_after_evaluation_is_left_out(
     assert all("n_train" in strategy.record.row(c) for c in range(4) if c != faulty)
 
 
-def test_errors_lost_doubled_and_foreign_replies_are_counted_by_reason(make_strategy: MakeStrategy) -> None:
+def test_unusable_replies_are_recorded_by_reason(make_strategy: MakeStrategy) -> None:
     expected, strategy = make_strategy("fedavg"), make_strategy("fedavg")
     _, replies = send(expected)
     take(expected, [replies[0]])
@@ -264,7 +264,7 @@ ERRORS: dict[str, tuple[Error, str]] = {
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_is_told_in_plain_words_with_the_name_of_the_site(
+def test_errors_are_logged_in_plain_words_with_the_sites_name(
     error: str, make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
 ) -> None:
     sent, words = ERRORS[error]
@@ -281,7 +281,7 @@ def test_an_error_is_told_in_plain_words_with_the_name_of_the_site(
     assert strategy.record.missing == [2]
 
 
-def test_clients_that_are_left_out_for_one_reason_are_told_together(
+def test_clients_dropped_for_one_reason_share_a_warning(
     make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
 ) -> None:
     strategy = make_strategy("fedavg")
@@ -309,7 +309,7 @@ def lines_of(warnings: pytest.LogCaptureFixture) -> list[str]:
     return list({id(record): record.getMessage() for record in warnings.records if record.levelno == WARNING}.values())
 
 
-def test_a_client_that_was_not_asked_is_not_missing(make_strategy: MakeStrategy) -> None:
+def test_clients_outside_the_cohort_are_not_missing(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5)
     member = strategy.clients.pop(3)
     _, replies = send(strategy)
@@ -321,7 +321,7 @@ def test_a_client_that_was_not_asked_is_not_missing(make_strategy: MakeStrategy)
     assert strategy.record.missing == [strategy.rounds.cohort(2)[0]]
 
 
-def test_a_reply_counts_for_the_client_that_was_asked_not_for_the_one_it_names(make_strategy: MakeStrategy) -> None:
+def test_a_reply_counts_for_the_messages_recipient(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     _, replies = send(strategy)
     replies[0].content.config_records["config"]["client"] = 3
@@ -331,7 +331,7 @@ def test_a_reply_counts_for_the_client_that_was_asked_not_for_the_one_it_names(m
     assert "train_loss" not in strategy.record.row(3)
 
 
-def test_messages_that_there_was_no_time_to_send_are_dropped_each(make_strategy: MakeStrategy) -> None:
+def test_unsent_messages_count_as_no_reply(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     grid = InProcessGrid(4)
     messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
@@ -339,7 +339,7 @@ def test_messages_that_there_was_no_time_to_send_are_dropped_each(make_strategy:
     assert strategy.record.dropped == [(c, "no reply") for c in (1, 2, 3)]
 
 
-def test_a_reply_of_the_training_is_none_of_the_evaluation(make_strategy: MakeStrategy) -> None:
+def test_evaluation_ignores_training_replies(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     _, old = send(strategy)
     take(strategy, old)
@@ -349,7 +349,7 @@ def test_a_reply_of_the_training_is_none_of_the_evaluation(make_strategy: MakeSt
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_good_reply_leaves_every_methods_state_as_it_was(method: str, make_strategy: MakeStrategy) -> None:
+def test_without_valid_replies_the_state_does_not_change(method: str, make_strategy: MakeStrategy) -> None:
     strategy = make_strategy(method, model="mlp", num_server_rounds=8)
     before = state_bytes(strategy)
     messages, _ = send(strategy)
@@ -359,9 +359,7 @@ def test_no_good_reply_leaves_every_methods_state_as_it_was(method: str, make_st
 
 
 @pytest.mark.parametrize(("least", "changes"), [(3, True), (4, False)])
-def test_fewer_good_replies_than_asked_for_change_nothing(
-    least: int, changes: bool, make_strategy: MakeStrategy
-) -> None:
+def test_too_few_valid_replies_change_nothing(least: int, changes: bool, make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", min_train_replies=least)
     before = state_bytes(strategy)
     _, replies = send(strategy)
@@ -387,9 +385,7 @@ def test_the_order_of_the_replies_does_not_matter(make_strategy: MakeStrategy) -
 
 
 @pytest.mark.parametrize("phase", ["train", "evaluate"])
-def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(
-    phase: str, make_strategy: MakeStrategy
-) -> None:
+def test_every_node_gets_separate_records(phase: str, make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     config = ConfigRecord({"mine": 1, "lr": 99.0})
     messages, _ = send(strategy, phase=phase, config=config)
@@ -408,7 +404,7 @@ def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(
     assert not set(configs[0]) & set(messages[0].content.metric_records)
 
 
-def test_the_message_brings_what_the_strategy_serves_and_the_rounds_rate(make_strategy: MakeStrategy) -> None:
+def test_messages_carry_the_served_model_and_the_learning_rate(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", lr=0.25)
     messages, _ = send(strategy)
     content = messages[2].content
@@ -417,7 +413,7 @@ def test_the_message_brings_what_the_strategy_serves_and_the_rounds_rate(make_st
     assert content.config_records["config"]["evaluate-local"] is True
 
 
-def test_bytes_are_those_of_the_messages(make_strategy: MakeStrategy) -> None:
+def test_recorded_bytes_match_the_messages(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     messages, replies = send(strategy)
     take(strategy, replies)
@@ -433,7 +429,7 @@ def test_bytes_are_those_of_the_messages(make_strategy: MakeStrategy) -> None:
     assert (record.bytes_down, record.bytes_up) == (sum(down + again), sum(up))
 
 
-def test_models_are_saved_at_first_and_last_and_now_and_then(make_strategy: MakeStrategy, tmp_path: Any) -> None:
+def test_models_are_saved_in_the_first_and_last_rounds(make_strategy: MakeStrategy, tmp_path: Any) -> None:
     strategy = make_strategy("fedavg", num_server_rounds=3)
     strategy.exchange.models_folder = tmp_path / "models"
     for server_round, expected in ((1, True), (2, False), (3, True)):
@@ -451,7 +447,7 @@ def test_models_are_saved_at_first_and_last_and_now_and_then(make_strategy: Make
 @pytest.mark.parametrize(
     ("fraction", "size"), [(1.0, 4), (0.75, 3), (0.5, 2), (0.51, 3), (0.25, 1), (0.01, 1), (0.7500000001, 3)]
 )
-def test_the_cohorts_size(fraction: float, size: int, make_strategy: MakeStrategy) -> None:
+def test_cohort_size(fraction: float, size: int, make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=fraction)
     for server_round in range(1, 6):
         cohort = strategy.rounds.cohort(server_round)
@@ -460,7 +456,7 @@ def test_the_cohorts_size(fraction: float, size: int, make_strategy: MakeStrateg
         assert set(cohort) <= set(range(4))
 
 
-def test_cohorts_depend_on_seed_and_round_alone(make_strategy: MakeStrategy) -> None:
+def test_cohorts_depend_only_on_seed_and_round(make_strategy: MakeStrategy) -> None:
     def cohorts(method: str = "fedavg", **settings: Any) -> list[list[int]]:
         strategy = make_strategy(method, fraction_train=0.5, **settings)
         return [strategy.rounds.cohort(r) for r in range(1, 21)]
@@ -474,13 +470,13 @@ def test_cohorts_depend_on_seed_and_round_alone(make_strategy: MakeStrategy) -> 
     assert [strategy.rounds.cohort(r) for r in range(20, 0, -1)][::-1] == drawn
 
 
-def test_every_client_is_drawn_about_equally_often(make_strategy: MakeStrategy) -> None:
+def test_clients_are_drawn_equally_often(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5)
     times = Counter(c for r in range(1, 401) for c in strategy.rounds.cohort(r))
     assert all(150 < times[c] < 250 for c in range(4))  # 200 on average, standard deviation 10
 
 
-def test_only_the_cohort_trains_and_all_are_evaluated(make_strategy: MakeStrategy) -> None:
+def test_the_cohort_trains_and_all_clients_are_evaluated(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5)
     cohort = strategy.rounds.cohort(1)
     messages, replies = send(strategy)
@@ -494,7 +490,7 @@ def test_only_the_cohort_trains_and_all_are_evaluated(make_strategy: MakeStrateg
     assert {c for c, config in configs.items() if not config["evaluate-personal"]} == set(cohort[1:])
 
 
-def test_a_client_without_a_node_is_not_asked(make_strategy: MakeStrategy) -> None:
+def test_clients_without_a_node_get_no_message(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     del strategy.clients[2]
     messages, _ = send(strategy)
@@ -505,7 +501,9 @@ def test_a_client_without_a_node_is_not_asked(make_strategy: MakeStrategy) -> No
 @pytest.mark.parametrize(
     ("every", "rounds", "expected"), [(1, 3, [1, 2, 3]), (2, 5, [2, 4, 5]), (3, 6, [3, 6]), (9, 4, [4]), (1, 1, [1])]
 )
-def test_rounds_that_are_evaluated(every: int, rounds: int, expected: list[int], make_strategy: MakeStrategy) -> None:
+def test_evaluate_every_selects_rounds(
+    every: int, rounds: int, expected: list[int], make_strategy: MakeStrategy
+) -> None:
     strategy = make_strategy("fedavg", evaluate_every=every, num_server_rounds=rounds)
     evaluated = []
     for server_round in range(1, rounds + 1):
@@ -521,7 +519,7 @@ def test_rounds_that_are_evaluated(every: int, rounds: int, expected: list[int],
     assert evaluated == expected
 
 
-def test_the_learning_rate_by_hand(make_strategy: MakeStrategy) -> None:
+def test_learning_rate_schedules_by_hand(make_strategy: MakeStrategy) -> None:
     constant = make_strategy("fedavg", lr=0.2, num_server_rounds=4)
     assert [schedule.learning_rate(constant.settings, r) for r in range(1, 5)] == [0.2] * 4
     cosine = make_strategy("fedavg", lr=0.2, lr_schedule="cosine", num_server_rounds=4)
@@ -540,7 +538,7 @@ def test_the_learning_rate_by_hand(make_strategy: MakeStrategy) -> None:
     assert messages[0].content.config_records["config"]["lr"] == pytest.approx(0.1)
 
 
-def test_the_round_is_summed_up_as_the_mean_over_clients(make_strategy: MakeStrategy) -> None:
+def test_round_metrics_are_means_over_clients(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     _, replies = send(strategy)
     _, trained = take(strategy, replies)
@@ -554,7 +552,7 @@ def test_the_round_is_summed_up_as_the_mean_over_clients(make_strategy: MakeStra
     assert evaluated["served-accuracy"] == pytest.approx(np.mean(scores))
 
 
-def test_scores_of_the_training_stand_before_those_of_the_evaluation(make_strategy: MakeStrategy) -> None:
+def test_training_scores_take_precedence_over_evaluation_scores(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     _, replies = send(strategy)
     metrics(local_accuracy=0.125)(replies[0].content)
@@ -574,7 +572,7 @@ def test_scores_of_the_training_stand_before_those_of_the_evaluation(make_strate
         ("ifca", "models", lambda a: a[0]),
     ],
 )
-def test_a_state_of_another_shape_or_type_is_not_taken_up(
+def test_a_state_of_another_shape_or_type_is_not_loaded(
     method: str, name: str, spoil: Callable[[np.ndarray], np.ndarray], make_strategy: MakeStrategy
 ) -> None:
     strategy = make_strategy(method)
@@ -600,7 +598,7 @@ def test_a_state_without_a_finished_array_is_not_loaded(make_strategy: MakeStrat
     assert state_bytes(fresh) == state_bytes(strategy) != before
 
 
-def test_the_summary_names_network_clients_and_training(
+def test_the_summary_describes_clients_and_training(
     make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
 ) -> None:
     make_strategy("fedavg", fraction_train=0.5, local_steps=7).summary()
@@ -612,7 +610,7 @@ def test_the_summary_names_network_clients_and_training(
 # -- the weighted mean -----------------------------------------------------------------------------------
 
 
-def test_the_weighted_mean_by_hand() -> None:
+def test_weighted_mean_by_hand() -> None:
     rows = np.array([[1, 2], [3, 6], [100, 100]], np.float32)
     assert weighted_mean(rows, [1, 3, 0]).tolist() == [2.5, 5.0]
     assert weighted_mean(rows[:2], [1e300, 3e300]).tolist() == [2.5, 5.0]
@@ -621,7 +619,7 @@ def test_the_weighted_mean_by_hand() -> None:
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [-1, 2], [math.nan, 1]])
-def test_weights_that_are_none_are_an_error(weights: list[float]) -> None:
+def test_invalid_weights_are_rejected(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be"):
         weighted_mean(np.ones((2, 2), np.float32), weights)
 
@@ -644,7 +642,7 @@ def test_replies_are_stacked_in_float32() -> None:
         ("cwfedavg", {"cwfedavg_distribution": "empirical"}, {"distribution": np.zeros(3)}),
     ],
 )
-def test_arrays_that_mean_nothing_to_the_method_are_refused(
+def test_invalid_method_arrays_are_rejected(
     method: str, settings: dict[str, Any], spoilt: dict[str, np.ndarray], make_strategy: MakeStrategy
 ) -> None:
     strategy = make_strategy(method, **settings)
@@ -706,12 +704,12 @@ def moved_by_3_and_4(strategy: Any) -> Change:
         "Exception ClientAppException occurred. Message: no samples'>",
     ],
 )
-def test_what_a_client_has_raised_is_its_message(reason: str) -> None:
+def test_raised_extracts_the_clients_message(reason: str) -> None:
     assert raised(reason) == "no samples"
 
 
 @pytest.mark.parametrize("method", LIMITED)
-def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_strategy: MakeStrategy) -> None:
+def test_an_update_above_the_limit_is_dropped_not_clipped(method: str, make_strategy: MakeStrategy) -> None:
     for limit, dropped in ((4.999, True), (5.001, False)):
         strategy = make_strategy(method, max_update_norm=limit, lr=1e-4)
         _, replies = send(strategy)
@@ -727,7 +725,7 @@ def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_str
             assert state_bytes(strategy) == state_bytes(without_it)
 
 
-def test_an_update_too_large_for_a_float_is_beyond_any_limit(make_strategy: MakeStrategy) -> None:
+def test_an_update_with_an_overflowing_norm_is_dropped(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", max_update_norm=1e30)
     _, replies = send(strategy)
     array(lambda a: np.full(a.shape, 3e38, np.float32))(replies[BAD].content)
@@ -736,7 +734,7 @@ def test_an_update_too_large_for_a_float_is_beyond_any_limit(make_strategy: Make
     assert (client, "max-update-norm" in reason) == (BAD, True)
 
 
-def test_without_a_limit_no_norm_is_reckoned(make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_no_norm_is_computed(make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = make_strategy("fedavg")
     monkeypatch.setattr(influence, "norm_of", None)
     _, replies = send(strategy)
@@ -744,12 +742,12 @@ def test_without_a_limit_no_norm_is_reckoned(make_strategy: MakeStrategy, monkey
     assert not strategy.record.dropped
 
 
-def test_local_training_sends_nothing_that_could_be_too_large(make_strategy: MakeStrategy) -> None:
+def test_max_update_norm_is_rejected_for_local_training(make_strategy: MakeStrategy) -> None:
     with pytest.raises(SettingsError, match=r"max-update-norm = 1e-09.*method = 'local'"):
         make_strategy("local", max_update_norm=1e-9)
 
 
-def test_a_huge_reply_is_refused_before_its_arrays_are_made(
+def test_a_huge_reply_is_dropped_before_its_arrays_are_decoded(
     make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit admits d float64 numbers and a header, and no larger reply."""

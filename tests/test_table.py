@@ -63,7 +63,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> None:
+def test_rows_override_variants_and_variants_override_common_settings(tmp_path: Path) -> None:
     plan = read_plan(
         _table(
             tmp_path,
@@ -90,14 +90,14 @@ def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> No
     assert plan.cells[0].path == tmp_path / "out/a/x/seed-3"
 
 
-def test_plan_lays_everything_over_an_experiment_file(tmp_path: Path) -> None:
+def test_table_settings_override_the_experiment_file(tmp_path: Path) -> None:
     cell = read_plan(_table(tmp_path, settings={"experiment": "ppfe-cifar10-s2", "lr": 0.05})).cells[0]
     settings = read_settings(cell.config)
     assert (settings.run.method, settings.train.lr) == ("fedavg", 0.05)  # 0.05 is the default, but the table sets it
     assert settings.data.samples_per_client == 150
 
 
-def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
+def test_rows_get_only_the_shared_settings_of_their_method(tmp_path: Path) -> None:
     rows = [{"name": name, "settings": {"method": name}} for name in ("fedavg", "fedfew", "ditto")]
     table = _table(tmp_path, settings={**COMMON, "fedfew-models": 2}, runs=rows)
     cells = read_plan(table, {"ditto-strength": 2.0}).cells
@@ -139,7 +139,7 @@ def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
         ({"repeat": 3}, "repeat"),
     ],
 )
-def test_wrong_tables_are_refused(content: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_invalid_tables_are_rejected(content: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=named):
         read_plan(_table(tmp_path, **content))
     assert not (tmp_path / "out").exists()
@@ -157,12 +157,12 @@ def test_wrong_tables_are_refused(content: dict[str, Any], named: str, tmp_path:
         ({"seed": 3}, "seed on the command line: the table itself sets it for each cell; remove seed"),
     ],
 )
-def test_an_error_about_an_override_names_the_command_line(typed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_override_errors_name_the_command_line(typed: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
         read_plan(_table(tmp_path), typed)
 
 
-def test_a_table_names_the_overrides_of_the_command_line(tmp_path: Path) -> None:
+def test_the_report_lists_command_line_overrides(tmp_path: Path) -> None:
     """The first line is the title, the second one names the overrides."""
     overrides = {"num-server-rounds": 2, "save-models": False, "loss": "my loss.py:f"}
     table = _table(tmp_path)
@@ -174,7 +174,7 @@ def test_a_table_names_the_overrides_of_the_command_line(tmp_path: Path) -> None
     assert "command line" not in markdown(read_plan(table), {}, aggregate({}), {})
 
 
-def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_runs_skips_repeats_and_reports_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"name": "p = 0.5, no WDR", "settings": {"method": "fedavg", "system-accuracy": "on"}},
         {"name": "Broken", "settings": {"method": "fedavg", "partition": "classes", "classes-per-client": 11}},
@@ -207,7 +207,7 @@ def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert {path.name for path in second.parent.iterdir() if path.is_dir()} == {"seed-0", "seed-1"}
 
 
-def test_one_seed_comes_after_the_other(tmp_path: Path) -> None:
+def test_cells_run_seed_by_seed(tmp_path: Path) -> None:
     """An interrupted table then has results for every row."""
     begun: list[str] = []
 
@@ -224,7 +224,7 @@ def test_one_seed_comes_after_the_other(tmp_path: Path) -> None:
     assert list(failures) == begun and "exit status 3" in failures[begun[0]]
 
 
-def test_finished_results_with_other_settings_are_set_aside(tmp_path: Path) -> None:
+def test_results_with_other_settings_are_moved_aside(tmp_path: Path) -> None:
     summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
     plan, _ = _results(tmp_path, {("", "A", 0): summary}, lr=0.1)
     cell = plan.cells[0]
@@ -238,7 +238,7 @@ def test_finished_results_with_other_settings_are_set_aside(tmp_path: Path) -> N
     assert [json.loads(path.read_text()) for path in aside] == [summary]
 
 
-def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_not_removed(tmp_path: Path) -> None:
     thesis = tmp_path / "out/FedAvg/seed-0/thesis.txt"
     thesis.parent.mkdir(parents=True)
     thesis.touch()
@@ -247,7 +247,7 @@ def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
     assert thesis.exists()
 
 
-def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
+def test_interrupting_a_table_stops_its_runs(tmp_path: Path) -> None:
     file = _table(tmp_path, settings={**COMMON, "num-server-rounds": 100_000}, seeds=[0, 1])
     environment = {**os.environ, "PYTHONPATH": str(APP)}
     process = subprocess.Popen(
@@ -283,7 +283,7 @@ def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "out/FedAvg/seed-1").exists()
 
 
-def test_a_run_that_ends_while_it_is_told_to_is_in_the_archive(tmp_path: Path) -> None:
+def test_a_run_that_ends_during_the_interrupt_is_archived(tmp_path: Path) -> None:
     class Ending:
         """A run that ends between Ctrl-C and the signal from the table."""
 
@@ -308,7 +308,7 @@ def test_a_run_that_ends_while_it_is_told_to_is_in_the_archive(tmp_path: Path) -
     assert collected == [cell.path] and not (cell.path / "models").exists()
 
 
-def test_a_cell_with_checkpoints_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     def run(folder: Path, *, until: int = 0) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
         settings = {**COMMON, "num-server-rounds": 120, "checkpoint-every": 10}
@@ -357,7 +357,7 @@ def test_a_cell_with_checkpoints_goes_on_where_it_was_interrupted(tmp_path: Path
     assert resumed["served"] == uninterrupted["served"] and resumed["local"] == uninterrupted["local"]
 
 
-def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
+def test_table_figures_by_hand(tmp_path: Path) -> None:
     plan, results = _results(
         tmp_path,
         {
@@ -388,7 +388,7 @@ def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
     assert "- v / B / seed 1: killed by signal 9" in text
 
 
-def test_a_seed_that_has_diverged_is_neither_left_out_in_silence_nor_shown_as_it_was_before(tmp_path: Path) -> None:
+def test_diverged_seeds_are_marked_in_the_table(tmp_path: Path) -> None:
     """One seed of A and both seeds of B have no served model at the end. Round 4 is not their last round."""
     early = _summary(served=0.9, local=0.8, system=None, seconds=1)
     early["served"]["last"] = {**early["served"]["last"], "round": 4}
@@ -406,7 +406,7 @@ def test_a_seed_that_has_diverged_is_neither_left_out_in_silence_nor_shown_as_it
     assert "| B | 2/2 | 0 of 2! | 95.00 ± 0.00 (10.00) |" in text
 
 
-def test_a_run_that_lacks_its_system_accuracy_is_not_finished(tmp_path: Path) -> None:
+def test_a_run_without_its_system_accuracy_is_unfinished(tmp_path: Path) -> None:
     summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
     plan, _ = _results(tmp_path, {("", "A", 0): summary}, **{"system-accuracy": "on"})
     assert plan.cells[0].summary() is None
@@ -414,7 +414,7 @@ def test_a_run_that_lacks_its_system_accuracy_is_not_finished(tmp_path: Path) ->
     assert plan.cells[0].summary() is not None
 
 
-def test_a_run_that_has_diverged_is_not_done_again(tmp_path: Path) -> None:
+def test_a_diverged_run_is_not_repeated(tmp_path: Path) -> None:
     """The run has no system accuracy, and the last line of its log does not give the cause."""
     summary = {**_summary(served=0.5, local=0.5, system=None, seconds=1), "status": "diverged"}
     plan, _ = _results(tmp_path, {("", "A", seed): summary for seed in (0, 1)}, **{"system-accuracy": "on"})
@@ -486,7 +486,7 @@ def _results(
     return plan, {cells[key]: summary for key, summary in summaries.items()}
 
 
-def test_a_figure_over_a_cohort_names_its_clients(tmp_path: Path) -> None:
+def test_a_mean_over_a_cohort_states_its_number_of_clients(tmp_path: Path) -> None:
     """One of four clients trains in a round, so the local models of two runs cover two of eight clients."""
     summaries = {("", "A", seed): _summary(0.5, 0.9, None, 1, cohort=1) for seed in (0, 1)}
     plan, results = _results(tmp_path, summaries)
@@ -499,7 +499,7 @@ def test_a_figure_over_a_cohort_names_its_clients(tmp_path: Path) -> None:
     assert "90.00 ± 0.00 (10.00), 2 of 8 clients" in cells
 
 
-def test_finished_runs_can_be_carried_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_restores_finished_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With only the archive of a table, its cells are not run again, and the table is the same."""
     file = tmp_path / "small.yaml"
     settings = "{dataset: digits, max-samples: 120, num-clients: 3, num-server-rounds: 2, model: linear, device: cpu}"
@@ -522,7 +522,7 @@ def test_finished_runs_can_be_carried_elsewhere(tmp_path: Path, monkeypatch: pyt
     assert run_table(plan, jobs=1, only_print=True) == 1  # with other settings they are other runs
 
 
-def test_archived_runs_take_the_place_of_runs_with_other_settings(tmp_path: Path) -> None:
+def test_archived_runs_replace_runs_with_other_settings(tmp_path: Path) -> None:
     """The folder has results of other settings, and the archive has results of the wanted settings."""
     summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
     plan, _ = _results(tmp_path / "here", {("", "A", 0): summary}, lr=0.1)
@@ -538,7 +538,7 @@ def test_archived_runs_take_the_place_of_runs_with_other_settings(tmp_path: Path
     assert len(list(wanted.path.parent.glob("seed-0-before-*"))) == 1
 
 
-def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
+def test_a_running_cell_is_not_restored_from_the_archive(tmp_path: Path) -> None:
     """Another table may have finished the same run meanwhile, and a page may be drawn from it."""
     summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
     plan, _ = _results(tmp_path, {("", "A", 0): summary})

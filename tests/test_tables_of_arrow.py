@@ -76,7 +76,7 @@ FORMS = ["csv", "parquet", "saved"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_table_of_features_holds_the_samples_of_the_npz(form: str, tmp_path: Path) -> None:
+def test_feature_tables_match_the_npz(form: str, tmp_path: Path) -> None:
     expected = npz(tmp_path / "a.npz", FEATURES, groups_train=GROUPS)
     dataset = loaded(writers(tmp_path, table())[form])
     same(dataset, expected)
@@ -84,7 +84,7 @@ def test_a_table_of_features_holds_the_samples_of_the_npz(form: str, tmp_path: P
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_table_of_texts_holds_the_samples_of_the_csv(form: str, tmp_path: Path) -> None:
+def test_text_tables_match_the_csv(form: str, tmp_path: Path) -> None:
     paths = writers(tmp_path, pd.DataFrame({"text": WORDS, "number": GROUPS, "label": NAMES}))
     dataset = loaded(paths[form], text_length=6)
     same(dataset, loaded(paths["csv"], text_length=6))
@@ -93,7 +93,7 @@ def test_a_table_of_texts_holds_the_samples_of_the_csv(form: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_columns_that_the_settings_name(form: str, tmp_path: Path) -> None:
+def test_settings_select_columns(form: str, tmp_path: Path) -> None:
     frame = table().rename(columns={"label": "kind", "group": "ward"})
     frame.insert(0, "review", WORDS)
     path = writers(tmp_path, frame)[form]
@@ -127,7 +127,7 @@ def test_columns_that_the_settings_name(form: str, tmp_path: Path) -> None:
             loaded(path, input_columns=columns_text)
 
 
-def test_columns_are_for_tables_alone(tmp_path: Path) -> None:
+def test_column_settings_need_a_table(tmp_path: Path) -> None:
     npz(tmp_path / "a.npz", FEATURES)
     (tmp_path / "mine.py").write_text("def data():\n    return [[1.0], [2.0]] * 4, [0, 1] * 4\n")
     for name in (str(tmp_path / "a.npz"), "digits", f"{tmp_path}/mine.py:data"):
@@ -136,7 +136,7 @@ def test_columns_are_for_tables_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet"])
-def test_images_hold_the_samples_of_the_npz(form: str, tmp_path: Path) -> None:
+def test_images_match_the_npz(form: str, tmp_path: Path) -> None:
     expected = npz(tmp_path / "a.npz", PIXELS)
     path = tmp_path / "data.parquet" if form == "parquet" else tmp_path / "data"
     pixels = pictures()
@@ -146,7 +146,7 @@ def test_images_hold_the_samples_of_the_npz(form: str, tmp_path: Path) -> None:
     assert small.x.shape == (40, 4, 4, 3)
 
 
-def test_images_of_unlike_sizes_are_brought_to_one(tmp_path: Path) -> None:
+def test_images_of_different_sizes_are_resized(tmp_path: Path) -> None:
     kinds = datasets.Features({"img": datasets.Image(), "fine": datasets.ClassLabel(names=["a", "b"])})
     images = [Image.fromarray(PIXELS[i][: 3 + i % 3, :, 0]) for i in range(8)]
     datasets.Dataset.from_dict({"img": images, "fine": [0, 1] * 4}, features=kinds).save_to_disk(tmp_path / "s")
@@ -155,7 +155,7 @@ def test_images_of_unlike_sizes_are_brought_to_one(tmp_path: Path) -> None:
     assert loaded(tmp_path / "s", image_size=5).x.shape == (8, 5, 5, 1)
 
 
-def test_the_splits_are_pooled_and_the_test_set_is_a_sites_own(tmp_path: Path) -> None:
+def test_saved_splits_become_training_and_test_sets(tmp_path: Path) -> None:
     parts = datasets.DatasetDict(train=pictures(slice(25)), test=pictures(slice(25, 40)))
     parts["unsupervised"] = pictures(slice(3))
     parts.save_to_disk(tmp_path / "s")
@@ -174,14 +174,14 @@ def test_the_splits_are_pooled_and_the_test_set_is_a_sites_own(tmp_path: Path) -
     assert load_site(read_site(tmp_path / "v", sites, POLICY), sites, POLICY)[1].test[0].tolist() == list(range(25, 40))
 
 
-def test_a_site_reads_the_columns_that_the_run_names(tmp_path: Path) -> None:
+def test_a_site_reads_the_runs_columns(tmp_path: Path) -> None:
     path = writers(tmp_path, table().rename(columns={"label": "kind"})[["kind", "a", "b", "c"]])["parquet"]
     sites = DataSettings(dataset="sites", label_column="kind", input_columns="a,c")
     content = read_site(path, sites, POLICY)
     assert content.columns == ("a", "c") and content.labels.tolist() == NAMES.tolist()
 
 
-def test_an_image_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) -> None:
+def test_unreadable_images_are_reported_or_skipped(tmp_path: Path) -> None:
     encoded = pictures().cast_column("image", datasets.Image(decode=False))
     kinds = encoded.features
     rows = encoded.to_dict()
@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_with_a_table_is_told(case: str, tmp_path: Path) -> None:
+def test_invalid_tables_are_rejected(case: str, tmp_path: Path) -> None:
     content, message = WRONG[case]
     pd.DataFrame(content).to_parquet(path := tmp_path / "a.parquet")
     with pytest.raises(DataError) as raised:
@@ -235,7 +235,7 @@ def test_what_is_wrong_with_a_table_is_told(case: str, tmp_path: Path) -> None:
     assert message in str(raised.value) and str(path) in str(raised.value)
 
 
-def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
+def test_invalid_saved_data_sets_are_rejected(tmp_path: Path) -> None:
     kinds = datasets.Features({"x": datasets.Value("float32"), "label": datasets.ClassLabel(names=["a", "b"])})
     datasets.Dataset.from_dict({"x": [1, 2], "label": [0, -1]}, features=kinds).save_to_disk(tmp_path / "unlabelled")
     both = {"one": datasets.Image(), "two": datasets.Image(), "label": datasets.Value("int64")}
@@ -264,7 +264,7 @@ def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet", "arrays"])
-def test_a_run_on_each(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_give_the_same_result_for_each_form(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arrays(tmp_path / "arrays")
     pictures(label="kind").save_to_disk("saved")
@@ -282,7 +282,7 @@ def test_a_run_on_each(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # -- the Hub ---------------------------------------------------------------------------------------------
 
 
-def test_a_data_set_that_the_library_has_cached_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_hub_data_set_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lay out the library's cache as it does itself, by preparing a local folder of the same name."""
     monkeypatch.chdir(tmp_path)
     pictures().to_parquet(tmp_path / "src.parquet")
@@ -305,7 +305,7 @@ def test_a_data_set_that_the_library_has_cached_is_taken(tmp_path: Path, monkeyp
         loaded("hf:someone/things:large", download=False)
 
 
-def test_what_is_wrong_with_a_name_of_the_hub_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_hub_names_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for name in ("hf:things", "hf:a/b/c", "hf:../b", "hf:a/b:"):
@@ -318,7 +318,7 @@ def test_what_is_wrong_with_a_name_of_the_hub_is_told(tmp_path: Path, monkeypatc
         loaded("hf:nobody/things", download=False)
 
 
-def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
+def test_offline_errors_take_one_line(tmp_path: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     root = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
@@ -342,7 +342,7 @@ def arrays(folder: Path, **parts: Any) -> Path:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_folder_of_arrays_holds_the_samples_of_the_npz(first: bool, tmp_path: Path) -> None:
+def test_array_folders_match_the_npz(first: bool, tmp_path: Path) -> None:
     x = PIXELS.transpose(0, 3, 1, 2) if first else PIXELS
     path = arrays(tmp_path / "a", x=np.ascontiguousarray(x), groups=GROUPS, test=np.arange(40) >= 30)
     dataset = loaded(path)
@@ -353,7 +353,7 @@ def test_a_folder_of_arrays_holds_the_samples_of_the_npz(first: bool, tmp_path: 
     assert load_site(read_site(path, sites, POLICY), sites, POLICY)[1].test[0].tolist() == list(range(30, 40))
 
 
-def test_what_is_wrong_with_a_folder_of_arrays_is_told(tmp_path: Path) -> None:
+def test_invalid_array_folders_are_rejected(tmp_path: Path) -> None:
     wrong = np.array([{}, 1], dtype=object)
     np.save(arrays(tmp_path / "o") / "x.npy", wrong, allow_pickle=True)
     (arrays(tmp_path / "s") / "x.npy").write_bytes((tmp_path / "s/x.npy").read_bytes()[:-1])
@@ -398,7 +398,7 @@ print(held("RssAnon:") - before, data.nbytes >> 20)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_a_client_reads_its_own_samples_alone(tmp_path: Path) -> None:
+def test_a_client_loads_only_its_own_samples(tmp_path: Path) -> None:
     folder = arrays(tmp_path / "a", y=np.arange(40_000) % 10)
     (folder / "x.npy").unlink()
     np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (40_000, 32, 32, 3)).flush()  # 123 MB, all of it holes

@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_test_fraction_without_an_effect_is_warned_of(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_a_test_fraction_without_effect_gives_a_warning(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     labels = np.arange(40) % 2
     pixels = np.zeros((40, 4, 4), np.uint8)
     np.savez(tmp_path / "a.npz", x_train=pixels, y_train=labels, x_test=pixels[:8], y_test=labels[:8])
@@ -58,7 +58,7 @@ def test_a_test_fraction_without_an_effect_is_warned_of(tmp_path: Path, warnings
     assert not warned(test_fraction=0.5, test_set="pooled")
 
 
-def test_an_absent_test_set_cannot_be_pooled(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_pooling_an_absent_test_set_gives_a_warning(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     labels = np.arange(40) % 2
     np.savez(tmp_path / "a.npz", x_train=np.zeros((40, 4, 4), np.uint8), y_train=labels)
     settings = {"dataset": "a.npz", "method": "fedavg", "partition": "iid", "num_clients": 2}
@@ -71,7 +71,7 @@ def test_an_absent_test_set_cannot_be_pooled(tmp_path: Path, warnings: pytest.Lo
     assert warnings.text == ""
 
 
-def test_a_test_fraction_without_an_effect_on_a_partition_file_is_warned_of(
+def test_a_test_fraction_without_effect_on_a_partition_file_gives_a_warning(
     tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     np.savez(tmp_path / "a.npz", x_train=np.zeros((8, 4, 4), np.uint8), y_train=np.arange(8) % 2)
@@ -89,7 +89,7 @@ def test_a_test_fraction_without_an_effect_on_a_partition_file_is_warned_of(
 # -- statistics and vocabulary come from training samples --------------------------------------------------
 
 
-def test_features_are_standardised_by_training_samples_alone(tmp_path: Path) -> None:
+def test_features_are_standardised_by_training_samples_only(tmp_path: Path) -> None:
     ages = np.arange(40.0) ** 2
     path = table(tmp_path / "patients.csv", np.column_stack([ages, np.full(40, 5.0)]), np.arange(40) % 2)
     settings = {"dataset": str(path), "partition": "iid", "num_clients": 2, "validation_fraction": 0.25}
@@ -130,7 +130,7 @@ def test_features_of_a_pfllib_folder_are_standardised(tmp_path: Path) -> None:
     assert data.x_train[:, 0].tolist() == pytest.approx([-3 / 5**0.5, -1 / 5**0.5, 1 / 5**0.5, 3 / 5**0.5])
 
 
-def test_a_value_that_standardisation_takes_beyond_float32_is_refused(tmp_path: Path) -> None:
+def test_standardised_values_beyond_float32_are_rejected(tmp_path: Path) -> None:
     x = np.array([[1.0], [1.0 + 1e-12], [1.0], [1e30]])
     path = pfllib(tmp_path / "folder", x, np.array([0, 1, 0, 1]), 1)
     with pytest.raises(DataError, match="feature 0 exceeds the range of float32"):
@@ -207,7 +207,7 @@ def test_no_client_trains_on_a_supplied_test_sample(write: Callable[[Path], Path
     assert max(values(pooled, training_rows(pooled.partition))) >= TRAIN
 
 
-def test_each_client_is_tested_on_the_classes_that_it_trains_on(tmp_path: Path) -> None:
+def test_clients_are_tested_on_their_training_classes(tmp_path: Path) -> None:
     settings = {"dataset": str(write_npz(tmp_path)), "partition": "classes", "num_clients": 4, "method": "fedavg"}
     space = workspace(**settings)
     part, y = space.partition, space.dataset.y
@@ -217,7 +217,7 @@ def test_each_client_is_tested_on_the_classes_that_it_trains_on(tmp_path: Path) 
             assert abs(np.sum(y[test] == label) - np.sum(y[train] == label) / 3) < 1
 
 
-def test_a_class_of_the_test_set_is_divided_in_proportion_to_training_samples() -> None:
+def test_test_samples_are_divided_in_proportion_to_training_samples() -> None:
     counts = np.array([[6, 0, 1], [3, 5, 0], [1, 5, 0]])
     # Class 0: 20 samples, 12 to 6 to 2. Class 1: 5 samples, 2.5 and 2.5: one of the two gets the fifth. Class 2: all.
     # In the next call no client trains on class 1.
@@ -232,7 +232,7 @@ def test_a_class_of_the_test_set_is_divided_in_proportion_to_training_samples() 
     assert starved.tolist() == [[9, 1], [0, 1]]  # 1.8 and 0.2 round to 2 and 0; the client takes one
 
 
-def test_natural_groups_keep_their_own_test_samples(tmp_path: Path) -> None:
+def test_natural_groups_keep_their_test_samples(tmp_path: Path) -> None:
     group = np.array(["north", "south"])[(np.arange(TRAIN + TEST) // 3) % 2]
     x = np.arange(TRAIN + TEST, dtype=np.float64)[:, None]
     parts = {"x_train": x[:TRAIN], "y_train": LABELS[:TRAIN], "groups_train": group[:TRAIN]}
@@ -244,7 +244,7 @@ def test_natural_groups_keep_their_own_test_samples(tmp_path: Path) -> None:
         assert part.test[client].tolist() == (TRAIN + np.flatnonzero(group[TRAIN:] == name)).tolist()
 
 
-def test_a_partition_file_must_not_train_on_the_test_set(tmp_path: Path) -> None:
+def test_a_partition_file_cannot_train_on_the_test_set(tmp_path: Path) -> None:
     write_npz(tmp_path)
     lists = [list(range(0, 65)), list(range(65, 70)) + list(range(40, 60))]
     Path("parts.json").write_text(json.dumps(lists), encoding="utf-8")
@@ -262,7 +262,7 @@ def test_a_partition_file_must_not_train_on_the_test_set(tmp_path: Path) -> None
     assert workspace(**settings, method="fedavg", test_set="pooled").partition.train[0].tolist() == [0, 61]
 
 
-def test_equal_clients_take_training_samples_alone(tmp_path: Path) -> None:
+def test_samples_per_client_uses_only_training_samples(tmp_path: Path) -> None:
     settings = {"dataset": str(write_npz(tmp_path)), "partition": "classes", "num_clients": 4, "method": "fedavg"}
     space = workspace(**settings, samples_per_client=10)
     assert [len(part) for part in space.partition.train] == [10] * 4
@@ -272,7 +272,7 @@ def test_equal_clients_take_training_samples_alone(tmp_path: Path) -> None:
         _ = workspace(**settings, samples_per_client=40).partition
 
 
-def test_a_subset_keeps_train_and_test_apart(tmp_path: Path) -> None:
+def test_max_samples_keeps_training_and_test_samples_apart(tmp_path: Path) -> None:
     settings = {"dataset": str(write_npz(tmp_path)), "partition": "iid", "num_clients": 2, "method": "fedavg"}
     space = workspace(**settings, max_samples=40)
     assert max(values(space, training_rows(space.partition))) < TRAIN
@@ -289,7 +289,7 @@ def test_a_site_keeps_its_supplied_test_set(tmp_path: Path) -> None:
         read_settings({"dataset": "sites", "test-set": "pooled"}, "a")
 
 
-def test_a_pfllib_folder_keeps_the_test_set_of_each_client(tmp_path: Path) -> None:
+def test_a_pfllib_folder_keeps_each_clients_test_set(tmp_path: Path) -> None:
     path = pfllib(tmp_path / "folder", np.arange(6.0)[:, None], np.arange(6) % 2, 2)
     part = workspace(dataset=str(path), num_clients=1, method="fedavg").partition
     assert (part.train[0].tolist(), part.test[0].tolist()) == ([0, 1, 2, 3], [4, 5])
@@ -311,7 +311,7 @@ def test_published_data_sets_keep_their_test_sets(tmp_path: Path) -> None:
     assert load_dataset(DataSettings(), tmp_path, 0).is_test is None  # digits
 
 
-def test_tables_and_experiments_of_papers_pool_explicitly() -> None:
+def test_paper_tables_and_experiments_pool_explicitly() -> None:
     """Their recorded numbers come from pooled data. A run older than the setting counts as pooled."""
     root = Path(posy.__file__).parent.parent
     files = [*root.glob("papers/*/*.yaml"), *root.glob("papers/*/settings/*.yaml"), *root.glob("benchmarks/*/*.yaml")]
@@ -336,7 +336,7 @@ def write_hospitals(root: Path, names: Sequence[object] = HOSPITALS) -> Path:
     return root / "all.csv"
 
 
-def test_a_natural_partition_keeps_the_names_of_its_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_natural_partition_keeps_group_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_hospitals(tmp_path)
     settings = {"dataset": str(path), "group_column": "hospital", "partition": "natural", "num_clients": 3}
     record = posy.run(**QUICK, **settings, run_name="one")
@@ -355,7 +355,7 @@ def test_a_natural_partition_keeps_the_names_of_its_groups(tmp_path: Path, capsy
     assert "Accuracy of hungary" in text and "Accuracy of client 1" not in text
 
 
-def test_numbers_as_names_of_groups_are_told_from_clients(tmp_path: Path) -> None:
+def test_numeric_group_names_differ_from_client_numbers(tmp_path: Path) -> None:
     path = write_hospitals(tmp_path, [2, 0, 1])
     settings = {"dataset": str(path), "group_column": "hospital", "partition": "natural", "num_clients": 2}
     part = workspace(**settings, method="fedavg").partition
@@ -364,7 +364,7 @@ def test_numbers_as_names_of_groups_are_told_from_clients(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", ["npz", "arrays", "parquet", "function"])
-def test_all_readers_keep_the_names_of_groups(form: str, tmp_path: Path) -> None:
+def test_all_readers_keep_group_names(form: str, tmp_path: Path) -> None:
     x, y, groups = np.arange(12.0)[:, None], np.arange(12) % 2, np.array(["north", "south", "east"] * 4)
     name = str(tmp_path / f"data.{form}")
     if form == "npz":

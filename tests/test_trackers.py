@@ -55,7 +55,7 @@ def rounds_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
-def test_a_tracker_of_ones_own_is_told_everything(make_config: Callable[..., dict[str, Any]], own: Path) -> None:
+def test_a_custom_tracker_receives_every_record(make_config: Callable[..., dict[str, Any]], own: Path) -> None:
     config = make_config("fedfew", num_server_rounds=2, track=f"{own}:Mine")
     path = run(None, config).directory.path
     first, *rounds, summary = json.loads((path / "mine.json").read_text())
@@ -69,7 +69,7 @@ def test_a_tracker_of_ones_own_is_told_everything(make_config: Callable[..., dic
 
 
 @pytest.mark.parametrize(("name", "reason"), [("Failing", "nobody is there"), ("broken", "no way in")])
-def test_one_that_fails_is_told_of_once_and_the_run_goes_on(
+def test_a_failing_tracker_warns_once_and_the_run_continues(
     make_config: Callable[..., dict[str, Any]],
     own: Path,
     warnings: pytest.LogCaptureFixture,
@@ -84,7 +84,7 @@ def test_one_that_fails_is_told_of_once_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize(("track", "reason"), [("{}:lacking", "not define lacking"), ("{}:nothing", "takes the run")])
-def test_one_that_is_not_there_is_told_before_anything_begins(
+def test_a_missing_tracker_is_rejected_before_the_run(
     make_config: Callable[..., dict[str, Any]], own: Path, tmp_path: Path, track: str, reason: str
 ) -> None:
     with pytest.raises(SettingsError, match=reason):
@@ -95,14 +95,14 @@ def test_one_that_is_not_there_is_told_before_anything_begins(
 @pytest.mark.parametrize(
     ("track", "module"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow"), ("wandb", "wandb")]
 )
-def test_a_package_that_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch, track: str, module: str) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, track: str, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"posy.server_app.trackers.{track}", raising=False)
     with pytest.raises(SettingsError, match=rf"track = '{track}' needs .*pip install 'posy\[{track}\]'"):
         find(track)
 
 
-def test_every_tracker_that_can_be_set_is_there() -> None:
+def test_every_tracker_choice_exists() -> None:
     from posy.strategies.registry import declared
 
     assert set(declared([])["track"].choices) == {"off", *TRACKERS}
@@ -174,7 +174,7 @@ def test_mlflow_has_rounds_settings_and_results(
     assert {file.path for file in client.list_artifacts(kept.info.run_id)} >= {"summary.json", "config.yaml"}
 
 
-def test_weights_and_biases_stay_offline(
+def test_weights_and_biases_stays_offline(
     make_config: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")

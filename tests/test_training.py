@@ -234,7 +234,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_training_equals_a_loop_written_by_hand(name: str) -> None:
+def test_training_matches_a_handwritten_loop(name: str) -> None:
     work, settings = TRAININGS[name]
     start = initial()
     hand = {BY_HAND.get(key, key): value for key, value in (settings | work).items()}
@@ -247,14 +247,14 @@ def test_training_equals_a_loop_written_by_hand(name: str) -> None:
     assert (result.parameters - start).abs().max() > 1e-3
 
 
-def test_a_plain_training_heeds_no_momentum_decay_or_clipping() -> None:
+def test_plain_training_ignores_momentum_decay_and_clipping() -> None:
     for settings in ({"momentum": 0.9}, {"optimizer": "adam"}, {"optimizer": "adamw"}):
         plain = train(Train(initial(), plain=True), weight_decay=0.3, max_grad_norm=0.1, **settings)
         assert torch.equal(plain.parameters, train(Train(initial())).parameters)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-def test_what_is_masked_neither_moves_nor_decays(optimizer: str) -> None:
+def test_masked_parameters_neither_move_nor_decay(optimizer: str) -> None:
     start = initial()
     moved = train(Train(start, mask=MASK), optimizer=optimizer, weight_decay=0.3).parameters != start
     assert not moved[MASK == 0].any() and moved[MASK == 1].all()
@@ -267,7 +267,7 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["all alike", "weighted"])
-def test_a_loss_of_ones_own_is_minimised(weight: Tensor | None) -> None:
+def test_a_custom_loss_is_minimised(weight: Tensor | None) -> None:
     expected, loss = by_hand(initial(), weight=weight, criterion=focal)
     net = Network(Tiny, layout(), CPU, focal)
     result = train(Train(initial(), sample_weight=weight), net)
@@ -279,7 +279,7 @@ def test_a_loss_of_ones_own_is_minimised(weight: Tensor | None) -> None:
     assert torch.equal(looped.parameters[0], result.parameters)
 
 
-def test_classes_are_weighed_as_the_client_holds_them() -> None:
+def test_class_weights_multiply_sample_weights() -> None:
     """Two classes of 8 and 3 samples: each counts half, so a sample counts 11/16 or 11/6."""
     labels = torch.tensor([0] * 8 + [2] * 3)
     data = Samples(samples().x, labels)
@@ -333,7 +333,7 @@ def one_step_by_hand(name: str, w: Tensor, batch: Samples) -> Tensor:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_takes_the_steps_of_its_paper(name: str) -> None:
+def test_rules_follow_the_formulas_of_their_papers(name: str) -> None:
     w, data, own = initial().double(), samples(), generator()
     order = torch.randperm(N, generator=own)
     for begin in (0, 4, 8):
@@ -344,7 +344,7 @@ def test_a_rule_takes_the_steps_of_its_paper(name: str) -> None:
     assert result.auxiliary is None
 
 
-def test_the_search_for_pfedmes_personal_model_goes_on_from_batch_to_batch() -> None:
+def test_pfedmes_personal_model_continues_across_batches() -> None:
     w, data, own = initial().double(), samples(), generator()
     theta, order = w, torch.randperm(N, generator=own)
     for begin in (0, 4, 8):
@@ -359,7 +359,7 @@ def test_the_search_for_pfedmes_personal_model_goes_on_from_batch_to_batch() -> 
     assert torch.allclose(result.auxiliary.double(), theta, rtol=0, atol=1e-6)
 
 
-def test_a_mixture_is_trained_beside_the_shared_model() -> None:
+def test_a_mixture_is_trained_with_the_shared_model() -> None:
     w, v, data, own = initial().double(), initial(1).double(), samples(), generator()
     order = torch.randperm(N, generator=own)
     for begin in (0, 4, 8):
@@ -379,13 +379,13 @@ def test_a_mixture_is_trained_beside_the_shared_model() -> None:
         MetaGradient(0.0, hessian=0.1),
     ],
 )
-def test_rules_without_a_step_of_their_own_are_plain(rule: Rule) -> None:
+def test_rules_with_neutral_settings_equal_plain_training(rule: Rule) -> None:
     expected = train(Train(initial()), batch_size=1).parameters  # a sample alone is in all parts of its batch
     assert torch.allclose(train(Train(initial(), rule=rule), batch_size=1).parameters, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_the_trace_of_the_fisher_information_is_measured_and_nothing_moves(stack: str) -> None:
+def test_the_fisher_trace_is_measured_without_changing_parameters(stack: str) -> None:
     start, data, own = torch.stack([initial(), initial(1)]), samples(), generator()
     order = torch.randperm(N, generator=own)
     expected = torch.zeros(2, dtype=torch.float64)
@@ -428,7 +428,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EXTRA)
-def test_clients_trained_together_take_the_steps_that_each_takes_alone(name: str) -> None:
+def test_clients_trained_together_match_clients_trained_alone(name: str) -> None:
     counts, models = (11, 1, 6, 3), 2 if name == "APFL" else 1
 
     def job(client: int) -> Job:
@@ -459,7 +459,7 @@ def test_clients_trained_together_take_the_steps_that_each_takes_alone(name: str
             assert (found.auxiliary - found.parameters).abs().max() > 1e-3
 
 
-def test_features_come_before_the_outputs() -> None:
+def test_forward_returns_features_and_outputs() -> None:
     start, data = torch.from_numpy(PLAIN.initial(0)), samples()
     network = Network(PLAIN.build, PLAIN.layout, CPU)
     trainer = Trainer(TrainSettings(), CPU)
@@ -472,7 +472,7 @@ def test_features_come_before_the_outputs() -> None:
     assert torch.allclose(stacked[0], features, atol=1e-6) and torch.allclose(stacked[1], logits, atol=1e-6)
 
 
-def test_frozen_and_masked_parameters_keep_every_bit() -> None:
+def test_frozen_and_masked_parameters_do_not_change() -> None:
     start, shape = initial(), layout()
     frozen = train(Train(start, rates={"body": 0.0}), weight_decay=0.5, momentum=0.9).parameters
     masked = train(Train(start, mask=MASK, pull=Pull(initial(3), 1.0)), weight_decay=0.5, momentum=0.9).parameters
@@ -483,7 +483,7 @@ def test_frozen_and_masked_parameters_keep_every_bit() -> None:
     assert (masked[MASK == 1] != start[MASK == 1]).all()
 
 
-def test_weights_of_one_change_nothing_and_of_zero_train_nothing() -> None:
+def test_sample_weights_of_one_and_zero() -> None:
     start = initial()
     plain = train(Train(start))
     assert torch.equal(train(Train(start, sample_weight=torch.ones(N))).parameters, plain.parameters)
@@ -491,7 +491,7 @@ def test_weights_of_one_change_nothing_and_of_zero_train_nothing() -> None:
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_a_sample_that_alone_has_weight_is_drawn_alone(stack: str) -> None:
+def test_resampling_draws_only_samples_with_weight(stack: str) -> None:
     start, weight, data = initial(), torch.zeros(N), samples()
     weight[7] = 5.0
     drawn = train(Train(start, sample_weight=weight, resample=True), stack=stack)
@@ -501,7 +501,7 @@ def test_a_sample_that_alone_has_weight_is_drawn_alone(stack: str) -> None:
     assert float(drawn.loss) == pytest.approx(float(expected.loss), rel=1e-5)
 
 
-def test_samples_are_drawn_as_often_as_they_weigh() -> None:
+def test_resampling_draws_in_proportion_to_weights() -> None:
     weight, data, seen = torch.zeros(N), samples(), []
     weight[4], weight[7], weight[9] = 2.0, 1.0, 1.0
 
@@ -516,7 +516,7 @@ def test_samples_are_drawn_as_often_as_they_weigh() -> None:
     assert not counts[weight == 0].any()
 
 
-def test_no_pull_of_strength_zero() -> None:
+def test_a_pull_of_strength_zero_has_no_effect() -> None:
     start = initial()
     assert torch.equal(train(Train(start, pull=Pull(initial(1), 0.0))).parameters, train(Train(start)).parameters)
 
@@ -549,7 +549,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("extra", ["nothing", "one anchor", "K anchors", "rates", "mask", "weights", "clipped"])
-def test_stacked_models_equal_looped_and_single_ones(name: str, extra: str) -> None:
+def test_stacked_models_match_looped_and_single_models(name: str, extra: str) -> None:
     architecture, objective, context = CONTEXTS[name]
     starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(3)])
     anchors = starts.roll(1, dims=0)
@@ -611,7 +611,7 @@ def drawn(task: Task, n: int) -> Samples:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_network_trains_alike_in_a_stack(model: str) -> None:
+def test_every_network_trains_the_same_when_stacked(model: str) -> None:
     architecture = Architecture(model, SUITED[model])
     starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(2)])
     loop, vmap = (
@@ -630,7 +630,7 @@ def test_every_network_trains_alike_in_a_stack(model: str) -> None:
     assert close(vmap.loss, loop.loss)
 
 
-def test_batchnorms_running_statistics_survive_a_stack() -> None:
+def test_stacked_training_updates_batchnorm_statistics() -> None:
     starts = torch.stack([initial(seed, TinyNorm).contiguous() for seed in range(2)])
     shape = layout(TinyNorm)
     result = train(Train(starts), network(TinyNorm), stack="vmap").parameters
@@ -671,7 +671,7 @@ def test_a_step_with_dropout_by_hand() -> None:
         assert torch.allclose(found[name], parameter - 0.01 * parameter.grad, atol=1e-6), name
 
 
-def test_clients_with_dropout_trained_together_drop_what_each_drops_alone() -> None:
+def test_dropout_is_the_same_for_clients_trained_together() -> None:
     counts = (11, 1, 6, 3)
     trainer = Trainer(TrainSettings(batch_size=4, local_epochs=2, momentum=0.5), CPU)
     network_ = Network(WIDE.build, WIDE.layout, CPU)
@@ -688,7 +688,7 @@ def test_clients_with_dropout_trained_together_drop_what_each_drops_alone() -> N
 
 
 @pytest.mark.parametrize("rule", [None, ENVELOPE, *RULES.values()])
-def test_rules_go_with_dropout(rule: Any) -> None:
+def test_rules_work_with_dropout(rule: Any) -> None:
     def job(client: int) -> Job:
         plain = dropping_job(client, 6)
         return plain._replace(work=Train(plain.work.start, rule=rule))
@@ -702,13 +702,13 @@ def test_rules_go_with_dropout(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_network_with_dropout_is_never_trained_without(stacked: bool) -> None:
+def test_dropout_needs_random_numbers(stacked: bool) -> None:
     jobs = [dropping_job(client, 4)._replace(dropout=None) for client in range(2 if stacked else 1)]
     with pytest.raises(ValueError, match="no random numbers for it"):
         Trainer(TrainSettings(), CPU).train_together(jobs, Network(WIDE.build, WIDE.layout, CPU))
 
 
-def test_evaluation_drops_nothing() -> None:
+def test_evaluation_disables_dropout() -> None:
     """Also right after a training, whose numbers the module still has."""
     job = dropping_job(0, 5)
     trainer, network_ = Trainer(TrainSettings(batch_size=5), CPU), Network(WIDE.build, WIDE.layout, CPU)
@@ -734,20 +734,20 @@ def test_divergence_is_an_error(lr: float, stack: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_an_infinite_start_is_an_error(value: float) -> None:
+def test_a_non_finite_start_is_an_error(value: float) -> None:
     start = initial()
     start[0] = value
     with pytest.raises(TrainingDivergedError):
         train(Train(start))
 
 
-def test_one_diverging_model_of_several_is_an_error() -> None:
+def test_one_diverged_model_in_a_stack_is_an_error() -> None:
     starts = torch.stack([initial(), torch.full_like(initial(), torch.nan)])
     with pytest.raises(TrainingDivergedError):
         train(Train(starts))
 
 
-def test_start_anchor_and_weights_are_never_changed() -> None:
+def test_training_does_not_change_its_inputs() -> None:
     for start in (initial(), torch.stack([initial(), initial(1)])):
         given = [start, initial(2), WEIGHT.clone(), MASK.clone()]
         before = [tensor.clone() for tensor in given]
@@ -755,7 +755,7 @@ def test_start_anchor_and_weights_are_never_changed() -> None:
         assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
-def test_the_result_is_not_a_view_of_the_resident_network() -> None:
+def test_results_are_not_views_of_the_network() -> None:
     net = network()
     first = train(Train(initial()), net).parameters
     copy = first.clone()
@@ -765,7 +765,7 @@ def test_the_result_is_not_a_view_of_the_resident_network() -> None:
 
 
 @pytest.mark.parametrize("build", [Tiny, TinyNorm])
-def test_results_do_not_depend_on_what_the_network_held_before(build: type[nn.Module]) -> None:
+def test_results_do_not_depend_on_previous_training(build: type[nn.Module]) -> None:
     def start(seed: int) -> Tensor:
         return initial(seed, build)
 
@@ -779,7 +779,7 @@ def test_results_do_not_depend_on_what_the_network_held_before(build: type[nn.Mo
     assert torch.equal(used.loss, fresh.loss)
 
 
-def test_an_error_half_way_leaves_nothing_behind() -> None:
+def test_an_error_does_not_affect_later_training() -> None:
     net = network()
     with pytest.raises(TrainingDivergedError):
         train(Train(torch.full_like(initial(), torch.inf)), net)
@@ -794,7 +794,7 @@ def test_unknown_layers_in_rates_are_an_error() -> None:
 # -- BatchNorm and batches -------------------------------------------------------------------------------
 
 
-def test_batchnorm_leaves_out_a_batch_of_one() -> None:
+def test_batchnorm_skips_a_batch_of_one() -> None:
     """Eleven samples in batches of five: the eleventh is not trained on."""
     start, own = initial(0, TinyNorm), generator()
     result = train(Train(start), network(TinyNorm), batch_size=5, local_epochs=1)
@@ -853,7 +853,7 @@ def test_the_batches_of_a_pass_are_a_permutation(size: int, image: bool) -> None
     assert not torch.equal(other, labels)
 
 
-def test_passes_of_one_training_have_different_orders() -> None:
+def test_passes_have_different_orders() -> None:
     share = Share(Samples(torch.zeros(N, 1), torch.arange(N)), [None, None], generator(), 4)
     first, second = torch.cat([batch.y for batch, _ in share]).split(N)
     assert not torch.equal(first, second)
@@ -882,12 +882,14 @@ def test_a_partial_pass_takes_its_first_batches() -> None:
         ({"steps": 0}, {"local_epochs": 2, "local_steps": 8}, [None, None]),
     ],
 )
-def test_epochs_and_steps(work: dict[str, Any], settings: dict[str, Any], expected: list[int | None]) -> None:
+def test_epochs_and_steps_determine_the_passes(
+    work: dict[str, Any], settings: dict[str, Any], expected: list[int | None]
+) -> None:
     trainer = Trainer(TrainSettings(batch_size=4, **settings), CPU)
     assert trainer.share(Job(Train(initial(), **work), samples(), generator(), LR)).passes == expected
 
 
-def test_the_loss_is_that_of_the_last_pass_weighted_by_batch() -> None:
+def test_the_loss_is_the_mean_over_the_last_pass() -> None:
     """With a rate of almost nothing the loss is the mean over all samples, though the batches are unequal."""
     start, data = initial(), samples()
     result = train(Train(start), lr=1e-12)
@@ -896,7 +898,7 @@ def test_the_loss_is_that_of_the_last_pass_weighted_by_batch() -> None:
     assert float(result.loss) == pytest.approx(float(F.cross_entropy(module(data.x), data.y)), abs=1e-6)
 
 
-def test_trainable_names_leave_out_buffers_and_frozen_layers() -> None:
+def test_trainable_names_exclude_buffers_and_frozen_layers() -> None:
     shape = layout(TinyNorm)
     assert set(trainable_names(shape, {})) == {
         f"{layer}.{kind}" for layer in ("body", "norm", "head") for kind in ("weight", "bias")
@@ -907,7 +909,7 @@ def test_trainable_names_leave_out_buffers_and_frozen_layers() -> None:
 # -- inference -------------------------------------------------------------------------------------------
 
 
-def test_forward_of_one_and_of_several_models() -> None:
+def test_forward_of_one_and_several_models() -> None:
     net, data = network(), samples(1100)  # more than one evaluation batch
     trainer = Trainer(TrainSettings(), CPU)
     models = torch.stack([initial(k) for k in range(3)])
@@ -920,7 +922,7 @@ def test_forward_of_one_and_of_several_models() -> None:
         assert torch.equal(trainer.forward(Forward(models[k]), net, data), several[k])
 
 
-def test_forward_uses_running_statistics_and_leaves_them() -> None:
+def test_forward_uses_running_statistics_without_updating_them() -> None:
     net, data = network(TinyNorm), samples()
     flat = initial(0, TinyNorm)
     train(Train(flat), net)  # training mode before
@@ -958,14 +960,16 @@ def test_forward_of_no_samples() -> None:
         (0, 9, 4, 2, [None] * 7),
     ],
 )
-def test_as_many_steps_as_asked_for(steps: int, count: int, size: int, smallest: int, plan: list[int | None]) -> None:
+def test_plan_passes_gives_the_requested_steps(
+    steps: int, count: int, size: int, smallest: int, plan: list[int | None]
+) -> None:
     assert plan_passes(7, steps, count, size, smallest) == plan
     rows = Samples(torch.zeros(count, 2), torch.zeros(count, dtype=torch.int64))
     share = Share(rows, plan, generator(), size, smallest)
     assert len(list(share)) == share.steps == (steps or 7 * (count // size + (count % size >= smallest)))
 
 
-def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:
+def test_augmentation_sees_every_batch_and_uses_its_generator() -> None:
     seen: list[tuple[int, float]] = []
 
     def draw(count: int, own: torch.Generator) -> Tensor:
@@ -990,7 +994,7 @@ def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_bfloat16_rounds_products_and_nothing_else(stack: str) -> None:
+def test_bfloat16_rounds_only_products(stack: str) -> None:
     start = torch.stack([initial(0), initial(1)])
     exact = train(Train(start), stack=stack)
     rounded = train(Train(start), stack=stack, precision="bfloat16")
@@ -1004,7 +1008,7 @@ def test_bfloat16_rounds_products_and_nothing_else(stack: str) -> None:
     assert 0 < float((outputs - expected).abs().max()) < 0.1
 
 
-def test_bfloat16_trains_on_the_weights_of_each_step() -> None:
+def test_bfloat16_ignores_a_stale_autocast_cache() -> None:
     """A Ctrl-C inside autocast's own entry or exit leaves its cache of casted weights open for the whole process."""
     expected = train(Train(initial()), stack="loop", precision="bfloat16")
     torch.autocast_increment_nesting()

@@ -42,7 +42,7 @@ def pixels(workspace: Workspace, x: Tensor) -> Tensor:
     return x * std + mean
 
 
-def test_a_flip_by_hand() -> None:
+def test_flip_by_hand() -> None:
     x = torch.arange(12.0).view(2, 1, 2, 3)
     changed = flip(x, torch.tensor([[0.49], [0.5]]))
     assert changed.tolist() == [[[[2, 1, 0], [5, 4, 3]]], [[[6, 7, 8], [9, 10, 11]]]]
@@ -63,7 +63,7 @@ def test_transforms_see_pixels_from_0_to_1(images: str) -> None:
     torch.testing.assert_close(changed, 1 - pixels(workspace, x).flip(2), rtol=0, atol=1e-6)
 
 
-def test_each_image_is_changed_by_its_own_numbers(images: str) -> None:
+def test_each_image_uses_its_own_random_numbers(images: str) -> None:
     words = "RandomRotation(40), ColorJitter(0.5, 0.5, 0.5, 0.1), RandAugment, GaussianNoise(sigma=0.1)"
     _, augment, x = augmented(images, augment="crop-flip", transforms=words)
     before, original = torch.random.get_rng_state(), x.clone()
@@ -78,7 +78,7 @@ def test_each_image_is_changed_by_its_own_numbers(images: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"augment": "flip"}, {"transforms": "RandomRotation(15), RandomErasing(p=0.5)"}])
-def test_stacked_clients_see_what_single_ones_see(settings: dict[str, str], tmp_path: Path) -> None:
+def test_stacked_and_looped_clients_get_the_same_augmentation(settings: dict[str, str], tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=PIXELS, y_train=np.arange(60) % 3)
     shared = {"method": "fedavg", "dataset": str(tmp_path / "a.npz"), "num_clients": 3, "num_server_rounds": 2}
     shared |= {"model": "mlp", "device": "cpu", "lr": 0.05}
@@ -111,7 +111,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_wrong_transforms_are_told(text: str) -> None:
+def test_invalid_transforms_are_rejected(text: str) -> None:
     with pytest.raises(SettingsError) as raised:
         check_transforms(text, (3, 8, 10))
     assert WRONG[text] in str(raised.value) and f"transforms = {text!r}" in str(raised.value)
@@ -126,7 +126,7 @@ def test_wrong_transforms_are_told(text: str) -> None:
         ("RandomErasing(p=0.2, value=(1.0, 2.0, 3.0))", "RandomErasing"),
     ],
 )
-def test_a_transform_of_colours_does_not_suit_grey_images(text: str, name: str) -> None:
+def test_colour_transforms_are_rejected_for_grey_images(text: str, name: str) -> None:
     """RandomErasing fails only in the draws in which it erases, 1 of 5."""
     with pytest.raises(SettingsError) as raised:
         check_transforms(text, (1, 8, 8), "digits")
@@ -136,7 +136,7 @@ def test_a_transform_of_colours_does_not_suit_grey_images(text: str, name: str) 
     )
 
 
-def test_a_run_on_grey_images_names_the_data_set_and_the_command_line(
+def test_colour_transform_errors_name_the_data_set_and_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,14 +147,14 @@ def test_a_run_on_grey_images_names_the_data_set_and_the_command_line(
     )
 
 
-def test_samples_that_are_no_images_are_told(tmp_path: Path) -> None:
+def test_augmentation_needs_images(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=np.random.default_rng(0).normal(size=(60, 4)), y_train=np.arange(60) % 3)
     for settings in ({"augment": "flip"}, {"transforms": "RandomInvert"}):
         with pytest.raises(SettingsError, match=f"{next(iter(settings))} = .* needs images"):
             posy.run(dataset=str(tmp_path / "a.npz"), **settings)  # type: ignore[arg-type]
 
 
-def test_what_is_a_transform() -> None:
+def test_known_transforms_are_accepted() -> None:
     assert {"RandAugment", "RandomHorizontalFlip", "ColorJitter"} <= kinds().keys()
     for name in ("RandAugment", "TrivialAugmentWide", "AugMix", "AutoAugment", "RandomErasing", "RandomPerspective"):
         check_transforms(name, (3, 32, 32))

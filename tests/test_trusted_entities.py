@@ -63,13 +63,13 @@ def fab(content: bytes, verifications: dict[str, str]) -> Bundle:
     return Bundle(hashlib.sha256(content).hexdigest(), content, verifications)
 
 
-def test_the_signature_of_a_trusted_key_is_found(key: Ed25519PrivateKey, bundle: bytes) -> None:
+def test_a_trusted_signature_is_accepted(key: Ed25519PrivateKey, bundle: bytes) -> None:
     signed = fab(bundle, {**HUB, "fpk_other": "no json", KEY_ID: verification(key, bundle)})
     entities = {"fpk_other": public_text(Ed25519PrivateKey.generate()), KEY_ID: public_text(key)}
     assert check_signatures(signed, entities) == [KEY_ID]
 
 
-def test_any_other_app_is_refused(key: Ed25519PrivateKey, bundle: bytes) -> None:
+def test_apps_without_a_trusted_signature_are_rejected(key: Ed25519PrivateKey, bundle: bytes) -> None:
     entities = {KEY_ID: public_text(key)}
     of_another = verification(Ed25519PrivateKey.generate(), bundle)
     for verifications in (
@@ -119,7 +119,7 @@ def test_the_worker_neither_unpacks_nor_imports_an_unsigned_app(
         ("- a\n- b", "must hold `key: value` lines"),
     ],
 )
-def test_a_file_without_keys_is_an_error_of_the_command(
+def test_an_invalid_key_file_is_a_command_error(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "trusted.yaml"
@@ -131,14 +131,14 @@ def test_a_file_without_keys_is_an_error_of_the_command(
     assert str(file) in capsys.readouterr().err
 
 
-def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_key_of_another_type_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "trusted.yaml"
     file.write_text(f"fpk_1: {public_text(ec.generate_private_key(ec.SECP256R1()))}\n")
     with pytest.raises(SettingsError, match="fpk_1 must be a public key"):
         read_entities(file)
 
 
-def test_both_kinds_of_node_get_the_option(
+def test_warm_and_stock_nodes_get_the_option(
     key: Ed25519PrivateKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test catches the command before its process starts."""

@@ -39,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_is_tuned_within_its_ranges(method: str) -> None:
+def test_search_spaces_are_within_setting_ranges(method: str) -> None:
     space = tuning.space_of(method, {})
     assert isinstance(space["lr"], FloatDistribution) and space["lr"].log
     assert len(space) <= 4  # lr and the most important settings
@@ -51,7 +51,7 @@ def test_each_method_is_tuned_within_its_ranges(method: str) -> None:
     assert settings_class(method).point in ("served", "local")
 
 
-def test_the_first_trial_has_the_settings_of_the_table_where_they_are_in_the_range(tmp_path: Path) -> None:
+def test_the_first_trial_uses_the_tables_settings(tmp_path: Path) -> None:
     path = tmp_path / "all.yaml"
     path.write_text(TABLE.format(output=tmp_path / "results").partition("runs:")[0] + "runs: all\n")
     storage = JournalStorage(JournalFileBackend(str(tmp_path / "studies.journal")))
@@ -67,7 +67,7 @@ def test_the_first_trial_has_the_settings_of_the_table_where_they_are_in_the_ran
         assert not any(changed.values()), method  # 0 means the round's learning rate
 
 
-def test_what_was_found_becomes_a_table(file: Path, tmp_path: Path) -> None:
+def test_tuned_settings_become_a_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
     assert plan.cells[-1].config["lr"] == 0.1  # of the row in this variant
     best = {("dir", "FedAvg"): {"lr": 0.02}, ("two", "FedProx"): {"fedprox-mu": 0.5}, ("dir", "FedProx"): {}}
@@ -89,15 +89,13 @@ def test_what_was_found_becomes_a_table(file: Path, tmp_path: Path) -> None:
         ("variants: {two: 3}", "they must be `variant: settings`"),
     ],
 )
-def test_settings_of_a_row_in_a_variant_that_is_none(file: Path, wrong: str, words: str) -> None:
+def test_invalid_variants_of_a_row_are_rejected(file: Path, wrong: str, words: str) -> None:
     file.write_text(file.read_text().replace("variants: {two: {lr: 0.1}}", wrong))
     with pytest.raises(SettingsError, match=words):
         read_plan(file)
 
 
-def test_all_rows_get_the_same_trials_and_a_stopped_search_goes_on(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_get_equal_trials_and_a_stopped_search_resumes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = file.read_text()
     file.write_text(
         "\n".join(line for line in text.splitlines() if "name: two" not in line).replace(
@@ -128,7 +126,7 @@ def test_all_rows_get_the_same_trials_and_a_stopped_search_goes_on(
     assert "served model, best" in log
 
 
-def test_a_bad_trial_is_given_up_and_one_that_was_stopped_counts_as_failed(file: Path, tmp_path: Path) -> None:
+def test_bad_trials_are_pruned_and_stopped_trials_count_as_failed(file: Path, tmp_path: Path) -> None:
     storage = JournalStorage(JournalFileBackend(str(tmp_path / "journal")))
     (cell, *_) = read_plan(file).cells
     search = tuning.opened(cell, tmp_path / "tuning", storage)
@@ -159,13 +157,13 @@ def test_a_bad_trial_is_given_up_and_one_that_was_stopped_counts_as_failed(file:
     assert again.best().keys() == {"lr"}
 
 
-def test_rows_with_different_validation_splits_are_not_comparable(file: Path) -> None:
+def test_rows_with_different_validation_splits_are_rejected(file: Path) -> None:
     file.write_text(file.read_text().replace("fedprox-mu: 0.01", "validation-fraction: 0.1"))
     with pytest.raises(SettingsError, match="have different values"):
         tuning.tune(read_plan(file), trials=1, jobs=1)
 
 
-def test_two_searches_do_not_work_on_one_table(file: Path, tmp_path: Path) -> None:
+def test_two_searches_cannot_share_a_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
     with locked_output(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* uses "):
         tuning.tune(plan, trials=1, jobs=1)

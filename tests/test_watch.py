@@ -33,7 +33,7 @@ def cut_back(path: Path) -> tuple[list[str], str]:
     return others, summary
 
 
-def test_a_run_that_has_ended_is_shown_to_its_end(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_shows_a_finished_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(finished)]) == 0
     lines = capsys.readouterr().out.splitlines()
     last = json.loads((finished / "rounds.jsonl").read_text().splitlines()[-1])
@@ -41,7 +41,7 @@ def test_a_run_that_has_ended_is_shown_to_its_end(finished: Path, capsys: pytest
     assert "fedavg on" in lines[3] and "completed after 3 rounds" in lines[3]
 
 
-def test_rounds_are_shown_as_they_are_finished(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_shows_rounds_as_they_finish(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     others, summary = cut_back(finished)
     held = lock(finished)
     seen: list[str] = []
@@ -65,13 +65,13 @@ def test_rounds_are_shown_as_they_are_finished(finished: Path, capsys: pytest.Ca
     assert "round 3/3" in seen[1]
 
 
-def test_a_run_that_was_killed_is_told(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_reports_a_killed_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut_back(finished)
     assert main(["watch", str(finished)]) == 1
     assert capsys.readouterr().err == "posy: the run was killed after round 1\n"
 
 
-def test_the_newest_run_is_found(
+def test_watch_finds_the_newest_run(
     finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(finished.parent.parent)
@@ -86,7 +86,7 @@ def test_the_newest_run_is_found(
     assert "contains no run" in capsys.readouterr().err
 
 
-def test_a_round_on_a_superlink_comes_with_its_nodes(
+def test_rounds_on_a_superlink_show_online_nodes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ["round 1/2  served 50.00 %\n", "round 2/2  served 60.00 %\n", "WARNING : one has left\n"]

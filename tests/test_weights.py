@@ -62,7 +62,7 @@ def method_settings(method: str) -> dict[str, Any]:
     return {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
 
 
-def test_a_network_of_ones_own_starts_from_a_file_by_its_own_names() -> None:
+def test_a_custom_network_loads_weights_by_parameter_name() -> None:
     original = module()
     started = architecture_for("nets:net", DIGITS, weights=saved(original)).build(seed=7)
     x = torch.rand(5, 1, 8, 8)
@@ -70,7 +70,7 @@ def test_a_network_of_ones_own_starts_from_a_file_by_its_own_names() -> None:
     assert not torch.equal(architecture_for("nets:net", DIGITS).build(seed=7).eval()(x), original(x))
 
 
-def test_a_head_of_other_classes_starts_afresh_and_all_else_from_the_file() -> None:
+def test_only_a_head_with_other_classes_is_reinitialised() -> None:
     original = module(classes=10)
     architecture = architecture_for("nets:net", THREE, weights=saved(original))
     first, second = (architecture.build(seed=seed) for seed in (1, 2))
@@ -80,7 +80,7 @@ def test_a_head_of_other_classes_starts_afresh_and_all_else_from_the_file() -> N
     assert not torch.equal(first.head.bias, second.head.bias)
 
 
-def test_a_model_that_a_run_has_stored_is_a_start() -> None:
+def test_a_saved_model_can_initialise_a_run() -> None:
     record = posy.run(method="fedavg", run_name="first", **SMALL)
     file = record.models / "client-1.safetensors"
     arrays, _ = read_arrays(file)
@@ -91,7 +91,7 @@ def test_a_model_that_a_run_has_stored_is_a_start() -> None:
     assert again.settings["weights"] == str(file)
 
 
-def test_layers_that_a_rank_makes_smaller_start_afresh() -> None:
+def test_layers_with_a_reduced_rank_are_reinitialised() -> None:
     from dataclasses import replace
 
     plain = architecture_for("mlp", DIGITS)
@@ -159,7 +159,7 @@ def glove(words: dict[str, float], dimension: int = 300) -> str:
     return "glove.txt"
 
 
-def test_word_vectors_are_the_rows_of_the_embedding() -> None:
+def test_word_vectors_fill_the_embedding() -> None:
     path = Path(glove({"the": 9.0, "good": 0.5, "bad": -0.25}))
     path.write_text("3 300\n" + path.read_text(encoding="utf-8"), encoding="utf-8")  # the header line of word2vec
     task = Task("text", (4,), ("-", "+"), vocabulary=5)
@@ -172,7 +172,7 @@ def test_word_vectors_are_the_rows_of_the_embedding() -> None:
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
-def test_word_vectors_of_a_file_in_data_dir_stay_as_they_are(stack: str) -> None:
+def test_frozen_word_vectors_from_data_dir_do_not_change(stack: str) -> None:
     texts()
     Path("data").mkdir()
     Path(glove({"good": 0.5, "happy": 0.4, "bad": -0.5, "sad": -0.4})).rename("data/glove.txt")
@@ -203,7 +203,7 @@ def test_word_vectors_of_a_file_in_data_dir_stay_as_they_are(stack: str) -> None
     assert not torch.equal(trained.members[0].layer("embedding").tokens.weight, table)
 
 
-def test_what_is_wrong_about_word_vectors_is_told() -> None:
+def test_invalid_word_vectors_are_rejected() -> None:
     task = Task("text", (6,), ("-", "+"), vocabulary=4)
     words = ("good", "bad")
     for text, model, message in (
@@ -223,7 +223,7 @@ def test_what_is_wrong_about_word_vectors_is_told() -> None:
         posy.run(method="fedavg", weights="nowhere.txt", **SMALL)
 
 
-def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
+def test_invalid_weights_are_rejected_before_the_run() -> None:
     Path("text.safetensors").write_text("no tensors", encoding="utf-8")
     tensors = module().state_dict()
     safetensors.torch.save_file({k: v for k, v in tensors.items() if k != "1.bias"}, "lacking.safetensors")
@@ -251,7 +251,7 @@ def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "feddrm", "ppfe"])
-def test_a_stored_model_needs_no_file_of_weights(method: str) -> None:
+def test_a_saved_model_needs_no_weights_file(method: str) -> None:
     file = Path(saved(module()))
     settings = {**SMALL, "model": "nets:net", "weights": str(file), "frozen": "0"}
     record = posy.run(method=method, run_name="a", **settings, **method_settings(method))
@@ -269,7 +269,7 @@ def test_a_stored_model_needs_no_file_of_weights(method: str) -> None:
     assert statistics == module()[0][1].running_mean.sum().item()
 
 
-def test_a_run_names_its_weights_and_whoever_has_another_file_is_refused() -> None:
+def test_a_run_rejects_a_different_weights_file() -> None:
     file = saved(module(1))
     settings = {**SMALL, "method": "fedavg", "model": "nets:net", "weights": file}
     record = posy.run(run_name="a", checkpoint_every=1, **settings)
@@ -288,7 +288,7 @@ def test_a_run_names_its_weights_and_whoever_has_another_file_is_refused() -> No
         client_app(question, context)
 
 
-def test_weights_follow_kaimings_start_and_are_told_apart_by_their_content() -> None:
+def test_weights_override_kaiming_initialisation_and_compare_by_content() -> None:
     file = saved(module(1))
     first = architecture_for("nets:net", DIGITS, "kaiming", file)
     np.testing.assert_array_equal(first.initial(1), architecture_for("nets:net", DIGITS, weights=file).initial(2))

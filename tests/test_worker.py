@@ -17,7 +17,7 @@ def reply(to: Message) -> Message:
     return Message(RecordDict({"config": ConfigRecord({"answer": 42})}), reply_to=to)
 
 
-def test_a_copy_is_answered_with_the_answer_that_is_known() -> None:
+def test_a_duplicate_message_gets_the_stored_answer() -> None:
     last, first, copy = LastAnswer(), message(), message()
     copy.metadata.__dict__["_message_id"] = "of the copy"
     assert last.find(first) is None
@@ -28,7 +28,7 @@ def test_a_copy_is_answered_with_the_answer_that_is_known() -> None:
     assert found.metadata.reply_to_message_id == "of the copy"
 
 
-def test_any_other_message_is_worked_on() -> None:
+def test_other_messages_have_no_stored_answer() -> None:
     last, first = LastAnswer(), message()
     last.keep(first, reply(first))
     others = [message(MessageType.EVALUATE), message(run=8), message(client=2), message(**{"state-to": "0-2-0"})]
@@ -37,7 +37,7 @@ def test_any_other_message_is_worked_on() -> None:
     assert last.find(first) is None
 
 
-def test_errors_and_answers_to_questions_are_not_kept() -> None:
+def test_errors_and_query_answers_are_not_stored() -> None:
     last, first, question = LastAnswer(), message(), message(MessageType.QUERY)
     last.keep(first, Message(Error(2, "no"), reply_to=first))
     last.keep(question, reply(question))

@@ -36,7 +36,7 @@ SCALARS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("text", SCALARS)
-def test_scalars_are_those_of_yaml_1_2(text: str, tmp_path: Path) -> None:
+def test_scalars_follow_yaml_1_2(text: str, tmp_path: Path) -> None:
     value = SCALARS[text]
     assert parse(text) == value and type(parse(text)) is type(value)
     (tmp_path / "one.yaml").write_text(f"key: {text}\n", encoding="utf-8")
@@ -52,7 +52,7 @@ def test_scalars_are_those_of_yaml_1_2(text: str, tmp_path: Path) -> None:
         assert node_config([f"name={text}"]) == f'name="{text}"'
 
 
-def test_what_is_written_is_read_again_by_both_versions() -> None:
+def test_dumped_yaml_reads_the_same_in_both_versions() -> None:
     import yaml
 
     written = {"texts": [*SCALARS, "yes", "12:30:45", "0b1", "1e3", ".inf"], "numbers": [1e-05, 1e300, 10, True, None]}
@@ -80,7 +80,7 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("name", HARMFUL)
-def test_a_file_that_cannot_be_read_is_one_line(name: str, tmp_path: Path) -> None:
+def test_unreadable_file_errors_take_one_line(name: str, tmp_path: Path) -> None:
     text, problem = HARMFUL[name]
     (tmp_path / "one.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(SettingsError) as raised:
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_read_is_one_line(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "loop", "missing"])
-def test_what_is_no_file_is_one_line_at_once(kind: str, tmp_path: Path) -> None:
+def test_paths_that_are_not_files_fail_at_once(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
     if kind == "fifo":
         os.mkfifo(path)

@@ -104,7 +104,7 @@ APART = (
 """The model of client 1, which left the cluster in round 1."""
 
 
-def test_cfl_equals_the_authors_program(tmp_path, federate):
+def test_cfl_matches_the_authors_program(tmp_path, federate):
     settings = {"cfl_eps1": 0.06, "cfl_eps2": 0.12, "lr_schedule": "exponential", "lr_decay": 0.99}
     settings["client_weights"] = "uniform"
     strategy = federate(config("cfl", tmp_path, **settings)).strategy

@@ -98,7 +98,7 @@ HEADS = (
 """The clients' heads, one after the other."""
 
 
-def test_confree_equals_the_authors_program(tmp_path, federate):
+def test_confree_matches_the_authors_program(tmp_path, federate):
     settings = {"confree_rule": "program", "confree_parts": "tensors", "confree_alpha": 0.5, "seed": 42}
     finished = federate(config("confree", tmp_path, **settings))
     heads = np.concatenate([finished.kept(client)["personal"] for client in range(3)])

@@ -80,7 +80,7 @@ DISTRIBUTIONS = (
 # fmt: on
 
 
-def test_cwfedavg_computes_the_models_of_the_published_program(tmp_path: Path, federate: Callable[..., Any]) -> None:
+def test_cwfedavg_matches_the_published_program(tmp_path: Path, federate: Callable[..., Any]) -> None:
     finished = federate(config("cwfedavg", tmp_path, cwfedavg_wdr_lambda=1.0), models_folder=tmp_path)
     strategy, layout = finished.strategy, finished.strategy.architecture.layout
     pairs = [(strategy.model, GLOBAL), (strategy.class_models, CLASS_MODELS), (strategy.distributions, DISTRIBUTIONS)]

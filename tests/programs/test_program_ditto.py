@@ -42,7 +42,7 @@ CLIENTS = np.array([[
 # fmt: on
 
 
-def test_ditto_computes_the_numbers_of_pfllib(tmp_path, federate):
+def test_ditto_matches_pfllib(tmp_path, federate):
     finished = federate(config("ditto", tmp_path, ditto_strength=1.0, ditto_epochs=3))
     models = [finished.kept(client)["model"] for client in range(3)]
     check("ditto", [(finished.strategy.model, SERVER), *zip(models, CLIENTS, strict=True)])

@@ -65,7 +65,7 @@ WEIGHTS = [
 """The weights of each client's head, learned in 11 passes before the second round's training."""
 
 
-def test_fedala(tmp_path, federate):
+def test_fedala_matches_the_authors_program(tmp_path, federate):
     finished = federate(config("fedala", tmp_path, fedala_sample=1.0))
     states = [finished.kept(client) for client in range(len(SIZES))]
     pairs = [(finished.strategy.model, MODEL)]

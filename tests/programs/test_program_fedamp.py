@@ -274,7 +274,7 @@ MESSAGES = (
 """The messages that the clients receive next."""
 
 
-def test_fedamp_equals_pfllibs_program(tmp_path, federate):
+def test_fedamp_matches_pfllib(tmp_path, federate):
     settings = {"fedamp_alpha": 0.02, "fedamp_sigma": 0.05, "fedamp_strength": 0.0}
     finished = federate(config("fedamp", tmp_path, **settings))
     models = np.concatenate([finished.kept(client)["model"] for client in range(3)])

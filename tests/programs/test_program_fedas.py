@@ -38,7 +38,7 @@ LOCAL2 = numbers("""
 """)
 
 
-def test_fedas_agrees_with_the_authors_program(tmp_path, federate, monkeypatch):
+def test_fedas_matches_the_authors_program(tmp_path, federate, monkeypatch):
     equalise(monkeypatch)
     done = federate(config("fedas", tmp_path), models_folder=tmp_path)
     strategy = done.strategy

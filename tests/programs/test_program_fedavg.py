@@ -42,7 +42,7 @@ CLIENTS = np.array([[
 # fmt: on
 
 
-def test_fedavg_computes_the_numbers_of_pfllib(tmp_path, federate):
+def test_fedavg_matches_pfllib(tmp_path, federate):
     sent: list[np.ndarray] = []
 
     def capture(strategy):

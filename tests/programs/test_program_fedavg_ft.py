@@ -42,7 +42,7 @@ CLIENTS = np.array([[
 # fmt: on
 
 
-def test_fedavg_ft_computes_the_numbers_of_feddrm(tmp_path, federate):
+def test_fedavg_ft_matches_feddrm(tmp_path, federate):
     finished = federate(
         config(
             "fedavg-ft",

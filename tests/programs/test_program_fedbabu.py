@@ -48,7 +48,7 @@ TUNED = [
 """Each client's fine-tuned model."""
 
 
-def test_fedbabu(tmp_path, federate):
+def test_fedbabu_matches_the_authors_program(tmp_path, federate):
     schedule = {"lr_schedule": "step", "lr_decay": 0.1, "lr_step": 1}
     settings = config("fedbabu", tmp_path, client_weights="uniform", fedbabu_lr=0.1, **schedule)
     finished = federate(settings, models_folder=tmp_path / "models")

@@ -59,7 +59,7 @@ def start():
     }
 
 
-def test_fedbn(tmp_path, federate):
+def test_fedbn_matches_the_authors_program(tmp_path, federate):
     settings = config("fedbn", tmp_path, model=f"{Path(__file__).with_name('normalised.py')}:normalised")
     save_file(start(), tmp_path / "start.safetensors")
     finished = federate(settings)

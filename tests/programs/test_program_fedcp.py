@@ -75,7 +75,7 @@ HEADS = [
 """Each client's personal head after two rounds: weight, then bias."""
 
 
-def test_fedcp(tmp_path, federate):
+def test_fedcp_matches_the_authors_program(tmp_path, federate):
     def start(strategy):
         layout = strategy.architecture.layout
         model = strategy.shared.put(strategy.initial().copy(), strategy.model)

@@ -52,7 +52,7 @@ BY_DENSITY = (1, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 
 # fmt: on
 
 
-def test_feddrm_computes_the_models_of_the_published_program(tmp_path: Path, federate: Callable[..., Any]) -> None:
+def test_feddrm_matches_the_published_program(tmp_path: Path, federate: Callable[..., Any]) -> None:
     def start(strategy: Any) -> None:
         head = [weights(1)[name].ravel() for name in NAMES[2:]]
         strategy.model = np.concatenate([strategy.model[: -sum(map(len, head))], *head])

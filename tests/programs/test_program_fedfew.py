@@ -84,7 +84,7 @@ LOSSES = (
 # fmt: on
 
 
-def test_fedfew_computes_the_models_of_the_published_program(tmp_path: Path, federate: Callable[..., Any]) -> None:
+def test_fedfew_matches_the_published_program(tmp_path: Path, federate: Callable[..., Any]) -> None:
     def start(strategy: Any) -> None:
         strategy.models = np.stack([flat(weights(k)) for k in range(3)])
 

@@ -406,7 +406,7 @@ NEXT = (
 """The clients' models before a third training."""
 
 
-def test_fedfomo_equals_the_authors_program(tmp_path, federate):
+def test_fedfomo_matches_the_authors_program(tmp_path, federate):
     settings = {"fedfomo_models": 2, "fedfomo_validation": 0.0, "fedfomo_distance": "l1", "max_update_norm": 1e6}
     finished = federate(config("fedfomo", tmp_path, **settings))
     starts, models = (

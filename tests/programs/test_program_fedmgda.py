@@ -186,7 +186,7 @@ CLIENTS = (
 """The clients' models after the second training, one after the other."""
 
 
-def test_fedmgda_equals_easyfls_program(tmp_path, federate):
+def test_fedmgda_matches_easyfl(tmp_path, federate):
     finals = []
 
     def note(strategy):

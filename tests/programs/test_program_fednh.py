@@ -40,7 +40,7 @@ LOCAL2 = numbers("""
 """)
 
 
-def test_fednh_agrees_with_the_authors_program(tmp_path, federate, monkeypatch):
+def test_fednh_matches_the_authors_program(tmp_path, federate, monkeypatch):
     def prepare(strategy):
         rows = weights()["2.weight"]
         head = strategy.architecture.layout.part(("head",))

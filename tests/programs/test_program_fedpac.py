@@ -54,7 +54,7 @@ LOCAL2 = numbers("""
 """)
 
 
-def test_fedpac_agrees_with_the_authors_program(tmp_path, federate):
+def test_fedpac_matches_the_authors_program(tmp_path, federate):
     settings = {"momentum": 0.5, "weight_decay": 0.0005}
     done = federate(config("fedpac", tmp_path, **settings), models_folder=tmp_path)
     strategy = done.strategy

@@ -36,7 +36,7 @@ HEADS = [
 """Each client's head after two rounds: weight, then bias."""
 
 
-def test_fedper(tmp_path, federate):
+def test_fedper_matches_pfllib(tmp_path, federate):
     finished = federate(config("fedper", tmp_path))
     heads = [finished.kept(client)["personal"] for client in range(len(SIZES))]
     check("fedper", [(finished.strategy.model, BASE), *zip(heads, HEADS, strict=True)])

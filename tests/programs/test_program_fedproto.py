@@ -36,7 +36,7 @@ MODEL2 = numbers("""
 """)
 
 
-def test_fedproto_agrees_with_pfllib(tmp_path, federate, monkeypatch):
+def test_fedproto_matches_pfllib(tmp_path, federate, monkeypatch):
     equalise(monkeypatch)
     finished = federate(config("fedproto", tmp_path))
     pairs = [(finished.strategy.prototypes, PROTOTYPES.reshape(3, 5))]

@@ -38,7 +38,7 @@ HEADS = [
 """Each client's head after two rounds: weight, then bias."""
 
 
-def test_fedrep(tmp_path, federate):
+def test_fedrep_matches_the_authors_program(tmp_path, federate):
     settings = {"fedrep_head_epochs": 3, "lr": 0.01, "momentum": 0.5, "weight_decay": 1e-4}
     finished = federate(config("fedrep", tmp_path, client_weights="uniform", **settings))
     heads = [finished.kept(client)["personal"] for client in range(len(SIZES))]

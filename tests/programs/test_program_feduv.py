@@ -38,7 +38,7 @@ LOCAL2 = numbers("""
 """)
 
 
-def test_feduv_agrees_with_the_authors_program(tmp_path, federate):
+def test_feduv_matches_the_authors_program(tmp_path, federate):
     strategy = federate(config("feduv", tmp_path, momentum=0.9), models_folder=tmp_path).strategy
     pairs = zip(stored_models(strategy, tmp_path), (LOCAL0, LOCAL1, LOCAL2), strict=True)
     check("feduv", [(strategy.model, MODEL), *pairs])

@@ -103,7 +103,7 @@ SECOND = (
 """The second cluster's model, of clients 0 and 1."""
 
 
-def test_ifca_equals_fedfews_program(tmp_path, federate):
+def test_ifca_matches_fedfew(tmp_path, federate):
     def start(strategy):
         strategy.models = np.stack([flat(weights(0)), flat(weights(3))])
 

@@ -37,7 +37,7 @@ LOWER = [
 """Each client's local layer after two rounds: weight, then bias."""
 
 
-def test_lg_fedavg(tmp_path, federate):
+def test_lg_fedavg_matches_the_authors_program(tmp_path, federate):
     settings = {"lg_fedavg_layers": 1, "momentum": 0.5}
     finished = federate(config("lg-fedavg", tmp_path, client_weights="uniform", **settings))
     lower = [finished.kept(client)["personal"] for client in range(len(SIZES))]

@@ -33,7 +33,7 @@ CLIENTS = np.array([[
 # fmt: on
 
 
-def test_local_computes_the_numbers_of_pfllib(tmp_path, federate):
+def test_local_matches_pfllib(tmp_path, federate):
     finished = federate(config("local", tmp_path))
     models = [finished.kept(client)["model"] for client in range(3)]
     check("local", [*zip(models, CLIENTS, strict=True)])

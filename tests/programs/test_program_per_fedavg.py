@@ -58,7 +58,7 @@ HALVES = [
 """Order of the samples by round, client and step; the program adapts on every other sample of it from the first on."""
 
 
-def test_the_order_of_the_samples_is_the_one_that_the_program_saw():
+def test_sample_order_matches_the_program():
     for number, clients in enumerate(HALVES, start=1):
         for client, orders in enumerate(clients):
             generator = torch_generator(42, "batches", number, client, 0)
@@ -66,7 +66,7 @@ def test_the_order_of_the_samples_is_the_one_that_the_program_saw():
             assert drawn == orders
 
 
-def test_per_fedavg_computes_the_numbers_of_pfedme(tmp_path, federate):
+def test_per_fedavg_matches_the_pfedme_program(tmp_path, federate):
     sent: list[np.ndarray] = []
 
     def capture(strategy):

@@ -45,7 +45,7 @@ COVARIANCE = [
 """The global Gaussians after two rounds."""
 
 
-def test_pfedfda(tmp_path, federate):
+def test_pfedfda_matches_the_authors_program(tmp_path, federate):
     def start(strategy):
         strategy.means = np.float32(MEANS)
 

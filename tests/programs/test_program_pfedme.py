@@ -65,13 +65,13 @@ W = np.array([[
 # fmt: on
 
 
-def test_pfedme_computes_the_numbers_of_pfedme(tmp_path, federate):
+def test_pfedme_matches_the_authors_program(tmp_path, federate):
     finished = federate(config("pfedme", tmp_path, pfedme_strength=3.0, pfedme_beta=1.5, weight_decay=0.001))
     models = [finished.kept(client)["model"] for client in range(3)]
     check("pfedme", [(finished.strategy.model, SERVER), *zip(models, CLIENTS, strict=True)])
 
 
-def test_the_model_that_the_program_scores_is_w(tmp_path, federate):
+def test_scored_w_matches_the_authors_program(tmp_path, federate):
     finished = federate(
         config("pfedme", tmp_path, pfedme_strength=3.0, pfedme_beta=1.5, weight_decay=0.001, pfedme_scored="w")
     )

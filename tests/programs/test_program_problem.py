@@ -6,7 +6,7 @@ from problem import LR, ROUNDS, SIZES, STEPS, config, flat, samples, weights
 from torch import nn
 
 
-def test_fedavg_solves_the_problem_as_plain_gradient_descent_does(tmp_path, federate):
+def test_fedavg_matches_plain_gradient_descent(tmp_path, federate):
     starts = []
     finished = federate(config("fedavg", tmp_path), prepare=lambda strategy: starts.append(strategy.model.copy()))
     np.testing.assert_array_equal(starts[0], flat(weights()))

@@ -46,7 +46,7 @@ VAR2 = numbers("""
 """)
 
 
-def test_scaffold_agrees_with_pfllib(tmp_path, federate, monkeypatch):
+def test_scaffold_matches_pfllib(tmp_path, federate, monkeypatch):
     equalise(monkeypatch)
     finished = federate(config("scaffold", tmp_path))
     pairs = [(finished.strategy.model, MODEL), (finished.strategy.control, CONTROL)]
