@@ -53,7 +53,7 @@ def test_a_different_cohort_sends_new_keys(make_config: Any, federate: Federate,
 def test_an_unprepared_client_costs_only_messages(make_config: Any, federate: Federate, five: Any, stage: str) -> None:
     """Client 1 does not answer in round 1, so all clients send keys and shares for the evaluation again."""
     config = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-aggregation": True}
-    finished = federate(config, grid=lambda clients: CountingGrid(clients, lost=[(stage, 1, 1)]))
+    finished = federate(config, grid=lambda clients: CountingGrid(clients, lost_messages=[(stage, 1, 1)]))
     assert {"evaluation keys", "evaluation shares"} <= stages_of(finished, 1)
     assert reasons(finished, 1) == {1: "no reply"} and reasons(finished, 2) == {}
     assert_close(state_of(finished.strategy), state_of(federate(config).strategy), 0)
@@ -66,7 +66,7 @@ def test_prepared_keys_remain_usable_if_a_client_drops_out(make_config: Any, fed
         def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
             replies = super().send_and_receive(messages, timeout=timeout)
             if any(key_of(message)[:2] == ("evaluation unmask", 1) for message in messages):
-                self.lost = [(stage, number, 4) for stage in ("train", "keys") for number in (2, 3)]
+                self.lost_messages = [(stage, number, 4) for stage in ("train", "keys") for number in (2, 3)]
             return replies
 
     config = make_config("fedavg", data=five, num_server_rounds=3) | {"secure-aggregation": True}
@@ -101,8 +101,8 @@ def test_prepared_keys_apply_only_to_their_round_and_cohort() -> None:
 
 def prepared_group() -> tuple[ClientGroup, list[list[bytes]]]:
     """Return clients that have signed a list of survivors, and their keys for the evaluation."""
-    group = ClientGroup().handed_in()
-    answers = [group.signed(client, group.roster, next_round="0-1-evaluation") for client in group.roster]
+    group = ClientGroup().mask_all()
+    answers = [group.sign_survivors(client, group.roster, next_round="0-1-evaluation") for client in group.roster]
     return group, answers
 
 
@@ -135,42 +135,42 @@ def test_a_client_that_refuses_keys_still_reveals_its_shares() -> None:
     assert len(group.unmask(3, signed, **view)) == 4  # an unsafe threshold: no shares for the next round
 
 
-def test_preparing_a_round_never_replaces_current_secrets() -> None:
-    group = ClientGroup().handed_in()
+def test_the_next_round_never_replaces_secrets_of_this_one() -> None:
+    group = ClientGroup().mask_all()
     before = group.secrets_of(0)
-    assert len(group.signed(0, group.roster, next_round="0-2")) == 2
+    assert len(group.sign_survivors(0, group.roster, next_round="0-2")) == 2
     assert group.secrets_of(0).own_secret == before.own_secret
-    assert len(group.signed(1, group.roster, next_round="no round")) == 2
+    assert len(group.sign_survivors(1, group.roster, next_round="no round")) == 2
 
 
-def test_keys_are_renewed_only_before_the_masked_reply() -> None:
-    group = ClientGroup().shared()
-    first = group.ask(0, "keys")
-    assert group.ask(0, "keys") == first, "a copy of the request has the same answer"
-    again = group.ask(0, "keys", again=True)
+def test_keys_are_new_again_only_before_the_masked_reply() -> None:
+    group = ClientGroup().exchange_shares()
+    first = group.request(0, "keys")
+    assert group.request(0, "keys") == first, "a copy of the request has the same answer"
+    again = group.request(0, "keys", again=True)
     assert not set(first) & set(again)
-    assert group.ask(0, "keys", again=True) == again, "nothing was shared under these keys"
+    assert group.request(0, "keys", again=True) == again, "nothing was shared under these keys"
     with pytest.raises(ProtocolError, match="is over"):
         group.mask(0)
-    group = ClientGroup().handed_in()
-    assert group.ask(1, "keys", again=True) == group.ask(1, "keys")
+    group = ClientGroup().mask_all()
+    assert group.request(1, "keys", again=True) == group.request(1, "keys")
     assert group.secrets_of(1).masked
 
 
 def test_prepared_keys_are_renewed_on_request() -> None:
     """A client that saw another client's early keys could send them too, so all other clients refused the round."""
     group, answers = prepared_group()
-    first = [group.ask(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
+    first = [group.request(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
     assert not {text for keys in first for text in keys[:2]} & {text for texts in answers for text in texts[2:4]}
-    again = [group.ask(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
+    again = [group.request(client, "keys", secure_round="0-1-evaluation", again=True) for client in group.roster]
     assert again == first, "a copy of the request has the same answer"
 
 
 def test_shares_for_void_keys_decrypt_nothing() -> None:
     """Client 0 shares again. Its earlier shares are for keys that no client accepts any more."""
-    group = ClientGroup().shared()
+    group = ClientGroup().exchange_shares()
     void = group.sealed
-    group.public = [group.ask(client, "keys", again=True) for client in group.roster]
+    group.public = [group.request(client, "keys", again=True) for client in group.roster]
     group.sealed = [group.shares(client) for client in group.roster]
     assert not {text for texts in void for text in texts} & {text for texts in group.sealed for text in texts}
     current, group.sealed = group.sealed, void
@@ -182,5 +182,5 @@ def test_shares_for_void_keys_decrypt_nothing() -> None:
 
 def test_repeated_messages_do_not_change_the_model(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedrep", data=five, model="mlp", num_server_rounds=3)
-    twice = run(federate, config, twice=True)
+    twice = run(federate, config, duplicate=True)
     assert_close(state_of(twice.strategy), state_of(run(federate, config).strategy), 0)

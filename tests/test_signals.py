@@ -1,4 +1,4 @@
-"""Signals that end a command, in the places where Python or the shell would let them get lost."""
+"""Signals that end a command, including signals that Python or the shell would drop."""
 
 import os
 import signal
@@ -11,38 +11,38 @@ import pytest
 from posy.signals import ENDING, deferred_signals, interruptible
 
 
-class Thing:
-    """Something to refer to weakly."""
+class Referent:
+    """Target of a weak reference."""
 
 
 @pytest.mark.parametrize("number", ENDING)
 def test_signals_are_deferred_to_the_end_of_a_critical_section(number: int) -> None:
-    done = []
-    before = signal.signal(number, signal.SIG_DFL)  # which is another one under nohup
+    steps = []
+    original = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
     try:
         with interruptible(), pytest.raises(KeyboardInterrupt):
             with deferred_signals():
                 os.kill(os.getpid(), number)
-                done.append(1)
-            done.append(2)
+                steps.append(1)
+            steps.append(2)
     finally:
-        signal.signal(number, before)
-    assert done == [1]
+        signal.signal(number, original)
+    assert steps == [1]
 
 
 def test_a_second_signal_interrupts_at_once() -> None:
-    done = []
+    steps = []
     with interruptible(), pytest.raises(KeyboardInterrupt), deferred_signals():
         os.kill(os.getpid(), signal.SIGTERM)
-        done.append(1)
+        steps.append(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        done.append(2)
-    assert done == [1]
+        steps.append(2)
+    assert steps == [1]
 
 
 @pytest.mark.parametrize("at", range(1, 13))
 def test_a_second_signal_may_arrive_during_the_handler(at: int) -> None:
-    """As where Ctrl-C goes to all processes of a terminal, and a table tells its runs to end, too."""
+    """Ctrl-C reaches every process of a terminal, and a table also terminates its runs."""
     script = f"""
 import signal, sys
 from posy.signals import interruptible
@@ -51,7 +51,7 @@ steps = []
 
 def trace(frame, event, argument):
     steps.append(event)
-    if len(steps) == {at}:  # a step of the handler, or of what it calls
+    if len(steps) == {at}:  # a step of the handler or of a function that it calls
         sys.settrace(None)
         signal.raise_signal(signal.SIGTERM)
     return trace
@@ -69,26 +69,26 @@ except KeyboardInterrupt:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_dropped_by_python_is_raised_later() -> None:
-    done = []
+    steps = []
     with interruptible(), pytest.raises(KeyboardInterrupt):
-        thing = Thing()
-        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
-        del thing  # Python drops what the callback raises
-        done.append(1)
+        referent = Referent()
+        reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGTERM))
+        del referent  # Python drops an exception of the callback
+        steps.append(1)
         with deferred_signals():
-            done.append(2)
-        done.append(3)
+            steps.append(2)
+        steps.append(3)
     assert reference() is None
-    assert done == [1, 2]
+    assert steps == [1, 2]
     with deferred_signals():  # the next command has not been interrupted
         pass
 
 
 def test_ignored_signals_stay_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    original = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interruptible():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, original)

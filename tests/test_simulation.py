@@ -35,7 +35,7 @@ METHODS = (
 )  # fmt: skip
 """The five methods, the mean, and methods with several arrays in a message or in a client's state."""
 CLIENTS = 4
-MOST = 400.0
+TIMEOUT = 400.0
 """Timeout in seconds of every step, for a busy machine."""
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -54,11 +54,11 @@ from posy.server_app.recorder import Recorder
 
 configs = json.loads(sys.stdin.read())
 server = ServerApp()
-usual = Recorder.finish_round
+original = Recorder.finish_round
 Pictures.draw = Pictures.draw_partition = lambda self, *_, **__: None
 
 def finish_round(self, server_round, arrays):
-    result = usual(self, server_round, arrays)
+    result = original(self, server_round, arrays)
     if self.directory.path.name == "cut" and server_round == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
@@ -137,7 +137,7 @@ def simulated(folder: Path) -> Path:
     done = subprocess.run(
         [sys.executable, "-P", "-c", SIMULATION, str(CLIENTS)],
         input=json.dumps(configs), env=environment(folder), cwd=folder,
-        capture_output=True, text=True, timeout=3 * MOST, check=False,
+        capture_output=True, text=True, timeout=3 * TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr[-5000:]
     return runs
@@ -173,7 +173,7 @@ def started_superlink(folder: Path, *words: str) -> Iterator[None]:
             [str(SCRIPTS / "flower-superlink"), "--insecure", *words, *where],
             cwd=folder, env=environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
-    end = time.monotonic() + MOST
+    end = time.monotonic() + TIMEOUT
     while True:
         try:
             urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://127.0.0.1:{port}/health").close()
@@ -183,7 +183,7 @@ def started_superlink(folder: Path, *words: str) -> Iterator[None]:
             time.sleep(0.1)
     yield
     process.terminate()
-    process.wait(MOST)
+    process.wait(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -196,26 +196,26 @@ def superlink(folder: Path) -> Iterator[None]:
 def flwr(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [str(SCRIPTS / "flwr"), *words], cwd=ROOT, env=environment(folder),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MOST, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
 
 
 def check_one_line(setting: str, message: str, folder: Path) -> None:
     """Run `flwr run` with a wrong setting, and check that the log ends with the message and that the run has failed."""
     output = flwr(folder, "run", ".", "--stream", "--run-config", setting).stdout
-    shown = re.sub(r"\x1b\[[\d;]*m", "", output).rstrip()
-    last = shown.splitlines()[-1]
+    plain_output = re.sub(r"\x1b\[[\d;]*m", "", output).rstrip()
+    last = plain_output.splitlines()[-1]
     assert last.startswith("ERROR :") and f" raised an exception: {message}" in last, output
-    assert "Traceback" not in shown and "Exit Code" not in shown, output
+    assert "Traceback" not in plain_output and "Exit Code" not in plain_output, output
     [run] = re.findall(r"Successfully started run (\d+)", output)
-    [described] = json.loads(flwr(folder, "list", "--run-id", run, "--format", "json").stdout)["runs"]
-    assert described["status"] == "finished:failed"
+    [status] = json.loads(flwr(folder, "list", "--run-id", run, "--format", "json").stdout)["runs"]
+    assert status["status"] == "finished:failed"
 
 
 WRONG = [
-    ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
-    ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp != off"),
-    ("num-clients=5000", "num-clients = 5000 in the run config: digits has 1797 samples"),
+    ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0"),
+    ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect"),
+    ("num-clients=5000", "num-clients = 5000 in the run config: digits"),
 ]
 
 
@@ -244,7 +244,7 @@ def test_flwr_run_resumes_a_run_after_its_server_was_killed(
     assert f"Results of this run: {simulated / 'cut'}" in done.stdout
     run_in_process(settings(tmp_path, "fedrep", "cut", **CUT))
     assert_same_results(simulated / "cut", tmp_path / "cut")
-    written = yaml.safe_load((simulated / "cut/config.yaml").read_text())
-    # A checkpoint follows every second round, and others where writing one costs little.
-    assert [entry["round"] in (4, 5) for entry in written["resumed"]] == [True]
+    record = yaml.safe_load((simulated / "cut/config.yaml").read_text())
+    # A checkpoint follows every second round, and other rounds if writing it is cheap.
+    assert [entry["round"] in (4, 5) for entry in record["resumed"]] == [True]
     assert {p.name for p in (simulated / "cut/state").iterdir()} == {f"client-{c}" for c in range(CLIENTS)}

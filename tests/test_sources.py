@@ -1,4 +1,4 @@
-"""Errors about conflicts between settings name the source of each setting; overrides drop settings of a file."""
+"""Conflict errors name the source of each setting, and overrides drop incompatible settings of a file."""
 
 import re
 from pathlib import Path
@@ -17,12 +17,12 @@ TEXTS = {"dataset": "agnews", "text-length": 200, "vocabulary": 32000, "model": 
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test in a fresh working directory."""
     monkeypatch.chdir(tmp_path)
 
 
-def experiment(tmp_path: Path, settings: dict[str, Any]) -> str:
+def write_experiment(tmp_path: Path, settings: dict[str, Any]) -> str:
     """Write a file of settings and return its path."""
     file = tmp_path / "mine.yaml"
     file.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()), encoding="utf-8")
@@ -62,20 +62,20 @@ def test_messages_name_the_source_of_each_setting(message: str, expected: str) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["min-clients=11"], "min-clients = 11 on the command line: it must be 0 to num-clients = 10"),
-        (["min-train-replies=11"], "min-train-replies = 11 on the command line: 10 clients train in a round"),
+        (["min-clients=11"], "min-clients = 11 on the command line: .* num-clients = 10"),
+        (["min-train-replies=11"], "min-train-replies = 11 on the command line: 10 clients train"),
         (["frozen=nope"], "frozen = 'nope' on the command line: 'nope' is not a layer"),
         (["model=textcnn"], "model = 'textcnn' on the command line: for image data"),
         (["device=cuda:99"], "device = 'cuda:99' on the command line: this machine has"),
         (["partition=classes", "classes-per-client=20"], "classes-per-client = 20 on the command line: digits has 10"),
-        (["run-name=a/b"], "run-name = 'a/b' on the command line: it must be the name of a folder"),
-        (["output-dir=/proc/x"], "output-dir = '/proc/x' on the command line: it must be a writable directory"),
+        (["run-name=a/b"], "run-name = 'a/b' on the command line: .* folder"),
+        (["output-dir=/proc/x"], "output-dir = '/proc/x' on the command line: .* writable"),
         (["method=ppfe", "ppfe-stage-rounds=1,1"], r"ppfe-stage-rounds = '1,1' on the command line"),
-        (["weights=w.safetensors"], r"weights = '/.*/w.safetensors' on the command line: this file does not exist"),
+        (["weights=w.safetensors"], r"weights = '/.*/w.safetensors' on the command line: .* does not exist"),
         (["resume=x"], "resume = 'x' on the command line: .* does not contain a run"),
         (
             ["optimizer-state=kept", "optimizer=sgd"],
-            "optimizer-state = 'kept' on the command line does not go with optimizer = 'sgd' and",
+            "optimizer-state = 'kept' on the command line does not go with",
         ),
         (
             ["method=fedacs", "client-weights=uniform"],
@@ -94,50 +94,55 @@ def test_command_line_conflicts_name_the_command_line(
 
 
 def test_a_conflict_with_a_file_names_the_file(tmp_path: Path) -> None:
-    file = experiment(tmp_path, {"num-clients": 5})
+    file = write_experiment(tmp_path, {"num-clients": 5})
     with pytest.raises(SettingsError) as raised:
         read_settings({"experiment": file, "min-clients": 7}, COMMAND_LINE)
-    assert str(raised.value) == f"min-clients = 7 on the command line: it must be 0 to num-clients = 5 in {file}"
+    assert str(raised.value).startswith("min-clients = 7 on the command line: ")
+    assert str(raised.value).endswith(f"num-clients = 5 in {file}")
 
 
 def test_data_errors_name_the_settings_file(tmp_path: Path) -> None:
-    file = experiment(tmp_path, {"partition": "classes", "classes-per-client": 11})
+    file = write_experiment(tmp_path, {"partition": "classes", "classes-per-client": 11})
     with pytest.raises(SettingsError, match=f"classes-per-client = 11 in {file}: digits has 10 classes"):
         run(InProcessGrid(10), {"experiment": file}, COMMAND_LINE)
 
 
-# -- settings of a file that an override leaves without an effect ---------------------------------------------
+# -- settings of a file that an override makes ineffective ----------------------------------------------------
 
 
 def test_a_data_set_override_drops_incompatible_file_settings(tmp_path: Path) -> None:
-    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits"}
-    settings = read_settings(chosen, COMMAND_LINE)
+    config = {"experiment": write_experiment(tmp_path, TEXTS), "dataset": "digits"}
+    settings = read_settings(config, COMMAND_LINE)
     assert (settings.data.text_length, settings.data.vocabulary, settings.train.model) == (0, 20_000, "auto")
     assert settings.train.lr == 0.01
-    assert merge_experiment(chosen, COMMAND_LINE).notice == (
-        f"Posy ignores settings in {chosen['experiment']}, because settings on the command line override the file: "
-        "model = 'textcnn', text-length = 200, vocabulary = 32000 (it needs texts, but dataset = 'digits' has images)"
-    )
+    notice = merge_experiment(config, COMMAND_LINE).notice
+    assert notice.startswith(f"Posy ignores settings in {config['experiment']}")
+    assert "model = 'textcnn', text-length = 200, vocabulary = 32000 (" in notice and "dataset = 'digits'" in notice
 
 
 def test_a_run_logs_one_notice_about_dropped_settings(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
-    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits", "num-clients": 2, "num-server-rounds": 1}
-    run(InProcessGrid(2), chosen, COMMAND_LINE)
+    config = {
+        "experiment": write_experiment(tmp_path, TEXTS),
+        "dataset": "digits",
+        "num-clients": 2,
+        "num-server-rounds": 1,
+    }
+    run(InProcessGrid(2), config, COMMAND_LINE)
     records = {id(record): record.getMessage() for record in warnings.records}  # the fixture lists a record twice
     assert len([message for message in records.values() if message.startswith("Posy ignores settings in")]) == 1
 
 
 def test_a_command_line_setting_without_effect_is_an_error(tmp_path: Path) -> None:
-    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits", "text-length": 100}
+    config = {"experiment": write_experiment(tmp_path, TEXTS), "dataset": "digits", "text-length": 100}
     with pytest.raises(SettingsError, match=r"^text-length = 100"):
-        read_settings(chosen, COMMAND_LINE)
+        read_settings(config, COMMAND_LINE)
 
 
 def test_a_file_setting_without_effect_is_an_error(tmp_path: Path) -> None:
-    file = experiment(tmp_path, {"dataset": "digits", "text-length": 100})
-    with pytest.raises(SettingsError, match=f"^text-length = 100 in {file} has no effect: it needs texts"):
+    file = write_experiment(tmp_path, {"dataset": "digits", "text-length": 100})
+    with pytest.raises(SettingsError, match=f"^text-length = 100 in {file} has no effect"):
         read_settings({"experiment": file, "lr": 0.1}, COMMAND_LINE)
-    file = experiment(tmp_path, {"dataset": "digits", "model": "textcnn"})
+    file = write_experiment(tmp_path, {"dataset": "digits", "model": "textcnn"})
     assert read_settings({"experiment": file, "lr": 0.1}, COMMAND_LINE).train.model == "textcnn"
 
 
@@ -162,9 +167,9 @@ def test_settings_for_other_sample_kinds_fail_before_loading(key: str, value: An
 
 def test_data_of_unknown_kind_is_checked_after_loading(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=np.ones((20, 3), np.float32), y_train=np.arange(20) % 2)
-    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": str(tmp_path / "a.npz"), "model": "linear"}
-    with pytest.raises(SettingsError, match=f"^text-length = 200 in {chosen['experiment']} does not go with .* to 0"):
-        run(InProcessGrid(10), chosen, COMMAND_LINE)
+    config = {"experiment": write_experiment(tmp_path, TEXTS), "dataset": str(tmp_path / "a.npz"), "model": "linear"}
+    with pytest.raises(SettingsError, match=f"^text-length = 200 in {config['experiment']} does not go with .* to 0"):
+        run(InProcessGrid(10), config, COMMAND_LINE)
 
 
 # -- similar names -------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def test_data_of_unknown_kind_is_checked_after_loading(tmp_path: Path) -> None:
     [
         (["settings", "nope"], "nope on the command line is not a method; did you mean ppfe? `posy methods` lists"),
         (["settings", "fedrepp"], "fedrepp on the command line is not a method; did you mean fedrep or "),
-        (["settings", "lr"], "lr on the command line is a setting, not a method; `posy settings` lists all settings"),
+        (["settings", "lr"], "lr on the command line is a setting, not a method"),
         (["run", "transforms=RandomRot"], "transforms = 'RandomRot' on .*; did you mean RandomRotation or "),
     ],
 )
