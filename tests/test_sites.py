@@ -16,7 +16,7 @@ import posy
 from posy.client_app.site import skips
 from posy.client_app.workspace import Workspace
 from posy.data.agreement import Description, is_complete, site_notices, task_of, unlike_features, with_statistics
-from posy.data.agreement import agreed as agreed_with_warnings
+from posy.data.agreement import agreed as agree_with_warnings
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError, Note, shared_notes
@@ -44,7 +44,7 @@ FEATURES = DataSettings(
 TEXTS = DataSettings(dataset="sites", sample_kind="text", input_shape="4", classes="no,yes", vocabulary=50)
 
 
-def npz(path: Path, x: Any, y: Any, **more: Any) -> Path:
+def write_npz(path: Path, x: Any, y: Any, **more: Any) -> Path:
     np.savez(path, x_train=np.asarray(x), y_train=np.asarray(y), **more)
     return path
 
@@ -56,14 +56,14 @@ def grey(n: int, side: int = 4) -> np.ndarray:
 # -- training data of a site -----------------------------------------------------------------------------
 
 
-def loaded(path: Path, settings: DataSettings, policy: Policy = POLICY) -> tuple[Dataset, Partition]:
+def load(path: Path, settings: DataSettings, policy: Policy = POLICY) -> tuple[Dataset, Partition]:
     return load_site(read_site(path, settings, policy), settings, policy)
 
 
 def test_folders_and_npz_give_the_same_samples(tmp_path: Path) -> None:
     x, names = grey(8), list("aabbbcca")
-    folder, _ = loaded(class_folders(tmp_path / "site", x, names), IMAGES)
-    file, _ = loaded(npz(tmp_path / "site.npz", x, names), IMAGES)
+    folder, _ = load(class_folders(tmp_path / "site", x, names), IMAGES)
+    file, _ = load(write_npz(tmp_path / "site.npz", x, names), IMAGES)
     assert folder.task == file.task == task_of(IMAGES)
     assert folder.task.class_names == ("a", "b", "c")
     assert folder.mean.tolist() == folder.std.tolist() == [0.5]
@@ -75,69 +75,70 @@ def test_folders_and_npz_give_the_same_samples(tmp_path: Path) -> None:
 
 def test_image_files_are_resized_to_the_runs_shape(tmp_path: Path) -> None:
     folder = class_folders(tmp_path, grey(4, side=10), "abab")
-    dataset, _ = loaded(folder, replace(IMAGES, input_shape="3x6x6"))
+    dataset, _ = load(folder, replace(IMAGES, input_shape="3x6x6"))
     assert dataset.x.shape == (4, 6, 6, 3)
 
 
 def test_sites_may_lack_classes(tmp_path: Path) -> None:
-    single, part = loaded(npz(tmp_path / "one.npz", grey(8), ["c"] * 8), IMAGES)
+    single, part = load(write_npz(tmp_path / "one.npz", grey(8), ["c"] * 8), IMAGES)
     assert single.y.tolist() == [2] * 8
     assert single.task.num_classes == 3
     assert part.counts(single.y, 3).tolist() == [[0, 0, 8]]
-    folder, _ = loaded(class_folders(tmp_path / "site", grey(3), "bbb"), IMAGES)
+    folder, _ = load(class_folders(tmp_path / "site", grey(3), "bbb"), IMAGES)
     assert folder.y.tolist() == [1] * 3
 
 
 def test_a_sites_test_rows_depend_only_on_its_data_and_policy(tmp_path: Path) -> None:
-    path = npz(tmp_path / "site.npz", grey(8), list("abababab"))
-    _, first = loaded(path, IMAGES)
+    path = write_npz(tmp_path / "site.npz", grey(8), list("abababab"))
+    _, first = load(path, IMAGES)
     assert [len(first.train[0]), len(first.test[0])] == [6, 2]
     assert sorted([*first.train[0], *first.test[0]]) == list(range(8))
-    assert loaded(path, replace(IMAGES, test_fraction=0.9, test_set="pooled"))[1].test[0].tolist() == [*first.test[0]]
-    _, half = loaded(path, IMAGES, replace(POLICY, test_fraction=0.5))
+    assert load(path, replace(IMAGES, test_fraction=0.9, test_set="pooled"))[1].test[0].tolist() == [*first.test[0]]
+    _, half = load(path, IMAGES, replace(POLICY, test_fraction=0.5))
     assert [len(half.train[0]), len(half.test[0])] == [4, 4]
-    others = [npz(tmp_path / f"{step}.npz", grey(8) + np.uint8(step), list("abababab")) for step in range(1, 6)]
-    assert any(loaded(other, IMAGES)[1].test[0].tolist() != first.test[0].tolist() for other in others)
+    other_paths = [
+        write_npz(tmp_path / f"{step}.npz", grey(8) + np.uint8(step), list("abababab")) for step in range(1, 6)
+    ]
+    assert any(load(other, IMAGES)[1].test[0].tolist() != first.test[0].tolist() for other in other_paths)
 
 
 def test_splits_below_min_rows_are_empty(tmp_path: Path) -> None:
-    path, strict = npz(tmp_path / "site.npz", grey(40), list("ab") * 20), replace(POLICY, min_rows=9)
+    path, strict = write_npz(tmp_path / "site.npz", grey(40), list("ab") * 20), replace(POLICY, min_rows=9)
     settings = replace(IMAGES, validation_fraction=0.2)
-    dataset, part = loaded(path, settings, strict)
-    assert [len(rows[0]) for rows in (part.train, part.test, part.validation)] == [
-        30,
-        10,
-        0,
-    ]  # the validation rows stay in training
+    dataset, part = load(path, settings, strict)
+    # The validation rows stay in training.
+    assert [len(rows[0]) for rows in (part.train, part.test, part.validation)] == [30, 10, 0]
     (note,) = [note for note in dataset.notes if "min-rows" in note]
-    assert note == "fewer than 9 validation rows (min-rows): this site sends no validation scores"
+    assert "fewer than 9 validation rows" in note
     with pytest.raises(DataError, match=r"30 rows for training.*min-rows = 31") as caught:
-        loaded(path, replace(IMAGES, validation_fraction=0.2), replace(POLICY, min_rows=31))
+        load(path, replace(IMAGES, validation_fraction=0.2), replace(POLICY, min_rows=31))
     assert caught.value.code == "too-few-rows"
 
 
 def test_a_supplied_test_set_is_used(tmp_path: Path) -> None:
     x = grey(7)
-    _, part = loaded(npz(tmp_path / "s.npz", x[:5], list("abcab"), x_test=x[5:], y_test=np.array(list("ca"))), IMAGES)
+    _, part = load(
+        write_npz(tmp_path / "s.npz", x[:5], list("abcab"), x_test=x[5:], y_test=np.array(list("ca"))), IMAGES
+    )
     assert part.train[0].tolist() == [0, 1, 2, 3, 4]
     assert part.test[0].tolist() == [5, 6]
     class_folders(tmp_path / "site" / "train", x[:5], "abcab")
     class_folders(tmp_path / "site" / "test", x[5:], "ca")
-    folder, part = loaded(tmp_path / "site", IMAGES)
-    tested = {folder.x[i].tobytes() for i in part.test[0]}
-    assert tested == {x[5].tobytes(), x[6].tobytes()}
+    folder, part = load(tmp_path / "site", IMAGES)
+    test_images = {folder.x[i].tobytes() for i in part.test[0]}
+    assert test_images == {x[5].tobytes(), x[6].tobytes()}
     (tmp_path / "site" / "test").rename(tmp_path / "site" / "val")
-    folder, part = loaded(tmp_path / "site", IMAGES)
-    assert {folder.x[i].tobytes() for i in part.test[0]} == tested
+    folder, part = load(tmp_path / "site", IMAGES)
+    assert {folder.x[i].tobytes() for i in part.test[0]} == test_images
     features = np.arange(21, dtype=np.float32).reshape(7, 3)
-    data, part = loaded(pfllib(tmp_path / "p", features, np.arange(7) % 3, 2), FEATURES)
+    data, part = load(pfllib(tmp_path / "p", features, np.arange(7) % 3, 2), FEATURES)
     assert data.x[part.test[0]].tolist() == features[5:].tolist()
 
 
 def test_features_are_scaled_by_the_runs_statistics(tmp_path: Path) -> None:
     x, y = np.arange(12, dtype=np.float32).reshape(4, 3), [0, 1, 2, 1]
-    for path in (npz(tmp_path / "s.npz", x, y), table(tmp_path / "s.csv", x, y), pfllib(tmp_path / "p", x, y, 1)):
-        dataset, _ = loaded(path, FEATURES)
+    for path in (write_npz(tmp_path / "s.npz", x, y), table(tmp_path / "s.csv", x, y), pfllib(tmp_path / "p", x, y, 1)):
+        dataset, _ = load(path, FEATURES)
         assert dataset.mean.tolist() == [1.0, 2.0, 3.0]
         assert dataset.std.tolist() == [2.0, 2.0, 2.0]
         assert dataset.x.tolist() == x.tolist()
@@ -145,7 +146,7 @@ def test_features_are_scaled_by_the_runs_statistics(tmp_path: Path) -> None:
 
 def test_words_are_hashed_alike_at_all_sites(tmp_path: Path) -> None:
     (tmp_path / "s.csv").write_text("text,label\nThe cat sat on mats,yes\nthe DOG,no\n!!,no\n")
-    dataset, _ = loaded(tmp_path / "s.csv", TEXTS)
+    dataset, _ = load(tmp_path / "s.csv", TEXTS)
     assert dataset.task.vocabulary == 50
     assert dataset.y.tolist() == [1, 0, 0]
     rows = dataset.x.tolist()
@@ -167,12 +168,14 @@ def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]
     inf[1, 0, 3] = np.inf
 
     def truncated(root: Path) -> Path:
-        path = npz(root / "s.npz", np.random.default_rng(0).integers(0, 255, (40, 4, 4), np.uint8), ["a", "b"] * 20)
+        path = write_npz(
+            root / "s.npz", np.random.default_rng(0).integers(0, 255, (40, 4, 4), np.uint8), ["a", "b"] * 20
+        )
         os.truncate(path, path.stat().st_size // 2)
         return path
 
     def damaged(root: Path) -> Path:
-        path = npz(root / "s.npz", grey(40), ["a", "b"] * 20)
+        path = write_npz(root / "s.npz", grey(40), ["a", "b"] * 20)
         content = bytearray(path.read_bytes())
         content[400] ^= 0xFF
         path.write_bytes(content)
@@ -205,31 +208,59 @@ def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]
 
     float_images = replace(IMAGES, sample_kind="image-float")
     return {
-        "NaN in features": (lambda r: npz(r / "s.npz", nan, [0, 1, 2, 0]), FEATURES, r"s\.npz: nan at index \(2, 1\)"),
+        "NaN in features": (
+            lambda r: write_npz(r / "s.npz", nan, [0, 1, 2, 0]),
+            FEATURES,
+            r"s\.npz: nan at index \(2, 1\)",
+        ),
         "NaN in a table": (lambda r: table(r / "s.csv", nan, [0, 1, 2, 0]), FEATURES, "row 4, column f1: 'nan'"),
-        "infinite pixel": (lambda r: npz(r / "s.npz", inf, list("abca")), float_images, r"inf at index \(1, 0, 3, 0\)"),
+        "infinite pixel": (
+            lambda r: write_npz(r / "s.npz", inf, list("abca")),
+            float_images,
+            r"inf at index \(1, 0, 3, 0\)",
+        ),
         "empty folder": (lambda r: r, IMAGES, "0 class folders"),
         "empty class": (empty_class, IMAGES, "c: no images"),
         "torn image": (torn_image, IMAGES, r"torn\.png: not an image"),
-        "no samples": (lambda r: npz(r / "s.npz", grey(0), np.zeros(0, int)), IMAGES, r"s\.npz: no samples"),
-        "unknown class": (lambda r: npz(r / "s.npz", grey(3), list("abz")), IMAGES, "label 'z' of sample 2 .* a, b, c"),
+        "no samples": (lambda r: write_npz(r / "s.npz", grey(0), np.zeros(0, int)), IMAGES, r"s\.npz: no samples"),
+        "unknown class": (
+            lambda r: write_npz(r / "s.npz", grey(3), list("abz")),
+            IMAGES,
+            "label 'z' of sample 2 .* a, b, c",
+        ),
         "unknown folder": (lambda r: class_folders(r, grey(2), ["a", "new"]), IMAGES, "label 'new' of sample 1"),
-        "label out of range": (lambda r: npz(r / "s.npz", np.ones((3, 3)), [0, 3, 1]), FEATURES, "label '3' of sample"),
-        "label below": (lambda r: npz(r / "s.npz", np.ones((3, 3)), [0, -1, 1]), FEATURES, "label '-1' of sample 1"),
-        "label of half": (lambda r: npz(r / "s.npz", np.ones((2, 3)), [0, 0.5]), FEATURES, "label 0.5 at index 1"),
+        "label out of range": (
+            lambda r: write_npz(r / "s.npz", np.ones((3, 3)), [0, 3, 1]),
+            FEATURES,
+            "label '3' of sample",
+        ),
+        "label below": (
+            lambda r: write_npz(r / "s.npz", np.ones((3, 3)), [0, -1, 1]),
+            FEATURES,
+            "label '-1' of sample 1",
+        ),
+        "label of half": (
+            lambda r: write_npz(r / "s.npz", np.ones((2, 3)), [0, 0.5]),
+            FEATURES,
+            "label 0.5 at index 1",
+        ),
         "missing label": (words("f0,f1,f2,label\n1,2,3,\n"), FEATURES, "row 2, column label: the label is missing"),
-        "other shape": (lambda r: npz(r / "s.npz", grey(3, 5), list("abc")), IMAGES, "shape 1x5x5; .* is 1x4x4"),
+        "other shape": (lambda r: write_npz(r / "s.npz", grey(3, 5), list("abc")), IMAGES, "shape 1x5x5; .* is 1x4x4"),
         "other width": (lambda r: table(r / "s.csv", np.ones((2, 4)), [0, 1]), FEATURES, "shape 4; .* is 3"),
-        "other kind": (lambda r: npz(r / "s.npz", np.ones((3, 3)), list("abc")), IMAGES, "features samples; .* image"),
-        "float pixels": (lambda r: npz(r / "s.npz", inf[2:], list("ab")), IMAGES, "image-float samples"),
+        "other kind": (
+            lambda r: write_npz(r / "s.npz", np.ones((3, 3)), list("abc")),
+            IMAGES,
+            "features samples; .* image",
+        ),
+        "float pixels": (lambda r: write_npz(r / "s.npz", inf[2:], list("ab")), IMAGES, "image-float samples"),
         "truncated": (truncated, IMAGES, r"s\.npz: not a complete \.npz file"),
         "damaged": (damaged, IMAGES, r"s\.npz: not a complete \.npz file"),
-        "missing file": (lambda r: r / "gone.npz", IMAGES, r"gone\.npz: this file or directory does not exist"),
+        "missing file": (lambda r: r / "missing.npz", IMAGES, r"missing\.npz: this file or directory does not exist"),
         "relative path": (lambda r: Path("site.npz"), IMAGES, "'site.npz' in the node config: .* absolute"),
         "another format": (plain, IMAGES, r"s\.txt: allowed:"),
-        "unequal lengths": (lambda r: npz(r / "s.npz", grey(3), list("ab")), IMAGES, "unequal length"),
+        "unequal lengths": (lambda r: write_npz(r / "s.npz", grey(3), list("ab")), IMAGES, "unequal length"),
         "Python objects": (
-            lambda r: npz(r / "s.npz", np.array([{}, {}], object), list("ab")),
+            lambda r: write_npz(r / "s.npz", np.array([{}, {}], object), list("ab")),
             IMAGES,
             "only plain numbers",
         ),
@@ -247,7 +278,7 @@ def test_unusable_data_is_rejected_with_file_and_reason(case: str, tmp_path: Pat
     make, settings, message = broken_cases()[case]
     path = make(tmp_path)
     with pytest.raises(DataError, match=message) as caught:
-        loaded(path, settings)
+        load(path, settings)
     if case != "relative path":
         assert str(tmp_path) in str(caught.value)
 
@@ -261,38 +292,36 @@ def describe(kind: str, shape: tuple[int, ...], *classes: str, fixed: bool = Tru
     return Description(kind, shape, fixed, classes, count, np.empty(0), np.empty(0))
 
 
-def agreed(settings: DataSettings, descriptions: list[Description]) -> DataSettings:
-    return agreed_with_warnings(settings, descriptions, [f"site-{i}" for i in range(len(descriptions))])[0]
+def agree(settings: DataSettings, descriptions: list[Description]) -> DataSettings:
+    return agree_with_warnings(settings, descriptions, [f"site-{i}" for i in range(len(descriptions))])[0]
 
 
 def test_classes_are_the_sorted_union_of_all_sites() -> None:
-    some = [("10", "2"), ("2", "0"), ("10", "0")]
-    numbers = agreed(OPEN, [describe("image", (1, 8, 8), *classes) for classes in some])
+    classes_of_sites = [("10", "2"), ("2", "0"), ("10", "0")]
+    numbers = agree(OPEN, [describe("image", (1, 8, 8), *classes) for classes in classes_of_sites])
     assert numbers.classes == "0,2,10"
-    texts = agreed(
+    texts = agree(
         OPEN, [describe("image", (1, 8, 8), "dog", "a, b", "cat"), describe("image", (1, 8, 8), "dog", "a, b", "cat")]
     )
     assert task_of(texts).class_names == ("a, b", "cat", "dog")
-    assert agreed(replace(OPEN, classes="x,y"), [describe("image", (1, 8, 8))]).classes == "x,y"
+    assert agree(replace(OPEN, classes="x,y"), [describe("image", (1, 8, 8))]).classes == "x,y"
     assert is_complete(numbers)
     assert task_of(numbers).input_shape == (1, 8, 8)
 
 
 def test_the_shape_is_the_most_common_fixed_shape() -> None:
     folders = [describe("image", (3, 64, 64), "a", "b", "c", fixed=False)] * 3
-    assert agreed(OPEN, [*folders, describe("image", (3, 32, 32), "b")]).input_shape == "3x32x32"
-    assert agreed(OPEN, [*folders, describe("features", (4,), "b")]).input_shape == "3x64x64"
-    assert agreed(replace(OPEN, classes="a,b"), folders).input_shape == "3x64x64"
-    few = [
+    assert agree(OPEN, [*folders, describe("image", (3, 32, 32), "b")]).input_shape == "3x32x32"
+    assert agree(OPEN, [*folders, describe("features", (4,), "b")]).input_shape == "3x64x64"
+    assert agree(replace(OPEN, classes="a,b"), folders).input_shape == "3x64x64"
+    mixed = [
         describe("image", (1, 8, 8), "a", "b"),
         describe("image", (1, 9, 9), "q", "r"),
         describe("image", (1, 9, 9), "r", "q"),
     ]
-    assert (agreed(OPEN, few).input_shape, agreed(OPEN, few).classes) == (
-        "1x9x9",
-        "q,r",
-    )  # without the other site's classes
-    assert agreed(replace(OPEN, input_shape="1x8x8"), few).classes == "a,b"
+    # Without the other site's classes.
+    assert (agree(OPEN, mixed).input_shape, agree(OPEN, mixed).classes) == ("1x9x9", "q,r")
+    assert agree(replace(OPEN, input_shape="1x8x8"), mixed).classes == "a,b"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +346,7 @@ def test_the_shape_is_the_most_common_fixed_shape() -> None:
 )
 def test_impossible_tasks_are_rejected(settings: DataSettings, descriptions: list[Description], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        agreed(settings, descriptions)
+        agree(settings, descriptions)
 
 
 GREY, RGB = (1, 48, 40), (3, 48, 40)
@@ -333,59 +362,57 @@ def columns(*names: str) -> Description:
     [
         (
             [describe("image", GREY, "a", "b", fixed=False), describe("image", RGB, "a", "b", fixed=False)],
-            "different shapes, and there is no majority: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
+            "no majority .*1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
         ),
         (
             [describe("image", GREY, "a", "b", fixed=False)] * 2 + [describe("image", RGB, "a", "b", fixed=False)],
-            "site-2 would lose its colours: set input-shape .3x48x40 keeps them.",
+            "site-2 would lose .* set input-shape .3x48x40",
         ),
         ([describe("image", (1, 8, 8), "a"), describe("features", (4,), "b")], "different kinds .* set sample-kind"),
         (
             [columns("age", "dose"), columns("age", "Dose")],
-            "columns of site-1 differ from the columns of site-0 .*set feature",
+            "columns of site-1 differ .* site-0 .*set feature",
         ),
     ],
 )
 def test_ambiguous_tasks_must_be_set_by_the_user(descriptions: list[Description], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        agreed(OPEN, descriptions)
+        agree(OPEN, descriptions)
 
 
 @pytest.mark.parametrize(
-    ("descriptions", "expected"),
+    ("descriptions", "patterns"),
     [
         (
             [describe("image", RGB, "a", "b", fixed=False)] * 2 + [describe("image", GREY, "a", "b", fixed=False)],
-            ["site-2: images of shape 1x48x40 are resized to 3x48x40, the run's shape"],
+            ["site-2: images of shape 1x48x40 .* 3x48x40"],
         ),
         (
             [describe("image", (1, 8, 8), "a", "b")] * 2
             + [describe("image", (1, 9, 9), "a", "b"), describe("features", (4,), "a")],
             [
-                "site-3: its samples are of the kind features, but the run uses image; it cannot take part",
-                "site-2: its samples have the shape 1x9x9, but the run uses 1x8x8; it cannot take part",
+                "site-3: .* kind features, .* image; it cannot take part",
+                "site-2: .* shape 1x9x9, .* 1x8x8; it cannot take part",
             ],
         ),
         (
             [describe("image", GREY, "Cat", "dog")] * 2 + [describe("image", GREY, "cat", "dog")] * 2,
-            [
-                "classes with nearly equal names are separate classes: 'Cat' (site-0, site-1), 'cat' (site-2, "
-                "site-3); if they are one class, rename it at a site"
-            ],
+            [r"classes .*: 'Cat' \(site-0, site-1\), 'cat' \(site-2, site-3\); .* rename"],
         ),
         (
             [columns("age", "dose")] * 2 + [columns("dose", "age"), columns("age", "weight")],
             [
-                "site-3: its columns differ from the run's (missing: dose; unknown: weight); it cannot take part",
-                "site-2: columns are in another order; Posy puts them into the run's order",
+                r"site-3: .*columns .*\(missing: dose; unknown: weight\); it cannot take part",
+                "site-2: columns are in another order",
             ],
         ),
         ([describe("image", GREY, "a", "b")] * 2, []),
     ],
 )
-def test_sites_that_nearly_agree_get_warnings(descriptions: list[Description], expected: list[str]) -> None:
+def test_sites_that_nearly_agree_get_warnings(descriptions: list[Description], patterns: list[str]) -> None:
     names = [f"site-{i}" for i in range(len(descriptions))]
-    assert agreed_with_warnings(OPEN, descriptions, names)[1] == expected
+    for warning, pattern in zip(agree_with_warnings(OPEN, descriptions, names)[1], patterns, strict=True):
+        assert re.match(pattern, warning), warning
 
 
 def test_pooled_statistics_cover_all_training_samples(tmp_path: Path) -> None:
@@ -396,29 +423,29 @@ def test_pooled_statistics_cover_all_training_samples(tmp_path: Path) -> None:
     settings = replace(OPEN, sample_kind="features")
     descriptions, trained = [], []
     for number, part in enumerate(parts):
-        path = npz(tmp_path / f"{number}.npz", part, np.arange(len(part)) % 2)
+        path = write_npz(tmp_path / f"{number}.npz", part, np.arange(len(part)) % 2)
         descriptions.append(
             Description.from_answer(describe_site(read_site(path, settings, POLICY), settings, POLICY).as_answer())
         )
-        task = agreed(settings, descriptions)
-        trained.append(part[loaded(path, task)[1].train[0]])
+        task = agree(settings, descriptions)
+        trained.append(part[load(path, task)[1].train[0]])
     pooled = np.concatenate(trained).astype(np.float64)
     task = with_statistics(settings, descriptions)
     mean, std = (np.array([float(word) for word in text.split(",")]) for text in (task.feature_mean, task.feature_std))
     np.testing.assert_allclose(mean, pooled.mean(0), rtol=1e-12)
     np.testing.assert_allclose(std[:2], pooled.std(0)[:2], rtol=1e-9)
     assert std[2] == 1.0
-    dataset, _ = loaded(tmp_path / "0.npz", agreed(settings, descriptions))
+    dataset, _ = load(tmp_path / "0.npz", agree(settings, descriptions))
     np.testing.assert_array_equal(dataset.mean, mean)
 
 
 def test_sites_do_not_report_what_the_settings_define(tmp_path: Path) -> None:
-    path = npz(tmp_path / "s.npz", np.ones((16, 3)), [0, 1, 2, 1] * 4)
+    path = write_npz(tmp_path / "s.npz", np.ones((16, 3)), [0, 1, 2, 1] * 4)
     content = read_site(path, OPEN, POLICY)
-    silent = describe_site(content, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), POLICY)
-    assert (silent.classes, silent.mean.size, silent.squares.size) == ((), 0, 0)
-    open_ = describe_site(content, OPEN, POLICY)
-    assert (open_.classes, open_.count, open_.mean.tolist()) == (("0", "1", "2"), 12, [1.0, 1.0, 1.0])
+    reduced = describe_site(content, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), POLICY)
+    assert (reduced.classes, reduced.mean.size, reduced.squares.size) == ((), 0, 0)
+    complete = describe_site(content, OPEN, POLICY)
+    assert (complete.classes, complete.count, complete.mean.tolist()) == (("0", "1", "2"), 12, [1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -460,7 +487,7 @@ def hospitals(tmp_path: Path) -> list[Config]:
     return [hospital(tmp_path, name, [0, 1], seed) for seed, name in enumerate(("cleveland", "hungary", "va"))]
 
 
-def described(configs: list[Config]) -> list[Description]:
+def describe_hospitals(configs: list[Config]) -> list[Description]:
     return [describe_site(read_site(Path(site["data"]), OPEN, POLICY), OPEN, POLICY) for site in configs]
 
 
@@ -471,19 +498,19 @@ def test_sites_with_different_class_names_are_rejected(config: Config, tmp_path:
         hospital(tmp_path, "va", ["no", "yes"], 2),
     ]
     settings = config | {"method": "fedavg", "model": "linear"}
-    expected = "classes that only one site has: '2' at cleveland; 'no' and 'yes' at va.*classes='0,1,2,no,yes'"
+    expected = "classes .*: '2' at cleveland; 'no' and 'yes' at va.*classes='0,1,2,no,yes'"
     with pytest.raises(SettingsError, match=expected):
         run(NodeGrid(*sites), settings)
     rare = [*sites[:2], hospital(tmp_path, "va", [0, 1], 2)]
-    with pytest.raises(SettingsError, match="classes that only one site has: '2' at cleveland"):
+    with pytest.raises(SettingsError, match=r"classes .*: '2' at cleveland"):
         run(NodeGrid(*rare), settings)
     done = run(NodeGrid(*rare), settings | {"classes": "0,1,2"})  # the class is rare, not another name
     assert done.summary["status"] == "completed" and done.strategy.clients.keys() == {0, 1, 2}
 
 
 def test_a_single_site_may_have_any_classes(tmp_path: Path) -> None:
-    (description,) = described([hospital(tmp_path, "va", ["no", "yes"], 2)])
-    assert agreed(OPEN, [description]).classes == "no,yes"
+    (description,) = describe_hospitals([hospital(tmp_path, "va", ["no", "yes"], 2)])
+    assert agree(OPEN, [description]).classes == "no,yes"
 
 
 @pytest.mark.parametrize(
@@ -503,7 +530,7 @@ def test_a_single_site_may_have_any_classes(tmp_path: Path) -> None:
         (
             "chol",
             lambda rng: 240 + rng.normal(0, 1, 60).round(1),
-            r"feature chol: va's standard deviation is 0\.0\d+ tim",
+            r"feature chol: va's standard deviation is 0\.0\d+ ",
         ),
     ],
     ids=["mmol/l", "year of birth", "0 for missing", "centred"],
@@ -527,7 +554,7 @@ def test_a_feature_in_other_units_gives_a_warning(
 
 def test_similar_sites_give_no_warning(hospitals: list[Config]) -> None:
     names = [site["name"] for site in hospitals]
-    assert agreed_with_warnings(OPEN, described(hospitals), names)[1] == []
+    assert agree_with_warnings(OPEN, describe_hospitals(hospitals), names)[1] == []
 
 
 def test_warnings_about_features_unlike_the_other_sites() -> None:
@@ -539,13 +566,13 @@ def test_warnings_about_features_unlike_the_other_sites() -> None:
     # The other two have mean 10 and variance (4 + 4) / 2 + 0, so 18 is (18 - 10) / 2 = 4 deviations away.
     three = [("a", site(50, 10, 2)), ("b", site(5000, 10, 2)), ("c", site(20_000, 18, 2))]
     (text,) = unlike_features(three, ("dose",))
-    assert text.startswith("feature dose: c's mean 18 is 4 standard deviations from the other sites' mean. ")
-    few = [*three[:2], ("c", site(9, 18, 2))]
-    assert unlike_features(few)[0].startswith("feature 0: c's mean is far from the other sites' mean. ")
+    assert text.startswith("feature dose: c's mean 18 is 4 standard deviations from")
+    (text,) = unlike_features([*three[:2], ("c", site(9, 18, 2))])
+    assert text.startswith("feature 0: c's mean is far from")
+    assert not re.search(r"\d", text.removeprefix("feature 0"))  # a small site reveals no numbers
     assert unlike_features([*three[:2], ("c", site(50, 13.9, 2))]) == []  # 1.95
-    spread = unlike_features([*three[:2], ("c", site(50, 10, 30))])  # 30 / 2
-    text = "feature 0: c's standard deviation is 15 times the other sites'. "
-    assert spread == [f"{text}Other units, or codes for missing values?"]
+    (text,) = unlike_features([*three[:2], ("c", site(50, 10, 30))])  # 30 / 2
+    assert text.startswith("feature 0: c's standard deviation is 15 times ") and "Other units" in text
     assert unlike_features(three[:1]) == unlike_features([("a", site(5, 7, 0)), ("b", site(5, 7, 0))]) == []
 
 
@@ -555,17 +582,14 @@ def test_a_warning_about_two_sites_names_both() -> None:
             describe("features", (1,), "a", "b", count=count), mean=np.array([mean]), squares=np.array([count * std**2])
         )
 
-    end = ". Other units, or codes for missing values?"
     # 11 deviations of a, 1.1 of b.
-    assert unlike_features([("a", site(50, 10, 2)), ("b", site(500, 32, 20))], ("dose",)) == [
-        f"feature dose: the means of a and b differ: 10 and 32{end}"
-    ]
-    assert unlike_features([("a", site(9, 10, 2)), ("b", site(500, 32, 20))]) == [
-        f"feature 0: the means of a and b are far apart{end}"
-    ]
-    assert unlike_features([("a", site(50, 10, 2)), ("b", site(50, 10, 30))]) == [  # 30 / 2
-        f"feature 0: the standard deviations of a and b differ by a factor of 15{end}"
-    ]
+    (text,) = unlike_features([("a", site(50, 10, 2)), ("b", site(500, 32, 20))], ("dose",))
+    assert text.startswith("feature dose: the means of a and b differ: 10 and 32. ") and "Other units" in text
+    (text,) = unlike_features([("a", site(9, 10, 2)), ("b", site(500, 32, 20))])
+    assert text.startswith("feature 0: the means of a and b ") and "Other units" in text
+    assert not re.search(r"\d", text.removeprefix("feature 0"))  # a small site reveals no numbers
+    (text,) = unlike_features([("a", site(50, 10, 2)), ("b", site(50, 10, 30))])  # 30 / 2
+    assert text.startswith("feature 0: the standard deviations of a and b ") and "a factor of 15. " in text
     assert unlike_features([("a", site(50, 10, 2)), ("b", site(50, 13.9, 3))]) == []  # 1.95
 
 
@@ -573,30 +597,26 @@ def test_a_site_far_from_the_runs_mean_reports_it(tmp_path: Path) -> None:
     settings = replace(OPEN, sample_kind="features", input_shape="2", classes="0,1", feature_names="age,chol")
     settings = replace(settings, feature_mean="55,240", feature_std="9,50")
     other = hospital(tmp_path, "va", [0, 1], 2, chol=np.full(60, 6.0))
-    notes = loaded(Path(other["data"]), settings)[0].notes
-    assert [note for note in notes if "mean" in note] == [
-        "feature chol: the mean of this site is 4.7 standard deviations from the mean of the run; other units?"
-    ]
-    assert [text for text in shared_notes(notes) if "mean" in text] == [
-        "feature chol: the mean of this site is far from the mean of the run; other units?"
-    ]
+    notes = load(Path(other["data"]), settings)[0].notes
+    (note,) = [note for note in notes if "mean" in note]
+    assert note.startswith("feature chol: ") and "4.7 standard deviations" in note
+    (text,) = [text for text in shared_notes(notes) if "mean" in text]
+    assert text.startswith("feature chol: ") and "far from" in text and not re.search(r"\d", text)
     assert not [
-        note for note in loaded(Path(hospital(tmp_path, "a", [0, 1], 0)["data"]), settings)[0].notes if "mean" in note
+        note for note in load(Path(hospital(tmp_path, "a", [0, 1], 0)["data"]), settings)[0].notes if "mean" in note
     ]
 
 
 def test_an_extra_column_is_reported_by_name(hospitals: list[Config], config: Config, tmp_path: Path) -> None:
     odd = hospital(tmp_path, "va", [0, 1], 2, weight=np.arange(60))
     done = run(NodeGrid(*hospitals[:2], odd), config | {"method": "fedavg", "model": "linear", "min-clients": 2})
-    assert any("its columns differ from the run's columns" in reason for _, reason in done.federation.excluded)
+    assert any("its columns differ" in reason for _, reason in done.federation.excluded)
     assert done.strategy.clients.keys() == {0, 1}
     names = [site["name"] for site in (hospitals[0], odd)]
-    with pytest.raises(
-        SettingsError, match=r"the columns of va differ from the columns of cleveland .unknown: weight."
-    ):
-        agreed_with_warnings(OPEN, described([hospitals[0], odd]), names)
-    fixed = agreed_with_warnings(replace(OPEN, input_shape="2"), described([hospitals[0], odd]), names)
-    assert fixed[1] == ["va: its columns differ from the run's (unknown: weight); it cannot take part"]
+    with pytest.raises(SettingsError, match=r"columns of va differ .* cleveland .unknown: weight."):
+        agree_with_warnings(OPEN, describe_hospitals([hospitals[0], odd]), names)
+    (text,) = agree_with_warnings(replace(OPEN, input_shape="2"), describe_hospitals([hospitals[0], odd]), names)[1]
+    assert text.startswith("va: ") and "(unknown: weight); it cannot take part" in text
 
 
 # -- complete runs ---------------------------------------------------------------------------------------
@@ -604,11 +624,11 @@ def test_an_extra_column_is_reported_by_name(hospitals: list[Config], config: Co
 
 @pytest.fixture
 def sites(tmp_path: Path) -> list[Config]:
-    """Return the node configs of three sites with digits: an .npz, folders of nine classes, folders of one."""
+    """Return the node configs of three sites with digits: an .npz, folders of nine classes, folders of one class."""
     digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x[..., 0], digits.y
     below_nine, nine = np.flatnonzero(y[200:400] < 9) + 200, np.flatnonzero(y[400:700] == 9) + 400
-    npz(tmp_path / "a.npz", x[:120], y[:120], x_test=x[120:160], y_test=y[120:160])
+    write_npz(tmp_path / "a.npz", x[:120], y[:120], x_test=x[120:160], y_test=y[120:160])
     class_folders(tmp_path / "b", x[below_nine], y[below_nine])
     class_folders(tmp_path / "c" / "train", x[nine[:-3]], y[nine[:-3]])
     class_folders(tmp_path / "c" / "test", x[nine[-3:]], y[nine[-3:]])
@@ -654,21 +674,23 @@ def test_a_run_over_three_sites(
     assert {tuple(row[1:4]) for row in rows_of(done)} == {("0", "120", "40"), ("1", "136", "45"), ("2", "28", "3")}
     data = done.settings.data
     assert (data.sample_kind, data.input_shape, data.classes) == ("image", "1x8x8", "0,1,2,3,4,5,6,7,8,9")
-    shown = capsys.readouterr().out
-    assert re.search(r"^ *site-b +1 +136 +45 +image, shape 1x8x8 +9$", shown.partition("round 1/2")[0], re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.search(r"^ *site-b +1 +136 +45 +image, shape 1x8x8 +9$", output.partition("round 1/2")[0], re.MULTILINE)
     assert [row[-1] for row in rows_of(done)] == ["site-a", "site-b", "site-c"] * 2
     assert [path.name for path in done.directory.models.iterdir()] == ["server.safetensors"]
     (node_file,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
     stored = load_arrays(node_file)
     assert any(array.shape == (10,) for array in stored.values())
-    model = posy.load(node_file.parent).predictor("site-b")  # by its name, from the files of its node alone
+    model = posy.load(node_file.parent).predictor("site-b")  # by name, from its node's files only
     site = Workspace(done.settings, str(tmp_path / "b"))
     test = site.partition.test[0]
     labels = [prediction.label for prediction in model.predict_all(site.dataset.x[test])]
-    right = np.mean([site.task.class_names[y] == label for y, label in zip(site.dataset.y[test], labels, strict=True)])
+    accuracy = np.mean(
+        [site.task.class_names[y] == label for y, label in zip(site.dataset.y[test], labels, strict=True)]
+    )
     last = done.record().clients.set_index(["round", "site"]).loc[(2, "site-b")]
-    assert right == pytest.approx(last[f"{model.point}_accuracy"])
-    with pytest.raises(SettingsError, match="they stay on the clients' nodes"):
+    assert accuracy == pytest.approx(last[f"{model.point}_accuracy"])
+    with pytest.raises(SettingsError, match="stay on the clients' nodes"):
         done.record().predictor(0)
 
 
@@ -692,16 +714,21 @@ def test_the_order_of_answers_does_not_change_the_run(sites: list[Config], confi
 
 
 @pytest.mark.parametrize(
-    ("least", "works"), [(0, False), (2, True), (3, False)], ids=["all needed", "two needed", "three needed"]
+    ("min_clients", "completes"), [(0, False), (2, True), (3, False)], ids=["all needed", "two needed", "three needed"]
 )
 def test_a_site_with_bad_data_is_excluded(
-    least: int, works: bool, sites: list[Config], config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture
+    min_clients: int,
+    completes: bool,
+    sites: list[Config],
+    config: Config,
+    tmp_path: Path,
+    warnings: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "c" / "train" / "9" / "0.png").write_bytes(b"\x89PNG, truncated")
-    # Without site-c, site-a alone has a nine.
-    settings = config | {"min-clients": least, "method": "fedavg", "classes": "0,1,2,3,4,5,6,7,8,9"}
-    reason = "image files cannot be read (unreadable-images, count below 2); the log of the node has the details"
-    if not works:
+    # Without site-c, only site-a has a nine.
+    settings = config | {"min-clients": min_clients, "method": "fedavg", "classes": "0,1,2,3,4,5,6,7,8,9"}
+    reason = "unreadable-images, count below 2"
+    if not completes:
         with pytest.raises(SettingsError, match="nodes host 2 of them") as caught:
             run(NodeGrid(*sites), settings)
         assert reason in str(caught.value) and str(tmp_path) not in str(caught.value)
@@ -723,7 +750,7 @@ def test_a_site_with_other_classes_is_excluded(sites: list[Config], config: Conf
     reasons = " ".join(reason for _, reason in done.federation.excluded)
     assert done.strategy.clients.keys() == {0}  # only site-b has no nine
     assert sum(done.federation.excluded.values()) == 2  # site-a and site-c
-    assert "it has labels that are not classes of the run (other-classes)" in reasons
+    assert "(other-classes)" in reasons
     assert str(tmp_path) not in reasons and "'9'" not in reasons
 
 
@@ -735,7 +762,7 @@ def test_a_node_without_data_is_rejected(sites: list[Config], config: Config) ->
 def test_a_run_over_three_feature_formats(config: Config, tmp_path: Path) -> None:
     digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x.reshape(len(digits), -1).astype(np.float32), digits.y
-    npz(tmp_path / "a.npz", x[:100], y[:100])
+    write_npz(tmp_path / "a.npz", x[:100], y[:100])
     table(tmp_path / "b.csv", x[100:200], y[100:200])
     pfllib(tmp_path / "c", x[200:300], y[200:300], 20)
     grid = NodeGrid(
@@ -744,7 +771,7 @@ def test_a_run_over_three_feature_formats(config: Config, tmp_path: Path) -> Non
     done = run(grid, config | {"method": "fedavg", "num-server-rounds": 4, "local-epochs": 5})
     trained = np.concatenate(
         [
-            x[start : start + 100][loaded(tmp_path / name, done.settings.data)[1].train[0]]
+            x[start : start + 100][load(tmp_path / name, done.settings.data)[1].train[0]]
             for start, name in ((0, "a.npz"), (100, "b.csv"), (200, "c"))
         ]
     )
@@ -768,18 +795,17 @@ def test_a_run_over_texts_of_two_sites(config: Config, tmp_path: Path) -> None:
 def test_changed_data_is_detected_during_a_run(sites: list[Config], config: Config, tmp_path: Path) -> None:
     grid = NodeGrid(*sites)
 
-    class Changing(NodeGrid):
+    class ChangingGrid(NodeGrid):
         def answer(self, message: Any) -> Any:
             if message.content.config_records["config"].get("server-round") == 2:
                 digits = load_dataset(DataSettings(), Path(), 0)
-                npz(tmp_path / "a.npz", digits.x[:90, ..., 0], digits.y[:90])
+                write_npz(tmp_path / "a.npz", digits.x[:90, ..., 0], digits.y[:90])
             return super().answer(message)
 
-    grid.__class__ = Changing
+    grid.__class__ = ChangingGrid
     done = run(grid, config | {"method": "fedavg", "save-models": False})
     assert (
-        sum(times for reason, times in done.totals.dropped.items() if "its data has changed during the run" in reason)
-        > 0
+        sum(times for reason, times in done.totals.dropped.items() if "data has changed during the run" in reason) > 0
     )
     assert {row[1] for row in rows_of(done) if row[0] == "2" and row[2]} == {"1", "2"}
 
@@ -791,42 +817,42 @@ def test_any_change_of_samples_changes_the_fingerprint(form: str, tmp_path: Path
     if form == "image":
         settings, x, y = IMAGES, grey(8).copy(), ["abc"[v] for v in y]
 
-    def mark(x: np.ndarray, y: list[Any], policy: Policy = POLICY) -> str:
+    def fingerprint_of(x: np.ndarray, y: list[Any], policy: Policy = POLICY) -> str:
         if form == "text":
             path = tmp_path / "s.csv"
             path.write_text(
                 "text,label\n" + "".join(f"w{a[0]},{['no', 'yes', 'yes'][b]}\n" for a, b in zip(x, y, strict=True))
             )
-            return fingerprint(*loaded(path, TEXTS, policy))
-        return fingerprint(*loaded(npz(tmp_path / "s.npz", x, y), settings, policy))
+            return fingerprint(*load(path, TEXTS, policy))
+        return fingerprint(*load(write_npz(tmp_path / "s.npz", x, y), settings, policy))
 
-    first = mark(x, y)
+    first = fingerprint_of(x, y)
     assert len(first) == 16
     assert int(first, 16) >= 0
-    assert mark(x, y) == first
+    assert fingerprint_of(x, y) == first
     other = x.copy()
     other[3].flat[0] += 1
-    assert mark(other, y) != first
-    assert mark(x, [*y[1:], y[0]]) != first
-    assert mark(x[:7], y[:7]) != first
-    assert mark(x, y, replace(POLICY, test_fraction=0.5)) != first
-    assert mark(x[::-1], y[::-1]) != first
+    assert fingerprint_of(other, y) != first
+    assert fingerprint_of(x, [*y[1:], y[0]]) != first
+    assert fingerprint_of(x[:7], y[:7]) != first
+    assert fingerprint_of(x, y, replace(POLICY, test_fraction=0.5)) != first
+    assert fingerprint_of(x[::-1], y[::-1]) != first
 
 
 def test_changed_features_are_detected_during_a_run(config: Config, tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
     for name in "ab":
-        npz(tmp_path / f"{name}.npz", x, y)
+        write_npz(tmp_path / f"{name}.npz", x, y)
 
-    class Changing(NodeGrid):
+    class ChangingGrid(NodeGrid):
         def answer(self, message: Any) -> Any:
             if message.content.config_records["config"].get("server-round") == 2:
-                npz(tmp_path / "a.npz", x[::-1] * 2, y)  # the same labels
+                write_npz(tmp_path / "a.npz", x[::-1] * 2, y)  # the same labels
             return super().answer(message)
 
-    grid = Changing(*({"data": str(tmp_path / f"{name}.npz"), "name": name} for name in "ab"))
+    grid = ChangingGrid(*({"data": str(tmp_path / f"{name}.npz"), "name": name} for name in "ab"))
     done = run(grid, config | {"num-clients": 2, "method": "fedavg"})
-    assert any("its data has changed during the run" in reason for reason in done.totals.dropped)
+    assert any("data has changed during the run" in reason for reason in done.totals.dropped)
 
 
 def test_a_node_reports_warnings_about_its_data(
@@ -837,7 +863,7 @@ def test_a_node_reports_warnings_about_its_data(
     (tmp_path / "b" / "dog" / "torn.png").write_bytes(b"\x89PNG, truncated")
     answers: list[dict[str, Any]] = []
 
-    class Listening(NodeGrid):
+    class RecordingGrid(NodeGrid):
         def answer(self, message: Any) -> Any:
             reply = super().answer(message)
             if message.metadata.message_type == "query" and not reply.has_error():
@@ -846,25 +872,23 @@ def test_a_node_reports_warnings_about_its_data(
 
     nodes = [{"data": str(tmp_path / "a"), "name": "a"}, {"data": str(tmp_path / "b"), "name": "b"}]
     nodes[1]["skip-unreadable"] = True
-    run(Listening(*nodes), config | {"num-clients": 2, "method": "fedavg"})
+    run(RecordingGrid(*nodes), config | {"num-clients": 2, "method": "fedavg"})
     by_site = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
-    near = "the names of some classes are nearly equal"
-    assert by_site["a"]["warnings"] == [near]
-    assert by_site["b"]["warnings"] == [
-        "1 of 17 image files cannot be read and are skipped",
-        near,
-    ]
+    [similar] = by_site["a"]["warnings"]
+    assert "nearly agree" in similar
+    unreadable, *remaining = by_site["b"]["warnings"]
+    assert "1 of 17 image files" in unreadable and remaining == [similar]
     assert (by_site["a"]["skipped"], by_site["b"]["skipped"]) == (0, 1)
     assert all(len(answer["fingerprint"]) == 16 for answer in by_site.values())
     described = [answer for answer in answers if "kind" in answer]
     assert {len(answer["warnings"]) for answer in described} == {1, 2}
-    assert "classes with nearly equal names are separate classes: 'Cat' (a, b), 'cat' (a, b)" in warnings.text
+    assert "'Cat' (a, b), 'cat' (a, b)" in warnings.text
 
 
 def test_skip_unreadable_must_be_true_or_false(tmp_path: Path) -> None:
     assert skips({}) is False
     assert skips({"skip-unreadable": True}) is skips({"skip-unreadable": "true"}) is True
-    with pytest.raises(DataError, match="skip-unreadable = 'perhaps' in the node config: it must be true or false"):
+    with pytest.raises(DataError, match=r"skip-unreadable = 'perhaps' .* true or false"):
         skips({"skip-unreadable": "perhaps"})
 
 
@@ -888,5 +912,5 @@ def test_settings_for_benchmark_data_are_rejected(change: Config, message: str, 
 
 
 def test_a_simulation_has_no_sites(config: Config) -> None:
-    with pytest.raises(SettingsError, match="a simulation has no nodes with data"):
+    with pytest.raises(SettingsError, match="no nodes with data"):
         run(None, config)

@@ -28,7 +28,7 @@ def images(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "a.npz")
 
 
-def augmented(data: str, seed: int = 0, **settings: str) -> tuple[Workspace, Augment, Tensor]:
+def load_augmented(data: str, seed: int = 0, **settings: str) -> tuple[Workspace, Augment, Tensor]:
     config = {"method": "fedavg", "dataset": data, "num-clients": 2, "partition": "iid", "device": "cpu"}
     workspace = Workspace(read_settings({**config, **settings}))
     augment = workspace.augment(lambda: torch.Generator().manual_seed(seed))
@@ -36,7 +36,7 @@ def augmented(data: str, seed: int = 0, **settings: str) -> tuple[Workspace, Aug
     return workspace, augment, workspace.client_data(0).x_train
 
 
-def pixels(workspace: Workspace, x: Tensor) -> Tensor:
+def to_pixels(workspace: Workspace, x: Tensor) -> Tensor:
     """Return the pixels of normalised images before normalisation, from 0 to 1."""
     mean, std = (torch.from_numpy(v).view(-1, 1, 1) for v in (workspace.dataset.mean, workspace.dataset.std))
     return x * std + mean
@@ -49,7 +49,7 @@ def test_flip_by_hand() -> None:
 
 
 def test_half_of_the_images_are_mirrored(images: str) -> None:
-    _, augment, x = augmented(images, augment="flip")
+    _, augment, x = load_augmented(images, augment="flip")
     many = x[:1].expand(2000, -1, -1, -1)
     changed = augment.change(many, augment.numbers([1000, 1000]))
     mirrored = (changed == many.flip(3)).all(dim=(1, 2, 3))
@@ -58,23 +58,23 @@ def test_half_of_the_images_are_mirrored(images: str) -> None:
 
 
 def test_transforms_see_pixels_from_0_to_1(images: str) -> None:
-    workspace, augment, x = augmented(images, transforms="RandomInvert(1.0), RandomVerticalFlip(p=1)")
-    changed = pixels(workspace, augment.change(x, augment.numbers([len(x)])))
-    torch.testing.assert_close(changed, 1 - pixels(workspace, x).flip(2), rtol=0, atol=1e-6)
+    workspace, augment, x = load_augmented(images, transforms="RandomInvert(1.0), RandomVerticalFlip(p=1)")
+    changed = to_pixels(workspace, augment.change(x, augment.numbers([len(x)])))
+    torch.testing.assert_close(changed, 1 - to_pixels(workspace, x).flip(2), rtol=0, atol=1e-6)
 
 
 def test_each_image_uses_its_own_random_numbers(images: str) -> None:
     words = "RandomRotation(40), ColorJitter(0.5, 0.5, 0.5, 0.1), RandAugment, GaussianNoise(sigma=0.1)"
-    _, augment, x = augmented(images, augment="crop-flip", transforms=words)
-    before, original = torch.random.get_rng_state(), x.clone()
+    _, augment, x = load_augmented(images, augment="crop-flip", transforms=words)
+    rng_state, original = torch.random.get_rng_state(), x.clone()
     numbers = augment.numbers([len(x)])
     changed = augment.change(x, numbers)
-    turned = torch.arange(len(x)).flip(0)
-    assert torch.equal(augment.change(x[turned], numbers[turned]), changed[turned])
+    reversed_order = torch.arange(len(x)).flip(0)
+    assert torch.equal(augment.change(x[reversed_order], numbers[reversed_order]), changed[reversed_order])
     assert torch.equal(augment.change(x[3:4], numbers[3:4]), changed[3:4])
     same = augment.change(x[:1].expand(len(x), -1, -1, -1), numbers)
     assert len({image.numpy().tobytes() for image in same}) == len(x)
-    assert torch.equal(torch.random.get_rng_state(), before) and torch.equal(x, original)
+    assert torch.equal(torch.random.get_rng_state(), rng_state) and torch.equal(x, original)
 
 
 @pytest.mark.parametrize("settings", [{"augment": "flip"}, {"transforms": "RandomRotation(15), RandomErasing(p=0.5)"}])
@@ -92,9 +92,9 @@ def test_stacked_and_looped_clients_get_the_same_augmentation(settings: dict[str
 
 
 WRONG = {
-    "CutMix": "CutMix fails for the images of the data, which have the shape 3x8x10 (ValueError",
-    "RandomResizedCrop(7)": "RandomResizedCrop returns images of shape 3x7x7 and type torch.float32 for the images of",
-    "ToPILImage": "ToPILImage returns an object of type Image for the images of the data",
+    "CutMix": "CutMix fails for the images of the data",
+    "RandomResizedCrop(7)": "RandomResizedCrop returns images of shape 3x7x7",
+    "ToPILImage": "ToPILImage returns an object of type Image",
     "RandomRotatio(3)": "has no transform RandomRotatio; did you mean RandomRotation or ",
     "randomrot(3)": "has no transform randomrot; did you mean RandomRotation or ",
     "RandomRotation": "RandomRotation does not take these arguments (TypeError",
@@ -103,10 +103,10 @@ WRONG = {
     "RandomInvert(**3)": "RandomInvert does not take these arguments (TypeError",
     "__import__('os')": "has no transform __import__",
     "functional": "has no transform functional",
-    "v2.RandomInvert()": "expected names of torchvision.transforms.v2 with plain arguments",
-    "RandomInvert(": "expected names of torchvision.transforms.v2 with plain arguments",
-    " ": "expected names of torchvision.transforms.v2 with plain arguments",
-    "RandomInvert], [": "expected names of torchvision.transforms.v2 with plain arguments",
+    "v2.RandomInvert()": "names of torchvision.transforms.v2",
+    "RandomInvert(": "names of torchvision.transforms.v2",
+    " ": "names of torchvision.transforms.v2",
+    "RandomInvert], [": "names of torchvision.transforms.v2",
 }
 
 
@@ -130,10 +130,9 @@ def test_colour_transforms_are_rejected_for_grey_images(text: str, name: str) ->
     """RandomErasing fails only in the draws in which it erases, 1 of 5."""
     with pytest.raises(SettingsError) as raised:
         check_transforms(text, (1, 8, 8), "digits")
-    assert str(raised.value) == (
-        f"transforms = {text!r}: {name} suits images of 3 channels, but the images of digits have 1 channel; remove "
-        f"{name}, or change its arguments"
-    )
+    message = str(raised.value)
+    assert message.startswith(f"transforms = {text!r}: {name} suits images of 3 channels")
+    assert "images of digits have 1 channel" in message and f"remove {name}" in message
 
 
 def test_colour_transform_errors_name_the_data_set_and_the_command_line(
@@ -141,10 +140,9 @@ def test_colour_transform_errors_name_the_data_set_and_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["run", "transforms=RGB"]) == 2
-    assert capsys.readouterr().err == (
-        "posy: transforms = 'RGB' on the command line: RGB suits images of 3 channels, but the images of digits have 1 "
-        "channel; remove RGB, or change its arguments\n"
-    )
+    error = capsys.readouterr().err
+    assert error.startswith("posy: transforms = 'RGB' on the command line: RGB suits images of 3 channels")
+    assert "images of digits have 1 channel" in error and error.count("\n") == 1
 
 
 def test_augmentation_needs_images(tmp_path: Path) -> None:
