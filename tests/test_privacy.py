@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_strategy_base import array, send, take
+from test_strategy_base import change_model, send, take
 
 import posy
 from posy.accounting import MODES, Event, epsilon_of, noise_multiplier_for, read_ledger, spent
@@ -299,7 +299,7 @@ def test_the_server_clips_updates_that_exceed_the_norm(make_strategy: Callable[.
     strategy = make_strategy("fedavg", dp_clip=1.0, dp_epsilon=1e6, num_server_rounds=1, **CENTRAL)
     start = strategy.model.copy()
     _, replies = send(strategy)
-    array(lambda model: model + np.float32(1e6))(replies[0].content)
+    change_model(lambda model: model + np.float32(1e6))(replies[0].content)
     take(strategy, replies[:1])
     assert np.linalg.norm(strategy.model - start) == pytest.approx(1 / 4, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""Local training against hand-written loops, stacked against single models, and its degenerate cases."""
+"""Local training: handwritten loops, stacked and single models, and degenerate cases."""
 
 import math
 from collections.abc import Callable
@@ -90,9 +90,9 @@ def generator(seed: int = 9) -> torch.Generator:
 def train(
     work: Train, net: Network | None = None, data: Samples | None = None, lr: float = LR, **settings: Any
 ) -> Trained:
-    own, net = TrainSettings(**{"batch_size": 4, "local_epochs": 2, **settings}), net or network()
+    train_settings, net = TrainSettings(**{"batch_size": 4, "local_epochs": 2, **settings}), net or network()
     dropout = DropoutNumbers(net.dropout_width, generator(3)) if net.dropout_width else None
-    return Trainer(own, CPU).train(Job(work, data or samples(), generator(), lr, dropout=dropout), net)
+    return Trainer(train_settings, CPU).train(Job(work, data or samples(), generator(), lr, dropout=dropout), net)
 
 
 def change_gradient(
@@ -103,7 +103,7 @@ def change_gradient(
     strength: float,
     decay: float,
 ) -> None:
-    """Add the decay of masked training, the pull to an anchor and an offset to a gradient, and mask it."""
+    """Add the decay of masked training, the pull to an anchor and the offset to a gradient, and mask it."""
     assert parameter.grad is not None
     if mask is not None:  # masked parameters do not decay either
         parameter.grad += decay * parameter.detach()
@@ -135,8 +135,8 @@ def by_hand(
     criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
     **adam: float,
 ) -> tuple[Tensor, float]:
-    """Train with PyTorch's own optimiser, in double precision, drawing the batches as a person would."""
-    data, own, rates = data or samples(), generator(), rates or {}
+    """Train with PyTorch's optimiser in double precision, in a plain loop over batches."""
+    data, rng, rates = data or samples(), generator(), rates or {}
     module = Tiny().double()
     shape = layout()
 
@@ -147,24 +147,24 @@ def by_hand(
     anchor, masks, offsets = (None if t is None else split(t) for t in (pull.anchor if pull else None, mask, offset))
     strength = pull.strength if pull else 0.0
     groups = [{"params": list(m.parameters()), "lr": LR * rates.get(name, 1.0)} for name, m in module.named_children()]
-    wanted: dict[str, Any] = {"lr": LR, "weight_decay": decay if mask is None else 0.0}
+    options: dict[str, Any] = {"lr": LR, "weight_decay": decay if mask is None else 0.0}
     if optimizer == "sgd":
-        wanted["momentum"] = momentum
+        options["momentum"] = momentum
     elif adam:
-        wanted |= {"betas": (adam["adam_beta1"], adam["adam_beta2"]), "eps": adam["adam_epsilon"]}
+        options |= {"betas": (adam["adam_beta1"], adam["adam_beta2"]), "eps": adam["adam_epsilon"]}
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
-    optimiser = kind(groups, **wanted)  # type: ignore[arg-type]
-    taken, total, seen = 0, 0.0, 0
+    optimiser = kind(groups, **options)  # type: ignore[arg-type]
+    step_count, total, sample_count = 0, 0.0, 0
     for _ in range(10**6 if steps else epochs):
-        total, seen = 0.0, 0
-        order = torch.randperm(len(data.y), generator=own)
+        total, sample_count = 0.0, 0
+        order = torch.randperm(len(data.y), generator=rng)
         for begin in range(0, len(order), size):
-            if steps is not None and taken == steps:
+            if steps is not None and step_count == steps:
                 break
-            chosen = order[begin : begin + size]
-            logits, labels = module(data.x[chosen].double()), data.y[chosen]
-            each = (criterion or partial(F.cross_entropy, reduction="none"))(logits, labels)
-            loss = (each * (1.0 if weight is None else weight[chosen].double())).sum() / len(chosen)
+            rows = order[begin : begin + size]
+            logits, labels = module(data.x[rows].double()), data.y[rows]
+            losses = (criterion or partial(F.cross_entropy, reduction="none"))(logits, labels)
+            loss = (losses * (1.0 if weight is None else weight[rows].double())).sum() / len(rows)
             optimiser.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_([p for n, p in module.named_parameters() if rates.get(n[:4], 1.0)], clip)
@@ -175,12 +175,12 @@ def by_hand(
             optimiser.step()
             for parameter in module.parameters():
                 parameter.data.clamp_(*bounds)
-            taken += 1
-            total, seen = total + loss.item() * len(chosen), seen + len(chosen)
-        if taken == steps:
+            step_count += 1
+            total, sample_count = total + loss.item() * len(rows), sample_count + len(rows)
+        if step_count == steps:
             break
     named = {k: v.detach().numpy() for k, v in module.state_dict().items()}
-    return torch.from_numpy(shape.flatten(named)), total / seen
+    return torch.from_numpy(shape.flatten(named)), total / sample_count
 
 
 MASK = (torch.arange(layout().size) % 3 != 0).float()
@@ -218,8 +218,8 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fewer steps than batches": ({}, {"local_steps": 2}),
     "steps beyond a pass": ({}, {"local_steps": 7}),
     "steps of two passes": ({}, {"local_steps": 6}),
-    "own epochs": ({"epochs": 3}, {"local_steps": 2}),
-    "own steps": ({"steps": 4}, {"local_steps": 2}),
+    "epochs of the work": ({"epochs": 3}, {"local_steps": 2}),
+    "steps of the work": ({"steps": 4}, {"local_steps": 2}),
     "offset": ({"offset": initial(4)}, {"momentum": 0.5, "max_grad_norm": 0.4}),
     "offset, mask": ({"offset": initial(4), "mask": MASK}, {}),
     "bounds": ({"bounds": (-0.2, 0.3)}, {}),
@@ -266,7 +266,7 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
     return (1 - torch.exp(-loss)) ** 2 * loss
 
 
-@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["all alike", "weighted"])
+@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["uniform", "weighted"])
 def test_a_custom_loss_is_minimised(weight: Tensor | None) -> None:
     expected, loss = by_hand(initial(), weight=weight, criterion=focal)
     net = Network(Tiny, layout(), CPU, focal)
@@ -274,13 +274,13 @@ def test_a_custom_loss_is_minimised(weight: Tensor | None) -> None:
     assert torch.allclose(result.parameters, expected, rtol=0, atol=1e-6)
     assert float(result.loss) == pytest.approx(loss, abs=1e-6)
     several = Train(torch.stack([initial(), initial(1)]), sample_weight=weight)
-    stacked, looped = (train(several, net, stack=how) for how in ("vmap", "loop"))
+    stacked, looped = (train(several, net, stack=stack) for stack in ("vmap", "loop"))
     assert torch.allclose(stacked.parameters, looped.parameters, rtol=0, atol=1e-6)
     assert torch.equal(looped.parameters[0], result.parameters)
 
 
 def test_class_weights_multiply_sample_weights() -> None:
-    """Two classes of 8 and 3 samples: each counts half, so a sample counts 11/16 or 11/6."""
+    """Two classes of 8 and 3 samples have equal weights, so a sample has weight 11/16 or 11/6."""
     labels = torch.tensor([0] * 8 + [2] * 3)
     data = Samples(samples().x, labels)
     weight = torch.where(labels == 0, 11 / 16, 11 / 6)
@@ -320,7 +320,7 @@ def part_of(data: Samples, first: int, step: int) -> Samples:
 
 
 def one_step_by_hand(name: str, w: Tensor, batch: Samples) -> Tensor:
-    """Return what a step descends along, from the formulas of the papers."""
+    """Return the direction of a step by the formulas of the papers."""
     _, g = gradient(w, batch)
     if name == "SAM":
         return gradient(w + 0.3 * g / g.norm(), batch)[1]
@@ -334,22 +334,22 @@ def one_step_by_hand(name: str, w: Tensor, batch: Samples) -> Tensor:
 
 @pytest.mark.parametrize("name", RULES)
 def test_rules_follow_the_formulas_of_their_papers(name: str) -> None:
-    w, data, own = initial().double(), samples(), generator()
-    order = torch.randperm(N, generator=own)
+    w, data, rng = initial().double(), samples(), generator()
+    order = torch.randperm(N, generator=rng)
     for begin in (0, 4, 8):
-        chosen = order[begin : begin + 4]
-        w = w - LR * one_step_by_hand(name, w, Samples(data.x[chosen], data.y[chosen]))
+        rows = order[begin : begin + 4]
+        w = w - LR * one_step_by_hand(name, w, Samples(data.x[rows], data.y[rows]))
     result = train(Train(initial(), rule=RULES[name], epochs=1))
     assert torch.allclose(result.parameters.double(), w, rtol=0, atol=1e-6)
     assert result.auxiliary is None
 
 
 def test_pfedmes_personal_model_continues_across_batches() -> None:
-    w, data, own = initial().double(), samples(), generator()
-    theta, order = w, torch.randperm(N, generator=own)
+    w, data, rng = initial().double(), samples(), generator()
+    theta, order = w, torch.randperm(N, generator=rng)
     for begin in (0, 4, 8):
-        chosen = order[begin : begin + 4]
-        batch = Samples(data.x[chosen], data.y[chosen])
+        rows = order[begin : begin + 4]
+        batch = Samples(data.x[rows], data.y[rows])
         for _ in range(3):
             theta = theta - 0.1 * (gradient(theta, batch)[1] + 2.0 * (theta - w))
         w = w - LR * 2.0 * (w - theta)
@@ -360,8 +360,8 @@ def test_pfedmes_personal_model_continues_across_batches() -> None:
 
 
 def test_a_mixture_is_trained_with_the_shared_model() -> None:
-    w, v, data, own = initial().double(), initial(1).double(), samples(), generator()
-    order = torch.randperm(N, generator=own)
+    w, v, data, rng = initial().double(), initial(1).double(), samples(), generator()
+    order = torch.randperm(N, generator=rng)
     for begin in (0, 4, 8):
         batch = Samples(data.x[order[begin : begin + 4]], data.y[order[begin : begin + 4]])
         mixed = gradient(0.3 * v + 0.7 * w, batch)[1]
@@ -380,23 +380,23 @@ def test_a_mixture_is_trained_with_the_shared_model() -> None:
     ],
 )
 def test_rules_with_neutral_settings_equal_plain_training(rule: Rule) -> None:
-    expected = train(Train(initial()), batch_size=1).parameters  # a sample alone is in all parts of its batch
+    expected = train(Train(initial()), batch_size=1).parameters  # every part of a batch of one is the same sample
     assert torch.allclose(train(Train(initial(), rule=rule), batch_size=1).parameters, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
 def test_the_fisher_trace_is_measured_without_changing_parameters(stack: str) -> None:
-    start, data, own = torch.stack([initial(), initial(1)]), samples(), generator()
-    order = torch.randperm(N, generator=own)
+    start, data, rng = torch.stack([initial(), initial(1)]), samples(), generator()
+    order = torch.randperm(N, generator=rng)
     expected = torch.zeros(2, dtype=torch.float64)
     for begin in (0, 4, 8):
-        chosen = order[begin : begin + 4]
-        batch = Samples(data.x[chosen], data.y[chosen])
-        expected += torch.stack([gradient(w.double(), batch)[1].square().sum() for w in start]) * len(chosen) / N
+        rows = order[begin : begin + 4]
+        batch = Samples(data.x[rows], data.y[rows])
+        expected += torch.stack([gradient(w.double(), batch)[1].square().sum() for w in start]) * len(rows) / N
     work = Train(start, rule=FisherTrace(), plain=True, epochs=1)
-    found = train(work, stack=stack, momentum=0.9, weight_decay=0.3, max_grad_norm=0.1)
-    assert torch.allclose(found.loss.double(), expected, rtol=1e-5)
-    assert torch.equal(found.parameters, start)
+    result = train(work, stack=stack, momentum=0.9, weight_decay=0.3, max_grad_norm=0.1)
+    assert torch.allclose(result.loss.double(), expected, rtol=1e-5)
+    assert torch.equal(result.parameters, start)
 
 
 def with_notes(net: Net, batch: Batch, context: Any) -> Tensor:
@@ -408,7 +408,7 @@ def with_notes(net: Net, batch: Batch, context: Any) -> Tensor:
 
 
 def mixed_with(net: Net, batch: Batch, context: Any) -> Tensor:
-    """Return the loss of the network whose tensors lie half-way to others."""
+    """Return the loss of the network whose tensors are averaged with the context's tensors."""
     names = [entry.name for entry in PLAIN.layout.entries]
     other = PLAIN.layout.views(context["other"])
     return cross_entropy(net.at({name: (net[name] + other[name]) / 2 for name in names})(batch.x), batch)
@@ -433,12 +433,12 @@ def test_clients_trained_together_match_clients_trained_alone(name: str) -> None
 
     def job(client: int) -> Job:
         start = torch.stack([torch.from_numpy(PLAIN.initial(10 * client + k)) for k in range(models)])
-        own = dict(EXTRA[name])
+        options = dict(EXTRA[name])
         if name == "notes":
-            own["notes"] = torch.randn(counts[client], CLASSES, generator=generator(client))
+            options["notes"] = torch.randn(counts[client], CLASSES, generator=generator(client))
         if name == "other tensors":
-            own["context"] = {"other": torch.from_numpy(PLAIN.initial(99 + client))}
-        work = Train(start if models > 1 else start[0], **own)
+            options["context"] = {"other": torch.from_numpy(PLAIN.initial(99 + client))}
+        work = Train(start if models > 1 else start[0], **options)
         return Job(work, samples(counts[client], client), generator(client), LR)
 
     steps: dict[str, Any] = {"optimizer": name.lower(), "weight_decay": 0.1} if "Adam" in name else {"momentum": 0.5}
@@ -447,16 +447,16 @@ def test_clients_trained_together_match_clients_trained_alone(name: str) -> None
     together = Trainer(settings, CPU).train_together([job(client) for client in range(len(counts))], network)
     for client in range(len(counts)):
         alone = Trainer(settings, CPU).train(job(client), network)
-        found = together[client]
-        assert isinstance(found, Trained)
-        # Adam divides gradients near zero by their own size, rounding included.
-        assert torch.allclose(found.parameters, alone.parameters, rtol=0, atol=1e-4 if "Adam" in name else 1e-6)
-        assert torch.allclose(found.loss, alone.loss, rtol=1e-5)
+        result = together[client]
+        assert isinstance(result, Trained)
+        # Adam divides gradients near zero by their magnitude, which amplifies rounding.
+        assert torch.allclose(result.parameters, alone.parameters, rtol=0, atol=1e-4 if "Adam" in name else 1e-6)
+        assert torch.allclose(result.loss, alone.loss, rtol=1e-5)
         assert (alone.parameters - job(client).work.start).abs().max() > 1e-3
         if name == "pFedMe":
-            assert found.auxiliary is not None and alone.auxiliary is not None
-            assert torch.allclose(found.auxiliary, alone.auxiliary, rtol=0, atol=1e-6)
-            assert (found.auxiliary - found.parameters).abs().max() > 1e-3
+            assert result.auxiliary is not None and alone.auxiliary is not None
+            assert torch.allclose(result.auxiliary, alone.auxiliary, rtol=0, atol=1e-6)
+            assert (result.auxiliary - result.parameters).abs().max() > 1e-3
 
 
 def test_forward_returns_features_and_outputs() -> None:
@@ -467,8 +467,8 @@ def test_forward_returns_features_and_outputs() -> None:
     assert torch.equal(logits, trainer.forward(Forward(start), network, data))
     head = PLAIN.layout.views(start)
     assert torch.allclose(features @ head["head.weight"].T + head["head.bias"], logits, atol=1e-6)
-    others = [Forward(torch.from_numpy(PLAIN.initial(seed)), features=True) for seed in (1, 0)]
-    stacked = trainer.forward_together(others, network, [samples(5), data])[1]
+    forwards = [Forward(torch.from_numpy(PLAIN.initial(seed)), features=True) for seed in (1, 0)]
+    stacked = trainer.forward_together(forwards, network, [samples(5), data])[1]
     assert torch.allclose(stacked[0], features, atol=1e-6) and torch.allclose(stacked[1], logits, atol=1e-6)
 
 
@@ -502,16 +502,16 @@ def test_resampling_draws_only_samples_with_weight(stack: str) -> None:
 
 
 def test_resampling_draws_in_proportion_to_weights() -> None:
-    weight, data, seen = torch.zeros(N), samples(), []
+    weight, data, inputs = torch.zeros(N), samples(), []
     weight[4], weight[7], weight[9] = 2.0, 1.0, 1.0
 
-    def noting(net: Any, batch: Batch, context: Any) -> Tensor:
+    def record_batch(net: Any, batch: Batch, context: Any) -> Tensor:
         assert batch.weight is None
-        seen.append(batch.x[:, 0])
+        inputs.append(batch.x[:, 0])
         return classification(net, batch, context)
 
-    train(Train(initial(), noting, sample_weight=weight, resample=True), lr=1e-9, local_epochs=300)
-    counts = (torch.cat(seen)[:, None] == data.x[:, 0]).float().mean(0)
+    train(Train(initial(), record_batch, sample_weight=weight, resample=True), lr=1e-9, local_epochs=300)
+    counts = (torch.cat(inputs)[:, None] == data.x[:, 0]).float().mean(0)
     assert torch.allclose(counts, weight / 4, atol=0.03)
     assert not counts[weight == 0].any()
 
@@ -523,7 +523,7 @@ def test_a_pull_of_strength_zero_has_no_effect() -> None:
 
 def test_a_strong_pull_ends_at_the_anchor() -> None:
     anchor = initial(1)
-    # lr * strength = 1: every step lands on the anchor but for lr times the gradient
+    # With lr * strength = 1, every step ends at the anchor, apart from lr times the gradient.
     result = train(Train(initial(), pull=Pull(anchor, 1000.0)), lr=0.001).parameters
     assert torch.allclose(result, anchor, atol=0.005)
 
@@ -573,10 +573,14 @@ def test_stacked_models_match_looped_and_single_models(name: str, extra: str) ->
     assert results["loop"].parameters.shape == starts.shape
     assert results["loop"].loss.shape == (3,)
     for k in range(3):
-        own = {**options, "pull": Pull(anchors[k], 0.5)} if extra == "K anchors" else options
+        single_options = {**options, "pull": Pull(anchors[k], 0.5)} if extra == "K anchors" else options
         net = Network(architecture.build, architecture.layout, CPU)
         single = train(
-            Train(starts[k], objective, context, **own), net, momentum=0.9, weight_decay=0.01, max_grad_norm=norm
+            Train(starts[k], objective, context, **single_options),
+            net,
+            momentum=0.9,
+            weight_decay=0.01,
+            max_grad_norm=norm,
         )
         assert single.loss.shape == ()
         moved = single.parameters - starts[k]
@@ -601,13 +605,13 @@ SUITED = {
 }
 
 
-def drawn(task: Task, n: int) -> Samples:
-    own = torch.Generator().manual_seed(1)
+def draw_samples(task: Task, n: int) -> Samples:
+    rng = torch.Generator().manual_seed(1)
     if task.kind == "text":
-        x = torch.randint(1, task.vocabulary, (n, *task.input_shape), generator=own)
+        x = torch.randint(1, task.vocabulary, (n, *task.input_shape), generator=rng)
     else:
-        x = torch.randn(n, *task.input_shape, generator=own)
-    return Samples(x, torch.randint(0, 3, (n,), generator=own))
+        x = torch.randn(n, *task.input_shape, generator=rng)
+    return Samples(x, torch.randint(0, 3, (n,), generator=rng))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -618,7 +622,7 @@ def test_every_network_trains_the_same_when_stacked(model: str) -> None:
         train(
             Train(starts),
             Network(architecture.build, architecture.layout, CPU),
-            drawn(SUITED[model], 6),
+            draw_samples(SUITED[model], 6),
             stack=stack,
             batch_size=3,
             local_epochs=1,
@@ -650,25 +654,29 @@ WIDE = Architecture("cnn-3fc-wide", SUITED["cnn-3fc-wide"])
 def dropping_job(client: int, count: int) -> Job:
     work = Train(torch.from_numpy(WIDE.initial(client)))
     return Job(
-        work, drawn(WIDE.task, count), generator(client), 0.01, dropout=DropoutNumbers(128, generator(50 + client))
+        work,
+        draw_samples(WIDE.task, count),
+        generator(client),
+        0.01,
+        dropout=DropoutNumbers(128, generator(50 + client)),
     )
 
 
 def test_a_step_with_dropout_by_hand() -> None:
-    """One batch of all samples: the gradient is that of the head on features zeroed by the stream's numbers."""
+    """One batch of all samples: the stream's numbers select the features that are zero in the head's gradient."""
     job = dropping_job(1, 4)
     trainer = Trainer(TrainSettings(batch_size=4, local_epochs=1), CPU)
     network_ = Network(WIDE.build, WIDE.layout, CPU)
-    found = WIDE.layout.views(trainer.train(job, network_).parameters)
+    trained = WIDE.layout.views(trainer.train(job, network_).parameters)
     model = WIDE.build()
     model.load_state_dict(WIDE.layout.views(job.work.start))
     model.eval()
     order = torch.randperm(4, generator=generator(1))
-    kept = torch.rand(4, 128, generator=generator(51)) >= 0.6
-    seen = model.body(job.samples.x[order]) * kept / 0.4
-    torch.nn.functional.cross_entropy(model.head(seen), job.samples.y[order]).backward()
+    mask = torch.rand(4, 128, generator=generator(51)) >= 0.6
+    features = model.body(job.samples.x[order]) * mask / 0.4
+    torch.nn.functional.cross_entropy(model.head(features), job.samples.y[order]).backward()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(found[name], parameter - 0.01 * parameter.grad, atol=1e-6), name
+        assert torch.allclose(trained[name], parameter - 0.01 * parameter.grad, atol=1e-6), name
 
 
 def test_dropout_is_the_same_for_clients_trained_together() -> None:
@@ -678,11 +686,11 @@ def test_dropout_is_the_same_for_clients_trained_together() -> None:
     together = trainer.train_together([dropping_job(c, n) for c, n in enumerate(counts)], network_)
     for client, count in enumerate(counts):
         alone = trainer.train(dropping_job(client, count), network_)
-        found = together[client]
-        assert isinstance(found, Trained)
+        result = together[client]
+        assert isinstance(result, Trained)
         start = dropping_job(client, count).work.start
-        assert close(found.parameters - start, alone.parameters - start)
-        assert torch.allclose(found.loss, alone.loss, rtol=1e-5)
+        assert close(result.parameters - start, alone.parameters - start)
+        assert torch.allclose(result.loss, alone.loss, rtol=1e-5)
         other = dropping_job(client, count)._replace(dropout=DropoutNumbers(128, generator(99)))
         assert not close(trainer.train(other, network_).parameters - start, alone.parameters - start)
 
@@ -695,10 +703,10 @@ def test_rules_work_with_dropout(rule: Any) -> None:
 
     trainer = Trainer(TrainSettings(batch_size=3, local_epochs=1), CPU)
     network_ = Network(WIDE.build, WIDE.layout, CPU)
-    for client, found in enumerate(trainer.train_together([job(0), job(1)], network_)):
+    for client, result in enumerate(trainer.train_together([job(0), job(1)], network_)):
         alone = trainer.train(job(client), network_)
-        assert isinstance(found, Trained)
-        assert torch.allclose(found.parameters, alone.parameters, rtol=0, atol=1e-5)
+        assert isinstance(result, Trained)
+        assert torch.allclose(result.parameters, alone.parameters, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -709,7 +717,7 @@ def test_dropout_needs_random_numbers(stacked: bool) -> None:
 
 
 def test_evaluation_disables_dropout() -> None:
-    """Also right after a training, whose numbers the module still has."""
+    """This holds right after a training, although the module still has its random numbers."""
     job = dropping_job(0, 5)
     trainer, network_ = Trainer(TrainSettings(batch_size=5), CPU), Network(WIDE.build, WIDE.layout, CPU)
     before = trainer.forward(Forward(job.work.start), network_, job.samples)
@@ -717,7 +725,7 @@ def test_evaluation_disables_dropout() -> None:
     assert torch.equal(trainer.forward(Forward(job.work.start), network_, job.samples), before)
 
 
-# -- what training must not do ---------------------------------------------------------------------------
+# -- errors and invariants of training --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lr", [1e3, 1e30])
@@ -749,10 +757,10 @@ def test_one_diverged_model_in_a_stack_is_an_error() -> None:
 
 def test_training_does_not_change_its_inputs() -> None:
     for start in (initial(), torch.stack([initial(), initial(1)])):
-        given = [start, initial(2), WEIGHT.clone(), MASK.clone()]
-        before = [tensor.clone() for tensor in given]
-        train(Train(start, pull=Pull(given[1], 0.3), sample_weight=given[2], mask=given[3]), momentum=0.9)
-        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+        inputs = [start, initial(2), WEIGHT.clone(), MASK.clone()]
+        before = [tensor.clone() for tensor in inputs]
+        train(Train(start, pull=Pull(inputs[1], 0.3), sample_weight=inputs[2], mask=inputs[3]), momentum=0.9)
+        assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
 
 
 def test_results_are_not_views_of_the_network() -> None:
@@ -795,18 +803,18 @@ def test_unknown_layers_in_rates_are_an_error() -> None:
 
 
 def test_batchnorm_skips_a_batch_of_one() -> None:
-    """Eleven samples in batches of five: the eleventh is not trained on."""
-    start, own = initial(0, TinyNorm), generator()
+    """Eleven samples in batches of five: the eleventh is skipped."""
+    start, rng = initial(0, TinyNorm), generator()
     result = train(Train(start), network(TinyNorm), batch_size=5, local_epochs=1)
     data = samples()
-    order = torch.randperm(N, generator=own)[:10]
+    order = torch.randperm(N, generator=rng)[:10]
     module, shape = TinyNorm(), layout(TinyNorm)
     module.load_state_dict(shape.views(start), strict=False)
     optimiser = torch.optim.SGD(module.parameters(), lr=LR)
     losses = []
-    for chosen in order.split(5):
+    for rows in order.split(5):
         optimiser.zero_grad()
-        loss = F.cross_entropy(module(data.x[chosen]), data.y[chosen])
+        loss = F.cross_entropy(module(data.x[rows]), data.y[rows])
         loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))
@@ -822,8 +830,8 @@ def test_a_frozen_batchnorm_keeps_its_statistics() -> None:
     assert torch.equal(frozen.take(result.parameters), frozen.take(start))
     assert not torch.equal(result.parameters, start)
     moving = next(entry for entry in shape.entries if entry.name == "norm.running_mean")
-    later = train(Train(start), network(TinyNorm)).parameters
-    assert not torch.equal(later[moving.start : moving.stop], start[moving.start : moving.stop])
+    unfrozen = train(Train(start), network(TinyNorm)).parameters
+    assert not torch.equal(unfrozen[moving.start : moving.stop], start[moving.start : moving.stop])
 
 
 def test_batchnorm_with_a_single_sample_is_an_error() -> None:
@@ -858,7 +866,7 @@ def test_passes_have_different_orders() -> None:
     first, second = torch.cat([batch.y for batch, _ in share]).split(N)
     assert not torch.equal(first, second)
     assert sorted(second.tolist()) == list(range(N))
-    assert [counted for _, counted in share] == [None] * 3 + [4, 4, 3]  # the loss is that of the last pass
+    assert [counted for _, counted in share] == [None] * 3 + [4, 4, 3]  # only the last pass counts for the loss
 
 
 def test_a_partial_pass_takes_its_first_batches() -> None:
@@ -866,8 +874,8 @@ def test_a_partial_pass_takes_its_first_batches() -> None:
         share = Share(Samples(torch.zeros(N, 1), torch.arange(N)), [steps], generator(), 4)
         return [batch.y.tolist() for batch, _ in share]
 
-    whole = labels(None)
-    assert [labels(k) for k in (1, 2, 3)] == [whole[:1], whole[:2], whole]
+    batches = labels(None)
+    assert [labels(k) for k in (1, 2, 3)] == [batches[:1], batches[:2], batches]
 
 
 @pytest.mark.parametrize(
@@ -890,7 +898,7 @@ def test_epochs_and_steps_determine_the_passes(
 
 
 def test_the_loss_is_the_mean_over_the_last_pass() -> None:
-    """With a rate of almost nothing the loss is the mean over all samples, though the batches are unequal."""
+    """At a tiny learning rate the loss is the mean over all samples, although the batches are unequal."""
     start, data = initial(), samples()
     result = train(Train(start), lr=1e-12)
     module = Tiny()
@@ -925,7 +933,7 @@ def test_forward_of_one_and_several_models() -> None:
 def test_forward_uses_running_statistics_without_updating_them() -> None:
     net, data = network(TinyNorm), samples()
     flat = initial(0, TinyNorm)
-    train(Train(flat), net)  # training mode before
+    train(Train(flat), net)  # training mode
     trainer = Trainer(TrainSettings(), CPU)
     outputs = trainer.forward(Forward(flat), net, data)
     module = TinyNorm().eval()
@@ -953,7 +961,7 @@ def test_forward_of_no_samples() -> None:
     ("steps", "count", "size", "smallest", "plan"),
     [
         (6, 9, 4, 1, [None, None]),  # batches of 4, 4, 1
-        (6, 9, 4, 2, [None, None, None]),  # the last one is none: batches of 4, 4
+        (6, 9, 4, 2, [None, None, None]),  # a batch of one is skipped: batches of 4, 4
         (5, 9, 4, 2, [None, None, 1]),
         (2, 1, 4, 1, [None, None]),
         (3, 8, 4, 2, [None, 1]),
@@ -970,14 +978,14 @@ def test_plan_passes_gives_the_requested_steps(
 
 
 def test_augmentation_sees_every_batch_and_uses_its_generator() -> None:
-    seen: list[tuple[int, float]] = []
+    calls: list[tuple[int, float]] = []
 
-    def draw(count: int, own: torch.Generator) -> Tensor:
-        return torch.rand(1, generator=own).expand(count, 1)
+    def draw(count: int, rng: torch.Generator) -> Tensor:
+        return torch.rand(1, generator=rng).expand(count, 1)
 
     def shift(x: Tensor, numbers: Tensor) -> Tensor:
-        seen.append((len(x), float(numbers[0])))
-        assert torch.equal(numbers, numbers[:1].expand(len(x), 1))  # those of its own batch
+        calls.append((len(x), float(numbers[0])))
+        assert torch.equal(numbers, numbers[:1].expand(len(x), 1))  # one number for the batch
         return x + numbers
 
     trainer = Trainer(TrainSettings(batch_size=4, local_epochs=2), CPU)
@@ -985,10 +993,10 @@ def test_augmentation_sees_every_batch_and_uses_its_generator() -> None:
         trainer.train(Job(Train(initial()), samples(), generator(), LR, Augment(draw, shift, generator(2))), network())
         for _ in range(2)
     )
-    assert [n for n, _ in seen] == [4, 4, 3] * 4
-    own = generator(2)
-    assert [number for _, number in seen[:6]] == [float(torch.rand(1, generator=own)) for _ in range(6)]
-    assert seen[:6] == seen[6:]
+    assert [n for n, _ in calls] == [4, 4, 3] * 4
+    rng = generator(2)
+    assert [number for _, number in calls[:6]] == [float(torch.rand(1, generator=rng)) for _ in range(6)]
+    assert calls[:6] == calls[6:]
     assert torch.equal(first.parameters, second.parameters)
     assert not torch.equal(first.parameters, train(Train(initial()), local_epochs=2).parameters)
 
@@ -1013,8 +1021,8 @@ def test_bfloat16_ignores_a_stale_autocast_cache() -> None:
     expected = train(Train(initial()), stack="loop", precision="bfloat16")
     torch.autocast_increment_nesting()
     try:
-        found = train(Train(initial()), stack="loop", precision="bfloat16")
+        result = train(Train(initial()), stack="loop", precision="bfloat16")
     finally:
         torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
-    assert torch.equal(found.parameters, expected.parameters)
+    assert torch.equal(result.parameters, expected.parameters)
