@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -44,7 +45,7 @@ COMMON = {
 }
 
 
-def _table(folder: Path, **content: Any) -> Path:
+def write_table(folder: Path, **content: Any) -> Path:
     file = folder / "tiny.yaml"
     table = {
         "output": str(folder / "out"),
@@ -58,14 +59,14 @@ def _table(folder: Path, **content: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test in a fresh working directory."""
     monkeypatch.chdir(tmp_path)
 
 
 def test_rows_override_variants_and_variants_override_common_settings(tmp_path: Path) -> None:
     plan = read_plan(
-        _table(
+        write_table(
             tmp_path,
             settings={**COMMON, "lr": 0.1, "batch-size": 4, "momentum": 0.5},
             variants=[{"name": "a"}, {"name": "b", "settings": {"lr": 0.2, "batch-size": 8}}],
@@ -91,7 +92,7 @@ def test_rows_override_variants_and_variants_override_common_settings(tmp_path: 
 
 
 def test_table_settings_override_the_experiment_file(tmp_path: Path) -> None:
-    cell = read_plan(_table(tmp_path, settings={"experiment": "ppfe-cifar10-s2", "lr": 0.05})).cells[0]
+    cell = read_plan(write_table(tmp_path, settings={"experiment": "ppfe-cifar10-s2", "lr": 0.05})).cells[0]
     settings = read_settings(cell.config)
     assert (settings.run.method, settings.train.lr) == ("fedavg", 0.05)  # 0.05 is the default, but the table sets it
     assert settings.data.samples_per_client == 150
@@ -99,7 +100,7 @@ def test_table_settings_override_the_experiment_file(tmp_path: Path) -> None:
 
 def test_rows_get_only_the_shared_settings_of_their_method(tmp_path: Path) -> None:
     rows = [{"name": name, "settings": {"method": name}} for name in ("fedavg", "fedfew", "ditto")]
-    table = _table(tmp_path, settings={**COMMON, "fedfew-models": 2}, runs=rows)
+    table = write_table(tmp_path, settings={**COMMON, "fedfew-models": 2}, runs=rows)
     cells = read_plan(table, {"ditto-strength": 2.0}).cells
     method_keys = {key for cell in cells for key in cell.config if key.startswith(("fedfew-", "ditto-"))}
     assert method_keys == {"fedfew-models", "ditto-strength"}
@@ -108,21 +109,21 @@ def test_rows_get_only_the_shared_settings_of_their_method(tmp_path: Path) -> No
     ]  # fmt: skip
     for cell in cells:
         read_settings(cell.config)
-    with pytest.raises(SettingsError, match="ppfe-stages on the command line is a setting of ppfe, which no row of"):
+    with pytest.raises(SettingsError, match="ppfe-stages on the command line is a setting of ppfe"):
         read_plan(table, {"ppfe-stages": 2})
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("content", "pattern"),
     [
         ({"seeds": []}, "seeds"),
         ({"seeds": [1, 1]}, "seeds"),
         ({"seeds": [True]}, "seeds"),
         ({"seeds": 3}, "seeds = 3"),
         ({"runs": []}, "runs"),
-        ({"runs": ["fedavg"]}, "entry 1 in runs of .*tiny.yaml is 'fedavg'; write it as `name: ...`"),
-        ({"runs": [{"name": "a"}, {"settings": {"lr": 0.1}}]}, "entry 2 in runs of .*tiny.yaml has no name; add `name"),
-        ({"variants": [{"settings": {}}]}, "entry 1 in variants of .*tiny.yaml has no name; add `name"),
+        ({"runs": ["fedavg"]}, "entry 1 in runs of .*tiny.yaml is 'fedavg'"),
+        ({"runs": [{"name": "a"}, {"settings": {"lr": 0.1}}]}, "entry 2 in runs of .*tiny.yaml has no name"),
+        ({"variants": [{"settings": {}}]}, "entry 1 in variants of .*tiny.yaml has no name"),
         ({"runs": [{"name": "a", "setings": {}}]}, "entry 1 in runs of .*tiny.yaml has the unknown key setings"),
         ({"runs": [{"name": "a/b"}]}, "a/b"),
         ({"runs": [{"name": ".."}]}, "'..'"),
@@ -131,7 +132,7 @@ def test_rows_get_only_the_shared_settings_of_their_method(tmp_path: Path) -> No
         ({"runs": [{"name": "a", "settings": {"method": "x"}}]}, "method = 'x'.*tiny.yaml, a"),
         (
             {"runs": [{"name": "a", "settings": {"method": "fedavg", "fedfew-models": 2}}]},
-            "fedfew-models in .*tiny.yaml, a is a setting of fedfew; the run's method is fedavg",
+            "fedfew-models in .*tiny.yaml, a is a setting of fedfew",
         ),
         ({"runs": [{"name": "a", "settings": {"seed": 1}}]}, "seed in .*the table itself"),
         ({"variants": [{"name": "v", "setings": {}}]}, "setings"),
@@ -139,37 +140,37 @@ def test_rows_get_only_the_shared_settings_of_their_method(tmp_path: Path) -> No
         ({"repeat": 3}, "repeat"),
     ],
 )
-def test_invalid_tables_are_rejected(content: dict[str, Any], named: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=named):
-        read_plan(_table(tmp_path, **content))
+def test_invalid_tables_are_rejected(content: dict[str, Any], pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=pattern):
+        read_plan(write_table(tmp_path, **content))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("typed", "message"),
+    ("overrides", "message"),
     [
         ({"lr": -1.0}, "lr = -1.0 on the command line: it must be"),
         (
             {"min-clients": 99},
-            r"min-clients = 99 on the command line: it must be 0 to num-clients = \d+ in .*tiny.yaml",
+            r"min-clients = 99 on the command line: .* num-clients = \d+ in .*tiny.yaml",
         ),
         ({"method": "nope"}, "method = 'nope' on the command line: it must be one of"),
-        ({"seed": 3}, "seed on the command line: the table itself sets it for each cell; remove seed"),
+        ({"seed": 3}, "seed on the command line: the table itself"),
     ],
 )
-def test_override_errors_name_the_command_line(typed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_override_errors_name_the_command_line(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
-        read_plan(_table(tmp_path), typed)
+        read_plan(write_table(tmp_path), overrides)
 
 
 def test_the_report_lists_command_line_overrides(tmp_path: Path) -> None:
     """The first line is the title, the second one names the overrides."""
     overrides = {"num-server-rounds": 2, "save-models": False, "loss": "my loss.py:f"}
-    table = _table(tmp_path)
+    table = write_table(tmp_path)
     plan = replace(read_plan(table), overrides=overrides)
     title, line, *_ = markdown(plan, {}, aggregate({}), {}).split("\n\n")
     assert title == f"# {plan.title}"
-    assert line == "With `num-server-rounds=2 save-models=false 'loss=my loss.py:f'` from the command line."
+    assert "`num-server-rounds=2 save-models=false 'loss=my loss.py:f'`" in line and "command line" in line
     assert read_plan(table, {"num-server-rounds": 2}).overrides == {"num-server-rounds": 2}
     assert "command line" not in markdown(read_plan(table), {}, aggregate({}), {})
 
@@ -179,7 +180,7 @@ def test_a_table_runs_skips_repeats_and_reports_cells(tmp_path: Path, capsys: py
         {"name": "p = 0.5, no WDR", "settings": {"method": "fedavg", "system-accuracy": "on"}},
         {"name": "Broken", "settings": {"method": "fedavg", "partition": "classes", "classes-per-client": 11}},
     ]
-    assert run_table(read_plan(_table(tmp_path, runs=rows)), jobs=2) == 1
+    assert run_table(read_plan(write_table(tmp_path, runs=rows)), jobs=2) == 1
     printed = capsys.readouterr().out
     first, second = (tmp_path / f"out/p = 0.5, no WDR/seed-{seed}" for seed in (0, 1))
     assert json.loads((first / "summary.json").read_text())["status"] == "completed"
@@ -196,11 +197,11 @@ def test_a_table_runs_skips_repeats_and_reports_cells(tmp_path: Path, capsys: py
     summary = json.loads((second / "summary.json").read_text())
     (second / "summary.json").write_text(json.dumps({**summary, "status": "running", "seed": 1}))
     (second / "stale.txt").touch()
-    plan = read_plan(_table(tmp_path, runs=rows[:1], seeds=[0, 1]))
+    plan = read_plan(write_table(tmp_path, runs=rows[:1], seeds=[0, 1]))
     assert run_table(plan, jobs=1, only_print=True) == 1
     assert "| p = 0.5, no WDR | 1/2 |" in capsys.readouterr().out
     assert run_table(plan, jobs=1) == 0
-    assert "1 of 2 runs are already finished\n[2/2] p = 0.5, no WDR / seed 1: " in capsys.readouterr().out
+    assert re.search(r"1 of 2 runs .*\n\[2/2\] p = 0\.5, no WDR / seed 1: ", capsys.readouterr().out)
     assert (first / "summary.json").stat().st_mtime_ns == modified
     assert json.loads((second / "summary.json").read_text())["status"] == "completed"
     assert not (second / "stale.txt").exists()
@@ -209,24 +210,24 @@ def test_a_table_runs_skips_repeats_and_reports_cells(tmp_path: Path, capsys: py
 
 def test_cells_run_seed_by_seed(tmp_path: Path) -> None:
     """An interrupted table then has results for every row."""
-    begun: list[str] = []
+    started: list[str] = []
 
     def begin(cell: Cell) -> subprocess.Popen[bytes]:
-        begun.append(cell.name)
+        started.append(cell.name)
         cell.path.mkdir(parents=True)
         cell.log.touch()
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
     rows = [{"name": name, "settings": {"method": name}} for name in ("local", "fedavg")]
-    plan = read_plan(_table(tmp_path, runs=rows, seeds=[5, 0]))
+    plan = read_plan(write_table(tmp_path, runs=rows, seeds=[5, 0]))
     failures = run_cells(replace(plan, output=tmp_path / "out"), 1, begin)
-    assert begun == ["local / seed 5", "fedavg / seed 5", "local / seed 0", "fedavg / seed 0"]
-    assert list(failures) == begun and "exit status 3" in failures[begun[0]]
+    assert started == ["local / seed 5", "fedavg / seed 5", "local / seed 0", "fedavg / seed 0"]
+    assert list(failures) == started and "exit status 3" in failures[started[0]]
 
 
 def test_results_with_other_settings_are_moved_aside(tmp_path: Path) -> None:
-    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
-    plan, _ = _results(tmp_path, {("", "A", 0): summary}, lr=0.1)
+    summary = make_summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = write_results(tmp_path, {("", "A", 0): summary}, lr=0.1)
     cell = plan.cells[0]
     changed = Cell("", "A", 0, {**cell.config, "lr": 0.2})
     moved = Cell("", "A", 0, {**cell.config, "data-dir": "/elsewhere", "device": "cuda:1"})
@@ -234,8 +235,8 @@ def test_results_with_other_settings_are_moved_aside(tmp_path: Path) -> None:
     assert changed.summary() is None
     clear(cell.path)
     assert not cell.path.exists()
-    aside = list(cell.path.parent.glob("seed-0-before-*/summary.json"))
-    assert [json.loads(path.read_text()) for path in aside] == [summary]
+    moved_results = list(cell.path.parent.glob("seed-0-before-*/summary.json"))
+    assert [json.loads(path.read_text()) for path in moved_results] == [summary]
 
 
 def test_a_folder_without_a_run_is_not_removed(tmp_path: Path) -> None:
@@ -243,12 +244,12 @@ def test_a_folder_without_a_run_is_not_removed(tmp_path: Path) -> None:
     thesis.parent.mkdir(parents=True)
     thesis.touch()
     with pytest.raises(SettingsError, match=r"thesis\.txt"):
-        run_cells(read_plan(_table(tmp_path)), jobs=1)
+        run_cells(read_plan(write_table(tmp_path)), jobs=1)
     assert thesis.exists()
 
 
 def test_interrupting_a_table_stops_its_runs(tmp_path: Path) -> None:
-    file = _table(tmp_path, settings={**COMMON, "num-server-rounds": 100_000}, seeds=[0, 1])
+    file = write_table(tmp_path, settings={**COMMON, "num-server-rounds": 100_000}, seeds=[0, 1])
     environment = {**os.environ, "PYTHONPATH": str(APP)}
     process = subprocess.Popen(
         [sys.executable, "-m", "posy", "table", str(file), "-j", "1"],
@@ -300,7 +301,7 @@ def test_a_run_that_ends_during_the_interrupt_is_archived(tmp_path: Path) -> Non
             return self.process.wait()
 
     collected: list[Path] = []
-    plan = replace(read_plan(_table(tmp_path)), collect=collected.append)
+    plan = replace(read_plan(write_table(tmp_path)), collect=collected.append)
     with pytest.raises(KeyboardInterrupt):
         table_module.fill(plan, jobs=1, begin=Ending)
     (cell,) = plan.cells
@@ -312,7 +313,7 @@ def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None
     def run(folder: Path, *, until: int = 0) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
         settings = {**COMMON, "num-server-rounds": 120, "checkpoint-every": 10}
-        file = _table(folder, settings=settings, runs=[{"name": "Ditto", "settings": {"method": "ditto"}}])
+        file = write_table(folder, settings=settings, runs=[{"name": "Ditto", "settings": {"method": "ditto"}}])
         process = subprocess.Popen(
             [sys.executable, "-m", "posy", "table", str(file)],
             env={**os.environ, "PYTHONPATH": str(APP)},
@@ -341,7 +342,7 @@ def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None
     file.write_text(json.dumps(json.loads(written) | {"status": "completed"}))
     assert not cell.resume_settings
     file.write_text(written)
-    resumed, uninterrupted = run(tmp_path / "stopped"), run(tmp_path / "whole")
+    resumed, uninterrupted = run(tmp_path / "stopped"), run(tmp_path / "uninterrupted")
     assert len((cell.path / "rounds.jsonl").read_text().splitlines()) == 120
     file = cell.path / "config.yaml"
     record = yaml.safe_load(file.read_text())
@@ -358,12 +359,12 @@ def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None
 
 
 def test_table_figures_by_hand(tmp_path: Path) -> None:
-    plan, results = _results(
+    plan, results = write_results(
         tmp_path,
         {
-            ("v", "A", 0): _summary(served=0.5, local=0.7, system=0.2, seconds=10),
-            ("v", "A", 1): _summary(served=0.7, local=0.8, system=0.4, seconds=20),
-            ("v", "B", 0): _summary(served=None, local=0.9, system=None, seconds=5),
+            ("v", "A", 0): make_summary(served=0.5, local=0.7, system=0.2, seconds=10),
+            ("v", "A", 1): make_summary(served=0.7, local=0.8, system=0.4, seconds=20),
+            ("v", "B", 0): make_summary(served=None, local=0.9, system=None, seconds=5),
         },
     )
     table = aggregate(results)
@@ -390,10 +391,10 @@ def test_table_figures_by_hand(tmp_path: Path) -> None:
 
 def test_diverged_seeds_are_marked_in_the_table(tmp_path: Path) -> None:
     """One seed of A and both seeds of B have no served model at the end. Round 4 is not their last round."""
-    early = _summary(served=0.9, local=0.8, system=None, seconds=1)
+    early = make_summary(served=0.9, local=0.8, system=None, seconds=1)
     early["served"]["last"] = {**early["served"]["last"], "round": 4}
-    complete = _summary(served=0.5, local=0.8, system=None, seconds=1)
-    plan, results = _results(
+    complete = make_summary(served=0.5, local=0.8, system=None, seconds=1)
+    plan, results = write_results(
         tmp_path, {("", "A", 0): complete, ("", "A", 1): early, ("", "B", 0): early, ("", "B", 1): early}
     )
     table = aggregate(results)
@@ -407,21 +408,21 @@ def test_diverged_seeds_are_marked_in_the_table(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_system_accuracy_is_unfinished(tmp_path: Path) -> None:
-    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
-    plan, _ = _results(tmp_path, {("", "A", 0): summary}, **{"system-accuracy": "on"})
+    summary = make_summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = write_results(tmp_path, {("", "A", 0): summary}, **{"system-accuracy": "on"})
     assert plan.cells[0].summary() is None
-    _results(tmp_path, {("", "A", 0): {**summary, "system-accuracy": 0.0}}, **{"system-accuracy": "on"})
+    write_results(tmp_path, {("", "A", 0): {**summary, "system-accuracy": 0.0}}, **{"system-accuracy": "on"})
     assert plan.cells[0].summary() is not None
 
 
 def test_a_diverged_run_is_not_repeated(tmp_path: Path) -> None:
     """The run has no system accuracy, and the last line of its log does not give the cause."""
-    summary = {**_summary(served=0.5, local=0.5, system=None, seconds=1), "status": "diverged"}
-    plan, _ = _results(tmp_path, {("", "A", seed): summary for seed in (0, 1)}, **{"system-accuracy": "on"})
+    summary = {**make_summary(served=0.5, local=0.5, system=None, seconds=1), "status": "diverged"}
+    plan, _ = write_results(tmp_path, {("", "A", seed): summary for seed in (0, 1)}, **{"system-accuracy": "on"})
     assert plan.cells[0].summary() is None and plan.cells[0].summary("diverged") is not None
 
     def begin(cell: Cell) -> subprocess.Popen[bytes]:
-        raise AssertionError(f"{cell.name} is done again")
+        raise AssertionError(f"{cell.name} is repeated")
 
     assert run_cells(plan, 1, begin) == {}
     log = tmp_path / "run.log"
@@ -429,7 +430,7 @@ def test_a_diverged_run_is_not_repeated(tmp_path: Path) -> None:
     assert table_module.failure_of(1, log) == "exit status 1: posy: the loss is 1e9; a smaller lr may help"
 
 
-def _summary(
+def make_summary(
     served: float | None, local: float, system: float | None, seconds: float, cohort: int = 4
 ) -> dict[str, Any]:
     def point(mean: float | None, rise: float, number: int, clients: int) -> dict[str, Any] | None:
@@ -462,7 +463,7 @@ def _summary(
     }
 
 
-def _results(
+def write_results(
     folder: Path, summaries: dict[tuple[str, str, int], dict[str, Any]], **settings: Any
 ) -> tuple[Plan, dict[Cell, dict[str, Any]]]:
     """Write the summaries to the folders of a table's cells, and return the plan and the results."""
@@ -488,8 +489,8 @@ def _results(
 
 def test_a_mean_over_a_cohort_states_its_number_of_clients(tmp_path: Path) -> None:
     """One of four clients trains in a round, so the local models of two runs cover two of eight clients."""
-    summaries = {("", "A", seed): _summary(0.5, 0.9, None, 1, cohort=1) for seed in (0, 1)}
-    plan, results = _results(tmp_path, summaries)
+    summaries = {("", "A", seed): make_summary(0.5, 0.9, None, 1, cohort=1) for seed in (0, 1)}
+    plan, results = write_results(tmp_path, summaries)
     frame = aggregate(results)
     assert frame.loc[0, ["served-last-scored", "local-last-scored", "members"]].tolist() == [8, 2, 4]
     lines = markdown(plan, results, frame, {}).splitlines()
@@ -511,7 +512,7 @@ def test_an_archive_restores_finished_runs_elsewhere(tmp_path: Path, monkeypatch
     archived = (source / "cells.jsonl.gz").read_bytes()
     assert str(tmp_path) not in gzip.decompress(archived).decode()
     (target / "cells.jsonl.gz").write_bytes(archived + gzip.compress(b'{"name": "cut off"}')[:20])
-    monkeypatch.setattr(table_module, "start", None)  # nothing may be run
+    monkeypatch.setattr(table_module, "start", None)  # no run may start
     assert run_table(read_plan(file, output=str(target)), jobs=2) == 0
     for name in ("table.md", "table.csv", "clients.csv", "cells.jsonl.gz"):
         assert (target / name).read_bytes() == (source / name).read_bytes(), name
@@ -519,29 +520,29 @@ def test_an_archive_restores_finished_runs_elsewhere(tmp_path: Path, monkeypatch
     other.mkdir()
     (other / "cells.jsonl.gz").write_bytes(archived)
     plan = read_plan(file, {"lr": 0.01}, output=str(other))
-    assert run_table(plan, jobs=1, only_print=True) == 1  # with other settings they are other runs
+    assert run_table(plan, jobs=1, only_print=True) == 1  # cells with other settings are other runs
 
 
 def test_archived_runs_replace_runs_with_other_settings(tmp_path: Path) -> None:
     """The folder has results of other settings, and the archive has results of the wanted settings."""
-    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
-    plan, _ = _results(tmp_path / "here", {("", "A", 0): summary}, lr=0.1)
-    (wanted,) = (cell for cell in plan.cells if cell.seed == 0)
-    (wanted.path / "clients.csv").write_text("round\n")
-    archive.store(plan.output, [wanted])
-    old, _ = _results(tmp_path / "here", {("", "A", 0): {**summary, "seconds": 9}}, lr=0.2)
-    assert wanted.summary() is None
+    summary = make_summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = write_results(tmp_path / "here", {("", "A", 0): summary}, lr=0.1)
+    (archived_cell,) = (cell for cell in plan.cells if cell.seed == 0)
+    (archived_cell.path / "clients.csv").write_text("round\n")
+    archive.store(plan.output, [archived_cell])
+    old, _ = write_results(tmp_path / "here", {("", "A", 0): {**summary, "seconds": 9}}, lr=0.2)
+    assert archived_cell.summary() is None
     archive.restore(plan.output, old.cells)
     assert next(iter(old.cells)).summary()["seconds"] == 9  # the archive has results of other settings
     archive.restore(plan.output, plan.cells)
-    assert wanted.summary() == summary
-    assert len(list(wanted.path.parent.glob("seed-0-before-*"))) == 1
+    assert archived_cell.summary() == summary
+    assert len(list(archived_cell.path.parent.glob("seed-0-before-*"))) == 1
 
 
 def test_a_running_cell_is_not_restored_from_the_archive(tmp_path: Path) -> None:
-    """Another table may have finished the same run meanwhile, and a page may be drawn from it."""
-    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
-    plan, _ = _results(tmp_path, {("", "A", 0): summary})
+    """Another table may have finished the same run, and a report may be written during the run."""
+    summary = make_summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = write_results(tmp_path, {("", "A", 0): summary})
     cell, never_run = plan.cells
     (cell.path / "clients.csv").write_text("round\n")
     archive.store(plan.output, [cell])

@@ -1,4 +1,4 @@
-"""Trackers: told of every round and of the end, and never the end of a run."""
+"""Trackers receive every round and the end of a run, and a failing tracker does not stop the run."""
 
 import json
 import sys
@@ -13,41 +13,41 @@ from posy.server_app.trackers.tracker import numbers
 from posy.server_app.trackers.tracking import TRACKERS, find
 from posy.settings import SettingsError
 
-OWN = """
+CUSTOM_TRACKERS = """
 import json
 
 
 class Mine:
     def __init__(self, run):
-        self.told, self.file = [[run.name, run.finished, run.settings["method"]]], run.directory / "mine.json"
+        self.records, self.file = [[run.name, run.finished, run.settings["method"]]], run.directory / "mine.json"
 
     def round_finished(self, record):
-        self.told.append(record)
+        self.records.append(record)
 
     def run_finished(self, summary):
-        self.file.write_text(json.dumps([*self.told, summary]))
+        self.file.write_text(json.dumps([*self.records, summary]))
 
 
 class Failing(Mine):
     def round_finished(self, record):
-        raise ConnectionError("nobody is there")
+        raise ConnectionError("connection refused")
 
     def run_finished(self, summary):
-        raise AssertionError("it was told more after it had failed")
+        raise AssertionError("called again after a failure")
 
 
 def broken(run):
-    raise PermissionError("no way in")
+    raise PermissionError("access denied")
 
 
-nothing = None
+not_callable = None
 """
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def trackers_file(tmp_path: Path) -> Path:
     file = tmp_path / "mine.py"
-    file.write_text(OWN)
+    file.write_text(CUSTOM_TRACKERS)
     return file
 
 
@@ -55,8 +55,10 @@ def rounds_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
-def test_a_custom_tracker_receives_every_record(make_config: Callable[..., dict[str, Any]], own: Path) -> None:
-    config = make_config("fedfew", num_server_rounds=2, track=f"{own}:Mine")
+def test_a_custom_tracker_receives_every_record(
+    make_config: Callable[..., dict[str, Any]], trackers_file: Path
+) -> None:
+    config = make_config("fedfew", num_server_rounds=2, track=f"{trackers_file}:Mine")
     path = run(None, config).directory.path
     first, *rounds, summary = json.loads((path / "mine.json").read_text())
     assert first == [path.name, 0, "fedfew"]
@@ -68,27 +70,29 @@ def test_a_custom_tracker_receives_every_record(make_config: Callable[..., dict[
     assert (first[1], [record["round"] for record in rounds]) == (2, [3])
 
 
-@pytest.mark.parametrize(("name", "reason"), [("Failing", "nobody is there"), ("broken", "no way in")])
+@pytest.mark.parametrize(("name", "reason"), [("Failing", "connection refused"), ("broken", "access denied")])
 def test_a_failing_tracker_warns_once_and_the_run_continues(
     make_config: Callable[..., dict[str, Any]],
-    own: Path,
+    trackers_file: Path,
     warnings: pytest.LogCaptureFixture,
     name: str,
     reason: str,
 ) -> None:
-    recorder = run(None, make_config("fedavg", num_server_rounds=3, track=f"{own}:{name}"))
-    records = {id(record): record.getMessage() for record in warnings.records}  # each comes once for each handler
-    told = [text for text in records.values() if text.startswith("track =")]
-    assert len(told) == 1 and reason in told[0]
+    recorder = run(None, make_config("fedavg", num_server_rounds=3, track=f"{trackers_file}:{name}"))
+    records = {id(record): record.getMessage() for record in warnings.records}  # each handler captures every record
+    messages = [text for text in records.values() if text.startswith("track =")]
+    assert len(messages) == 1 and reason in messages[0]
     assert recorder.summary["status"] == "completed" and len(rounds_in(recorder.directory.path)) == 3
 
 
-@pytest.mark.parametrize(("track", "reason"), [("{}:lacking", "not define lacking"), ("{}:nothing", "takes the run")])
+@pytest.mark.parametrize(
+    ("track", "reason"), [("{}:missing", "not define missing"), ("{}:not_callable", "takes the run")]
+)
 def test_a_missing_tracker_is_rejected_before_the_run(
-    make_config: Callable[..., dict[str, Any]], own: Path, tmp_path: Path, track: str, reason: str
+    make_config: Callable[..., dict[str, Any]], trackers_file: Path, tmp_path: Path, track: str, reason: str
 ) -> None:
     with pytest.raises(SettingsError, match=reason):
-        run(None, make_config("fedavg", track=track.format(own)))
+        run(None, make_config("fedavg", track=track.format(trackers_file)))
     assert not (tmp_path / "runs").exists()
 
 
@@ -138,17 +142,17 @@ def test_tensorboard_has_curves_pictures_and_settings(make_config: Callable[...,
 
     path = run(None, make_config("fedavg", num_server_rounds=3, track="tensorboard", lr=0.125)).directory.path
     run(None, {"resume": path.name, "output-dir": str(path.parent), "num-server-rounds": 4})
-    found = EventAccumulator(str(path / "tensorboard"))
-    found.Reload()
+    events = EventAccumulator(str(path / "tensorboard"))
+    events.Reload()
     rows = rounds_in(path)
     for name in ("served_accuracy", "train_loss"):
-        points = [(event.step, event.value) for event in found.Scalars(f"{name}/min")]
+        points = [(event.step, event.value) for event in events.Scalars(f"{name}/min")]
         assert [step for step, _ in points] == [1, 2, 3, 4]
         assert [value for _, value in points] == pytest.approx([row[name]["min"] for row in rows])
-    assert {"accuracy", "clients", "partition"} <= set(found.Tags()["images"])
+    assert {"accuracy", "clients", "partition"} <= set(events.Tags()["images"])
     summary = json.loads((path / "summary.json").read_text())
-    assert found.Scalars("result/served/last/mean")[-1].value == pytest.approx(summary["served"]["last"]["mean"])
-    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert events.Scalars("result/served/last/mean")[-1].value == pytest.approx(summary["served"]["last"]["mean"])
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert (settings["lr"].number_value, settings["method"].string_value) == (0.125, "fedavg")
 
@@ -165,13 +169,17 @@ def test_mlflow_has_rounds_settings_and_results(
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("posy")
-    (kept,) = client.search_runs([experiment.experiment_id])
-    assert (kept.info.status, kept.info.run_name, kept.data.params["method"]) == ("FINISHED", path.name, "fedavg")
-    history = client.get_metric_history(kept.info.run_id, "served_accuracy/mean")
-    assert [(one.step, one.value) for one in sorted(history, key=lambda one: one.step)] == [
+    (tracked_run,) = client.search_runs([experiment.experiment_id])
+    assert (tracked_run.info.status, tracked_run.info.run_name, tracked_run.data.params["method"]) == (
+        "FINISHED",
+        path.name,
+        "fedavg",
+    )
+    history = client.get_metric_history(tracked_run.info.run_id, "served_accuracy/mean")
+    assert [(point.step, point.value) for point in sorted(history, key=lambda point: point.step)] == [
         (row["round"], row["served_accuracy"]["mean"]) for row in rounds_in(path)
     ]
-    assert {file.path for file in client.list_artifacts(kept.info.run_id)} >= {"summary.json", "config.yaml"}
+    assert {file.path for file in client.list_artifacts(tracked_run.info.run_id)} >= {"summary.json", "config.yaml"}
 
 
 def test_weights_and_biases_stays_offline(

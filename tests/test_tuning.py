@@ -61,7 +61,7 @@ def test_the_first_trial_uses_the_tables_settings(tmp_path: Path) -> None:
         search = tuning.opened(cell, tmp_path, storage)
         settings = declared([method])
         first = search.study.ask(dict(search.space)).params
-        limits = {"fedfomo-models": 2}  # a client of three has two others
+        limits = {"fedfomo-models": 2}  # each of three clients has two peers
         unchanged = {key for key, value in first.items() if value == limits.get(key, settings[key].default)}
         changed = {key: settings[key].default for key in search.space.keys() - unchanged}
         assert not any(changed.values()), method  # 0 means the round's learning rate
@@ -69,7 +69,7 @@ def test_the_first_trial_uses_the_tables_settings(tmp_path: Path) -> None:
 
 def test_tuned_settings_become_a_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
-    assert plan.cells[-1].config["lr"] == 0.1  # of the row in this variant
+    assert plan.cells[-1].config["lr"] == 0.1  # set by the row in this variant
     best = {("dir", "FedAvg"): {"lr": 0.02}, ("two", "FedProx"): {"fedprox-mu": 0.5}, ("dir", "FedProx"): {}}
     content = plan_as_yaml(plan, best, {"validation-fraction": 0.2})
     tuned = tmp_path / "tuned.yaml"
@@ -118,7 +118,7 @@ def test_rows_get_equal_trials_and_a_stopped_search_resumes(file: Path, capsys: 
     assert content["settings"]["validation-fraction"] == 0.2
     assert content["output"] == f"{read_yaml(file)['output']}-tuned"
     assert cli.main(["tune", str(file), "-n", "2"]) == 0
-    assert ", trial " not in capsys.readouterr().out  # nothing is left to do
+    assert ", trial " not in capsys.readouterr().out  # all trials are finished
     written = file.with_name("some-tuned.yaml")
     assert written.read_text().startswith("# Written by `posy tune")
     assert read_yaml(written) == content
@@ -151,10 +151,10 @@ def test_bad_trials_are_pruned_and_stopped_trials_count_as_failed(file: Path, tm
     assert not attempt.look()  # too early
     rounds.write_text(row(1, 0.3) + row(2, 0.2) + row(3, 0.99)[:20])
     assert attempt.look() and attempt.rounds_read == 2 and attempt.score == 0.2
-    again = tuning.opened(cell, tmp_path / "tuning", storage)
-    assert again is not None and [t.state for t in again.study.trials][-1] == TrialState.FAIL
-    assert again.done() == tuning.FIRST_TRIALS + 1
-    assert again.best().keys() == {"lr"}
+    resumed = tuning.opened(cell, tmp_path / "tuning", storage)
+    assert resumed is not None and [t.state for t in resumed.study.trials][-1] == TrialState.FAIL
+    assert resumed.done() == tuning.FIRST_TRIALS + 1
+    assert resumed.best().keys() == {"lr"}
 
 
 def test_rows_with_different_validation_splits_are_rejected(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""`posy watch`: a run's rounds as its files get them, until it ends."""
+"""`posy watch` prints a run's rounds as they are written, until the run ends."""
 
 import json
 import os
@@ -24,13 +24,13 @@ def finished(make_config: Callable[..., dict[str, Any]], capsys: pytest.CaptureF
     return path
 
 
-def cut_back(path: Path) -> tuple[list[str], str]:
-    """Let a run have finished one round only; return the lines of the others, and its summary."""
+def truncate_run(path: Path) -> tuple[list[str], str]:
+    """Reduce a run to its first round, and return the lines of the later rounds and the summary."""
     file, summary = path / "rounds.jsonl", (path / "summary.json").read_text()
-    first, *others = file.read_text().splitlines(keepends=True)
+    first, *later_rounds = file.read_text().splitlines(keepends=True)
     file.write_text(first)
     (path / "summary.json").write_text(json.dumps({**json.loads(summary), "status": "running", "rounds": 1}))
-    return others, summary
+    return later_rounds, summary
 
 
 def test_watch_shows_a_finished_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,33 +42,34 @@ def test_watch_shows_a_finished_run(finished: Path, capsys: pytest.CaptureFixtur
 
 
 def test_watch_shows_rounds_as_they_finish(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    others, summary = cut_back(finished)
-    held = lock(finished)
-    seen: list[str] = []
+    later_rounds, summary = truncate_run(finished)
+    run_lock = lock(finished)
+    outputs: list[str] = []
 
-    def go_on() -> None:
+    def write_rounds() -> None:
         with (finished / "rounds.jsonl").open("a") as file:
-            for line in others:
-                for part in (line[:20], line[20:]):  # a line that is being written is no round yet
+            for line in later_rounds:
+                for part in (line[:20], line[20:]):  # an incomplete line is not a round
                     file.write(part)
                     file.flush()
                     time.sleep(0.7)
-                seen.append(capsys.readouterr().out)
+                outputs.append(capsys.readouterr().out)
         (finished / "summary.json").write_text(summary)
-        os.close(held)
+        os.close(run_lock)
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=write_rounds)
     thread.start()
     assert main(["watch", str(finished)]) == 0
     thread.join()
-    assert "round 2/3" in seen[0] and "round 3/3" not in seen[0]
-    assert "round 3/3" in seen[1]
+    assert "round 2/3" in outputs[0] and "round 3/3" not in outputs[0]
+    assert "round 3/3" in outputs[1]
 
 
 def test_watch_reports_a_killed_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cut_back(finished)
+    truncate_run(finished)
     assert main(["watch", str(finished)]) == 1
-    assert capsys.readouterr().err == "posy: the run was killed after round 1\n"
+    error = capsys.readouterr().err
+    assert error.startswith("posy: ") and "killed after round 1" in error and error.count("\n") == 1
 
 
 def test_watch_finds_the_newest_run(
@@ -78,7 +79,7 @@ def test_watch_finds_the_newest_run(
     assert finished.parent.name == "runs"
     assert main(["watch"]) == 0
     assert f"results          runs/{finished.name}" in capsys.readouterr().out
-    assert main(["watch", "lacking"]) == 2
+    assert main(["watch", "missing"]) == 2
     assert "no run in" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -91,19 +92,19 @@ def test_rounds_on_a_superlink_show_online_nodes(
 ) -> None:
     lines = ["round 1/2  served 50.00 %\n", "round 2/2  served 60.00 %\n", "WARNING : one has left\n"]
 
-    def shown() -> str:
+    def output() -> str:
         log = RunLog(verbose=False, suffix=lambda: "2 of 3 nodes online")
         for line in lines:
             log.add(line)
         log.end()
         return capsys.readouterr().out
 
-    assert shown() == (
+    assert output() == (
         "round 1/2  served 50.00 %  2 of 3 nodes online\nround 2/2  served 60.00 %  2 of 3 nodes online\n"
         "WARNING : one has left\n"
     )
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert shown() == (
+    assert output() == (
         "round 1/2  served 50.00 %  2 of 3 nodes online\r\x1b[Kround 2/2  served 60.00 %  2 of 3 nodes online\n"
         "WARNING : one has left\n"
     )
