@@ -1,4 +1,4 @@
-"""The network of the tiny problem: 4 inputs, 5 hidden units, 3 classes; 43 parameters."""
+"""The network of the tiny problem: 4 inputs, 5 hidden units, 3 classes and 43 parameters."""
 
 from torch import nn
 

@@ -1,7 +1,7 @@
-"""The problem that published programs and Posy both solve: three clients, two rounds, given weights and batches.
+"""The problem that published programs and Posy both solve: three clients, two rounds, fixed weights and batches.
 
-Each client's training samples are one batch, so an epoch is one step on all of them and no order matters. Samples and
-weights come from fixed generators. The published programs ran outside this repository on the same arrays; a test holds
+Each client's training samples are one batch, so an epoch is one step and their order does not matter. Samples and
+weights come from fixed generators. The published programs ran outside this repository on the same arrays. A test stores
 their numbers as constants and names the program, its commit and the functions that produced them.
 """
 
@@ -54,7 +54,7 @@ def flat(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def config(method: str, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Write the problem's files to a folder and return the run config of a method; settings have underscores."""
+    """Write the problem's files to a folder and return the run config of a method. Settings have underscores."""
     x, y = (np.concatenate(parts) for parts in zip(*samples(), strict=True))
     np.savez(folder / "problem.npz", x_train=np.concatenate([x, x]), y_train=np.concatenate([y, y]))
     starts = np.cumsum((0, *SIZES[:-1]))
@@ -83,7 +83,7 @@ def config(method: str, folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def check(method: str, pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Compare Posy's arrays with the published program's; the card of the method states the largest difference."""
+    """Compare Posy's arrays with the published program's. The method's card states the largest difference."""
     card: MethodCard = settings_class(method).card
     assert card.program is not None and card.program.difference <= 1e-5
     for posy, program in pairs:

@@ -1,4 +1,4 @@
-"""Tools of several program checks: equal clients, constants, and the clients' stored models."""
+"""Helpers of the program checks: equal clients, constants, and the clients' stored models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ditto against PFLlib, because TensorFlow 1, which the authors' program needs, does not run any more.
+"""Ditto against PFLlib, because the authors' program needs TensorFlow 1, which no longer runs.
 
 The constants are the numbers of TsingZ0/PFLlib, commit d832e76f6a23b833038949ec1e4fdefe63a4d350,
 clientDitto.ptrain and train, Server.send_models, receive_models and aggregate_parameters. λ = 1, three personal

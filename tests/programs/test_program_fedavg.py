@@ -48,12 +48,11 @@ def test_fedavg_matches_pfllib(tmp_path, federate):
     def capture(strategy):
         aggregate = strategy.aggregate
 
-        def aggregate_and_note(server_round, updates):
+        def aggregate_and_record(server_round, updates):
             sent[:] = [update.arrays["model"] for update in updates]
             return aggregate(server_round, updates)
 
-        strategy.aggregate = aggregate_and_note
+        strategy.aggregate = aggregate_and_record
 
     finished = federate(config("fedavg", tmp_path), prepare=capture)
-    models = sent
-    check("fedavg", [(finished.strategy.model, SERVER), *zip(models, CLIENTS, strict=True)])
+    check("fedavg", [(finished.strategy.model, SERVER), *zip(sent, CLIENTS, strict=True)])

@@ -2,8 +2,8 @@
 
 Repository TsingZ0/FedCP, commit 7110e973a4069db7b05904cde6e76ca6795d7ab8, ``system``: ``FedCP.train`` in
 ``flcore/servers/servercp.py``, with ``clientCP.train_cs_model`` in ``flcore/clients/clientcp.py`` and λ = 5. Data
-loading and scoring were replaced. Of the program's random numbers, the Gumbel noise was 0, the policy started from the
-numbers below, and the first vector v was the sum of the initial head's rows.
+loading and scoring were replaced. The program's Gumbel noise was 0, its policy started from the numbers below, and its
+first vector v was the sum of the initial head's rows.
 """
 
 import numpy as np

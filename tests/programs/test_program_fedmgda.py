@@ -189,14 +189,14 @@ CLIENTS = (
 def test_fedmgda_matches_easyfl(tmp_path, federate):
     finals = []
 
-    def note(strategy):
-        usual = strategy.aggregate
+    def capture(strategy):
+        original = strategy.aggregate
 
         def aggregate(server_round, updates):
             finals[:] = [value for update in updates for value in update.arrays["model"]]
-            return usual(server_round, updates)
+            return original(server_round, updates)
 
         strategy.aggregate = aggregate
 
-    finished = federate(config("fedmgda", tmp_path, fedmgda_epsilon=0.1, fedmgda_server_lr=1.0), prepare=note)
+    finished = federate(config("fedmgda", tmp_path, fedmgda_epsilon=0.1, fedmgda_server_lr=1.0), prepare=capture)
     check("fedmgda", [(finished.strategy.model, SERVER), (finals, CLIENTS)])

@@ -1,4 +1,4 @@
-"""FedProx against PFLlib, because TensorFlow 1, which the authors' program needs, does not run any more.
+"""FedProx against PFLlib, because the authors' program needs TensorFlow 1, which no longer runs.
 
 The constants are the numbers of TsingZ0/PFLlib, commit d832e76f6a23b833038949ec1e4fdefe63a4d350,
 clientProx.train, Server.send_models, receive_models and aggregate_parameters. μ = 1. `CLIENTS` are the models that
@@ -48,12 +48,11 @@ def test_fedprox_matches_pfllib(tmp_path, federate):
     def capture(strategy):
         aggregate = strategy.aggregate
 
-        def aggregate_and_note(server_round, updates):
+        def aggregate_and_record(server_round, updates):
             sent[:] = [update.arrays["model"] for update in updates]
             return aggregate(server_round, updates)
 
-        strategy.aggregate = aggregate_and_note
+        strategy.aggregate = aggregate_and_record
 
     finished = federate(config("fedprox", tmp_path, fedprox_mu=1.0), prepare=capture)
-    models = sent
-    check("fedprox", [(finished.strategy.model, SERVER), *zip(models, CLIENTS, strict=True)])
+    check("fedprox", [(finished.strategy.model, SERVER), *zip(sent, CLIENTS, strict=True)])

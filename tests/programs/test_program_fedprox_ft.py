@@ -1,4 +1,4 @@
-"""FedProx with fine-tuning against FedDRM's program, whose baseline it is.
+"""FedProx with fine-tuning against FedDRM's program, where it is a baseline.
 
 The constants are the numbers of zijianwang0510/FedDRM, commit 3479abf07c8c4eb50e9aa47c5719b4b6cfa0a00e,
 FedProxFT.train. μ = 1. One round of training, one of fine-tuning, momentum 0.9, decay 0.005, cosine schedule.

@@ -2,8 +2,8 @@
 
 Repository lgcollins/FedRep, commit d82e62982e107bb3322541604f059c0ff28bd289: ``main_fedrep.py --alg fedrep``, with
 ``LocalUpdate.train`` in ``models/Update.py``: three epochs on the head, two on the body. Data loading, the network and
-scoring were replaced. The program fixes momentum 0.5 and weight decay 1e-4, and does not decay biases, as Posy does:
-hence the difference, and the rate of 0.01.
+scoring were replaced. The program fixes momentum 0.5 and weight decay 1e-4. It does not decay biases, but Posy does.
+This explains the difference and the rate of 0.01.
 """
 
 from problem import SIZES, check, config

@@ -3,7 +3,7 @@
 The numbers come from pgg3/FedFew at 1b29dec7, which extends PFLlib: clientIFCA.select_cluster and clientIFCA.train of
 clientifca.py, IFCA.receive_models and IFCA.aggregate_parameters of serverifca.py. Its two models are the first and the
 fourth initial model of the problem. The authors' programs for images need TensorFlow 1, and their program for linear
-regression has gradient averaging alone.
+regression has only gradient averaging.
 """
 
 import numpy as np
@@ -54,7 +54,7 @@ FIRST = (
     0.35250756,
     0.11806178,
 )
-"""The first cluster's model after two rounds, of client 2 alone."""
+"""The first cluster's model after two rounds. It has only client 2."""
 SECOND = (
     -0.05577302,
     0.069094032,
@@ -100,7 +100,7 @@ SECOND = (
     0.31899518,
     -0.33971995,
 )
-"""The second cluster's model, of clients 0 and 1."""
+"""The second cluster's model. It has clients 0 and 1."""
 
 
 def test_ifca_matches_fedfew(tmp_path, federate):

@@ -1,8 +1,8 @@
 """Per-FedAvg (FO) against the program of pFedMe's authors.
 
 The constants are the numbers of CharlieDinh/pFedMe, commit caf24b1f954d4381bd9b4d104ee7eff389e1489b,
-UserPerAvg.train, Server.send_parameters and aggregate_parameters. α = 0.05, β = 0.1. The program takes the halves of
-the mini-batches that Posy draws (`HALVES`) as its mini-batches. `CLIENTS` are the models that the clients send in the
+UserPerAvg.train, Server.send_parameters and aggregate_parameters. α = 0.05, β = 0.1. The program's mini-batches are
+the halves of the mini-batches that Posy draws (`HALVES`). `CLIENTS` are the models that the clients send in the
 second round.
 """
 
@@ -55,7 +55,7 @@ HALVES = [
      [[8, 0, 7, 4, 2, 9, 1, 6, 3, 5], [3, 2, 9, 5, 6, 7, 0, 1, 8, 4]]],
 ]
 # fmt: on
-"""Order of the samples by round, client and step; the program adapts on every other sample of it from the first on."""
+"""Order of the samples by round, client and step. The program adapts on the samples at even positions."""
 
 
 def test_sample_order_matches_the_program():
@@ -72,12 +72,11 @@ def test_per_fedavg_matches_the_pfedme_program(tmp_path, federate):
     def capture(strategy):
         aggregate = strategy.aggregate
 
-        def aggregate_and_note(server_round, updates):
+        def aggregate_and_record(server_round, updates):
             sent[:] = [update.arrays["model"] for update in updates]
             return aggregate(server_round, updates)
 
-        strategy.aggregate = aggregate_and_note
+        strategy.aggregate = aggregate_and_record
 
     finished = federate(config("per-fedavg", tmp_path, per_fedavg_alpha=0.05), prepare=capture)
-    models = sent
-    check("per-fedavg", [(finished.strategy.model, SERVER), *zip(models, CLIENTS, strict=True)])
+    check("per-fedavg", [(finished.strategy.model, SERVER), *zip(sent, CLIENTS, strict=True)])

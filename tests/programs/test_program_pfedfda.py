@@ -17,7 +17,7 @@ MEANS = [
 # fmt: on
 """The initial global means."""
 EPSILON = 1e-4
-"""The program adds it to every element of a covariance, and the identity; Posy adds the identity alone."""
+"""The program adds it to every element of a covariance and also adds the identity. Posy adds only the identity."""
 # fmt: off
 BODY = [
     -0.25876737, -0.075714417, -0.4091627, 0.092883572, 0.28332347, 0.36261168, -0.18195888, -0.40080291, -0.10104156,

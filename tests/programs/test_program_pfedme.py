@@ -2,8 +2,8 @@
 
 The constants are the numbers of CharlieDinh/pFedMe, commit caf24b1f954d4381bd9b4d104ee7eff389e1489b,
 UserpFedMe.train, Server.send_parameters and persionalized_aggregate_parameters. λ = 3, K = 5, β = 1.5, personal rate
-0.09. The program decays θ with 0.001, hence `weight-decay`. `CLIENTS` are the personal θ, `W` the models w_i that the
-program scores in their place.
+0.09. The program decays θ with 0.001, hence `weight-decay`. `CLIENTS` are the personal θ. The program scores
+the models w_i (`W`) instead.
 """
 
 import numpy as np

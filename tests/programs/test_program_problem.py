@@ -1,4 +1,4 @@
-"""The tiny problem is the same on both sides: its start is the run's start, and FedAvg is plain gradient descent."""
+"""The tiny problem: a run starts from its weights, and FedAvg equals plain gradient descent."""
 
 import numpy as np
 import torch
