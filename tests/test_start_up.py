@@ -13,20 +13,20 @@ SCRIPT = """
 import contextlib, io, json, sys
 from posy.commands.cli import main
 
-with contextlib.redirect_stdout(io.StringIO()) as shown:
+with contextlib.redirect_stdout(io.StringIO()) as output:
     try:
         status = main(sys.argv[1:])
     except SystemExit as end:
         status = end.code
-print(json.dumps([status, shown.getvalue(), sorted(name for name in sys.modules if "." not in name)]))
+print(json.dumps([status, output.getvalue(), sorted(name for name in sys.modules if "." not in name)]))
 """
 
 
-def loaded(*words: str) -> tuple[int, str, set[str]]:
-    """Return the status and the screen of a command, and the packages that it has loaded."""
+def run_command(*words: str) -> tuple[int, str, set[str]]:
+    """Return the exit status and the output of a command, and the packages that it imports."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=True)
-    status, shown, packages = json.loads(done.stdout)
-    return status, shown + done.stderr, set(packages)
+    status, output, packages = json.loads(done.stdout)
+    return status, output + done.stderr, set(packages)
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def loaded(*words: str) -> tuple[int, str, set[str]]:
     ],
 )
 def test_settings_commands_import_no_heavy_packages(words: tuple[str, ...], status: int, text: str) -> None:
-    ended, shown, packages = loaded(*words)
-    assert (ended, packages & set(HEAVY)) == (status, set())
-    assert text in shown
+    actual_status, output, packages = run_command(*words)
+    assert (actual_status, packages & set(HEAVY)) == (status, set())
+    assert text in output
 
 
 def test_help_does_not_import_flower() -> None:
-    assert "flwr" not in loaded("--help")[2]
+    assert "flwr" not in run_command("--help")[2]
 
 
 def test_strategies_import_no_heavy_packages() -> None:

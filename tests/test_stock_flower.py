@@ -12,8 +12,8 @@ from posy.deploy.addresses import free_port
 
 pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("stock")]
 
-MOST = 600.0
-"""Seconds that nothing here takes, however busy the machine is."""
+TIMEOUT = 600.0
+"""Timeout in seconds of every step, for a busy machine."""
 WARM = version("flwr").startswith("1.39.")
 METHOD = """
 from posy.method import MethodSettings, PersonalClient
@@ -40,27 +40,27 @@ class Stock(ProcessGroup):
             assert self.processes[name].poll() is None, self.log(name)[-3000:]
             return text in self.log(name)
 
-        self.until(is_logged, name, MOST)
+        self.until(is_logged, name, TIMEOUT)
 
 
 @pytest.fixture
 def stock(tmp_path: Path) -> Iterator[Stock]:
-    made = Stock(tmp_path)
+    processes = Stock(tmp_path)
     try:
-        yield made
+        yield processes
     finally:
-        made.stop()
+        processes.stop()
 
 
 def test_stock_processes_run_a_custom_method(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --stock, Posy warns once if the installed Flower has no warm nodes."""
-    stocked = ["--stock"] if WARM else []
+    stock_option = ["--stock"] if WARM else []
     fleet = ["--fleet", stock.fleet] if WARM else []
-    stock.start("superlink", "superlink", "--insecure", "--control", stock.control, *fleet, *stocked)
+    stock.start("superlink", "superlink", "--insecure", "--control", stock.control, *fleet, *stock_option)
     stock.until_logged("superlink", "Application startup complete")
     address = stock.fleet if WARM else stock.control
     for number in range(2):
-        node = ["--insecure", "--superlink", address, f"partition-id={number}", "num-partitions=2", *stocked]
+        node = ["--insecure", "--superlink", address, f"partition-id={number}", "num-partitions=2", *stock_option]
         stock.start(f"node-{number}", "supernode", *node)
     for number in range(2):
         stock.until_logged(f"node-{number}", "SuperNode ID")
@@ -68,7 +68,7 @@ def test_stock_processes_run_a_custom_method(stock: Stock, tmp_path: Path, monke
     settings = {"method": "mine:FedMine", "model": "linear", "device": "cpu", "num-clients": 2, "num-server-rounds": 1}
     words = [f"{key}={value}" for key, value in settings.items()]
     stock.start("run", "run", "--insecure", "--superlink", stock.control, *words, "run-name=stock", "output-dir=runs")
-    assert stock.ended("run", MOST) == 0, stock.log("run")[-3000:]
+    assert stock.ended("run", TIMEOUT) == 0, stock.log("run")[-3000:]
     monkeypatch.chdir(tmp_path)
     record = posy.load("runs/stock")
     assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})

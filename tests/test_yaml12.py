@@ -1,4 +1,4 @@
-"""YAML 1.2 in every place where people write it, and files that would hang or harm a reader."""
+"""YAML 1.2 in every file that users write, and files that would hang or harm a reader."""
 
 import os
 from pathlib import Path
@@ -44,8 +44,8 @@ def test_scalars_follow_yaml_1_2(text: str, tmp_path: Path) -> None:
     kind = type(value)
     if value is not None:
         key = {bool: "download", int: "seed", float: "lr", str: "run-name"}[kind]
-        [typed] = parse_words([f"{key}={text}"], "the test").values()
-        assert typed == value and type(typed) is kind
+        [parsed] = parse_words([f"{key}={text}"], "the test").values()
+        assert parsed == value and type(parsed) is kind
     if kind in (bool, int, float):
         assert node_config([f"name={text}"]) == f"name={str(value).lower()}"
     else:
