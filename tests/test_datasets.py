@@ -455,7 +455,7 @@ def test_suspicious_labels_cause_warnings(tmp_path, warnings):
     arrays = {"x_train": np.eye(4), "y_train": [-1, 0, 1, 1], "x_test": np.eye(4)[:2], "y_test": [0, 7]}
     assert load(save_npz(tmp_path / "mine.npz", **arrays)).task.class_names == ("-1", "0", "1", "7")
     assert "mine.npz: negative labels" in warnings.text and ": -1" in warnings.text
-    assert "mine.npz: classes of the test set" in warnings.text and ": 7" in warnings.text
+    assert "mine.npz: classes that only the test set contains" in warnings.text and ": 7" in warnings.text
 
 
 # Image folders

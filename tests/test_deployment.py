@@ -61,12 +61,12 @@ def test_other_hosts_and_invalid_files_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1)
     assert make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1) == []
-    with pytest.raises(SettingsError, match=r"server\.pem .*not for 10\.0\.0\.2, two\.example;.*--renew"):
+    with pytest.raises(SettingsError, match=r"server\.pem .*not valid for 10\.0\.0\.2, two\.example;.*--renew"):
         make_certificates(tmp_path, ["two.example", "10.0.0.2", "one.example"], [], 1)
     for name in ("server.pem", "server.key"):
         (tmp_path / name).unlink()
     (tmp_path / "ca.key").write_text("no key")
-    with pytest.raises(SettingsError, match="name of a certificate or key"):
+    with pytest.raises(SettingsError, match="named like a certificate or key"):
         make_certificates(tmp_path, [], [], 1)
 
 

@@ -162,7 +162,7 @@ def test_expired_and_expiring_certificates_are_reported(tmp_path: Path) -> None:
     assert "--renew-authority`" in expiring[0].text and "copy ca.pem" in expiring[0].text
     expired = problems(doctor.check_certificates(make_files(tmp_path / "over", days=0).folder))
     assert [finding.level for finding in expired] == ["error", "error"]
-    assert "server.pem has expired on" in expired[1].text
+    assert "server.pem expired on" in expired[1].text
     assert "--renew`" in expired[1].text
 
 
@@ -182,7 +182,7 @@ def test_file_modes_key_pairs_and_authority_are_checked(tmp_path: Path) -> None:
     files.node_key("site-b").chmod(0o644)
     [finding] = problems(doctor.check_certificates(files.folder))
     assert finding.level == "warning"
-    assert finding.text.startswith(f"{files.node_key('site-b')} can be read by others (mode 644)")
+    assert finding.text.startswith(f"{files.node_key('site-b')} can be read by other users (mode 644)")
     assert finding.text.endswith(f"chmod 600 {files.node_key('site-b')}")
     files.node_key("site-b").chmod(0o600)
     shutil.copy(other.node_public("site-a"), files.node_public("site-a"))
@@ -265,7 +265,7 @@ def test_different_versions_and_clocks_are_reported() -> None:
         },
     }
     expected = [
-        ("warning", f"b has flwr 1.39.7, the server {same['flwr']}"),
+        ("warning", f"b has flwr 1.39.7, but the server has {same['flwr']}"),
         ("warning", "clock of b is 3 s ahead"),
         ("error", "clock of c is 400 s behind"),
     ]

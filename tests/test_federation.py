@@ -430,14 +430,14 @@ def test_a_site_is_one_client_despite_conflicting_partition_ids(
     grid = Script(*(site("site-a") | words for words in ({"partition-id": 0}, {"partition-id": 1}, {})))
     settings = with_min_clients(replace(site_settings, data=replace(site_settings.data, num_clients=2)), minimum)
     if minimum == 2:
-        with pytest.raises(SettingsError, match=r"host 1 of them .* excluded: site-a: .*partition-id says 1"):
+        with pytest.raises(SettingsError, match=r"host 1 of them .* excluded: site-a: .*partition-id is 1"):
             grid.join_federation(settings)
         return
     members = grid.join_federation(settings)
     assert (hosts(members), members.owners) == ({0: 1}, {0: "site-a"})
     site_names, reasons = zip(*sorted(members.excluded), strict=True)
     assert site_names == ("site-a", "site-a")
-    assert "it is client 0" in reasons[0] and "partition-id says 1" in reasons[0]
+    assert "it is client 0" in reasons[0] and "partition-id is 1" in reasons[0]
     assert "(client 0) is already present" in reasons[1]
 
 
@@ -483,7 +483,7 @@ def test_returning_site_with_another_partition_id_is_excluded(
     members.refresh()
     assert hosts(members) == {0: 1}
     [(name, reason)] = members.excluded
-    assert name == "b" and "it is client 1" in reason and "partition-id says 3" in reason
+    assert name == "b" and "it is client 1" in reason and "partition-id is 3" in reason
 
 
 class Fingerprints(Registered):

@@ -410,7 +410,7 @@ def test_suspicious_tables_get_notes(tmp_path, warnings):
     expected = (
         "no column is named label",
         "column 1 has no name",
-        "nearly the same name: X, x",
+        "nearly equal names: X, x",
         "missing value is a separate class: nan",
         "'Cat' and 'cat' are separate classes",
     )
@@ -650,8 +650,8 @@ def test_malformed_json_is_rejected(content, tmp_path):
     ("config", "message"),
     [
         ({"num_clients": 1, "num_classes": 10**9}, "num_classes is 1000000000.* 4 samples"),
-        ({"num_clients": 1, "num_classes": 2.5}, "not what PFLlib writes"),
-        ({"num_clients": True}, "not what PFLlib writes"),
+        ({"num_clients": 1, "num_classes": 2.5}, "not a config of PFLlib"),
+        ({"num_clients": True}, "not a config of PFLlib"),
         ({"num_clients": 10**30}, "unequal numbers of clients"),
         ({"num_clients": 1, "num_classes": 10**30}, "num_classes is 1000"),
     ],

@@ -81,7 +81,7 @@ def test_client_hook_exceptions_end_the_run_with_a_traceback(
     trace = "".join(mistakes.traceback.format_exception(raised.value))
     assert "test_mistakes.py" in trace
     assert "in raise_error" in trace
-    assert raised.value.__notes__[-1].startswith("It was raised by client ")
+    assert raised.value.__notes__[-1].startswith("Client ")
     assert raised.value.__notes__[-1].endswith(" in round 1.")
 
 

@@ -212,7 +212,7 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
     [
         ({"printed": {"FedAvg": [1]}}, "1 values for 2 columns"),
         ({"printed": {"FedAvg": ["much", 1]}}, "'much' of FedAvg"),
-        ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "claim holds say, higher"),
+        ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "claim has the keys say, higher"),
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "FedProx"}]}, "'FedProx' in claims"),
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "Local", "in": ["c"]}]}, "in = c in claims"),
         ({"small": {"rounds": 2}}, "rounds in small"),
@@ -321,7 +321,7 @@ def test_seeds_without_a_table_are_an_error(
     words: list[str], paper_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["paper", *words, "--seeds", "5"]) == 2
-    assert "--seeds 5: nothing is run" in capsys.readouterr().err
+    assert "--seeds 5: the name of a table" in capsys.readouterr().err
     assert not Path("docs").exists()
 
 

@@ -397,7 +397,7 @@ def test_feddrm_weights_its_routing_under_any_rule(make_strategy: MakeStrategy) 
 
 def test_too_few_clients_for_krum_are_refused_before_the_run(make_config: Callable[..., Config]) -> None:
     settings = read_settings(make_config("fedavg", robust="krum", max_attackers=1))
-    with pytest.raises(SettingsError, match="needs 5 replies, and 4 clients"):
+    with pytest.raises(SettingsError, match="needs 5 replies, but only 4 clients"):
         build_strategy(settings, Workspace(settings))
 
 
@@ -409,7 +409,7 @@ def test_a_round_with_too_few_replies_for_krum_changes_nothing(
     _, replies = send(strategy)
     assert take(strategy, replies[:4]) == (None, None)
     assert state_bytes(strategy) == before
-    assert "4 accepted replies, robust = krum" in warnings.text
+    assert "4 accepted replies, but robust = krum" in warnings.text
     _, replies = send(strategy, 2)
     take(strategy, replies, 2)
     assert state_bytes(strategy) != before

@@ -135,7 +135,7 @@ def test_a_client_that_refuses_keys_still_reveals_its_shares() -> None:
     assert len(group.unmask(3, signed, **view)) == 4  # an unsafe threshold: no shares for the next round
 
 
-def test_the_next_round_never_replaces_secrets_of_this_one() -> None:
+def test_preparing_a_round_never_replaces_current_secrets() -> None:
     group = ClientGroup().mask_all()
     before = group.secrets_of(0)
     assert len(group.sign_survivors(0, group.roster, next_round="0-2")) == 2
@@ -143,7 +143,7 @@ def test_the_next_round_never_replaces_secrets_of_this_one() -> None:
     assert len(group.sign_survivors(1, group.roster, next_round="no round")) == 2
 
 
-def test_keys_are_new_again_only_before_the_masked_reply() -> None:
+def test_keys_are_renewed_only_before_the_masked_reply() -> None:
     group = ClientGroup().exchange_shares()
     first = group.request(0, "keys")
     assert group.request(0, "keys") == first, "a copy of the request has the same answer"

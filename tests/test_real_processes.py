@@ -249,7 +249,7 @@ def test_custom_code_is_sent_with_the_run(
 def test_a_failed_run_reports_its_error(submitted: Federation) -> None:
     assert submitted.ended("run-wrong") == 1
     log = submitted.log("run-wrong")
-    assert "has ended as failed" in log
+    assert "ended with status failed" in log
     assert "classes-per-client = 11" in log
 
 
@@ -426,12 +426,12 @@ def test_status_log_and_stop(long_run: Federation, capsys: pytest.CaptureFixture
     assert "is stopped" in output
     assert "resume=long output-dir=runs" in output
     assert long_run.ended("run-long") == 1
-    assert "has ended as stopped" in long_run.log("run-long")
+    assert "ended with status stopped" in long_run.log("run-long")
     assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
     assert "has already ended" in posy("stop", number, status=2)
     assert "'nosuch': no run at 127.0.0.1" in posy("stop", "nosuch", status=2)
     output = posy("log", "long", status=1)
-    assert "has ended as stopped" in output
+    assert "ended with status stopped" in output
     assert "Results of this run: " in output
     assert "round     1/10000" in output
     assert "INFO" not in output

@@ -106,7 +106,7 @@ def test_the_reason_for_a_failure_is_shown_once(capsys: pytest.CaptureFixture[st
     assert control._exit_status(control.Run("7", {}, "failed", "", 1.0, details), log) == 1
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("posy: the run 7 has ended as failed")
+    assert output.err.startswith("posy: run 7 ended with status failed")
     assert output.err.endswith(f": {reason}\n") and output.err.count(reason) == output.err.count("\n") == 1
 
 

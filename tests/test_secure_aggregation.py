@@ -590,7 +590,7 @@ def test_clients_reveal_only_one_secret_of_each_peer() -> None:
     signatures = {client: group.sign_survivors(client, [0, 1, 2]) for client in (0, 1, 2)}
     assert group.sign_survivors(0, [0, 1, 2]) == signatures[0]
     for other in ([0, 1, 3], [0, 1, 2, 3]):
-        with pytest.raises(ProtocolError, match="has signed another list of survivors"):
+        with pytest.raises(ProtocolError, match="has already signed another list of survivors"):
             group.sign_survivors(0, other)
     few = "2 of the 4 clients of the cohort have signed"
     with pytest.raises(ProtocolError, match=few):
@@ -599,7 +599,7 @@ def test_clients_reveal_only_one_secret_of_each_peer() -> None:
         group.unmask(0, {0: signatures[0], 1: signatures[1], 2: signatures[1]})
     unmasked = group.unmask(0, signatures)
     assert group.unmask(0, signatures) == unmasked
-    with pytest.raises(ProtocolError, match="has signed another list of survivors"):
+    with pytest.raises(ProtocolError, match="has already signed another list of survivors"):
         group.sign_survivors(0, [0, 1, 3])
     shares = {0: unmasked, 1: group.unmask(1, signatures), 2: group.unmask(2, signatures)}
     for client in (0, 1, 2):  # clients that have answered have deleted their secrets
@@ -639,7 +639,7 @@ def test_a_client_masks_only_one_update_per_round() -> None:
     group = ClientGroup().exchange_shares()
     masked = group.mask(0)
     np.testing.assert_array_equal(group.mask(0), masked)
-    with pytest.raises(ProtocolError, match="has sent another reply"):
+    with pytest.raises(ProtocolError, match="has already sent another reply"):
         group.mask(0, value=0.25)
     with pytest.raises(ProtocolError, match="has already sent another reply"):
         group.mask(0, reference=0.1)
@@ -824,7 +824,7 @@ def test_sites_with_signing_keys_refuse_unsafe_thresholds(
 
 def test_a_site_cannot_act_as_two_clients(sites: list[dict[str, Any]]) -> None:
     group = ClientGroup(configs=sites).keys()
-    with pytest.raises(ProtocolError, match="as client 0, and not as client 1"):
+    with pytest.raises(ProtocolError, match="as client 0, not as client 1"):
         answer(group.message(1, **{"secure-stage": "keys"}), group.contexts[0])
 
 
@@ -893,11 +893,11 @@ def test_shares_from_non_neighbours_are_rejected() -> None:
     group = ClientGroup().exchange_shares()
     valid_shares = [group.sealed[other][0] for other in (1, 2, 3)]
     for sources, shares in (([1], valid_shares[:1]), ([1, 2, 9], valid_shares), ([0, 1, 2], valid_shares)):
-        with pytest.raises(ProtocolError, match="of neighbours only"):
+        with pytest.raises(ProtocolError, match="only of neighbours"):
             group.mask(0, sources=sources, shares=shares)
     with pytest.raises(MaskingError, match="from client 1 to client 0 cannot be decrypted"):
         group.mask(0, shares=[valid_shares[1], valid_shares[0], valid_shares[2]])
-    with pytest.raises(ProtocolError, match="a weight of 2 in a sum of 1"):
+    with pytest.raises(ProtocolError, match="the weight 2 is not between 1"):
         group.mask(0, weights=1)
 
 

@@ -1,7 +1,7 @@
 """Flower's simulation on Ray: methods give the models of a single process, and a run survives kill -9.
 
-Ray takes longer to start than all these methods together, so these tests start it only twice: once for all methods and
-for a run that is killed, and once for `flwr run`, which resumes the killed run.
+Ray takes longer to start than these methods together. The tests therefore start it once for several methods and a run
+that is killed, and once for each `flwr run`. The last `flwr run` resumes the killed run.
 """
 
 import json
@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ from posy.strategies.methods import settings_class
 
 pytestmark = pytest.mark.xdist_group("simulation")
 
-METHODS = (
-    "fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe", "fedavg", "scaffold", "fedproto", "fedpac", "pfedfda", "fedfomo",
-    "apfl",
-)  # fmt: skip
-"""The five methods, the mean, and methods with several arrays in a message or in a client's state."""
+CORE = ("fedfew", "ppfe", "scaffold")
+"""Methods with several models, with stages, and with several arrays in a message and in a client's state."""
+FURTHER = ("cwfedavg", "fedacs", "feddrm", "fedavg", "fedproto", "fedpac", "pfedfda", "fedfomo", "apfl")
+"""Methods that run only among the federation tests."""
 CLIENTS = 4
 TIMEOUT = 400.0
 """Timeout in seconds of every step, for a busy machine."""
@@ -129,9 +128,20 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def simulated(folder: Path) -> Path:
-    """Run every method in one simulation, then a run that is killed after round 5, and return their directory."""
-    runs = folder / "runs"
-    configs = [settings(runs, method, method) for method in METHODS]
+    """Run the core methods in one simulation, then a run that is killed after round 5, and return their directory."""
+    return simulate(folder, CORE, "runs")
+
+
+@pytest.fixture(scope="module")
+def simulated_further(folder: Path) -> Path:
+    """Run the further methods, then a run that is killed after round 5, and return their directory."""
+    return simulate(folder, FURTHER, "further")
+
+
+def simulate(folder: Path, methods: Sequence[str], name: str) -> Path:
+    """Run methods in one simulation, then a run that is killed after round 5, and return their directory."""
+    runs = folder / name
+    configs = [settings(runs, method, method) for method in methods]
     configs.append(settings(runs, "ppfe", "secure", **SECURE))
     configs.append(settings(runs, "fedrep", "cut", **CUT))
     done = subprocess.run(
@@ -143,8 +153,19 @@ def simulated(folder: Path) -> Path:
     return runs
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CORE)
 def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, tmp_path: Path) -> None:
+    check_models(method, simulated, tmp_path)
+
+
+@pytest.mark.federation
+@pytest.mark.parametrize("method", FURTHER)
+def test_ray_gives_the_models_of_further_methods(method: str, simulated_further: Path, tmp_path: Path) -> None:
+    check_models(method, simulated_further, tmp_path)
+
+
+def check_models(method: str, simulated: Path, tmp_path: Path) -> None:
+    """Run a method in process, and compare the results with the results of its simulation."""
     run_in_process(settings(tmp_path, method, method))
     points = 2 if settings_class(method).point == "served" else 1
     assert len(models_of(simulated / method)) == points * CLIENTS + 1
@@ -219,8 +240,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "message"), WRONG)
+@pytest.mark.parametrize(("setting", "message"), WRONG[:1])
 def test_simulation_setting_errors_take_one_line(setting: str, message: str, superlink: None, folder: Path) -> None:
+    check_one_line(setting, message, folder)
+
+
+@pytest.mark.federation
+@pytest.mark.parametrize(("setting", "message"), WRONG[1:])
+def test_simulation_errors_of_further_settings_take_one_line(
+    setting: str, message: str, superlink: None, folder: Path
+) -> None:
     check_one_line(setting, message, folder)
 
 

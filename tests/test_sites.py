@@ -875,7 +875,7 @@ def test_a_node_reports_warnings_about_its_data(
     run(RecordingGrid(*nodes), config | {"num-clients": 2, "method": "fedavg"})
     by_site = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
     [similar] = by_site["a"]["warnings"]
-    assert "nearly agree" in similar
+    assert "nearly equal" in similar
     unreadable, *remaining = by_site["b"]["warnings"]
     assert "1 of 17 image files" in unreadable and remaining == [similar]
     assert (by_site["a"]["skipped"], by_site["b"]["skipped"]) == (0, 1)
