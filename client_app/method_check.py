@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from posy.client_app.base import PersonalClient
-from posy.settings import SettingsError, shown
+from posy.settings import SettingsError, quoted
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.settings import MethodSettings
 
@@ -25,7 +25,7 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
         If a hook is misspelt or has the wrong parameters, if ``local_round`` is not a generator, or if a class replaces
         the server's mean or the client's round and the settings do not declare ``returned``.
     """
-    prefix = f"method = {shown(method)}"
+    prefix = f"method = {quoted(method)}"
     for cls, base in zip((settings, strategy, client), BASES, strict=True):
         for kind in cls.__mro__[: cls.__mro__.index(base)]:
             if not kind.__module__.startswith("posy."):

@@ -25,7 +25,7 @@ from posy.extensions import is_custom, key_prefix
 from posy.mistakes import is_failure, method_error, place_of
 from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
-from posy.settings import NodeConfigError, Setting, settings_of, shown
+from posy.settings import NodeConfigError, Setting, quoted, settings_of
 from posy.storage import exclusive, is_folder_name, read_json, write_json
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.run_settings import RunSettings, TrainSettings
@@ -118,29 +118,33 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
 def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield violations of the rules on data, columns, code and files."""
     if values["dataset"] != SITES:
-        yield Violation("data", f"dataset = {shown(values['dataset'])}; a node with data serves only dataset = {SITES}")
+        yield Violation(
+            "data", f"dataset = {quoted(values['dataset'])}; a node with data serves only dataset = {SITES}"
+        )
     method = str(values["method"])
     for key, setting in _shared_settings().items():
         value = str(values[key])
-        if setting.or_own and is_custom(value) and not value.startswith(f"{PRETRAINED}:") and policy.code != "any":
+        if setting.custom_kind and is_custom(value) and not value.startswith(f"{PRETRAINED}:") and policy.code != "any":
             path = value.rpartition(":")[0]
             if policy.code == "installed" or path.startswith("/") or ".." in Path(path).parts:
-                yield Violation("code", f"{key} = {shown(value)} is custom code; this site allows code = {policy.code}")
+                yield Violation(
+                    "code", f"{key} = {quoted(value)} is custom code; this site allows code = {policy.code}"
+                )
     if policy.allowed_methods and method not in policy.allowed_methods:
-        yield Violation("methods", f"method = {shown(method)}; this site allows {', '.join(policy.allowed_methods)}")
+        yield Violation("methods", f"method = {quoted(method)}; this site allows {', '.join(policy.allowed_methods)}")
     elif method not in METHODS and not is_custom(method):
-        yield Violation("methods", f"method = {shown(method)} is not a method of Posy")
+        yield Violation("methods", f"method = {quoted(method)} is not a method of Posy")
     if (weights := str(values["weights"])) and not _is_allowed_file(weights, policy.weights):
-        yield Violation("weights", f"weights = {shown(weights)} is not a file that the site offers")
+        yield Violation("weights", f"weights = {quoted(weights)} is not a file that the site offers")
     inputs = names_in("input-columns", values["input-columns"]) if values["input-columns"] else ()
     offered_columns = policy.allowed_columns
     for key, names in (("input-columns", inputs), ("group-column", (values["group-column"],))):
         if forbidden_columns := [name for name in names if name and offered_columns and name not in offered_columns]:
             yield Violation(
-                "columns", f"{key} = {shown(values[key])}; the site does not offer {forbidden_columns[0]!r}"
+                "columns", f"{key} = {quoted(values[key])}; the site does not offer {forbidden_columns[0]!r}"
             )
     if values["label-column"] not in ("", policy.label):
-        yield Violation("label", f"label-column = {shown(values['label-column'])}; the site does not offer this label")
+        yield Violation("label", f"label-column = {quoted(values['label-column'])}; the site does not offer this label")
 
 
 def _is_allowed_file(weights: str, folder: str) -> bool:
@@ -155,7 +159,7 @@ def _is_allowed_file(weights: str, folder: str) -> bool:
 def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield violations of the rules on rows: no setting selects rows, and each gradient covers enough rows."""
     if values["test-set"] != DataSettings.test_set:
-        yield Violation("test-fraction", f"test-set = {shown(values['test-set'])}; the site chooses its test rows")
+        yield Violation("test-fraction", f"test-set = {quoted(values['test-set'])}; the site chooses its test rows")
     fraction = values["test-fraction"]
     if fraction not in (DataSettings.test_fraction, policy.test_fraction):
         yield Violation(

@@ -24,7 +24,7 @@ from posy.extensions import is_custom
 from posy.listing import print_table
 from posy.paths import is_file
 from posy.server_app.progress import size
-from posy.settings import COMMAND_LINE, LaunchError, Setting, SettingsError, at, nearest, suggest_keys, suggestions
+from posy.settings import COMMAND_LINE, LaunchError, Setting, SettingsError, nearest, set_in, suggest_keys, suggestions
 from posy.signals import interruptible
 from posy.storage import DamagedFileError
 from posy.strategies.methods import METHODS
@@ -369,10 +369,10 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
 def _not_a_method(word: str) -> str:
     """Return the error message for a word that is not a method, with similar methods as suggestions."""
     if word in declared():
-        return f"{word} {at(COMMAND_LINE)} is a setting, not a method; `posy settings` lists all settings"
+        return f"{word} {set_in(COMMAND_LINE)} is a setting, not a method; `posy settings` lists all settings"
     similar = suggestions(word, METHODS, cutoff=0.5)
     hint = f"did you mean {similar}? " if similar else ""
-    return f"{word} {at(COMMAND_LINE)} is not a method; {hint}`posy methods` lists all methods"
+    return f"{word} {set_in(COMMAND_LINE)} is not a method; {hint}`posy methods` lists all methods"
 
 
 def _meaning(item: Setting) -> str:
@@ -447,7 +447,7 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
         if key:
             word, *following = words[[word.partition("=")[0] for word in words].index(option) :]
             value = word.partition("=")[2] or next((text for text in following[:1] if not text.startswith("-")), "...")
-            return f"{word} {at(COMMAND_LINE)}: {key} is a setting, not an option; type {key}={value}"
+            return f"{word} {set_in(COMMAND_LINE)}: {key} is a setting, not an option; type {key}={value}"
         message = f"{option} is not an option"
     return f"{message[0].lower()}{message[1:]}; see `{typed} --help`"
 

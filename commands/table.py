@@ -26,7 +26,7 @@ from posy.forked import cores
 from posy.report.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
 from posy.server_app.progress import coverage, duration, members_of, size
 from posy.server_app.resume import RAN_ON, StoredRun, read_summary
-from posy.settings import COMMAND_LINE, Scalar, SettingsError, at, shown
+from posy.settings import COMMAND_LINE, Scalar, SettingsError, quoted, set_in
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import (
@@ -337,7 +337,7 @@ def plan_of(
         }
         merged = {key: value for group in (*groups.values(), overrides) for key, value in group.items()}
         if clash := sorted(merged.keys() & {"seed", "output-dir", "run-name"}):
-            source = at(typed.get(clash[0], where))
+            source = set_in(typed.get(clash[0], where))
             raise SettingsError(f"{clash[0]} {source}: the table itself sets it for each cell; remove {clash[0]}")
         config = _cell_config(groups, overrides, sources, effects)
         method = str(config.get("method", RunSettings.method))
@@ -349,7 +349,7 @@ def plan_of(
         methods.add(method)
     effects.check(() if strict else overrides)
     if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
-        source = at(typed.get(foreign[0], str(file)))
+        source = set_in(typed.get(foreign[0], str(file)))
         raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} runs")
     return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=command_line)
 
@@ -601,7 +601,7 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     for number, entry in enumerate(entries, 1):
         where = f"entry {number} in {key} of {file}"
         if not isinstance(entry, dict):
-            raise SettingsError(f"{where} is {shown(entry)}; write it as `name: ...`, with the keys {allowed}")
+            raise SettingsError(f"{where} is {quoted(entry)}; write it as `name: ...`, with the keys {allowed}")
         if unknown := sorted(map(str, entry.keys() - set(ENTRIES[key]))):
             raise SettingsError(f"{where} has the unknown key {unknown[0]}; use only {allowed}")
         if "name" not in entry:

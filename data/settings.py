@@ -24,7 +24,7 @@ class DataSettings:
         "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images, of .npy files, of "
         "`datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` of the Hugging Face Hub, a custom "
         f"function (`file:function`), or `{SITES}`: each node reads the data that its node config names",
-        or_own="a function that returns the data",
+        custom_kind="a function that returns the data",
         synonyms=("data",),
     )
     data_dir: str = setting(

@@ -11,7 +11,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from posy.paths import absolute, is_file
-from posy.settings import CUSTOM_NAME, SettingsError, shown
+from posy.settings import CUSTOM_NAME, SettingsError, quoted
 
 BUNDLED = "own"
 """Folder for custom files in the app's bundle, which a run sends to the SuperLink and the nodes."""
@@ -85,7 +85,7 @@ def module_of(text: str, key: str) -> ModuleType:
     SettingsError
         If the file or module does not exist or cannot be imported.
     """
-    return _module(located(text).rpartition(":")[0], f"{key} = {shown(text)}")
+    return _module(located(text).rpartition(":")[0], f"{key} = {quoted(text)}")
 
 
 def load(text: str, key: str) -> Any:
@@ -100,7 +100,7 @@ def load(text: str, key: str) -> Any:
     if not hasattr(module, name):
         names = ", ".join(word for word in vars(module) if not word.startswith("_")) or "nothing"
         origin = located(text).rpartition(":")[0]
-        raise SettingsError(f"{key} = {shown(text)}: {origin} does not define {name}; it defines {names}")
+        raise SettingsError(f"{key} = {quoted(text)}: {origin} does not define {name}; it defines {names}")
     return getattr(module, name)
 
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from posy.settings import SettingsError, shown
+from posy.settings import SettingsError, quoted
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
 """Environment variable: the directory where a run was started, for a process that has changed its directory."""
@@ -15,7 +15,7 @@ def expanded(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise SettingsError(f"the path {shown(text)}: the user {Path(text).parts[0][1:]} does not exist") from None
+        raise SettingsError(f"the path {quoted(text)}: the user {Path(text).parts[0][1:]} does not exist") from None
 
 
 def absolute(text: str) -> Path:
@@ -52,4 +52,4 @@ def sha256_of(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise SettingsError(f"the file {shown(str(path))} cannot be read: {error.strerror}") from error
+        raise SettingsError(f"the file {quoted(str(path))} cannot be read: {error.strerror}") from error

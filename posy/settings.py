@@ -155,7 +155,7 @@ class Setting:
     """The kind of samples without which the setting has no effect. Empty if it suits all kinds."""
     choices: tuple[str, ...] = ()
     """The allowed values. Empty if the setting has no list of values."""
-    or_own: str = ""
+    custom_kind: str = ""
     """Meaning of a custom ``file:function`` in place of a choice. Empty if the setting allows none."""
     number_or: str = ""
     """A word that the setting allows in place of a number. The word is then the default."""
@@ -213,7 +213,7 @@ class Setting:
             for comparisons in parse_condition(self.needs)
         ]
         failed = dict.fromkeys(key for keys in alternatives for key in keys) if all(alternatives) else ()
-        return " and ".join(f"{key} = {shown(values[key])}" for key in failed)
+        return " and ".join(f"{key} = {quoted(values[key])}" for key in failed)
 
     def largest(self, values: Mapping[str, Scalar]) -> float:
         """Return the largest value that has an effect in a run: its limit, or infinity without one.
@@ -237,7 +237,11 @@ class Setting:
     def allowed(self) -> str:
         """Return a description of the allowed values."""
         if self.choices:
-            return "one of " + ", ".join(self.choices) + (f", or file:name of {self.or_own}" if self.or_own else "")
+            return (
+                "one of "
+                + ", ".join(self.choices)
+                + (f", or file:name of {self.custom_kind}" if self.custom_kind else "")
+            )
         bounds = {">=": self.minimum, ">": self.above, "<=": self.most}
         limits = [f"{sign} {bound}" for sign, bound in bounds.items() if math.isfinite(bound)]
         word = f"`{self.number_or}` or " if self.number_or else ""
@@ -246,7 +250,7 @@ class Setting:
     def admits(self, value: Any) -> bool:
         """Return whether the setting allows a value of the right type."""
         if self.choices:
-            return value in self.choices or bool(self.or_own and CUSTOM_NAME.fullmatch(value))
+            return value in self.choices or bool(self.custom_kind and CUSTOM_NAME.fullmatch(value))
         if isinstance(value, str):
             return "\0" not in value  # no path or name can contain a null character
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above
@@ -263,7 +267,7 @@ class Setting:
         allowed = self.allowed() + (f", at most {LARGEST:.4g}" if too_large else "")
         near = nearest(value, self.choices) if isinstance(value, str) else ""
         hint = f"; did you mean {near}?" if near else ""
-        raise SettingsError(f"{key} = {shown(value)} {at(where)}: it must be {allowed} ({self.help}){hint}")
+        raise SettingsError(f"{key} = {quoted(value)} {set_in(where)}: it must be {allowed} ({self.help}){hint}")
 
 
 def _declares(make_setting: Callable[P, Setting]) -> Callable[P, Any]:
@@ -305,7 +309,7 @@ def check_keys(config: Iterable[str], declarations: Mapping[str, Setting], where
         if key not in declarations:
             name = suggest_keys(key, declarations)
             hint = f"did you mean {name}?" if name else "`posy settings` lists all keys"
-            raise SettingsError(f"{key if key.isprintable() else shown(key)} {at(where)} is not a setting; {hint}")
+            raise SettingsError(f"{key if key.isprintable() else quoted(key)} {set_in(where)} is not a setting; {hint}")
 
 
 def check_conditions(settings: Mapping[str, Setting], declarations: Mapping[str, Setting]) -> None:
@@ -370,7 +374,7 @@ def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
     return {key_of(f.name, prefix): getattr(settings, f.name) for f in dataclasses.fields(settings)}
 
 
-def at(where: str) -> str:
+def set_in(where: str) -> str:
     """Return a source of settings with its preposition, for error messages."""
     return f"{'on' if where == COMMAND_LINE else 'in'} {where}"
 
@@ -394,7 +398,7 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
     for key in values.keys() & sources.keys():
         forms = "|".join(re.escape(form) for form in sorted(_forms(values[key]), key=len, reverse=True))
         if first := re.search(rf"(?<![\w-]){re.escape(key)} = (?:{forms})(?![\w'-]|\.\d)", message):
-            quotations.append((first.end(), at(sources[key])))
+            quotations.append((first.end(), set_in(sources[key])))
     text, end, named_sources = "", 0, set()
     for position, source in sorted(quotations):
         text, end = text + message[end:position], position
@@ -404,16 +408,16 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
     text += message[end:]
     subject = re.match(r"[a-z][\w-]*(?= = |: )", message)
     if not quotations and subject and (key := subject[0]) in sources:
-        text += f" ({key} is set {at(sources[key])})"
+        text += f" ({key} is set {set_in(sources[key])})"
     return text
 
 
 def _forms(value: Any) -> set[str]:
     """Return the forms in which messages quote a value."""
-    return {shown(value), str(value) or shown(value)} | ({f"{value:g}"} if isinstance(value, float) else set())
+    return {quoted(value), str(value) or quoted(value)} | ({f"{value:g}"} if isinstance(value, float) else set())
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return a value for a message: on one line, true and false as users type them, and long texts shortened."""
     if isinstance(value, bool):
         return str(value).lower()

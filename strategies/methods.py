@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from posy.extensions import is_custom, key_prefix, module_of
-from posy.settings import SettingsError, at, nearest, shown
+from posy.settings import SettingsError, nearest, quoted, set_in
 from posy.strategies.settings import MethodSettings
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def check_method(method: str, where: str = "") -> None:
     near = nearest(method, METHODS)
     allowed = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
     hint = f"did you mean {near}? (`posy methods` lists all)" if near else allowed
-    raise SettingsError(f"method = {shown(method)}" + (f" {at(where)}" if where else "") + f": {hint}")
+    raise SettingsError(f"method = {quoted(method)}" + (f" {set_in(where)}" if where else "") + f": {hint}")
 
 
 def settings_class(method: str) -> Any:
@@ -113,13 +113,13 @@ def own_class(method: str, end: str, base: type[T]) -> type[T]:
     name = method.rpartition(":")[2] + end
     custom_class = getattr(module_of(method, "method"), name, base)
     if not (isinstance(custom_class, type) and issubclass(custom_class, base)):
-        raise SettingsError(f"method = {shown(method)}: {name} must be a subclass of {base.__name__}")
+        raise SettingsError(f"method = {quoted(method)}: {name} must be a subclass of {base.__name__}")
     return custom_class
 
 
 def _own_settings(method: str) -> Any:
     """Return the settings class of a custom method; raise :class:`SettingsError` if it is missing or unusable."""
-    prefix, method_key = f"method = {shown(method)}", key_prefix(method)
+    prefix, method_key = f"method = {quoted(method)}", key_prefix(method)
     name = method.rpartition(":")[2] + "Settings"
     declared = own_class(method, "Settings", MethodSettings)
     if declared is MethodSettings:

@@ -19,15 +19,15 @@ from posy.settings import (
     Scalar,
     Setting,
     SettingsError,
-    at,
     build,
     check_conditions,
     check_keys,
     checked,
     nearest,
     parse_limit,
+    quoted,
+    set_in,
     settings_of,
-    shown,
     with_sources,
 )
 from posy.strategies.methods import METHODS, check_method, settings_class
@@ -112,7 +112,7 @@ def named_sources(
         for key, setting in declared([]).items():
             if setting.place and key in values:  # messages quote some paths as typed, and others as absolute paths
                 path = str(absolute(str(values[key])))
-                values[key] = path if f"{key} = {shown(path)}" in str(error) else values[key]
+                values[key] = path if f"{key} = {quoted(path)}" in str(error) else values[key]
         origins = dict.fromkeys(stored or (), STORED) | merged.sources | dict(sources or {})
         error.args = (with_sources(str(error), values, origins),)
         raise
@@ -138,7 +138,7 @@ def _read(user_settings: Mapping[str, Any], where: str, stored: Mapping[str, Any
         path = str(values.get(key, setting.default))
         if setting.place and (path or setting.default) and path != setting.path_or:
             values[key] = str(absolute(path))
-        if setting.or_own and is_custom(custom := str(values.get(key, setting.default))):
+        if setting.custom_kind and is_custom(custom := str(values.get(key, setting.default))):
             values[key] = located_own(custom)
     settings = _built(values)
     check_own(user_settings, settings.run.method, where)
@@ -186,9 +186,9 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
         overridden["model"] = why
     grouped: dict[str, list[str]] = {}
     for key in sorted(overridden):
-        grouped.setdefault(overridden[key], []).append(f"{key} = {shown(from_file[key])}")
+        grouped.setdefault(overridden[key], []).append(f"{key} = {quoted(from_file[key])}")
     listed = "; ".join(f"{', '.join(texts)} ({why})" for why, texts in grouped.items())
-    notice = f"Posy ignores settings {at(str(path))}, because settings {at(where)} override the file: {listed}"
+    notice = f"Posy ignores settings {set_in(str(path))}, because settings {set_in(where)} override the file: {listed}"
     merged = {key: value for key, value in combined.items() if key not in unused.keys() | overridden.keys()}
     merged = lowered(merged, values)
     return Merged(merged, dict.fromkeys(merged, str(path)) | sources, notice if listed else "")
@@ -206,7 +206,7 @@ def _unsuitable_model(config: Mapping[str, Any]) -> str:
 
 def _samples_of(config: Mapping[str, Any]) -> str:
     """Return a clause about the samples of the published data set in a config."""
-    return f"dataset = {shown(config['dataset'])} has {SAMPLES[DATASETS[str(config['dataset'])].kind]}"
+    return f"dataset = {quoted(config['dataset'])} has {SAMPLES[DATASETS[str(config['dataset'])].kind]}"
 
 
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
@@ -220,9 +220,9 @@ def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
         if not equals or not key:
             setting = setting_of(word)
             hint = f"; did you mean {setting}={word}?" if setting else ""
-            raise SettingsError(f"{word!r} {at(where)}: settings are given as key=value{hint}")
+            raise SettingsError(f"{word!r} {set_in(where)}: settings are given as key=value{hint}")
         if key in texts:
-            raise SettingsError(f"{key} is given twice {at(where)}; give it once")
+            raise SettingsError(f"{key} is given twice {set_in(where)}; give it once")
         texts[key] = text
     declarations = _declarations(texts)
     check_keys(texts, declarations, where)
@@ -265,14 +265,14 @@ def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
         custom = groups([method])[method]
         if duplicate := next((key for key in custom if key in declarations), None):
             raise SettingsError(
-                f"method = {shown(method)}: its setting {duplicate} already exists in Posy; give the setting another "
+                f"method = {quoted(method)}: its setting {duplicate} already exists in Posy; give the setting another "
                 "name"
             )
         declarations |= custom
         try:
             check_conditions(custom, declarations)
         except ValueError as error:
-            raise SettingsError(f"method = {shown(method)}: {error}; correct `needs` in its settings") from None
+            raise SettingsError(f"method = {quoted(method)}: {error}; correct `needs` in its settings") from None
     return declarations
 
 
@@ -310,7 +310,7 @@ def check_own(user_keys: Iterable[str], method: str, where: str) -> None:
     for key in user_keys:
         if owner(key) not in (None, method):
             raise SettingsError(
-                f"{key} {at(where)} is a setting of {owner(key)}; the run's method is {method}; remove {key}, or "
+                f"{key} {set_in(where)} is a setting of {owner(key)}; the run's method is {method}; remove {key}, or "
                 "change method"
             )
 
@@ -403,7 +403,7 @@ def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
 
 def no_effect(key: str, value: Any, where: str, why: str) -> str:
     """Return the message about a setting without an effect."""
-    return f"{key} = {shown(value)} {at(where)} has no effect: {why}; change the condition, or remove {key}"
+    return f"{key} = {quoted(value)} {set_in(where)} has no effect: {why}; change the condition, or remove {key}"
 
 
 def above_limit(config: Mapping[str, Any]) -> dict[str, int]:
@@ -427,7 +427,7 @@ def check_limits(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
         if key in limits:
             limit = declared([_method(config)])[key].limit
             raise SettingsError(
-                f"{key} = {shown(config[key])} in {where}: it can be at most {limit}, which is {limits[key]}; lower "
+                f"{key} = {quoted(config[key])} in {where}: it can be at most {limit}, which is {limits[key]}; lower "
                 f"{key}, or raise {parse_limit(limit)[0]}"
             )
 
@@ -451,17 +451,17 @@ def experiment_path(name: str) -> Path:
     if os.path.isdir(typed):  # noqa: PTH112 - false for impossible names, for which Path raises an error
         record = f"{name.rstrip('/')}/config.yaml"
         suggestion = f"{record}, which repeats that run" if is_file(absolute(record)) else f"dataset={name}"
-        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean {suggestion}?")
+        raise SettingsError(f"experiment = {quoted(name)}: it is a directory; did you mean {suggestion}?")
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: this file does not exist; did you mean {setting}={name}?")
     word = Path(name).stem
     if "/" in name and word not in experiments:  # a path, not a misspelt word
-        raise SettingsError(f"experiment = {shown(name)}: this file does not exist; Posy looked for {typed}")
+        raise SettingsError(f"experiment = {quoted(name)}: this file does not exist; Posy looked for {typed}")
     near = nearest(word, experiments) or nearest(word, (*METHODS, *DATASETS), 0.75)
     near = nearest(word, (near, *METHODS, *DATASETS))  # a method or data set instead of a file
     near = f"{setting}={near}" if (setting := setting_of(near)) else near
     hint = f"did you mean {near}?" if near else f"papers/ has only {', '.join(experiments)}"
-    raise SettingsError(f"experiment = {shown(name)}: this file does not exist; {hint}")
+    raise SettingsError(f"experiment = {quoted(name)}: this file does not exist; {hint}")
 
 
 def setting_of(word: str) -> str:

@@ -26,7 +26,7 @@ class TrainSettings:
         "network; `auto` chooses one for the data; a custom network is a function that takes the task and returns a "
         "torch.nn.Module, or torchvision:NAME",
         choices=("auto", *MODELS),
-        or_own="a network",
+        custom_kind="a network",
         synonyms=("arch", "architecture", "net", "network"),
     )
     weights: str = setting(
@@ -81,7 +81,7 @@ class TrainSettings:
         "loss of each sample that local training minimises; a custom loss is a function that takes logits (B, C) and "
         "labels (B,) and returns losses (B,)",
         choices=("cross-entropy",),
-        or_own="a loss",
+        custom_kind="a loss",
         synonyms=("criterion", "objective"),
     )
     class_weights: str = setting(
@@ -226,7 +226,7 @@ class RunSettings:
     method: str = setting(
         "fedfew",
         "method of the run; a custom method is a file and the prefix of its classes, as in mine:FedMine",
-        or_own="a method",
+        custom_kind="a method",
         synonyms=("algo", "algorithm", "strategy"),
     )
     experiment: str = setting(
@@ -412,7 +412,7 @@ class RunSettings:
         OFF,
         "tool that also receives the record of the run",
         choices=(OFF, "tensorboard", "mlflow", "wandb"),
-        or_own="a tracker",
+        custom_kind="a tracker",
         resumable=True,
         affects_results=False,
         synonyms=("logger", "tracker", "report-to"),

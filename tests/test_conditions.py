@@ -7,7 +7,7 @@ import pytest
 
 from posy.commands.table import Cell, plan_of
 from posy.commands.tuning import space_of
-from posy.settings import Scalar, Search, Setting, SettingsError, check_conditions, parse_condition, shown
+from posy.settings import Scalar, Search, Setting, SettingsError, check_conditions, parse_condition, quoted
 from posy.strategies.registry import (
     declared,
     effective,
@@ -85,7 +85,7 @@ def test_a_setting_without_an_effect_is_refused(
     with pytest.raises(SettingsError) as raised:
         read_settings({**without, key: value}, COMMAND_LINE)
     message = str(raised.value)
-    assert message.startswith(f"{key} = {shown(value)} on {COMMAND_LINE} has no effect")
+    assert message.startswith(f"{key} = {quoted(value)} on {COMMAND_LINE} has no effect")
     assert declared()[key].needs in message
     assert message.endswith(f"remove {key}")
     assert read_settings({**with_effect, key: value}, COMMAND_LINE).as_config()[key] == value

@@ -18,7 +18,7 @@ from posy.data.errors import DataError
 from posy.data.settings import DataSettings
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import Scalar, SettingsError, as_config, at, build, checked, key_of, setting, settings_of
+from posy.settings import Scalar, SettingsError, as_config, build, checked, key_of, set_in, setting, settings_of
 from posy.strategies import registry as config_module
 from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.registry import (
@@ -166,7 +166,7 @@ def test_settings_of_another_method_are_rejected(method: str, key: str, value: S
     owner = "fedfew" if key.startswith("fedfew") else "fedavg-ft"
     with pytest.raises(SettingsError) as raised:
         read_settings({"method": method, key: value}, where)
-    assert str(raised.value).startswith(f"{key} {at(where)} is a setting of {owner}; ")
+    assert str(raised.value).startswith(f"{key} {set_in(where)} is a setting of {owner}; ")
     assert f"method is {method}; remove {key}" in str(raised.value)
     assert read_settings({"method": owner, key: value}).run.method == owner
 

@@ -35,7 +35,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     app = project["tool"]["flwr"]["app"]
     sent_settings, files = dict(settings), dict[str, Path]()
     for key, setting in declared([]).items():
-        if setting.or_own and is_custom(value := str(settings.get(key, ""))):
+        if setting.custom_kind and is_custom(value := str(settings.get(key, ""))):
             module_of(value, key)
             sent_settings[key], imported = bundle_files(value)
             if clash := [target for target, file in imported.items() if files.get(target, file) != file]:

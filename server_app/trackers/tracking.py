@@ -9,7 +9,7 @@ from flwr.common.logger import log
 
 from posy.extensions import format_error, is_custom, load
 from posy.server_app.trackers.tracker import TrackedRun, Tracker
-from posy.settings import SettingsError, shown
+from posy.settings import SettingsError, quoted
 from posy.strategies.run_settings import OFF
 
 ENVIRONMENT = {
@@ -52,7 +52,7 @@ class Tracking:
         except Exception as error:  # a tracker may raise any error
             self._tracker = None
             reason = format_error(error)
-            log(WARNING, "track = %s failed and is disabled; the run continues: %s", shown(self._track), reason)
+            log(WARNING, "track = %s failed and is disabled; the run continues: %s", quoted(self._track), reason)
             return None
 
 
@@ -69,7 +69,7 @@ def find(track: str) -> Callable[[TrackedRun], Tracker] | None:
     if is_custom(track):
         custom: Callable[[TrackedRun], Tracker] = load(track, "track")
         if not callable(custom):
-            raise SettingsError(f"track = {shown(track)}: it must be a class, or a function, that takes the run")
+            raise SettingsError(f"track = {quoted(track)}: it must be a class, or a function, that takes the run")
         return custom
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
