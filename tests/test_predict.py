@@ -322,7 +322,7 @@ def test_a_point_without_a_stored_model_is_an_error(make_config: MakeConfig) -> 
     assert record.predictor(0).point == "local"
     with pytest.raises(SettingsError, match="local model of client 0"):
         record.predictor(0, "served")
-    with pytest.raises(SettingsError, match="must be served or local"):
+    with pytest.raises(SettingsError, match=r"point = 'best'.*served or local"):
         record.predictor(0, "best")
 
 
