@@ -23,7 +23,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posy.deploy.database import Turns, can_be_retried
-from posy.deploy.exchange import SERVER, Exchange, Parcel, new_session
 from posy.deploy.flower_internals import (
     FLEET,
     MEDIA_TYPE,
@@ -36,6 +35,7 @@ from posy.deploy.flower_internals import (
     token_of_task,
 )
 from posy.deploy.install import BundleError, install_whole
+from posy.deploy.message_queue import SERVER, MessageQueue, Parcel, new_session
 from posy.forked import cores
 
 RUN_CACHE_SECONDS = 10.0
@@ -89,8 +89,8 @@ class Runs:
 class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
     """Serves the calls of nodes about messages, after Flower has checked the key of the node."""
 
-    def __init__(self, exchange: Exchange, runs: Runs) -> None:
-        self._exchange, self._runs = exchange, runs
+    def __init__(self, queue: MessageQueue, runs: Runs) -> None:
+        self._queue, self._runs = queue, runs
 
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
@@ -111,7 +111,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
         return grpc.unary_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
 
     def _pullmessages(self, request: Any, _: Callable[[], Any]) -> Any:
-        parcel = self._exchange.pull(request.node.node_id)
+        parcel = self._queue.pull(request.node.node_id)
         answer = fleet_call("PullMessages").response()
         return answer if parcel is None else _with_parcels(answer, [parcel])
 
@@ -122,32 +122,32 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
         node, metadata = request.node.node_id, envelope.metadata
         if not self._runs.is_active(metadata.run_id):
             return None
-        wanted = self._exchange.answer(node, envelope, tree)
+        wanted = self._queue.answer(node, envelope, tree)
         return fleet_call("PushMessages").response(
             results={metadata.message_id: 0}, objects_to_push=wanted, session_id=new_session()
         )
 
     def _pushobject(self, request: Any, _: Callable[[], Any]) -> Any:
-        return push_object(self._exchange, request.run_id, request) if self._runs.is_active(request.run_id) else None
+        return push_object(self._queue, request.run_id, request) if self._runs.is_active(request.run_id) else None
 
     def _pullobject(self, request: Any, _: Callable[[], Any]) -> Any:
-        return pull_object(self._exchange, request.run_id, request) if self._runs.is_active(request.run_id) else None
+        return pull_object(self._queue, request.run_id, request) if self._runs.is_active(request.run_id) else None
 
     def _confirmmessagereceived(self, request: Any, _: Callable[[], Any]) -> Any:
-        return confirm(self._exchange, request.run_id, request) if self._runs.is_active(request.run_id) else None
+        return confirm(self._queue, request.run_id, request) if self._runs.is_active(request.run_id) else None
 
     def _activatenode(self, request: Any, flower: Callable[[], Any]) -> Any:
         answer = flower()
-        self._exchange.nodes.alive(answer.node_id, request.heartbeat_interval)
+        self._queue.nodes.alive(answer.node_id, request.heartbeat_interval)
         return answer
 
     def _sendnodeheartbeat(self, request: Any, flower: Callable[[], Any]) -> Any:
-        self._exchange.nodes.alive(request.node.node_id, request.heartbeat_interval)
+        self._queue.nodes.alive(request.node.node_id, request.heartbeat_interval)
         return flower()
 
     def _deactivatenode(self, request: Any, flower: Callable[[], Any]) -> Any:
         answer = flower()
-        self._exchange.nodes.leave(request.node_id)
+        self._queue.nodes.leave(request.node_id)
         return answer
 
 
@@ -206,14 +206,14 @@ class AppCalls:
     ----------
     app : ASGI application
         Flower's application.
-    exchange, runs : Exchange, Runs
+    queue, runs : MessageQueue, Runs
         The messages and the runs of the SuperLink.
     turns : Turns
         The database.
     """
 
-    def __init__(self, app: ASGIApp, exchange: Exchange, runs: Runs, turns: Turns) -> None:
-        self._app, self._exchange, self._runs, self._turns = app, exchange, runs, turns
+    def __init__(self, app: ASGIApp, queue: MessageQueue, runs: Runs, turns: Turns) -> None:
+        self._app, self._queue, self._runs, self._turns = app, queue, runs, turns
         self._tokens: dict[str, int] = {}
         """Run ids of the ServerApps that Flower has accepted, by token."""
         self._starting: dict[str, float] = {}
@@ -275,12 +275,12 @@ class AppCalls:
         if not self._runs.is_active(run_id):
             return None
         if name == "PushMessages":
-            numbers, wanted = self._exchange.send(run_id, request.messages_list, request.message_object_trees)
+            numbers, wanted = self._queue.send(run_id, request.messages_list, request.message_object_trees)
             return app_call(name).response(message_ids=numbers, objects_to_push=wanted, session_id=new_session())
         if name == "PullMessages":
-            return _with_parcels(app_call(name).response(), self._exchange.replies(run_id, request.message_ids))
+            return _with_parcels(app_call(name).response(), self._queue.replies(run_id, request.message_ids))
         serve = {"PushObject": push_object, "PullObject": pull_object, "ConfirmMessageReceived": confirm}[name]
-        return serve(self._exchange, run_id, request)
+        return serve(self._queue, run_id, request)
 
     # -- other calls ---------------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class AppCalls:
         """Record that a node is no longer registered."""
         messages = await self._flower(scope, body)
         if messages[0]["status"] == 200:
-            self._exchange.nodes.leave(control_call("UnregisterNode").request.FromString(body).node_id)
+            self._queue.nodes.leave(control_call("UnregisterNode").request.FromString(body).node_id)
         await _pass_on(messages, send)
 
     async def _flower(self, scope: Scope, body: bytes, path: str = "") -> list[Message]:
@@ -381,14 +381,14 @@ class Quiet(logging.Filter):
         return not (isinstance(fields, tuple) and len(fields) >= 5 and fields[2] in self._paths and fields[4] == 200)
 
 
-def start_sweeper(exchange: Exchange) -> threading.Thread:
+def start_sweeper(queue: MessageQueue) -> threading.Thread:
     """Start a thread that removes abandoned messages."""
 
     def sweep() -> None:
         for _ in itertools.count():
             time.sleep(SWEEP_SECONDS)
             try:
-                exchange.sweep()
+                queue.sweep()
             except Exception as error:
                 if not can_be_retried(error):
                     log(ERROR, "posy: the sweep for abandoned messages failed", exc_info=error)
@@ -403,22 +403,22 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def push_object(exchange: Exchange, run_id: int, request: Any) -> Any:
+def push_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
     """Store an object of a message, and return the answer."""
-    return fleet_call("PushObject").response(stored=exchange.store(run_id, request.object_id, request.object_content))
+    return fleet_call("PushObject").response(stored=queue.store(run_id, request.object_id, request.object_content))
 
 
-def pull_object(exchange: Exchange, run_id: int, request: Any) -> Any:
+def pull_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
     """Return the answer with an object of a message; None if no message in transit needs it."""
-    content = exchange.find(run_id, request.object_id)
+    content = queue.find(run_id, request.object_id)
     if content is None:
         return None
     return fleet_call("PullObject").response(object_found=True, object_available=bool(content), object_content=content)
 
 
-def confirm(exchange: Exchange, run_id: int, request: Any) -> Any:
+def confirm(queue: MessageQueue, run_id: int, request: Any) -> Any:
     """Record that a message was received, and return the answer; None if the message is not in transit."""
-    in_transit = exchange.confirm(run_id, request.message_object_id)
+    in_transit = queue.confirm(run_id, request.message_object_id)
     return fleet_call("ConfirmMessageReceived").response() if in_transit else None
 
 

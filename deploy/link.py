@@ -1,7 +1,7 @@
 """The SuperLink's process: ``python -m posy.deploy.link`` takes the arguments of ``flower-superlink``.
 
 The process runs Flower's SuperLink. Posy serves the calls about messages itself (:mod:`posy.deploy.front`), keeps
-messages in memory (:mod:`posy.deploy.exchange`) and lets the writers of the database take turns
+messages in memory (:mod:`posy.deploy.message_queue`) and lets the writers of the database take turns
 (:mod:`posy.deploy.database`). For this, it replaces gRPC's and uvicorn's functions that start a server, and it does not
 depend on Flower's classes.
 """
@@ -23,9 +23,9 @@ from fastapi.responses import JSONResponse
 from flwr.common.logger import log
 
 from posy.deploy.database import TURNS, TryAgainError, can_be_retried
-from posy.deploy.exchange import Exchange
 from posy.deploy.flower_internals import FLEET
 from posy.deploy.front import AGAIN, AppCalls, AskAgain, NodeCalls, Quiet, Runs, first_line, start_sweeper
+from posy.deploy.message_queue import MessageQueue
 from posy.flower import FLOWER
 
 RETRIED = (TryAgainError, sqlalchemy.exc.OperationalError, sqlalchemy.exc.TimeoutError, sqlite3.OperationalError)
@@ -51,11 +51,11 @@ def apply_patches() -> None:
     """Put Posy in front of the servers that this process starts."""
     TURNS.install()
     runs = Runs()
-    exchange = Exchange(runs.is_active)
+    queue = MessageQueue(runs.is_active)
     start_grpc, run_http = grpc.server, uvicorn.run
 
     def with_interceptors(*args: Any, interceptors: Sequence[Any] | None = None, **named: Any) -> grpc.Server:
-        calls = [AskAgain(), *(interceptors or []), NodeCalls(exchange, runs)]
+        calls = [AskAgain(), *(interceptors or []), NodeCalls(queue, runs)]
         server = start_grpc(*args, interceptors=calls, **named)
         add_handlers = server.add_registered_method_handlers
 
@@ -70,9 +70,9 @@ def apply_patches() -> None:
     def with_calls(app: FastAPI, **named: Any) -> None:
         for kind in RETRIED:
             app.add_exception_handler(kind, ask_again)
-        start_sweeper(exchange)
+        start_sweeper(queue)
         logging.getLogger("uvicorn.access").addFilter(Quiet())
-        run_http(AppCalls(app, exchange, runs, TURNS), **named)
+        run_http(AppCalls(app, queue, runs, TURNS), **named)
 
     vars(grpc)["server"], vars(uvicorn)["run"] = with_interceptors, with_calls
 

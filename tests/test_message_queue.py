@@ -1,4 +1,4 @@
-"""The SuperLink's message exchange in memory, and the calls that Posy serves in front of Flower's SuperLink."""
+"""The SuperLink's message queue in memory, and the calls that Posy serves in front of Flower's SuperLink."""
 
 import hashlib
 import threading
@@ -30,13 +30,13 @@ from flwr.superlink import main
 from flwr.superlink.federation import NoOpFederationManager
 from starlette.testclient import TestClient
 
-from posy.deploy import exchange as exchanging
 from posy.deploy import front
+from posy.deploy import queue as exchanging
 from posy.deploy.database import Turns
-from posy.deploy.exchange import SERVER, Exchange
 from posy.deploy.fleet import Fleet, PartError, RunEndedError
 from posy.deploy.flower_internals import MEDIA_TYPE, Packed, app_call, pack, packed_error, unpack
 from posy.deploy.front import AppCalls, AskAgain, NodeCalls, Quiet, Runs
+from posy.deploy.message_queue import SERVER, MessageQueue
 from posy.flower import ErrorCode
 
 RUN, NODE = 7, 5
@@ -54,171 +54,171 @@ def reply_to(message: Packed) -> Packed:
     return pack(Message(RecordDict({"config": ConfigRecord({"answer": 1})}), reply_to=request))
 
 
-def send(exchange: Exchange, message: Packed, *, complete: bool = True) -> list[str]:
+def send(queue: MessageQueue, message: Packed, *, complete: bool = True) -> list[str]:
     """Push a message as a ServerApp does, and return its missing objects."""
-    [number], wanted = exchange.send(message.envelope.metadata.run_id, [message.envelope], [message.tree])
+    [number], wanted = queue.send(message.envelope.metadata.run_id, [message.envelope], [message.tree])
     assert number == message.tree.object_id
     if complete:
         for part in wanted:
-            assert exchange.store(message.envelope.metadata.run_id, part, message.objects[part])
+            assert queue.store(message.envelope.metadata.run_id, part, message.objects[part])
     return wanted
 
 
-def answer(exchange: Exchange, message: Packed, node: int = NODE) -> Packed:
+def answer(queue: MessageQueue, message: Packed, node: int = NODE) -> Packed:
     reply = reply_to(message)
-    for part in exchange.answer(node, reply.envelope, reply.tree):
-        assert exchange.store(RUN, part, reply.objects[part])
+    for part in queue.answer(node, reply.envelope, reply.tree):
+        assert queue.store(RUN, part, reply.objects[part])
     return reply
 
 
 @pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
-    """Return an exchange whose requests do not wait."""
+def queue(monkeypatch: pytest.MonkeyPatch) -> MessageQueue:
+    """Return an queue whose requests do not wait."""
     monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.0)
     monkeypatch.setattr(exchanging, "GATHER_SECONDS", 0.0)
-    return Exchange(lambda run: run == RUN)
+    return MessageQueue(lambda run: run == RUN)
 
 
-def codes(exchange: Exchange, *numbers: str) -> list[int]:
-    return [reply.envelope.error.code for reply in exchange.replies(RUN, numbers)]
+def codes(queue: MessageQueue, *numbers: str) -> list[int]:
+    return [reply.envelope.error.code for reply in queue.replies(RUN, numbers)]
 
 
-def test_the_exchange_is_empty_after_delivery(exchange: Exchange) -> None:
+def test_the_exchange_is_empty_after_delivery(queue: MessageQueue) -> None:
     message = packed()
     number = message.tree.object_id
-    send(exchange, message)
-    delivery = exchange.pull(NODE)
+    send(queue, message)
+    delivery = queue.pull(NODE)
     assert delivery is not None and delivery.number == number
-    assert {part: exchange.find(RUN, part) for part in message.objects} == message.objects
-    assert exchange.confirm(RUN, number)
-    assert exchange.find(RUN, number) is None
-    assert exchange.replies(RUN, [number]) == []
-    reply = answer(exchange, message)
-    [delivery] = exchange.replies(RUN, [number])
-    received = unpack(delivery.number, {part: exchange.find(RUN, part) or b"" for part in reply.objects})
+    assert {part: queue.find(RUN, part) for part in message.objects} == message.objects
+    assert queue.confirm(RUN, number)
+    assert queue.find(RUN, number) is None
+    assert queue.replies(RUN, [number]) == []
+    reply = answer(queue, message)
+    [delivery] = queue.replies(RUN, [number])
+    received = unpack(delivery.number, {part: queue.find(RUN, part) or b"" for part in reply.objects})
     assert received.content.config_records["config"]["answer"] == 1
-    assert exchange.confirm(RUN, delivery.number)
-    assert (len(exchange._depot), exchange._parcels, exchange._answered) == (0, {}, {})
-    assert not exchange.confirm(RUN, delivery.number)
+    assert queue.confirm(RUN, delivery.number)
+    assert (len(queue._depot), queue._parcels, queue._answered) == (0, {}, {})
+    assert not queue.confirm(RUN, delivery.number)
 
 
-def test_a_message_is_delivered_when_all_its_objects_have_arrived(exchange: Exchange) -> None:
+def test_a_message_is_delivered_when_all_its_objects_have_arrived(queue: MessageQueue) -> None:
     first, second = packed(value=1.0), packed(value=2.0)
-    wanted = send(exchange, first, complete=False)
+    wanted = send(queue, first, complete=False)
     last = next(part for part in wanted if part not in second.objects)  # they share objects
     for part in set(wanted) - {last}:
-        exchange.store(RUN, part, first.objects[part])
-    send(exchange, second)
-    assert exchange.pull(NODE).number == second.tree.object_id  # type: ignore[union-attr]
-    exchange.confirm(RUN, second.tree.object_id)
-    assert exchange.pull(NODE) is None
-    exchange.store(RUN, last, first.objects[last])
-    assert exchange.pull(NODE).number == first.tree.object_id  # type: ignore[union-attr]
+        queue.store(RUN, part, first.objects[part])
+    send(queue, second)
+    assert queue.pull(NODE).number == second.tree.object_id  # type: ignore[union-attr]
+    queue.confirm(RUN, second.tree.object_id)
+    assert queue.pull(NODE) is None
+    queue.store(RUN, last, first.objects[last])
+    assert queue.pull(NODE).number == first.tree.object_id  # type: ignore[union-attr]
 
 
-def test_an_object_that_does_not_match_its_id_is_refused(exchange: Exchange) -> None:
+def test_an_object_that_does_not_match_its_id_is_refused(queue: MessageQueue) -> None:
     message = packed()
-    wanted = send(exchange, message, complete=False)
-    assert not exchange.store(RUN, wanted[0], message.objects[wanted[0]] + b"x")
-    assert exchange.find(RUN, wanted[0]) == b""
-    assert exchange.store(RUN, wanted[0], message.objects[wanted[0]])
+    wanted = send(queue, message, complete=False)
+    assert not queue.store(RUN, wanted[0], message.objects[wanted[0]] + b"x")
+    assert queue.find(RUN, wanted[0]) == b""
+    assert queue.store(RUN, wanted[0], message.objects[wanted[0]])
 
 
-def test_equal_objects_are_sent_once_and_stored_for_all_receivers(exchange: Exchange) -> None:
+def test_equal_objects_are_sent_once_and_stored_for_all_receivers(queue: MessageQueue) -> None:
     first, second = packed(node=NODE), packed(node=6)
     shared = first.objects.keys() & second.objects.keys()
     assert shared
-    send(exchange, first)
-    assert not shared & set(send(exchange, second))
-    exchange.confirm(RUN, first.tree.object_id)
-    assert all(exchange.find(RUN, part) for part in shared)
-    exchange.confirm(RUN, second.tree.object_id)
-    assert len(exchange._depot) == 0
+    send(queue, first)
+    assert not shared & set(send(queue, second))
+    queue.confirm(RUN, first.tree.object_id)
+    assert all(queue.find(RUN, part) for part in shared)
+    queue.confirm(RUN, second.tree.object_id)
+    assert len(queue._depot) == 0
 
 
-def test_unconfirmed_messages_are_redelivered_a_limited_number_of_times(exchange: Exchange) -> None:
+def test_unconfirmed_messages_are_redelivered_a_limited_number_of_times(queue: MessageQueue) -> None:
     message = packed()
-    send(exchange, message)
+    send(queue, message)
     times = 0
-    while exchange.pull(NODE) is not None:
+    while queue.pull(NODE) is not None:
         times += 1
     assert times == exchanging.MOST_TIMES
-    assert codes(exchange, message.tree.object_id) == [ErrorCode.MESSAGE_UNAVAILABLE]
-    send(exchange, second := packed(value=2.0))
-    answer(exchange, second)
+    assert codes(queue, message.tree.object_id) == [ErrorCode.MESSAGE_UNAVAILABLE]
+    send(queue, second := packed(value=2.0))
+    answer(queue, second)
     for _ in range(3):  # a ServerApp asks until it has the reply
-        assert len(exchange.replies(RUN, [second.tree.object_id])) == 1
+        assert len(queue.replies(RUN, [second.tree.object_id])) == 1
 
 
-def test_repeated_calls_are_idempotent(exchange: Exchange) -> None:
+def test_repeated_calls_are_idempotent(queue: MessageQueue) -> None:
     message = packed()
-    wanted = send(exchange, message, complete=False)
-    assert send(exchange, message) == wanted
-    assert send(exchange, message) == []
-    assert exchange.store(RUN, wanted[0], message.objects[wanted[0]])
-    reply = answer(exchange, message)
-    assert exchange.answer(NODE, reply.envelope, reply.tree) == []
-    assert len(exchange.replies(RUN, [message.tree.object_id])) == 1
+    wanted = send(queue, message, complete=False)
+    assert send(queue, message) == wanted
+    assert send(queue, message) == []
+    assert queue.store(RUN, wanted[0], message.objects[wanted[0]])
+    reply = answer(queue, message)
+    assert queue.answer(NODE, reply.envelope, reply.tree) == []
+    assert len(queue.replies(RUN, [message.tree.object_id])) == 1
 
 
-def test_errors_explain_missing_replies(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_explain_missing_replies(queue: MessageQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [packed(value=float(i), node=i) for i in range(5, 8)]
     late = packed(value=9.0, ttl=0.05)
     for message in (*messages, late):
-        send(exchange, message)
-    exchange.nodes.leave(5)
-    exchange.nodes.alive(6, 10.0)
-    assert codes(exchange, messages[0].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
-    assert codes(exchange, messages[1].tree.object_id, messages[2].tree.object_id) == []
-    assert codes(exchange, "unknown") == [ErrorCode.MESSAGE_UNAVAILABLE]
+        send(queue, message)
+    queue.nodes.leave(5)
+    queue.nodes.alive(6, 10.0)
+    assert codes(queue, messages[0].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
+    assert codes(queue, messages[1].tree.object_id, messages[2].tree.object_id) == []
+    assert codes(queue, "unknown") == [ErrorCode.MESSAGE_UNAVAILABLE]
     time.sleep(0.06)
-    [error] = exchange.replies(RUN, [late.tree.object_id])
-    content = {part: exchange.find(RUN, part) or b"" for part in error.numbers}
+    [error] = queue.replies(RUN, [late.tree.object_id])
+    content = {part: queue.find(RUN, part) or b"" for part in error.numbers}
     received = unpack(error.number, content)
     assert (received.error.code, received.metadata.reply_to_message_id) == (3, late.tree.object_id)
     clock = time.monotonic()
     monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 21)  # silent for two intervals
-    assert codes(exchange, messages[1].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
+    assert codes(queue, messages[1].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
     monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 61)  # never online since the start
-    assert codes(exchange, messages[2].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
+    assert codes(queue, messages[2].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
 
 
-def test_unexpected_replies_are_dropped(exchange: Exchange) -> None:
+def test_unexpected_replies_are_dropped(queue: MessageQueue) -> None:
     message, unknown = packed(), packed(value=2.0)
-    send(exchange, message)
+    send(queue, message)
     reply = reply_to(message)
-    assert exchange.answer(6, reply.envelope, reply.tree) == []  # from another node
+    assert queue.answer(6, reply.envelope, reply.tree) == []  # from another node
     other = reply_to(unknown)
-    assert exchange.answer(NODE, other.envelope, other.tree) == []
-    assert exchange.replies(RUN, [message.tree.object_id]) == []
+    assert queue.answer(NODE, other.envelope, other.tree) == []
+    assert queue.replies(RUN, [message.tree.object_id]) == []
 
 
-def test_invalid_messages_are_refused(exchange: Exchange) -> None:
+def test_invalid_messages_are_refused(queue: MessageQueue) -> None:
     message = packed()
     for change in ({"run_id": 8}, {"src_node_id": 9}, {"dst_node_id": 0}, {"ttl": -1.0}, {"reply_to_message_id": "a"}):
         envelope = type(message.envelope)()
         envelope.CopyFrom(message.envelope)
         for field, value in change.items():
             setattr(envelope.metadata, field, value)
-        assert exchange.send(RUN, [envelope], [message.tree]) == ([""], [])
-    assert exchange._parcels == {}
+        assert queue.send(RUN, [envelope], [message.tree]) == ([""], [])
+    assert queue._parcels == {}
 
 
 def test_messages_of_ended_runs_and_incomplete_messages_are_discarded(
-    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+    queue: MessageQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, incomplete, delivered = packed(run=8), packed(value=2.0), packed(value=3.0, ttl=1e6)
-    send(exchange, ended)
-    assert exchange.pull(NODE) is None
-    assert len(exchange._depot) == 0
-    send(exchange, incomplete, complete=False)
-    send(exchange, delivered)
-    exchange.sweep()
-    assert len(exchange._parcels) == 2
+    send(queue, ended)
+    assert queue.pull(NODE) is None
+    assert len(queue._depot) == 0
+    send(queue, incomplete, complete=False)
+    send(queue, delivered)
+    queue.sweep()
+    assert len(queue._parcels) == 2
     clock = time.monotonic()
     monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + exchanging.ARRIVAL_SECONDS + 1)
-    exchange.sweep()
-    assert exchange._parcels.keys() == {delivered.tree.object_id}
+    queue.sweep()
+    assert queue._parcels.keys() == {delivered.tree.object_id}
 
 
 def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
@@ -227,39 +227,39 @@ def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
     return timer
 
 
-def test_requests_wait_for_messages_and_replies(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_wait_for_messages_and_replies(queue: MessageQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanging, "HOLD_SECONDS", 5.0)
     monkeypatch.setattr(exchanging, "GATHER_SECONDS", 2.0)
     messages = [packed(value=1.0), packed(value=2.0)]
-    *first_parts, last = send(exchange, messages[0], complete=False)
+    *first_parts, last = send(queue, messages[0], complete=False)
     for part in first_parts:
-        exchange.store(RUN, part, messages[0].objects[part])
+        queue.store(RUN, part, messages[0].objects[part])
     begun = time.monotonic()
-    timer = after(0.3, lambda: exchange.store(RUN, last, messages[0].objects[last]))
-    assert exchange.pull(NODE) is not None
+    timer = after(0.3, lambda: queue.store(RUN, last, messages[0].objects[last]))
+    assert queue.pull(NODE) is not None
     assert 0.25 < time.monotonic() - begun < 3
     timer.join()
-    send(exchange, messages[1])
+    send(queue, messages[1])
     begun = time.monotonic()
     timers = [
-        after(0.2 + 0.1 * i, lambda message=message: answer(exchange, message)) for i, message in enumerate(messages)
+        after(0.2 + 0.1 * i, lambda message=message: answer(queue, message)) for i, message in enumerate(messages)
     ]
-    assert len(exchange.replies(RUN, [message.tree.object_id for message in messages])) == 2
+    assert len(queue.replies(RUN, [message.tree.object_id for message in messages])) == 2
     assert time.monotonic() - begun < 2
     for timer in timers:
         timer.join()
 
 
-def test_time_and_number_of_waiting_requests_are_limited(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_and_number_of_waiting_requests_are_limited(queue: MessageQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.5)
     begun = time.monotonic()
-    assert exchange.pull(NODE) is None
+    assert queue.pull(NODE) is None
     assert 0.45 < time.monotonic() - begun < 3
     with futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(exchange.pull, NODE)
+        waiting = pool.submit(queue.pull, NODE)
         time.sleep(0.1)
         begun = time.monotonic()
-        assert exchange.pull(NODE) is None  # only one request of a node waits
+        assert queue.pull(NODE) is None  # only one request of a node waits
         assert time.monotonic() - begun < 0.2
         waiting.result()
 
@@ -275,14 +275,14 @@ class SuperLink:
         factory = LinkStateFactory(str(path), NoOpFederationManager(), store)
         self.state = factory.state()
         self.runs = Runs()
-        self.exchange = Exchange(self.runs.is_active)
+        self.queue = MessageQueue(self.runs.is_active)
         servicer = FleetServicer(factory, store, False)
         self.runs.ask = servicer.GetRun
         interceptors = [
             AskAgain(),
             RpcErrorTranslationServerInterceptor(),
             NodeAuthServerInterceptor(factory),
-            NodeCalls(self.exchange, self.runs),
+            NodeCalls(self.queue, self.runs),
         ]
         self.server = grpc.server(futures.ThreadPoolExecutor(8), interceptors=interceptors)
         add_FleetServicer_to_server(servicer, self.server)
@@ -290,7 +290,7 @@ class SuperLink:
         self.server.start()
         self.app = main.create_app()
         self.app.state.runtime_state_factory = self.app.state.linkstate_factory = factory
-        self.calls = AppCalls(self.app, self.exchange, self.runs, Turns())
+        self.calls = AppCalls(self.app, self.queue, self.runs, Turns())
         self.client = TestClient(self.calls, raise_server_exceptions=False)
         self.fleet = Fleet(f"127.0.0.1:{port}", insecure=True)
         self.node = self.fleet.join()
@@ -379,7 +379,7 @@ def test_a_message_and_its_reply_pass_through_the_superlink(superlink: SuperLink
         status, part = superlink.post("PullObject", object_id=number, run_id=superlink.run)
         assert part.object_content == content
     assert superlink.post("ConfirmMessageReceived", message_object_id=reply.tree.object_id)[0] == 200
-    assert superlink.exchange._parcels == {}
+    assert superlink.queue._parcels == {}
     assert superlink.state.num_message_ins() == superlink.state.num_message_res() == 0, "Flower stores none"
 
 
@@ -389,7 +389,7 @@ def test_tokens_that_are_unknown_or_of_another_run_are_refused(superlink: SuperL
     _, other = superlink.start_run()
     assert superlink.send(message, token=other) >= 400
     assert superlink.post("PullMessages", token="stolen", message_ids=["a"])[0] == 401
-    assert superlink.exchange._parcels == {}
+    assert superlink.queue._parcels == {}
     assert superlink.send(message) == 200
 
 
@@ -410,7 +410,7 @@ def test_an_ended_run_accepts_no_messages_or_replies(superlink: SuperLink) -> No
     with pytest.raises(RunEndedError):
         superlink.fleet.run(superlink.run)
     assert superlink.post("PullMessages", message_ids=[answered.tree.object_id])[0] == 401
-    assert superlink.exchange._parcels == {}
+    assert superlink.queue._parcels == {}
 
 
 def test_messages_are_reported_lost_after_a_restart(superlink: SuperLink) -> None:
@@ -429,12 +429,12 @@ def test_pulling_a_missing_object_is_an_error(superlink: SuperLink, monkeypatch:
     superlink.send(message)
     delivery = superlink.fleet.pull()
     assert delivery is not None
-    superlink.exchange.drop(superlink.run)
+    superlink.queue.drop(superlink.run)
     with pytest.raises(PartError, match="did not reach the node"):
         superlink.fleet.pull_objects(*delivery)
     lost = packed_error(message.envelope, ErrorCode.MESSAGE_UNAVAILABLE, "lost", time.time())
     superlink.fleet.push(lost, 0.0)  # the run is dropped
-    assert superlink.exchange._parcels == {}
+    assert superlink.queue._parcels == {}
 
 
 def test_a_run_continues_after_the_last_caller_is_unregistered(superlink: SuperLink) -> None:
@@ -444,17 +444,17 @@ def test_a_run_continues_after_the_last_caller_is_unregistered(superlink: SuperL
     assert superlink.send(message) == 200
     superlink.runs.node = 12345  # Flower does not know it
     superlink.runs.forget()
-    superlink.exchange.sweep()
-    assert superlink.exchange._parcels.keys() == {message.tree.object_id}
+    superlink.queue.sweep()
+    assert superlink.queue._parcels.keys() == {message.tree.object_id}
 
 
 def test_heartbeats_keep_a_node_online(superlink: SuperLink) -> None:
-    superlink.exchange.nodes.leave(superlink.node)
-    assert superlink.exchange.nodes.is_offline(superlink.node)
+    superlink.queue.nodes.leave(superlink.node)
+    assert superlink.queue.nodes.is_offline(superlink.node)
     superlink.fleet._call_once("SendNodeHeartbeat", 5.0, node={"node_id": superlink.node}, heartbeat_interval=15.0)
-    assert not superlink.exchange.nodes.is_offline(superlink.node)
+    assert not superlink.queue.nodes.is_offline(superlink.node)
     superlink.fleet._call_once("DeactivateNode", 5.0, node_id=superlink.node)
-    assert superlink.exchange.nodes.is_offline(superlink.node)
+    assert superlink.queue.nodes.is_offline(superlink.node)
 
 
 def test_concurrent_server_app_starts_are_limited_to_the_cores(

@@ -1,12 +1,12 @@
 """The messages between ServerApps and nodes, in the memory of the SuperLink.
 
 Flower's SuperLink writes to its database about two hundred times for each message of a round, which takes most of the
-time of a short round. :class:`Exchange` keeps the messages and their objects in memory instead. They are lost when the
-SuperLink ends, and the ServerApp then sends them again. Runs, nodes and code stay in the database.
+time of a short round. :class:`MessageQueue` keeps the messages and their objects in memory instead. They are lost when
+the SuperLink ends, and the ServerApp then sends them again. Runs, nodes and code stay in the database.
 
-The exchange delivers a message or reply when all its objects have arrived. Otherwise the receiver would wait for the
+The queue delivers a message or reply when all its objects have arrived. Otherwise the receiver would wait for the
 missing objects, and a ServerApp would not ask for the other replies meanwhile. A receiver confirms a message when it
-has all objects. If it asks for messages again without a confirmation, the exchange delivers the message again.
+has all objects. If it asks for messages again without a confirmation, the queue delivers the message again.
 """
 
 import hashlib
@@ -179,7 +179,7 @@ class Places:
             self._nodes.discard(node)
 
 
-class Exchange:
+class MessageQueue:
     """The messages in transit.
 
     Parameters
@@ -420,12 +420,12 @@ class Exchange:
 
 
 def new_session() -> str:
-    """Return an id for the transfer of a message's objects, which Flower requires and the exchange ignores."""
+    """Return an id for the transfer of a message's objects, which Flower requires and the queue ignores."""
     return secrets.token_hex(16)
 
 
 def _unknown(run_id: int, number: str) -> Parcel:
-    """Return an expired parcel for a message that the exchange does not know."""
+    """Return an expired parcel for a message that the queue does not know."""
     ids = {"run_id": run_id, "message_id": number, "src_node_id": SERVER, "dst_node_id": SERVER}
     response = fleet_call("PullMessages").response(messages_list=[{"metadata": {**ids, "message_type": "system"}}])
     parcel = _parcel(response.messages_list[0], None)
