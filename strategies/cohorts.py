@@ -7,7 +7,7 @@ from functools import lru_cache
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
 from posy.strategies.run_settings import RunSettings
-from posy.strategies.settings import Settings
+from posy.strategies.settings import Settings, training_clients
 
 
 @lru_cache(maxsize=64)
@@ -16,7 +16,7 @@ def newcomers_of(settings: Settings) -> tuple[int, ...]:
     run, clients = settings.run, settings.data.num_clients
     if not run.holdout_clients:
         return ()
-    count = min(max(1, round(run.holdout_clients * clients)), clients - 1)
+    count = clients - training_clients(settings)
     if not count:
         raise SettingsError(
             f"holdout-clients = {run.holdout_clients:g} with num-clients = 1: no client would train; set "
