@@ -165,9 +165,13 @@ def all_mutants(root: Path) -> list[Mutant]:
 
 def collected(root: Path) -> list[str]:
     """Return the ids of all tests that need no real federation."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:warnings"]
+    options = ["--collect-only", "-q", "-n", "0", "-p", "no:warnings", "-o", "addopts=", "-m", "not federation"]
+    command = [sys.executable, "-m", "pytest", *options]
     lines = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if "::" in line]
+    tests = [line for line in lines if "::" in line]
+    if not tests:
+        raise RuntimeError(f"pytest lists no tests in {root}")
+    return tests
 
 
 def plain(name: str) -> str:
@@ -215,6 +219,8 @@ class Failures:
 
 def outcome_of(mutant: Mutant, root: Path, tests: list[str], seconds: int) -> dict[str, Any]:
     """Run tests with a fault in a forked process, for at most ``seconds`` of CPU time, and return the outcome."""
+    if not tests:  # pytest without a test would run all of them
+        return {"key": mutant.key, "outcome": "survived", "test": "", "tests": 0}
     file, failure_file = root / mutant.file, root / "failed.txt"
     source = file.read_bytes()
     failure_file.write_text("", encoding="utf-8")
@@ -310,8 +316,8 @@ def main(
             import_module(module)
         for mutant, test in sampled:
             if mutant.key not in measured_keys:
-                relevant = dict.fromkeys([*({test} & {*tests}), *covering_tests(mutant.file, root, tests)])
-                row = outcome_of(mutant, root, list(relevant), seconds)
+                covering = covering_tests(mutant.file, root, tests)
+                row = outcome_of(mutant, root, list(dict.fromkeys([*({test} & {*tests}), *covering])), seconds)
                 with output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{row['outcome']:8} {mutant.key} {row['test']}".replace("\n", " "), flush=True)

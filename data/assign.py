@@ -47,7 +47,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
             _check_hope(dataset, settings, least)
     raise SettingsError(
         f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
-        f"{least} of the {len(dataset)} samples of {dataset.name}; raise alpha or use fewer clients"
+        f"{least} of the {len(dataset)} samples of {dataset.name}; raise dirichlet-alpha or use fewer clients"
     )
 
 

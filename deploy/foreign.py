@@ -80,7 +80,10 @@ def foreign_code(content: bytes) -> list[str]:
 
 def _starts_posy(project: bytes) -> bool:
     """Return whether a ``pyproject.toml`` starts Posy's apps."""
-    started: object = tomllib.loads(project.decode())["tool"]["flwr"]["app"]["components"]
+    try:
+        started: object = tomllib.loads(project.decode())["tool"]["flwr"]["app"]["components"]
+    except (ValueError, LookupError, TypeError):  # no TOML in UTF-8, or without Flower's tables
+        return False
     return started == _STARTED
 
 

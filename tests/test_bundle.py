@@ -108,6 +108,8 @@ def test_the_code_rule_reports_or_refuses_foreign_code() -> None:
         ("sitecustomize.py", b""),
         ("own/.py", b"open('ran', 'w')"),
         ("pyproject.toml", files["pyproject.toml"].replace(b"posy.clientapp:app", b"own.mine:app")),
+        ("pyproject.toml", b"[tool]\nflwr = 3\n"),
+        ("pyproject.toml", b"\xff"),
     ):
         changed = packed({**files, name: data})
         assert foreign_code(changed) == [name]

@@ -272,7 +272,7 @@ def test_an_override_lowers_a_file_value_to_the_new_limit(tmp_path: Path) -> Non
     file = write(tmp_path, method="fedavg", num_server_rounds=50, average_rounds=10)
     assert read_settings({"experiment": file, "num-server-rounds": 4}).run.average_rounds == 4
     assert read_settings({"experiment": file}).run.average_rounds == 10
-    with pytest.raises(SettingsError, match=r"average-rounds = 10 in the command line.*at most"):
+    with pytest.raises(SettingsError, match=r"average-rounds = 10 on the command line.*at most"):
         read_settings({"experiment": file, "num-server-rounds": 4, "average-rounds": 10}, COMMAND_LINE)
     invalid_file = write(tmp_path, method="fedavg", num_server_rounds=4, average_rounds=10)
     with pytest.raises(SettingsError, match=f"average-rounds = 10 in {invalid_file}.*at most num-server-rounds"):

@@ -169,7 +169,7 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
 
 def _check_stock(options: NodeOptions, keys: int, *, stock: bool) -> None:
     """Refuse options that Flower's own node does not support, and warn if Posy has no warm nodes for this Flower."""
-    cause = "--stock" if options.stock else f"Flower {version('flwr')}, for which Posy has no warm nodes,"
+    cause = "--stock" if options.stock else f"Flower {version('flwr')} (without warm nodes)"
     if stock and keys > 1:
         hint = "drop --stock, or start" if options.stock else "start"
         raise SettingsError(f"{cause} starts one node, but --key is repeated; {hint} each node separately")
