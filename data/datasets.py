@@ -78,7 +78,7 @@ def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
     """Raise :class:`SettingsError` if settings name columns, but the data has none."""
     if (named := columns.named()) and not has_columns:
         raise SettingsError(
-            f"{named[0][0]} = {named[0][1]!r} cannot be used with dataset = {name!r}, which has no columns: they are for "
+            f"{named[0][0]} = {named[0][1]!r} cannot go with dataset = {name!r}, which has no columns: they are for "
             ".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk; remove it"
         )
 
@@ -94,12 +94,12 @@ def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
         if expected[0] and (task.kind != kind or sizes != expected):
             shape = "x".join(map(str, sizes if task.kind == kind else task.input_shape))
             raise SettingsError(
-                f"{key} = {expected[0]} cannot be used with {dataset.name}, which holds samples of the kind {task.kind} "
+                f"{key} = {expected[0]} cannot go with {dataset.name}, which holds samples of the kind {task.kind} "
                 f"and the size {shape}: only {reason}; set it to 0"
             )
     if settings.vocabulary != DataSettings.vocabulary and dataset.sample_kind != "text":
         raise SettingsError(
-            f"vocabulary = {settings.vocabulary} cannot be used with {dataset.name}, which holds samples of the kind "
+            f"vocabulary = {settings.vocabulary} cannot go with {dataset.name}, which holds samples of the kind "
             f"{dataset.sample_kind}: only words of texts get numbers; set it to {DataSettings.vocabulary}"
         )
 
@@ -110,7 +110,7 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
         return dataset
     if dataset.given is not None or settings.partition == "file":
         raise SettingsError(
-            f"max-samples = {size} cannot be used with a partition that names its samples "
+            f"max-samples = {size} cannot go with a partition that names its samples "
             "(a PFLlib directory, or partition = 'file'); set it to 0"
         )
     if size > len(dataset):

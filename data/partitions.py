@@ -126,7 +126,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     if kind == "given":
         if settings.test_set == "pooled" and dataset.given is not None:
             raise SettingsError(
-                f"test-set = 'pooled' cannot be used with {dataset.name}, which comes with a test set for each client; "
+                f"test-set = 'pooled' cannot go with {dataset.name}, which comes with a test set for each client; "
                 "set it to 'supplied'"
             )
         if dataset.given is None:

@@ -427,8 +427,8 @@ def check_limits(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
         if key in limits:
             limit = declared([_method(config)])[key].limit
             raise SettingsError(
-                f"{key} = {quoted(config[key])} {set_in(where)}: it can be at most {limit}, which is {limits[key]}; lower "
-                f"{key}, or raise {parse_limit(limit)[0]}"
+                f"{key} = {quoted(config[key])} {set_in(where)}: it can be at most {limit}, which is {limits[key]}; "
+                f"lower {key}, or raise {parse_limit(limit)[0]}"
             )
 
 

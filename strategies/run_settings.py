@@ -205,7 +205,7 @@ class TrainSettings:
         """Check the settings that depend on each other."""
         if self.optimizer_state == "kept" and self.optimizer == "sgd" and not self.momentum:
             raise SettingsError(
-                "optimizer-state = 'kept' cannot be used with optimizer = 'sgd' and momentum = 0, because this optimiser "
+                "optimizer-state = 'kept' cannot go with optimizer = 'sgd' and momentum = 0, because this optimiser "
                 "has no state; set a momentum, or optimizer-state = 'fresh'"
             )
 
@@ -435,17 +435,17 @@ class RunSettings:
         """Check the settings that depend on each other."""
         if self.holdout_clients and self.secure_aggregation:
             raise SettingsError(
-                f"holdout-clients = {self.holdout_clients:g} cannot be used with secure-aggregation = true: a newcomer "
+                f"holdout-clients = {self.holdout_clients:g} cannot go with secure-aggregation = true: a newcomer "
                 "trains alone, and the sum would reveal its update; set one of them to its default"
             )
         if self.system_accuracy == "on" and self.secure_aggregation:
             raise SettingsError(
-                "system-accuracy = 'on' cannot be used with secure-aggregation = true: it needs the models and test "
+                "system-accuracy = 'on' cannot go with secure-aggregation = true: it needs the models and test "
                 "samples of single clients; set system-accuracy = 'off'"
             )
         if self.robust != "mean" and self.secure_aggregation:
             raise SettingsError(
-                f"robust = {self.robust!r} cannot be used with secure-aggregation = true: the server sees only the sum of "
+                f"robust = {self.robust!r} cannot go with secure-aggregation = true: the server sees only the sum of "
                 "the updates, and the rule compares single updates; set one of them to its default"
             )
         if self.system_accuracy == "on" and not self.save_models:
