@@ -54,7 +54,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
     """Raise :class:`SettingsError` if hardly any draw gives each client ``least`` samples."""
     clients = settings.num_clients
-    share = _share_lacking(np.bincount(dataset.y), settings, least)
+    share = share_below(np.bincount(dataset.y), settings, least)
     if share == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-share)) < _HOPELESS:
         raise SettingsError(
             f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: a draw leaves about "
@@ -63,7 +63,7 @@ def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
         )
 
 
-def _share_lacking(counts: np.ndarray, settings: DataSettings, least: int) -> float:
+def share_below(counts: np.ndarray, settings: DataSettings, least: int) -> float:
     """Estimate the share of the clients that get fewer than ``least`` samples in a draw.
 
     If the clients were independent, a draw would succeed with probability (1 - share)^M. This is an upper bound,

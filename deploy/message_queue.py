@@ -202,6 +202,16 @@ class MessageQueue:
         """The messages that each node has not confirmed, in the order of their arrival."""
         self._places = Places()
 
+    @property
+    def in_transit(self) -> frozenset[str]:
+        """The ids of the messages whose ServerApp has not received the reply."""
+        return frozenset(self._parcels)
+
+    @property
+    def num_objects(self) -> int:
+        """Number of stored objects of messages and replies."""
+        return len(self._depot)
+
     # -- from a ServerApp to the nodes ---------------------------------------------------------------------
 
     def send(self, run_id: int, envelopes: Sequence[Any], trees: Sequence[Any]) -> tuple[list[str], list[str]]:

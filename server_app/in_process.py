@@ -22,7 +22,7 @@ class InProcessGrid(PosyGrid):
 
     def __init__(self, num_clients: int) -> None:
         run_id = identity()
-        self._contexts = {
+        self.contexts = {
             node: Context(
                 run_id=run_id,
                 node_id=node,
@@ -48,7 +48,7 @@ class InProcessGrid(PosyGrid):
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the virtual nodes 1..M."""
-        return list(self._contexts)
+        return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients on the messages at once, and store the replies until the server pulls them."""
@@ -98,7 +98,7 @@ class InProcessGrid(PosyGrid):
 
     def _receive(self, message: Message) -> Message | Call:
         """Return the reply to a message, or the call that it requests."""
-        context = self._contexts[message.metadata.dst_node_id]
+        context = self.contexts[message.metadata.dst_node_id]
         if message.metadata.message_type == MessageType.QUERY:
             return client_app(message, context)
         return Call(message, context, self.states, trusting=self.trusting)

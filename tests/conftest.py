@@ -63,7 +63,7 @@ class Finished:
     def kept(self, client: int) -> dict[str, np.ndarray]:
         """Return the arrays that a client stores on its node. Each node hosts one client."""
         version = self.strategy.exchange.states.versions.get(client)
-        record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}/{version}")
+        record = self.grid.contexts[client + 1].state.array_records.get(f"client-{client}/{version}")
         return {} if record is None else {name: array.numpy() for name, array in record.items()}
 
 
@@ -83,7 +83,7 @@ class FailingGrid(InProcessGrid):
         if key in self.fail:
             raise ConnectionError("the node has failed")
         if key in self.forget:
-            self._contexts[message.metadata.dst_node_id].state.clear()
+            self.contexts[message.metadata.dst_node_id].state.clear()
         return super()._receive(message)
 
 

@@ -431,11 +431,11 @@ def test_an_error_does_not_change_the_node_state(make_config: Callable[..., Any]
         return next(iter(grid.send_and_receive([Message(content, 1, MessageType.TRAIN)])))
 
     assert ask(1, 0.1, "").content.config_records["config"]["state"] == "0-1-0"
-    before = ContextStore(grid._contexts[1]).load(0, NEXT)["model"]
+    before = ContextStore(grid.contexts[1]).load(0, NEXT)["model"]
     failed = ask(2, 1e38, "0-1-0")
     assert failed.has_error()
     assert "diverged" in str(failed.error.reason)
-    assert np.array_equal(ContextStore(grid._contexts[1]).load(0, NEXT)["model"], before)
+    assert np.array_equal(ContextStore(grid.contexts[1]).load(0, NEXT)["model"], before)
 
 
 # -- messages --------------------------------------------------------------------------------------------

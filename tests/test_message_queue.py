@@ -98,7 +98,7 @@ def test_the_exchange_is_empty_after_delivery(queue: MessageQueue) -> None:
     received = unpack(delivery.number, {part: queue.find(RUN, part) or b"" for part in reply.objects})
     assert received.content.config_records["config"]["answer"] == 1
     assert queue.confirm(RUN, delivery.number)
-    assert (len(queue._depot), queue._parcels, queue._answered) == (0, {}, {})
+    assert not queue.num_objects and not queue.in_transit
     assert not queue.confirm(RUN, delivery.number)
 
 
@@ -133,7 +133,7 @@ def test_equal_objects_are_sent_once_and_stored_for_all_receivers(queue: Message
     queue.confirm(RUN, first.tree.object_id)
     assert all(queue.find(RUN, part) for part in shared)
     queue.confirm(RUN, second.tree.object_id)
-    assert len(queue._depot) == 0
+    assert queue.num_objects == 0
 
 
 def test_unconfirmed_messages_are_redelivered_a_limited_number_of_times(queue: MessageQueue) -> None:
@@ -201,7 +201,7 @@ def test_invalid_messages_are_refused(queue: MessageQueue) -> None:
         for field, value in change.items():
             setattr(envelope.metadata, field, value)
         assert queue.send(RUN, [envelope], [message.tree]) == ([""], [])
-    assert queue._parcels == {}
+    assert not queue.in_transit
 
 
 def test_messages_of_ended_runs_and_incomplete_messages_are_discarded(
@@ -210,15 +210,15 @@ def test_messages_of_ended_runs_and_incomplete_messages_are_discarded(
     ended, incomplete, delivered = packed(run=8), packed(value=2.0), packed(value=3.0, ttl=1e6)
     send(queue, ended)
     assert queue.pull(NODE) is None
-    assert len(queue._depot) == 0
+    assert queue.num_objects == 0
     send(queue, incomplete, complete=False)
     send(queue, delivered)
     queue.sweep()
-    assert len(queue._parcels) == 2
+    assert len(queue.in_transit) == 2
     clock = time.monotonic()
     monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + exchanging.ARRIVAL_SECONDS + 1)
     queue.sweep()
-    assert queue._parcels.keys() == {delivered.tree.object_id}
+    assert queue.in_transit == {delivered.tree.object_id}
 
 
 def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
@@ -379,7 +379,7 @@ def test_a_message_and_its_reply_pass_through_the_superlink(superlink: SuperLink
         status, part = superlink.post("PullObject", object_id=number, run_id=superlink.run)
         assert part.object_content == content
     assert superlink.post("ConfirmMessageReceived", message_object_id=reply.tree.object_id)[0] == 200
-    assert superlink.queue._parcels == {}
+    assert not superlink.queue.in_transit
     assert superlink.state.num_message_ins() == superlink.state.num_message_res() == 0, "Flower stores none"
 
 
@@ -389,7 +389,7 @@ def test_tokens_that_are_unknown_or_of_another_run_are_refused(superlink: SuperL
     _, other = superlink.start_run()
     assert superlink.send(message, token=other) >= 400
     assert superlink.post("PullMessages", token="stolen", message_ids=["a"])[0] == 401
-    assert superlink.queue._parcels == {}
+    assert not superlink.queue.in_transit
     assert superlink.send(message) == 200
 
 
@@ -410,7 +410,7 @@ def test_an_ended_run_accepts_no_messages_or_replies(superlink: SuperLink) -> No
     with pytest.raises(RunEndedError):
         superlink.fleet.run(superlink.run)
     assert superlink.post("PullMessages", message_ids=[answered.tree.object_id])[0] == 401
-    assert superlink.queue._parcels == {}
+    assert not superlink.queue.in_transit
 
 
 def test_messages_are_reported_lost_after_a_restart(superlink: SuperLink) -> None:
@@ -434,7 +434,7 @@ def test_pulling_a_missing_object_is_an_error(superlink: SuperLink, monkeypatch:
         superlink.fleet.pull_objects(*delivery)
     lost = packed_error(message.envelope, ErrorCode.MESSAGE_UNAVAILABLE, "lost", time.time())
     superlink.fleet.push(lost, 0.0)  # the run is dropped
-    assert superlink.queue._parcels == {}
+    assert not superlink.queue.in_transit
 
 
 def test_a_run_continues_after_the_last_caller_is_unregistered(superlink: SuperLink) -> None:
@@ -445,7 +445,7 @@ def test_a_run_continues_after_the_last_caller_is_unregistered(superlink: SuperL
     superlink.runs.node = 12345  # Flower does not know it
     superlink.runs.forget()
     superlink.queue.sweep()
-    assert superlink.queue._parcels.keys() == {message.tree.object_id}
+    assert superlink.queue.in_transit == {message.tree.object_id}
 
 
 def test_heartbeats_keep_a_node_online(superlink: SuperLink) -> None:

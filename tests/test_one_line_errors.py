@@ -107,11 +107,11 @@ def test_impossible_partitions_fail_fast(settings: DataSettings) -> None:
 def test_the_share_of_draws_that_lack_samples_by_hand() -> None:
     """With a single sample and two clients, one client lacks samples, for any shares."""
     settings = DataSettings(num_clients=2)
-    assert assign._share_lacking(np.array([1]), settings, 1) == 0.5
-    assert assign._share_lacking(np.array([1]), settings, 2) == 1
-    assert assign._share_lacking(np.array([1000, 0]), DataSettings(num_clients=2, dirichlet_alpha=1e3), 1) == 0
+    assert assign.share_below(np.array([1]), settings, 1) == 0.5
+    assert assign.share_below(np.array([1]), settings, 2) == 1
+    assert assign.share_below(np.array([1000, 0]), DataSettings(num_clients=2, dirichlet_alpha=1e3), 1) == 0
     # With alpha = 1 the first client's share is uniform, so it gets neither of two samples with probability 1/2.
-    first = assign._share_lacking(np.array([2]), settings.__class__(num_clients=2, dirichlet_alpha=1.0), 1)
+    first = assign.share_below(np.array([2]), settings.__class__(num_clients=2, dirichlet_alpha=1.0), 1)
     assert first == pytest.approx((0.5 + 0.0) / 2, abs=0.01)
 
 

@@ -213,10 +213,10 @@ class Nodes(WaveGrid):
     def __init__(self, count: int, state_dir: Path | None) -> None:
         nodes = InProcessGrid(count)
         nodes.trusting = state_dir is None
-        for node, context in nodes._contexts.items():
+        for node, context in nodes.contexts.items():
             if state_dir is not None:
                 node_config = {**context.node_config, "state-dir": str(state_dir / f"node-{node}")}
-                nodes._contexts[node] = Context(context.run_id, node, node_config, context.state, {})
+                nodes.contexts[node] = Context(context.run_id, node, node_config, context.state, {})
         super().__init__(nodes)
 
 

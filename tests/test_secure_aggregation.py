@@ -258,7 +258,7 @@ class ProcessGrid(InProcessGrid):
     """Grid that reloads the context of a node for each message, as a new process would."""
 
     def _receive(self, message: Message) -> Message | Call:
-        context = self._contexts[message.metadata.dst_node_id]
+        context = self.contexts[message.metadata.dst_node_id]
         state = context_from_proto(context_to_proto(context)).state
         context.state.clear()
         context.state.update(state)
@@ -747,7 +747,7 @@ def grid_factory(
     def make(clients: int) -> StageGrid:
         grid = ConfiguredGrid(clients)
         for number, config in enumerate(configs, start=1):
-            grid._contexts[number].node_config.update(config)
+            grid.contexts[number].node_config.update(config)
         return grid
 
     return make
@@ -880,7 +880,7 @@ def test_invalid_key_settings_are_rejected(sites: list[dict[str, Any]]) -> None:
 def test_a_site_with_trusted_keys_sends_nothing_unmasked(make_config: Any, federate: Federate, five: Any) -> None:
     def grid(clients: int) -> InProcessGrid:
         in_process = InProcessGrid(clients)
-        in_process._contexts[2].node_config["trusted-keys"] = "trusted"
+        in_process.contexts[2].node_config["trusted-keys"] = "trusted"
         return in_process
 
     done = federate(make_config("fedavg", data=five, num_server_rounds=1), grid=grid)

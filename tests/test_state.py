@@ -239,7 +239,7 @@ def test_a_dropped_reply_does_not_advance_the_clients_state(
 def test_stateless_methods_have_no_versions(make_config: Callable[..., Any], federate: Any) -> None:
     finished = federate(make_config("fedavg"))
     assert finished.strategy.exchange.states.versions == dict.fromkeys(range(4), "")
-    assert not any(context.state.array_records for context in finished.grid._contexts.values())
+    assert not any(context.state.array_records for context in finished.grid.contexts.values())
 
 
 def test_duplicate_messages_get_identical_replies(make_config: Callable[..., Any], federate: Any) -> None:
