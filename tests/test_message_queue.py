@@ -31,7 +31,7 @@ from flwr.superlink.federation import NoOpFederationManager
 from starlette.testclient import TestClient
 
 from posy.deploy import front
-from posy.deploy import message_queue as exchanging
+from posy.deploy import message_queue
 from posy.deploy.database import Turns
 from posy.deploy.fleet import Fleet, PartError, RunEndedError
 from posy.deploy.flower_internals import MEDIA_TYPE, Packed, app_call, pack, packed_error, unpack
@@ -74,8 +74,8 @@ def answer(queue: MessageQueue, message: Packed, node: int = NODE) -> Packed:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> MessageQueue:
     """Return an queue whose requests do not wait."""
-    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.0)
-    monkeypatch.setattr(exchanging, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(message_queue, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(message_queue, "GATHER_SECONDS", 0.0)
     return MessageQueue(lambda run: run == RUN)
 
 
@@ -142,7 +142,7 @@ def test_unconfirmed_messages_are_redelivered_a_limited_number_of_times(queue: M
     times = 0
     while queue.pull(NODE) is not None:
         times += 1
-    assert times == exchanging.MOST_TIMES
+    assert times == message_queue.MOST_TIMES
     assert codes(queue, message.tree.object_id) == [ErrorCode.MESSAGE_UNAVAILABLE]
     send(queue, second := packed(value=2.0))
     answer(queue, second)
@@ -177,9 +177,9 @@ def test_errors_explain_missing_replies(queue: MessageQueue, monkeypatch: pytest
     received = unpack(error.number, content)
     assert (received.error.code, received.metadata.reply_to_message_id) == (3, late.tree.object_id)
     clock = time.monotonic()
-    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 21)  # silent for two intervals
+    monkeypatch.setattr(message_queue.time, "monotonic", lambda: clock + 21)  # silent for two intervals
     assert codes(queue, messages[1].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
-    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + 61)  # never online since the start
+    monkeypatch.setattr(message_queue.time, "monotonic", lambda: clock + 61)  # never online since the start
     assert codes(queue, messages[2].tree.object_id) == [ErrorCode.NODE_UNAVAILABLE]
 
 
@@ -216,7 +216,7 @@ def test_messages_of_ended_runs_and_incomplete_messages_are_discarded(
     queue.sweep()
     assert len(queue.in_transit) == 2
     clock = time.monotonic()
-    monkeypatch.setattr(exchanging.time, "monotonic", lambda: clock + exchanging.ARRIVAL_SECONDS + 1)
+    monkeypatch.setattr(message_queue.time, "monotonic", lambda: clock + message_queue.ARRIVAL_SECONDS + 1)
     queue.sweep()
     assert queue.in_transit == {delivered.tree.object_id}
 
@@ -228,8 +228,8 @@ def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
 
 
 def test_requests_wait_for_messages_and_replies(queue: MessageQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 5.0)
-    monkeypatch.setattr(exchanging, "GATHER_SECONDS", 2.0)
+    monkeypatch.setattr(message_queue, "HOLD_SECONDS", 5.0)
+    monkeypatch.setattr(message_queue, "GATHER_SECONDS", 2.0)
     messages = [packed(value=1.0), packed(value=2.0)]
     *first_parts, last = send(queue, messages[0], complete=False)
     for part in first_parts:
@@ -251,7 +251,7 @@ def test_requests_wait_for_messages_and_replies(queue: MessageQueue, monkeypatch
 
 
 def test_time_and_number_of_waiting_requests_are_limited(queue: MessageQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.5)
+    monkeypatch.setattr(message_queue, "HOLD_SECONDS", 0.5)
     begun = time.monotonic()
     assert queue.pull(NODE) is None
     assert 0.45 < time.monotonic() - begun < 3
@@ -351,7 +351,7 @@ deep = { er = 3 }
 
 @pytest.fixture
 def superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SuperLink]:
-    monkeypatch.setattr(exchanging, "HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(message_queue, "HOLD_SECONDS", 0.05)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
     superlink = SuperLink(tmp_path / "state.db")
     yield superlink
