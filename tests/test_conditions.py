@@ -243,7 +243,7 @@ def test_a_value_above_its_limit_is_refused(
 ) -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({**settings, key: value}, COMMAND_LINE)
-    assert str(raised.value).startswith(f"{key} = {value} in {COMMAND_LINE}")
+    assert str(raised.value).startswith(f"{key} = {value} on {COMMAND_LINE}")
     for part in (f"at most {limit}, which is {largest};", f"lower {key}", f"raise {limit.removesuffix(' - 1')}"):
         assert part in str(raised.value)
     assert read_settings({**settings, key: largest}, COMMAND_LINE).as_config()[key] == largest

@@ -30,8 +30,7 @@ from flwr.superlink import main
 from flwr.superlink.federation import NoOpFederationManager
 from starlette.testclient import TestClient
 
-from posy.deploy import front
-from posy.deploy import message_queue
+from posy.deploy import front, message_queue
 from posy.deploy.database import Turns
 from posy.deploy.fleet import Fleet, PartError, RunEndedError
 from posy.deploy.flower_internals import MEDIA_TYPE, Packed, app_call, pack, packed_error, unpack
