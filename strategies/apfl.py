@@ -1,6 +1,6 @@
 """APFL (Deng et al., 2020): each client predicts with a mixture of a personal model and the global one.
 
-``served`` reports the global model, ``local`` the mixture of both after the client's training.
+``served`` scores the global model, and ``local`` the mixture of both models after the client's training.
 """
 
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ class APFLSettings(MethodSettings, robust=True):
     )
     adaptive: bool = setting(
         False,
-        "each client adapts its share by one gradient step per round",
+        "let each client adapt its share with one gradient step per round",
         source="README of the authors' program: a fixed share, unless fed_adaptive_alpha is set",
     )
 

@@ -1,7 +1,7 @@
 """The arrays in a method's messages.
 
-A method declares each array of a client's reply once. The shape check of the server, the limits on norms, the noise of
-differential privacy and the masks of secure aggregation follow from this declaration.
+A method declares each array of a client's reply once. The server's shape checks, the norm limits, the noise of
+differential privacy and the masks of secure aggregation all follow from this declaration.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
-"""The arrays of a message or of a reply, by name."""
+"""The arrays of a message or reply, keyed by name."""
 Shape: TypeAlias = tuple[int, ...]
 Dimensions: TypeAlias = tuple[int | str, ...]
 
@@ -25,7 +25,7 @@ class Refused(NamedTuple):
 
 
 Answer: TypeAlias = Literal[True] | str
-"""An author's answer: True, or the reason why the method does not support a feature."""
+"""A method author's answer: True if the method supports a feature, otherwise the reason why it does not."""
 ALLOWED = None
 """The verdict that a method supports a feature."""
 
@@ -42,25 +42,24 @@ class Returned:
     Secure aggregation and ``dp = central`` reveal only the mean.
     """
     change_of: str = ""
-    """Name of the sent array from which the client starts; empty if the array is absolute."""
+    """Name of the sent array that the client updates; empty if the array is not an update of one."""
     is_change: bool = False
-    """Whether the client sends the difference from its start instead of the changed array."""
+    """Whether the client sends the difference from its starting value instead of the updated array."""
     shape: Dimensions | Callable[[Arrays], Shape] | None = None
-    """The shape as numbers, names of :func:`dimensions` and names of the method's settings, or a function of the sent
-    arrays. None: the shape of the sent array ``change_of``."""
+    """The shape: numbers, names from :func:`dimensions` and names of the method's settings, or a function of the sent
+    arrays. None means the shape of the sent array ``change_of``."""
     limited: bool = True
     """Whether ``max-update-norm`` and ``max-norm-ratio`` cover the array."""
     has_statistics: bool = True
-    """Whether an array in the shape of a model contains BatchNorm's running statistics; otherwise Posy sets these
-    entries to 0."""
+    """Whether a model-shaped array contains BatchNorm's running statistics; if not, Posy sets these entries to 0."""
 
     def start(self, sent: Mapping[str, npt.NDArray[Any]], array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the client's starting value of the array; zeros if the array is absolute or a difference."""
+        """Return the array's starting value on the client: zeros if it is a difference or updates no sent array."""
         return sent[self.change_of] if self.change_of and not self.is_change else np.zeros_like(array)
 
 
 def verdict(answer: Answer) -> Refused | None:
-    """Return the verdict of an author's answer; raise :class:`TypeError` unless it is True or a reason."""
+    """Return the verdict for an author's answer; raise :class:`TypeError` if it is neither True nor a reason."""
     if answer is True:
         return ALLOWED
     if not isinstance(answer, str) or not answer:
@@ -76,16 +75,16 @@ def model(
     is_change: bool = False,
     shape: Dimensions | None = None,
 ) -> Returned:
-    """Declare a trained model, or with ``is_change`` its difference from the model with which the client started.
+    """Declare a trained model or, with ``is_change``, its difference from the model that the client started from.
 
-    ``noise`` and ``sums`` are True, or the reason why the array does not tolerate noise and why the server needs more
-    than the clients' mean.
+    ``noise`` is True, or the reason why the array does not tolerate noise. ``sums`` is True, or the reason why the
+    server needs more than the clients' mean.
     """
     return Returned(noise=verdict(noise), sums=verdict(sums), change_of=change_of, is_change=is_change, shape=shape)
 
 
 def gradient(*, noise: Answer, sums: Answer, change_of: str) -> Returned:
-    """Declare a change with one number per parameter, such as a control variate. It has no running statistics."""
+    """Declare a difference with one number per parameter, such as a control variate's, without running statistics."""
     return Returned(noise=verdict(noise), sums=verdict(sums), change_of=change_of, is_change=True, has_statistics=False)
 
 
@@ -104,9 +103,9 @@ def numbers(
     *shape : int or str
         The dimensions: numbers, names of :func:`dimensions`, or names of the method's settings. A scalar has none.
     noise, sums : True or str
-        Whether the array tolerates noise, and whether the server needs only the clients' mean; the reason if not.
+        True if the array tolerates noise, and if the server needs only the clients' mean; otherwise the reason.
     change_of : str
-        The sent array that the client changes. Its shape is the default. Empty if the array is absolute.
+        The sent array that the client updates, whose shape is the default; empty if there is none.
     limited : bool
         Whether ``max-update-norm`` and ``max-norm-ratio`` cover the array.
     shape_from : callable, optional
@@ -123,20 +122,20 @@ def numbers(
 
 
 def reply(**arrays: Returned) -> Mapping[str, Returned]:
-    """Declare the arrays of a client's reply by name, in their order."""
+    """Declare the arrays of a client's reply by name, in order."""
     return MappingProxyType(arrays)
 
 
 UNIFORM_WEIGHTS = "uniform-weights"
-"""Entry of ``train_config`` that gives all clients the weight 1 in the round's mean."""
+"""Entry of ``train_config`` that gives every client a weight of 1 in the round's mean."""
 RETURNS = "returns"
-"""Entry of a message's config that names the arrays that the server expects, if it does not expect all of them."""
+"""Entry of a message's config that lists the arrays the server expects back, if it does not expect all of them."""
 RETURNED = reply(model=model(noise=True, sums=True))
-"""The arrays that a client returns by default: the trained model, whose weighted mean the server needs."""
+"""The arrays that a client returns by default: the trained model, of which the server needs only the weighted mean."""
 
 
 def dimensions(network: Any, shared: int) -> dict[str, Callable[[], int]]:
-    """Return the named dimensions of a network: all parameters, the shared ones, the classes and the features."""
+    """Return a network's dimensions by name: its numbers of parameters, shared parameters, classes and features."""
     return {
         "parameters": lambda: int(network.layout.size),
         "shared": lambda: shared,
@@ -155,9 +154,9 @@ def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], 
     sent : dict
         The arrays that the client has received.
     named : mapping
-        The named dimensions of :func:`dimensions`.
+        The dimensions that :func:`dimensions` returns, keyed by name.
     method : MethodSettings
-        The method's settings, whose whole numbers are dimensions too.
+        The method's settings; integer settings can serve as dimensions too.
     """
     shape = declared.shape
     if shape is None:
@@ -168,18 +167,18 @@ def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], 
 
 
 def check_names(kind: str, arrays: Mapping[str, Any], declared: tuple[str, ...], where: str) -> None:
-    """Raise :class:`TypeError` if the names of the arrays differ from the method's declaration.
+    """Raise :class:`TypeError` if the arrays' names differ from those that the method declares.
 
     Parameters
     ----------
     kind : str
-        ``serve returns`` or ``the update has``, for the message.
+        How the error message begins: ``serve returns`` or ``the update has``.
     arrays : mapping
-        The arrays by name.
+        The arrays, keyed by name.
     declared : tuple of str
         The declared names.
     where : str
-        The declaration, such as ``FedMineSettings.sent``.
+        Where the names are declared, such as ``FedMineSettings.sent``.
     """
     if set(arrays) != set(declared):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The part that FedACS, FedAMP and FedMTL share: a model for each client, mixed by an attention matrix."""
+"""Shared code of FedACS, FedAMP and FedMTL, which mix a model for each client with an attention matrix."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -18,15 +18,15 @@ PICTURED_ROUNDS = 4
 class AttentionStrategy(LatestModels):
     """Store the latest model w_i of every client that has trained; send client i the mixture u_i = Σ_j a_ij w_j.
 
-    A client without a model receives the mean of all models, or the initial model. The state also holds the mixtures
-    ``(m, d)``, and the attention ``(P, M, M)`` in the rounds of the picture ``(P,)``.
+    A client without a model receives the mean of all models, or the initial model if there are none. The state also
+    holds the mixtures ``(m, d)``, the attention matrices to be drawn ``(P, M, M)`` and their rounds ``(P,)``.
     """
 
     state: ClassVar[tuple[str, ...]] = (*LatestModels.state, "mixed", "pictures", "pictured")
 
     @abstractmethod
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
-        """Return the weights a ``(m, m)`` of m models with parameters ``(m, p)``; in most methods rows sum to 1."""
+        """Return the weights a ``(m, m)`` for m models with parameters ``(m, p)``; in most methods, rows sum to 1."""
 
     def initialise(self) -> None:
         """Start without any client's model."""
@@ -45,7 +45,7 @@ class AttentionStrategy(LatestModels):
         return {"model": self._start_of_unseen()}
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Store the new models, and mix all models again."""
+        """Store the new models, and recompute all mixtures."""
         self.store(updates)
         weights = self.attention(self.parameters.take(self.models))
         self.mixed = weights.astype(np.float32) @ self.models
@@ -57,13 +57,13 @@ class AttentionStrategy(LatestModels):
         }
 
     def _start_of_unseen(self) -> FloatArray:
-        """Return the model for a client that has none: the mean of all models, or the initial model."""
-        if self._unseen is None or self._unseen[0] is not self.mixed:  # the mixtures change after each round
+        """Return the model to send to a client that has none: the mean of all models, or the initial model."""
+        if self._unseen is None or self._unseen[0] is not self.mixed:  # `mixed` is a new array after each round
             self._unseen = self.mixed, self.models.mean(axis=0) if len(self.seen) else self.initial()
         return self._unseen[1]
 
     def _remember(self, server_round: int, weights: npt.NDArray[np.float64]) -> None:
-        """Store the matrices of the first, the last and some intermediate rounds."""
+        """Store the round's matrix if it is to be drawn: in the first, the last and some intermediate rounds."""
         rounds = self.settings.run.num_server_rounds
         if server_round in {round(x) for x in np.linspace(1, rounds, PICTURED_ROUNDS)}:
             full = np.zeros((1, self.num_clients, self.num_clients))

@@ -1,8 +1,8 @@
 """The Flower strategy that all methods share: FedAvg, with hooks that a method overrides.
 
-A method's strategy stores the server's state as arrays. It returns the arrays for a client (``serve``) and changes the
-state with the replies (``aggregate``). Cohorts, messages, checks of replies, privacy and failures are in
-:mod:`posy.strategies.rounds` and :mod:`posy.strategies.exchange`; a method does not see them.
+A method's strategy stores the server's state as arrays. It returns the arrays to send to a client (``serve``) and
+updates the state from the replies (``aggregate``). :mod:`posy.strategies.rounds` and :mod:`posy.strategies.exchange`
+handle cohorts, messages, reply checks, privacy and failures, which a method does not see.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,8 +39,8 @@ from posy.strategies.settings import Settings
 class PersonalisedStrategy(ServerHooks, Strategy):
     """Base class of all strategies.
 
-    A method overrides the hooks between :meth:`initialise` and :meth:`lost`, and may call :meth:`mean`,
-    :meth:`initial` and :meth:`restart_clients`.
+    A method overrides hooks of :class:`ServerHooks`, from :meth:`initialise` to :meth:`lost`, and may call
+    :meth:`mean`, :meth:`initial` and :meth:`restart_clients`.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
     # -- the default rule, and helpers for methods -------------------------------------------------------
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Change the server's state and return the method's quantities for the record.
+        """Update the server's state, and return the method's metrics for the round's record.
 
         ``updates`` is never empty. It is sorted by client, so that sums do not depend on the order of arrival.
         """
@@ -84,7 +84,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         return {}
 
     def mean(self, updates: list[Update], name: str = "model") -> FloatArray:
-        """Return the combination of the clients' models by the rule of the setting ``robust``.
+        """Return the clients' models combined by the rule that the setting ``robust`` selects.
 
         Parameters
         ----------
@@ -101,13 +101,13 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         return combined
 
     def restart_clients(self) -> None:
-        """Let all clients start without their states."""
+        """Make all clients start afresh, without their stored states."""
         self.exchange.states.versions = {}
 
     # -- Flower's Strategy -----------------------------------------------------------------------------
 
     def summary(self) -> None:
-        """Log the configuration of the strategy."""
+        """Log the strategy's configuration."""
         run, train = self.settings.run, self.settings.train
         log(INFO, "\t├──> Network: %s, %s parameters", self.architecture.model, f"{self.size:,}")
         log(INFO, "\t├──> Clients: %s; %.0f %% of them train in a round", self.num_clients, 100 * run.fraction_train)
@@ -176,7 +176,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Return a message with the currently served arrays for every member, if the round is evaluated."""
+        """Return a message for every member with the arrays currently served to it, if the round is evaluated."""
         return self.rounds.configure_evaluate(server_round, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -6,23 +6,23 @@ import numpy.typing as npt
 Float64 = npt.NDArray[np.float64]
 
 NORM_RATIO = 3.0
-"""With sites: largest norm of an update, as a multiple of the round's median norm."""
+"""With sites, the maximum norm of an update, as a multiple of the round's median norm."""
 LARGEST_SHARE, FAIR_SHARES = 0.5, 3.0
-"""With sites: largest share of a client in a mean, and its largest multiple of an equal share."""
+"""With sites, a client's maximum share of a mean: as a fraction of the total, and as a multiple of an equal share."""
 
 
 def clipping_factors(norms: npt.ArrayLike, ratio: float) -> Float64:
-    """Return min(1, ratio · median / norm) for each norm ``(M,)``; 1 for a norm of 0.
+    """Return min(1, ratio · median / norm) for each norm ``(M,)``, and 1 for a norm of 0.
 
     For an even number of norms, the median is the smaller of the two middle norms. A minority of clients therefore
-    cannot raise the bound beyond the norms of the others.
+    cannot raise the median above the largest norm of the others.
 
     Parameters
     ----------
     norms : array_like, (M,)
         L2 norms of the updates of a round.
     ratio : float
-        Largest norm as a multiple of the median.
+        Maximum norm, as a multiple of the median.
     """
     lengths = np.asarray(norms, np.float64)
     bound = ratio * np.sort(lengths)[(len(lengths) - 1) // 2]
@@ -30,17 +30,17 @@ def clipping_factors(norms: npt.ArrayLike, ratio: float) -> Float64:
 
 
 def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
-    """Return factors ``(M,)`` that scale the weights so that no weight exceeds a fraction of their sum.
+    """Return factors ``(M,)`` that scale the weights so that no weight exceeds a given fraction of their sum.
 
-    Only the weights above the fraction change, and each becomes exactly this fraction. If the fraction is smaller than
-    1/M, all weights become equal.
+    Only weights above this fraction change, and each becomes exactly this fraction of the new sum. If the fraction is
+    smaller than 1/M, all weights become equal.
 
     Parameters
     ----------
     weights : array_like, (M,)
         Non-negative weights.
     largest : float
-        The largest fraction of the sum, above 0.
+        Maximum fraction of the sum, above 0.
     """
     w = np.asarray(weights, np.float64)
     falling = np.sort(w[w > 0])[::-1]
@@ -56,5 +56,5 @@ def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
 
 
 def site_share(clients: int) -> float:
-    """Return the largest share of a site among ``clients`` clients: three equal shares, and at most one half."""
+    """Return a site's maximum share among ``clients`` clients: three equal shares, but at most one half."""
     return min(LARGEST_SHARE, FAIR_SHARES / clients)

@@ -13,13 +13,13 @@ class Paper:
     authors : str
         Authors as in a citation, for example ``"Karimireddy et al."``.
     year : int
-        Year of the venue.
+        Year of publication at the venue.
     title : str
         Full title.
     venue : str
         Conference, journal or preprint server.
     url : str
-        Address of the paper.
+        URL of the paper.
     """
 
     authors: str
@@ -31,20 +31,20 @@ class Paper:
 
 @dataclass(frozen=True)
 class Program:
-    """A published program, whose numbers ``tests/programs`` compares with Posy's numbers.
+    """A published program, whose results ``tests/programs`` compares with Posy's.
 
     Parameters
     ----------
     repository : str
         ``owner/name`` on GitHub.
     commit : str
-        Full hash of the commit that produced the numbers.
+        Full hash of the commit that produced the results.
     entry : str
-        The file and the function or command that produced the numbers.
+        The file, and the function or command, that produced the results.
     difference : float
-        Largest absolute difference that the test allows between the two programs, at most 1e-5.
+        Maximum absolute difference that the test allows between the two programs' results; at most 1e-5.
     by_authors : bool
-        Whether the authors of the paper published it.
+        Whether the paper's authors published the program.
     """
 
     repository: str
@@ -56,26 +56,26 @@ class Program:
 
 @dataclass(frozen=True)
 class MethodCard:
-    """The facts about a method that its page in ``docs/methods`` states.
+    """The facts about a method stated on its page in ``docs/methods``.
 
     Parameters
     ----------
     paper : Paper or None
-        The publication; None for a method that has none, such as local training.
+        The publication; None for a method without one, such as local training.
     equations : tuple of str
         Each equation or algorithm line that the code implements, with its number in the paper.
     sent, returned : mapping of str to str
-        Arrays of the server's message and of a client's reply, in their order: name with shape, and meaning.
+        Arrays of the server's message and of a client's reply, in order: name and shape, mapped to the meaning.
     server_state, client_state : mapping of str to str
-        Arrays that each side stores between rounds: their names in the code, and their meaning.
+        Arrays that each side stores between rounds: names in the code, mapped to meanings.
     scored : str
-        The model that the authors score, and the reason for ``point``.
+        The model that the authors score, which explains the choice of ``point``.
     deviations : tuple of str
         Differences from the paper, each with its reason and, where it was measured, its effect.
     program : Program or None
         The published program with which a test compares Posy.
     no_program : str
-        Why no test compares with a program, if ``program`` is None.
+        Why no test compares Posy with a published program, if ``program`` is None.
     """
 
     paper: Paper | None

@@ -1,11 +1,12 @@
-"""CFL (Sattler et al., 2020): clusters of clients, split in two where the clients' updates diverge.
+"""CFL (Sattler et al., 2020): clients form clusters, and a cluster splits in two when its clients' updates diverge.
 
-A cluster splits only in a round in which all its members reply, because the criterion compares updates of one model. If
-some members do not reply and the others meet the criterion, Posy warns.
+A cluster splits only in a round in which all its members reply, because the criterion compares updates of the same
+model. If some members do not reply and the others meet the criterion, Posy logs a warning.
 
-The splits form a binary tree. The server stores the tree if the run has hold-out clients: for each split the model
-before the split and the updates on both sides. At the end a newcomer descends from the root. At each split it trains
-from the stored model, and follows the side with the most similar update. Then Posy serves it its cluster's model.
+The splits form a binary tree. If the run has hold-out clients, the server stores, for each split, the model
+before the split and the updates on both sides. After the last round, each newcomer descends from the root. At each
+split it trains the stored model, and follows the side with the update most similar to its own. Posy then serves it the
+model of the cluster that it has reached.
 """
 
 import math
@@ -94,14 +95,14 @@ class CFLSettings(
     )
     eps1: float = setting(
         0.4,
-        "largest norm of a cluster's mean update at which the cluster may split",
+        "a cluster splits only if the norm of its mean update is below this bound",
         source="the authors' notebook, EPS_1",
         minimum=0,
         search=Search(0.05, 2.0, log=True),
     )
     eps2: float = setting(
         0.9,
-        "norm that the largest update of a cluster must exceed for a split",
+        "a cluster splits only if the norm of its largest update exceeds this bound",
         source="cwFedAvg's Table 5; the authors' notebook has 1.6 (EPS_2)",
         needs="cfl-eps1 > 0 and cfl-gamma-max < 1",
         minimum=0,
@@ -109,8 +110,8 @@ class CFLSettings(
     )
     gamma_max: float = setting(
         0.0,
-        "a cluster splits only if this bound on the clients' relative deviation is below sqrt((1 - a) / 2), where a is "
-        "the largest similarity between the two parts; 0 splits all parts that differ",
+        "bound on the clients' relative deviation: a cluster splits only if it is below sqrt((1 - a) / 2), where a is "
+        "the largest similarity across the two parts; 0 allows any split into parts that differ",
         source="choice: the authors' notebook does not test it",
         needs="cfl-eps1 > 0",
         minimum=0,
@@ -118,7 +119,7 @@ class CFLSettings(
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn that no cluster can split, because of the bounds or because a round samples only some clients."""
+        """Warn if no cluster can split, because of the bounds or because each round samples only some clients."""
         if not self.eps1 or self.gamma_max == 1:
             bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-eps1 has no effect with cfl-gamma-max = 1"
             return (f"{bound}: no cluster can split, so the run will equal FedAvg",)
@@ -132,10 +133,10 @@ class CFLSettings(
 
 
 class Descent(NewcomerPhase):
-    """The descent of newcomers through the tree of splits, before they are evaluated.
+    """The newcomers' descent through the tree of splits, before they are evaluated.
 
-    At each split of its cluster a newcomer trains the model before the split, and joins the side whose clients have
-    the most similar updates.
+    At each split of its cluster, a newcomer trains the model from before the split, and joins the side that has the
+    update most similar to its own.
     """
 
     strategy: "CFL"
@@ -158,7 +159,7 @@ class Descent(NewcomerPhase):
         super().run(server_round, train_config, evaluate_config, grid, timeout)
 
     def _next_splits(self, reached: dict[int, int]) -> dict[int, int]:
-        """Return the next split of each newcomer's cluster; ``reached`` contains the first split to consider."""
+        """Return each newcomer's next split, if there is one; ``reached`` holds the first split to consider."""
         following = {}
         for client, start in reached.items():
             splits = np.flatnonzero(self.strategy.parents[start:] == self.strategy.cluster[client])
@@ -167,7 +168,7 @@ class Descent(NewcomerPhase):
         return following
 
     def _choose_side(self, client: int, update: Update) -> None:
-        """Move a newcomer to the cluster that split off if its update is more similar to the updates on that side."""
+        """Move a newcomer to the cluster that split off if the update most similar to its own is on that side."""
         cfl = self.strategy
         index = cfl.descending[client]
         change = cfl.parameters.take(update.arrays["model"] - cfl.split_models[index])
@@ -194,10 +195,10 @@ class CFL(PersonalisedStrategy):
         self.split_updates: FloatArray = np.empty((0, self.parameters.size), np.float32)
         self.split_sides: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
         self.descending: dict[int, int] = {}
-        """The split at which each newcomer trains during the descent."""
+        """Index of the split at which each newcomer trains during its descent, keyed by client."""
 
     def serve(self, client: int) -> Arrays:
-        """Send the model of the client's cluster, or the model before a split to a newcomer in its descent."""
+        """Send the model of the client's cluster or, during a newcomer's descent, the model from before the split."""
         if client in self.descending:
             return {"model": self.split_models[self.descending[client]]}
         return {"model": self._models()[self.cluster[client]]}
@@ -238,7 +239,7 @@ class CFL(PersonalisedStrategy):
             self.split_updates = np.concatenate([self.split_updates, changes])
             self.split_sides = np.concatenate([self.split_sides, sides])
 
-    # -- newcomers -------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------
 
     @property
     def _limits(self) -> tuple[float, float, float]:
@@ -258,11 +259,11 @@ def split(
     changes : numpy.ndarray, float32, (m, p)
         Updates Δ_i of the clients.
     n : numpy.ndarray, (m,)
-        Weights of the clients in the mean.
+        The clients' weights in the mean.
     eps1, eps2 : float
         Bounds ε1 and ε2.
     gamma_max : float
-        Bound γ_max, which must be below sqrt((1 − a) / 2), where a is the largest similarity between the two parts.
+        Bound γ_max: clients leave only if it is below sqrt((1 − a) / 2), with a the largest similarity across parts.
 
     Returns
     -------
@@ -278,9 +279,10 @@ def split(
 
 
 def bipartition(similarity: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Return the second part ``(m,)`` of the bipartition that minimises the largest similarity between its parts.
+    """Return the mask ``(m,)`` of the second part of the bipartition with the smallest maximum similarity across parts.
 
-    The function joins the most similar pairs until two parts remain. The first client is in the first part.
+    The function joins pairs in order of decreasing similarity until two parts remain. The first client is in the first
+    part.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The clients of a run's rounds, drawn from its settings alone, so that server and clients agree on them."""
+"""The clients that take part in each round, drawn from the settings alone, so that server and clients agree on them."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from posy.strategies.settings import Settings, training_clients
 
 @lru_cache(maxsize=64)
 def newcomers_of(settings: Settings) -> tuple[int, ...]:
-    """Return the sorted clients that join only after the last round, drawn from the seed."""
+    """Return, in sorted order, the clients that join only after the last round; the seed determines the draw."""
     run, clients = settings.run, settings.data.num_clients
     if not run.holdout_clients:
         return ()
@@ -28,7 +28,7 @@ def newcomers_of(settings: Settings) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def members_of(settings: Settings) -> tuple[int, ...]:
-    """Return the sorted clients from which the cohorts are drawn."""
+    """Return, in sorted order, the clients from which the cohorts are drawn."""
     return tuple(sorted(set(range(settings.data.num_clients)) - set(newcomers_of(settings))))
 
 
@@ -38,7 +38,7 @@ def takes_all(run: RunSettings, server_round: int) -> bool:
 
 
 def cohort_of(settings: Settings, server_round: int) -> list[int]:
-    """Return the sorted clients that train in a round, drawn from the seed and the round."""
+    """Return, in sorted order, the clients that train in a round; the seed and the round determine the draw."""
     run, members = settings.run, members_of(settings)
     if run.fraction_train >= 1 or takes_all(run, server_round):
         return list(members)
@@ -49,7 +49,7 @@ def cohort_of(settings: Settings, server_round: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def most_trainings(settings: Settings) -> int:
-    """Return the largest number of rounds in which one client trains."""
+    """Return the maximum number of rounds in which any one client trains."""
     rounds = settings.run.num_server_rounds
     if settings.run.fraction_train >= 1:
         return rounds

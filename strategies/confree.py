@@ -1,7 +1,7 @@
 """ConFREE (Zheng et al., 2025): the server removes conflicts between the clients' updates of a shared body.
 
-Heads are personal, and clients train as in FedRep. The equations are in the authors' poster. Their program has other
-rules, which ``confree-rule=program`` selects.
+Heads are personal, and clients train as in FedRep. The equations are those of the authors' poster. Their program
+follows different rules, which ``confree-rule=program`` selects.
 """
 
 import math
@@ -21,7 +21,7 @@ from posy.strategies.replies import Update, gram, stacked
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-6
-"""Added to a length of about 1 before dividing by it."""
+"""Small number added to a length of about 1 before dividing by it."""
 
 
 class ConFREESettings(FedRepSettings, robust="its server mixes updates by their angles", point="served"):
@@ -71,7 +71,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     )
     head_epochs: int = setting(
         1,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both take `local-steps` steps",
+        "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
         source="PFLlib's `--plocal_epochs 1`, on which the authors' program is built",
         needs="local-steps = 0",
         minimum=1,
@@ -87,13 +87,13 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     )
     rule: str = setting(
         "paper",
-        "Eqs. 3 and 5 with line 14 of Algorithm 1, or the rules of the authors' program",
+        "how updates are mixed: by Eqs. 3 and 5 and line 14 of Algorithm 1, or by the rules of the authors' program",
         source="the authors' poster, Eq. 3 and Algorithm 1",
         choices=("paper", "program"),
     )
     parts: str = setting(
         "body",
-        "unit of the projections: the body as one vector, or each tensor of the body",
+        "what is projected as one vector: the whole body, or each of its tensors",
         source="the authors' poster, Algorithm 1; their program has tensors",
         choices=("body", "tensors"),
     )
@@ -134,7 +134,7 @@ class ConFREE(PersonalisedStrategy):
         return [tensors] if self.method.parts == "body" else [[tensor] for tensor in tensors]
 
     def _weights(self, products: Float64, generator: np.random.Generator) -> Float64:
-        """Return the weight of each update in the step ``(M,)``."""
+        """Return each update's weight in the step ``(M,)``."""
         c = self.method.alpha
         if self.method.rule == "paper":
             return best_for_the_worst(products, guidance(products), c)
@@ -145,7 +145,7 @@ def guidance(products: Float64) -> Float64:
     """Return the guidance vector g as a mixture of the updates (Eq. 3).
 
     From each update, the function subtracts its projections onto all updates with which it has a negative inner
-    product. g is the mean of the differences.
+    product. g is the mean of the results.
 
     Parameters
     ----------
@@ -165,8 +165,8 @@ def guidance(products: Float64) -> Float64:
 def sequential_guidance(products: Float64, generator: np.random.Generator) -> Float64:
     """Return the guidance vector of the authors' program as a mixture of the updates.
 
-    Each update meets the others in a random order. If its remainder r has a negative inner product with another update
-    Δ, then <r, Δ> Δ is subtracted from it, without division by ||Δ||².
+    Each update is compared with the others in a random order. If r, what is left of it so far, has a negative inner
+    product with another update Δ, then <r, Δ> Δ is subtracted from r, without division by ||Δ||².
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def sequential_guidance(products: Float64, generator: np.random.Generator) -> Fl
 
 
 def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
-    """Return the mixture d within c ||g|| of the guidance vector g that maximises the smallest gain of a client.
+    """Return the mixture d, within c ||g|| of the guidance vector g, that maximises the smallest gain of any client.
 
     The solution of max_d min_i <Δ_i, d> over ||d − g|| ≤ c ||g|| is d = g + c ||g|| Δ_w / ||Δ_w|| (Eq. 4). The weights
     w minimise <Δ_w, g> + c ||g|| ||Δ_w|| over the simplex, with Δ_w = Σ_i w_i Δ_i (Eq. 5).
@@ -205,7 +205,7 @@ def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
     guide : numpy.ndarray, (M,)
         Weight of each update in g.
     c : float
-        Radius; 0 returns g.
+        Radius; with 0 the function returns g.
 
     Returns
     -------

@@ -1,8 +1,8 @@
 """cwFedAvg: class-wise federated averaging with a weight distribution regulariser (WDR).
 
-"Class-Wise Federated Averaging for Efficient Personalization": every class has a global model, averaged over the
-clients in proportion to their shares of the class. Every client receives the mix of class models that fits its class
-distribution.
+"Class-Wise Federated Averaging for Efficient Personalization": the server keeps a global model for each class,
+averaged over the clients in proportion to their shares of the class. Each client receives a mix of the class models,
+weighted by its own class distribution.
 """
 
 from collections.abc import Mapping
@@ -41,13 +41,13 @@ class CwFedAvgSettings(
 
     layers: str = setting(
         "output",
-        "layers averaged class-wise (Table 3); `conv2-fc-output`: all but the first",
+        "layers to average class-wise (Table 3); `conv2-fc-output`: all but the first",
         choices=("output", "fc-output", "conv2-fc-output", "all"),
         source="Table 3, where `output` is best",
     )
     distribution: str = setting(
         "approx",
-        "class distribution: estimated from the output layer, or the empirical one, which the clients then send",
+        "class distributions to use: estimated from the output layer, or empirical ones that the clients send",
         choices=("approx", "empirical"),
         source="Eq. 4 and Algorithm 1, line 8",
     )
@@ -56,7 +56,7 @@ class CwFedAvgSettings(
     )
     wdr_lambda: float = setting(
         10.0,
-        "lambda of the regulariser: 10 for ten classes, 1000-2000 for 100-200",
+        "lambda: weight of the regulariser; 10 for ten classes, 1000-2000 for 100-200 classes",
         minimum=0,
         search=Search(0.1, 100.0, log=True),
         source="Section 5.1: 10 for MNIST and CIFAR-10",
@@ -114,7 +114,7 @@ class CwFedAvgSettings(
     )
 
     def parts(self, network: Architecture) -> tuple[Part, Part]:
-        """Return two parts of the flat vector: one is averaged over all clients, the other class-wise (Table 3)."""
+        """Return the part of the flat vector that is averaged over all clients, and the class-wise part (Table 3)."""
         names = {
             "output": ("head",),
             "fc-output": network.fully_connected,
@@ -130,7 +130,7 @@ class CwFedAvgSettings(
         return model
 
     def reference(self, network: Architecture, sent: Arrays, reply: Arrays) -> Arrays:
-        """Return the whole model, which the server has sent to the client in two parts."""
+        """Return the whole model, reassembled from the two parts that the server sent to the client."""
         model = self.assembled(network, sent, np.empty(network.layout.size, np.float32))
         return {**super().reference(network, sent, reply), "model": model}
 
@@ -138,8 +138,8 @@ class CwFedAvgSettings(
 class CwFedAvg(PersonalisedStrategy):
     """Average some layers class-wise and the others as FedAvg does (Eqs. 4–7).
 
-    The state holds the averaged layers, the class models ``(C, d_cw)``, the clients' distributions and the norms of
-    their output rows ``(M, C)``.
+    The state holds the averaged layers, the class models ``(C, d_cw)``, and the clients' class distributions and the
+    norms of their output-layer rows, both ``(M, C)``.
     """
 
     state = ("model", "class_models", "distributions", "local_norms")
@@ -160,7 +160,7 @@ class CwFedAvg(PersonalisedStrategy):
         self.local_norms = np.full((self.num_clients, self.num_classes), np.nan)
 
     def serve(self, client: int) -> Arrays:
-        """Send the averaged layers and w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise layers."""
+        """Send the averaged layers and, for the class-wise layers, w_i = Σ_j p̃_ij w_j^G (Eq. 7)."""
         return {"model": self.model, "classwise": self.distributions[client].astype(np.float32) @ self.class_models}
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ class CwFedAvg(PersonalisedStrategy):
         return {"largest_class_share": float(distributions.max(axis=1).mean()), **self._distance(clients)}
 
     def _distance(self, clients: list[int]) -> dict[str, float]:
-        """Return the clients' mean ||p_i − p̃_i||₂ (Eq. 8), if the server knows p."""
+        """Return the mean of ||p_i − p̃_i||₂ over the clients (Eq. 8), if the server knows p."""
         if self.class_counts is None:
             return {}
         empirical = self.class_counts[clients] / self.class_counts[clients].sum(axis=1, keepdims=True)
@@ -215,7 +215,7 @@ def weight_distribution(output_weights: FloatArray) -> Float64:
     Returns
     -------
     numpy.ndarray, float64, (M, C)
-        Rows sum to 1; a layer of zeros gives 1/C.
+        Each row sums to 1; the entries for a layer of zeros are 1/C.
     """
     norms = np.linalg.norm(np.asarray(output_weights, np.float64), axis=2)
     total = norms.sum(axis=1, keepdims=True)
@@ -235,7 +235,7 @@ def class_weights(distributions: Float64, n: Float64) -> Float64:
     Returns
     -------
     numpy.ndarray, (C, M)
-        Rows sum to 1; the row of a class that no client has is zero.
+        Each row sums to 1, or is zero if no client has the class.
     """
     joint = (n / n.sum())[:, None] * distributions
     total = joint.sum(axis=0)
@@ -248,7 +248,7 @@ def class_models(rows: FloatArray, distributions: Float64, n: Float64, before: F
     Parameters
     ----------
     rows : numpy.ndarray, float32, (M, d)
-        Local models (their class-wise layers).
+        Class-wise layers of the local models.
     distributions, n
         As for :func:`class_weights`.
     before : numpy.ndarray, float32, (C, d)

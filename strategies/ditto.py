@@ -1,6 +1,6 @@
-"""Ditto (Li et al., 2021): a global model, and a personal one pulled towards it.
+"""Ditto (Li et al., 2021): each client has a personal model, which is pulled towards the global one.
 
-``served`` reports the global model, ``local`` the personal one.
+``served`` scores the global model, and ``local`` the personal one.
 """
 
 from typing import TYPE_CHECKING
@@ -22,27 +22,27 @@ class DittoSettings(MethodSettings, robust=True):
 
     strength: float = setting(
         0.1,
-        "lambda: strength of the pull of the personal model",
+        "lambda: strength of the personal model's pull towards the global one",
         source="choice: a weak pull; the README of the authors' program has 1, the paper tunes 0.05 to 2",
         minimum=0,
         search=Search(0.01, 10.0, log=True),
     )
     epochs: int = setting(
         0,
-        "epochs on the personal model; 0: train it for as long as the global model",
+        "epochs for the personal model; 0: train it for as long as the global model",
         source="trainers_MTL/ditto.py of the authors' program: both models take local_iters steps",
         minimum=0,
     )
     start: str = setting(
         "initial",
-        "personal model before a client's first training: the common initial model, or the first received one",
+        "what a client's personal model starts from: the common initial model, or the first model received",
         source="Algorithm 1: v_k starts at v_k^0; trainers_MTL/fedbase.py of the authors' program: the initial model",
         choices=("initial", "received"),
         earlier="received",
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn about a pull of 0."""
+        """Warn about a strength of 0."""
         if self.strength:
             return ()
         return ("ditto-strength = 0: nothing ties the personal models to the global one, so `local` is local training",)

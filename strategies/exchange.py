@@ -25,39 +25,39 @@ from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import describe_clients, one_line
 
 SAVE_SECONDS = 120.0
-"""Seconds between rounds in which clients store their models, so that a stopped run has recent models."""
+"""Seconds after which clients store their models again, so that an interrupted run has recent ones."""
 MAX_LIFE_SECONDS = 7 * 86_400.0
-"""Longest lifetime of a message."""
+"""Maximum lifetime of a message."""
 MAX_REASONS = 10
-"""Number of reasons for dropped replies that the log of a phase lists."""
+"""Maximum number of reasons for dropped replies logged per phase."""
 Decoder = Callable[[int], Callable[[RecordDict], Any]]
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Exchange:
-    """The messages of a strategy to its clients, and the record of the round.
+    """The messages between a strategy and its clients, and the record of the round.
 
     Parameters
     ----------
     strategy : ServerHooks
-        The strategy, whose hooks return the arrays and the config of a message.
+        The strategy, whose hooks return a message's arrays and config.
     """
 
     def __init__(self, strategy: ServerHooks) -> None:
         self.strategy = strategy
         self.settings = strategy.settings
         self.refresh: Callable[[], list[int]] | None = None
-        """Updates the strategy's list of clients before a round."""
+        """Function that updates the strategy's clients before each round."""
         self.client_names: Mapping[int, str] = {}
-        """Names of clients from the data, such as the groups of a natural partition; other clients have the name of
-        their node."""
+        """Names of clients from the data, such as the groups of a natural partition; other clients are named after
+        their nodes."""
         self.models_folder: Path | None = None
         self.states = ClientStates()
         self.saving = False
-        """Whether clients store their models in this round; see :data:`SAVE_SECONDS` for rounds before the last."""
+        """Whether clients store their models in this round (see :data:`SAVE_SECONDS`)."""
         self.phase: list[Message] = []
-        """The messages for training or evaluation in this phase."""
+        """The training or evaluation messages of this phase."""
         self.sent: list[Message] = []
         self._dimensions = dimensions(strategy.architecture, strategy.shared.size)
         self._lost: list[int] = []
@@ -66,7 +66,7 @@ class Exchange:
         self._clock = time.perf_counter()
 
     def begin_round(self, server_round: int) -> None:
-        """Begin the record of a round, and decide whether clients store their models."""
+        """Start the record of a round, and decide whether clients store their models in it."""
         strategy = self.strategy
         if self.refresh:
             self.refresh()
@@ -84,7 +84,7 @@ class Exchange:
     def messages(
         self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, Any]]
     ) -> list[Message]:
-        """Return a message for each client in ``flags``, which contains each client's config entries for the phase."""
+        """Return a message for each client in ``flags``, which maps clients to their config entries for the phase."""
         strategy = self.strategy
         common = ConfigRecord({**config, "settings": self._settings_json, "server-round": server_round})
         common["lr"] = schedule.learning_rate(self.settings, server_round)
@@ -111,17 +111,17 @@ class Exchange:
         return self.sent
 
     def message(self, content: RecordDict, client: int, kind: str) -> Message:
-        """Return a message of this round for a client; it expires soon after ``round-timeout``."""
+        """Return a message to a client in this round; it expires soon after ``round-timeout``."""
         lifetime = min(self.settings.run.timeout, MAX_LIFE_SECONDS) + CLOCK_SECONDS
         node, group = self.strategy.clients[client].node_id, str(self.strategy.record.number)
         return Message(content, node, kind, ttl=lifetime, group_id=group)
 
     def served(self, client: int) -> Arrays:
-        """Return the served arrays, and the finished arrays that the client does not store yet."""
+        """Return the served arrays, and the completed ``sent_once`` arrays that the client does not store yet."""
         return self._named(client) | arrays_once(self.strategy, self._stored_by(client))
 
     def _named(self, client: int) -> Arrays:
-        """Return the served arrays in the order of their declaration; raise :class:`TypeError` for other names."""
+        """Return the served arrays in their declared order; raise :class:`TypeError` if their names differ."""
         served, sent = self.strategy.serve(client), self.strategy.method.sent
         check_names("serve returns", served, sent, f"{type(self.strategy.method).__name__}.sent")
         return {name: served[name] for name in sent}
@@ -131,33 +131,33 @@ class Exchange:
         return self._named(self.strategy.members[0]) | arrays_once(self.strategy)
 
     def note_finished(self, server_round: int) -> None:
-        """Record the round in which an array of ``sent_once`` was completed."""
+        """Record this round for each newly completed array of ``sent_once``."""
         if name := self.strategy.method.sent_once:
             finished, rounds = getattr(self.strategy, name), self.strategy.finished_in
             rounds += [server_round] * (len(finished) - len(rounds))
 
     def _stored_by(self, client: int) -> int:
-        """Return how many arrays of ``sent_once`` a client's state contains, according to its version."""
+        """Return how many arrays of ``sent_once`` a client's state contains, judging by the state's version."""
         if not (version := self.states.versions.get(client, "")):
             return 0
         number, evaluation = (int(word) for word in version.split("-")[1:])
         return sum((number, evaluation) >= (finished, 1) for finished in self.strategy.finished_in)
 
     def expected_shapes(self, client: int) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the arrays in a client's update."""
+        """Return the expected shapes of the arrays in a client's update, keyed by name."""
         strategy, method = self.strategy, self.strategy.method
         sent = strategy.serve(client)
         names = strategy.returns(strategy.record.number, client)
         return {name: shape_of(method.returned[name], sent, self._dimensions, method) for name in names}
 
     def weight(self, client: int) -> int:
-        """Return the weight of a client in the server's means; with secure aggregation the client applies it."""
+        """Return a client's weight in the server's means; with secure aggregation, the client itself applies it."""
         strategy = self.strategy
         uniform = strategy.train_config(strategy.record.number, client).get(UNIFORM_WEIGHTS, False)
         return 1 if uniform or self.settings.run.client_weights == UNIFORM else strategy.clients[client].num_train
 
     def query(self, grid: Grid, contents: Mapping[int, RecordDict], decoder: Decoder) -> dict[int, Any]:
-        """Send a query to some clients, and return their accepted answers."""
+        """Send queries to some clients, and return the accepted answers, keyed by client."""
         self.sent = [self.message(content, client, MessageType.QUERY) for client, content in contents.items()]
         replies = grid.send_and_receive(self.sent, timeout=self.settings.run.timeout)
         return dict(self.collect(replies, decoder, lambda client, answer: (client, answer), stateful=False))
@@ -171,10 +171,10 @@ class Exchange:
         *,
         stateful: bool = True,
     ) -> list[R]:
-        """Return the results of the accepted replies; drop and record errors and unusable replies.
+        """Return the results for the accepted replies; drop and record errors and unusable replies.
 
-        The function catches only exceptions of the decoder. An exception of a hook is a mistake in the method and ends
-        the run.
+        The function catches the decoder's exceptions, and :class:`BadReplyError` from ``accept``. Any other exception
+        from a hook is a mistake in the method and ends the run.
 
         Parameters
         ----------
@@ -186,9 +186,9 @@ class Exchange:
         accept : callable
             Checks and records a client's decoded reply. It raises :class:`BadReplyError` for unusable values.
         versions : dict, optional
-            Receives the version of each client's state; by default ``states.versions``.
+            Where to store the version of each client's state; by default ``states.versions``.
         stateful : bool
-            Whether replies name the version of the client's state.
+            Whether replies state the version of the client's state.
 
         Raises
         ------
@@ -197,7 +197,7 @@ class Exchange:
         """
         versions = self.states.versions if versions is None else versions
         accepted, dropped = [], []
-        # The SuperLink reports the error of a lost node. Only the id of the message identifies the client.
+        # If a node is lost, the SuperLink replies with an error, and only the message's id identifies the client.
         # A message that was not sent before the timeout has no id.
         unsent = [client_of(m) for m in self.sent if not m.metadata.message_id]
         waiting = {m.metadata.message_id: m for m in self.sent if m.metadata.message_id}
@@ -221,19 +221,19 @@ class Exchange:
         return accepted
 
     def report_lost(self) -> None:
-        """Report the clients that have lost their state in this phase to the strategy."""
+        """Tell the strategy which clients have lost their states in this phase."""
         clients, self._lost = sorted(set(self._lost)), []
         if clients:
             self.strategy.lost(clients)
 
     def drop(self, dropped: list[tuple[int, str]]) -> None:
-        """Record and log clients that are dropped from the round, with the reasons."""
+        """Record and log the clients dropped from the round, with the reasons."""
         record = self.strategy.record
         self._log_dropped(set(dropped) - set(record.dropped))  # an earlier phase may have logged the same reason
         record.dropped += dropped
 
     def _log_dropped(self, dropped: set[tuple[int, str]]) -> None:
-        """Log the clients that are dropped from the round, one line for each reason."""
+        """Log the clients dropped from the round, with one line per reason."""
         reasons: dict[str, list[int]] = defaultdict(list)
         for client, reason in sorted(dropped):
             reasons[reason].append(client)
@@ -247,7 +247,7 @@ class Exchange:
             log(WARNING, "round %s: replies are dropped for %s further reasons", number, more)
 
     def count_bytes(self, client: int, up: int = 0, down: int = 0) -> None:
-        """Add bytes to the record of the round and of a client."""
+        """Add transferred bytes to the records of the round and of a client."""
         record, row = self.strategy.record, self.strategy.record.row(client)
         record.bytes_up += up
         record.bytes_down += down
@@ -255,7 +255,7 @@ class Exchange:
         row["bytes_down"] += down
 
     def lap(self, phase: str) -> None:
-        """Add the seconds since the last lap to a phase of the round."""
+        """Add the time since the previous lap to a phase of the round, in seconds."""
         clock = time.perf_counter()
         seconds = self.strategy.record.seconds
         seconds[phase] = seconds.get(phase, 0.0) + clock - self._clock
@@ -270,7 +270,7 @@ def _decoded(
     *,
     stateful: bool,
 ) -> tuple[str | None, T]:
-    """Return the version of a client's state and its decoded reply; raise :class:`BadReplyError` for an error."""
+    """Return the version of a client's state and its decoded reply; raise :class:`BadReplyError` for an error reply."""
     if message is None:
         raise BadReplyError("a reply to no message of this phase, or a second reply")
     if reply.has_error():

@@ -35,7 +35,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
 
     p: float = setting(
         0.5,
-        "quantile of the similarities below which clients do not collaborate",
+        "quantile of all similarities that two clients' similarity must exceed for them to collaborate",
         minimum=0,
         maximum=1,
         search=Search(0.0, 1.0),
@@ -43,7 +43,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
     )
     initialisation: str = setting(
         "same",
-        "initial models of the clients: one for all, or one for each (Algorithm 1, line 1)",
+        "whether all clients start from the same initial model or each from its own (Algorithm 1, line 1)",
         choices=("same", "own"),
         source="choice: Algorithm 1, line 1, permits both",
     )
@@ -91,7 +91,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of the clients, because the attention determines them."""
+        """Refuse client weights, because the attention determines them."""
         reason = "attention weighs the clients' models"
         return {"client-weights": reason, "max-client-weight": reason}
 
@@ -107,7 +107,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
 
 
 def mixes_alone(p: float, clients: int) -> bool:
-    """Return whether no similarity between two of M clients exceeds the p-quantile of all M².
+    """Return whether no similarity between two of M clients can exceed the p-quantile of all M² similarities.
 
     The M similarities of 1 on the diagonal are the largest. The largest similarity between two clients occurs twice, at
     the sorted positions M² − M − 2 and M² − M − 1, and :func:`numpy.quantile` interpolates at position p (M² − 1).
@@ -116,7 +116,7 @@ def mixes_alone(p: float, clients: int) -> bool:
 
 
 class FedACS(AttentionStrategy):
-    """Send client i u_i = Σ_{S_ij > δ} S_ij w_j / Σ_{S_ij > δ} S_ij (Eq. 4); clients start from it (Eq. 5).
+    """Send client i the model u_i = Σ_{S_ij > δ} S_ij w_j / Σ_{S_ij > δ} S_ij (Eq. 4), its starting point (Eq. 5).
 
     With ``initialisation=own`` a client without a trained model starts from its own initial model.
     """
@@ -124,7 +124,7 @@ class FedACS(AttentionStrategy):
     method: FedACSSettings
 
     def serve(self, client: int) -> Arrays:
-        """Send u_i, or the client's own initial model before its first training."""
+        """Send u_i; with ``initialisation=own``, send clients that have not trained yet their own initial models."""
         # A newcomer has no initial model: the server sends the mean, as with a common initialisation.
         if self.method.initialisation == "own" and client in self.members and client not in self.seen:
             return {"model": self.initial(client)}
@@ -148,7 +148,7 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
     Returns
     -------
     numpy.ndarray, float64, (M, M)
-        Symmetric, with 1 on the diagonal. A model of norm zero has similarity 0 to all others.
+        Symmetric, with 1 on the diagonal. A model whose norm is zero has similarity 0 to all others.
     """
     products = gram(models, block)
     norms = np.sqrt(np.diag(products))
@@ -160,17 +160,17 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
 
 
 def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
-    """Return the weights of Eq. 4, rows summing to 1.
+    """Return the weights of Eq. 4; each row sums to 1.
 
     δ is the p-quantile of all elements of S. Client i always takes part in its own mean, even if rounding or identical
-    models make δ ≥ 1. Similarities ≤ 0 get no weight.
+    models make δ ≥ 1. Similarities ≤ 0 get weight 0.
 
     Parameters
     ----------
     similarity : numpy.ndarray, (M, M)
-        S, diagonal 1.
+        S, with 1 on the diagonal.
     p : float
-        0: all but the least similar take part; 1: local training only.
+        The quantile that gives δ: with 0, all but the least similar clients take part; with 1, each trains alone.
     """
     delta = np.quantile(similarity, p)
     weights = np.where((similarity > delta) & (similarity > 0), similarity, 0.0)

@@ -1,6 +1,6 @@
-"""FedALA (Zhang et al., 2023): each client learns, entry by entry, how far it moves from its model to the global one.
+"""FedALA (Zhang et al., 2023): each client learns, entry by entry, how far to move from its model to the global one.
 
-Only the upper layers are mixed; the lower layers are the global model's. ``served`` scores the mixture.
+Only the upper layers are mixed; the lower layers come from the global model. ``served`` scores the mixture.
 """
 
 from typing import TYPE_CHECKING
@@ -62,21 +62,21 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
 
     layers: int = setting(
         1,
-        "p: number of layers that are mixed, counted from the output",
+        "p: number of layers to mix, counted from the output",
         minimum=1,
         source="authors' program, run_me.sh: p = 2 tensors, the last layer's weight and bias",
         needs="fedala-eta > 0",
     )
     eta: float = setting(
         1.0,
-        "learning rate of the weights; 0: they stay 1, which is FedAvg",
+        "learning rate of the mixing weights; 0: they stay at 1, as in FedAvg",
         minimum=0,
         search=Search(0.1, 2.0, log=True),
         source="authors' program, run_me.sh",
     )
     sample: float = setting(
         0.8,
-        "share of the training samples, in full batches, that each pass over the weights uses",
+        "share of the training samples that each pass over the weights uses, rounded to full batches",
         above=0,
         maximum=1,
         source="authors' program, run_me.sh: s = 80",
@@ -84,8 +84,8 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
     )
     threshold: float = setting(
         0.01,
-        "standard deviation of the losses of ten passes below which the weights have settled; a client's first ALA "
-        "takes 11 to 50 passes",
+        "the weights have settled once the standard deviation of the last ten passes' losses is below this; a client's "
+        "first ALA takes 11 to 50 passes",
         above=0,
         source="authors' README: 0.01 in the paper",
         needs="fedala-eta > 0",
@@ -97,7 +97,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         return network.layer_names[-self.layers :]
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn if the weights stay 1, or if the setting mixes more layers than the network has."""
+        """Warn if the weights stay at 1, or if the setting mixes more layers than the network has."""
         notices = []
         depth = len(network.layer_names)
         if self.layers > depth:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 SMALLEST = 1e-30
-"""Smallest sigma: below it only equal models attend to each other, as at 0, and a quotient might overflow."""
+"""Smallest sigma used: below it, only equal models attend to each other, as at 0, and quotients might overflow."""
 NEGLIGIBLE = 1e-3
-"""Attention below which a notice calls two clients unconnected."""
+"""Attention below which a notice says that models do not attend to each other."""
 
 
 class FedAMPSettings(MethodSettings, robust="its server mixes a model for each client by distance"):
@@ -85,14 +85,14 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
     )
     strength: float = setting(
         1.0,
-        "lambda of the clients' proximal term",
+        "lambda: weight of the clients' proximal term",
         source="cwFedAvg's Table 5",
         minimum=0,
         search=Search(0.01, 100.0, log=True),
     )
     distance: str = setting(
         "squared",
-        "distance in the proximal term: squared as in Eq. 4, or the norm as in PFLlib's formula",
+        "distance in the proximal term: squared, as in Eq. 4, or the norm, as in PFLlib's formula",
         source="Eq. 4",
         needs="fedamp-strength > 0",
         choices=("squared", "norm"),
@@ -106,7 +106,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of the clients, because the attention determines them."""
+        """Refuse client weights, because the attention determines them."""
         reason = "attention weighs the clients' models"
         return {"client-weights": reason, "max-client-weight": reason}
 
@@ -120,7 +120,7 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
 
 
 class FedAMP(AttentionStrategy):
-    """Send client i u_i = Σ_j ξ_ij w_j (Eq. 6); clients pull their models towards it (Eq. 4)."""
+    """Send client i the model u_i = Σ_j ξ_ij w_j (Eq. 6), towards which it pulls its own model (Eq. 4)."""
 
     method: FedAMPSettings
 
@@ -129,12 +129,12 @@ class FedAMP(AttentionStrategy):
         return message_weights(models, self.method.alpha, self.method.sigma)
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
-        """Return the start of the client's training: its own model, or the message if it has none."""
+        """Return the model that the client's training starts from: its own, or the one sent to it if it has none."""
         return {"model": self.client_model(client, self.serve(client)["model"])}
 
 
 def farthest(alpha: float, sigma: float) -> float:
-    """Return the distance between two models at which α A'(distance²) is 1/1000, or 0 without such a distance."""
+    """Return the distance between two models at which α A'(distance²) is 1/1000, or 0 if there is none."""
     sigma = max(sigma, SMALLEST)
     return math.sqrt(max(sigma * math.log(alpha / sigma / NEGLIGIBLE), 0.0)) if alpha / sigma < math.inf else math.inf
 
@@ -142,8 +142,8 @@ def farthest(alpha: float, sigma: float) -> float:
 def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArray[np.float64]:
     """Return ξ_ij = α A'(||w_i − w_j||²) for j ≠ i and ξ_ii = 1 − Σ_j ξ_ij, with A(x) = 1 − exp(−x/σ).
 
-    The paper takes α small enough for ξ_ii ≥ 0. If the ξ_ij of a row with j ≠ i sum to more than 1, the function scales
-    them to sum to 1, so that u_i stays a convex combination.
+    The paper takes α small enough that ξ_ii ≥ 0. If the ξ_ij with j ≠ i in a row sum to more than 1, the function
+    rescales them to a sum of 1, so that u_i remains a convex combination.
 
     Parameters
     ----------
@@ -170,8 +170,8 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
 def squared_distances(models: FloatArray) -> npt.NDArray[np.float64]:
     """Return ||w_i − w_j||² ``(M, M)``, never negative.
 
-    The function subtracts the mean before the inner products, because similar models would lose all digits of their
-    distance in ||w_i||² + ||w_j||² − 2 <w_i, w_j>.
+    The function subtracts the mean before it computes inner products; otherwise, for similar models, cancellation in
+    ||w_i||² + ||w_j||² − 2 <w_i, w_j> would destroy all significant digits of the distance.
 
     Parameters
     ----------

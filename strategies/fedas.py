@@ -1,7 +1,7 @@
-"""FedAS (Yang et al., 2024): received bodies are aligned with the client's own, and weighted by Fisher information.
+"""FedAS (Yang et al., 2024): clients align the received body, and the server weights bodies by Fisher information.
 
 A client first trains the body that it receives towards the class prototypes of its latest model. It then trains the
-whole network. The server weighs bodies by the trace of the Fisher information of the trained models.
+whole network. The server weights each body by the trace of the trained model's Fisher information.
 """
 
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ class FedASSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of the clients, because the Fisher information determines them."""
+        """Refuse client weights, because the Fisher information determines them."""
         return {"client-weights": "the trace of the Fisher information weighs the clients' bodies"}
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class FedAS(PersonalisedStrategy):
         return weights if weights.any() else sample_counts(updates)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the bodies; if every trace is 0, weigh them by the clients' numbers of samples."""
+        """Average the bodies, weighted by n_i F_i, or by n_i if every trace is 0."""
         weights = self.mean_weights(updates) * [update.weight_factor for update in updates]
         self.model = weighted_mean(stacked(updates), weights)
         return {"largest_weight": float(np.max(weights) / np.sum(weights))}

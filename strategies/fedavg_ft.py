@@ -1,4 +1,4 @@
-"""FedAvg with fine-tuning: FedAvg's model, adapted by every client before it is used."""
+"""FedAvg with fine-tuning: every client adapts FedAvg's model before using it."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
 
     epochs: int = setting(
         1,
-        "passes of fine-tuning over the client's training data",
+        "number of fine-tuning passes over the client's training data",
         source="choice: one pass",
         needs="{method}-steps = 0 and {method}-rounds = 0",
         minimum=1,
@@ -54,14 +54,14 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
     )
     steps: int = setting(
         0,
-        "SGD steps of fine-tuning instead of epochs; 0: use the epochs",
+        "number of SGD steps for fine-tuning, instead of epochs; 0: use epochs",
         source="choice: epochs, as in local training",
         needs="{method}-rounds = 0",
         minimum=0,
     )
     lr: float = setting(
         0.0,
-        "learning rate of fine-tuning; 0: the rate of the round",
+        "learning rate for fine-tuning; 0: the round's rate",
         source="algorithms/fedavgft.py of FedDRM's program: fine-tuning follows the schedule of the rounds",
         minimum=0,
         search=Search(0.0005, 0.2, log=True),
@@ -69,7 +69,7 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
     rounds: int = setting(
         0,
         "number of final rounds in which clients fine-tune their personal models and the server averages nothing; "
-        "0: none, each evaluation fine-tunes the served model",
+        "0: clients fine-tune the served model at each evaluation instead",
         source="choice: fine-tuning at evaluation; FedDRM's Section 3.1 uses the last 100 of 800 rounds",
         minimum=0,
     )
@@ -82,17 +82,17 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
         return self.rounds > 0
 
     def tunes(self, server_round: int, num_rounds: int) -> bool:
-        """Return whether a round is one of the last rounds, in which clients fine-tune."""
+        """Return whether a round is one of the final rounds, in which clients fine-tune."""
         return server_round > num_rounds - self.rounds
 
 
 class FedAvgFT(PersonalisedStrategy):
-    """Average as FedAvg does; keep the server's model while the clients fine-tune theirs (FedDRM, Section 3.1)."""
+    """Average as FedAvg does; freeze the server's model while the clients fine-tune theirs (FedDRM, Section 3.1)."""
 
     method: FedAvgFTSettings
 
     def initialise(self) -> None:
-        """Set up the model; raise :class:`SettingsError` for an impossible number of rounds of fine-tuning."""
+        """Set up the model; raise :class:`SettingsError` for an invalid number of fine-tuning rounds."""
         run, key = self.settings.run, f"{self.settings.run.method}-rounds = {self.method.rounds}"
         if self.method.rounds >= run.num_server_rounds:
             raise SettingsError(f"{key}: it must be less than num-server-rounds = {run.num_server_rounds}")
@@ -109,11 +109,11 @@ class FedAvgFT(PersonalisedStrategy):
         super().initialise()
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Expect a model, and nothing while the clients fine-tune."""
+        """Expect a model, or nothing while the clients fine-tune."""
         return () if self._tunes(server_round) else super().returns(server_round, client)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the models, except in the rounds of fine-tuning."""
+        """Average the models, except in fine-tuning rounds."""
         return {} if self._tunes(server_round) else super().aggregate(server_round, updates)
 
     def _tunes(self, server_round: int) -> bool:

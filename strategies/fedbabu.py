@@ -1,6 +1,6 @@
-"""FedBABU (Oh et al., 2022): only the body is trained and averaged, and each client fine-tunes the network.
+"""FedBABU (Oh et al., 2022): only the body is trained and averaged, and each client then fine-tunes the network.
 
-The head keeps its initial values until the fine-tuning. A newcomer is served and fine-tunes like any other client.
+The head keeps its initial values until fine-tuning. A newcomer receives and fine-tunes the model like any other client.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
-    """Settings of FedBABU's fine-tuning."""
+    """Settings of FedBABU, all of which concern fine-tuning."""
 
     card = MethodCard(
         paper=Paper(
@@ -54,7 +54,7 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
 
     epochs: int = setting(
         5,
-        "passes of fine-tuning over the client's training data",
+        "number of fine-tuning passes over the client's training data",
         minimum=1,
         search=Search(1, 10),
         source="authors' program, analysis.ipynb: personalization_epoch = 5",
@@ -62,28 +62,28 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
     )
     steps: int = setting(
         0,
-        "SGD steps of fine-tuning instead of epochs; 0: use the epochs",
+        "number of SGD steps for fine-tuning, instead of epochs; 0: use epochs",
         minimum=0,
         source="choice: epochs, as in the authors' program",
         needs="{method}-rounds = 0",
     )
     lr: float = setting(
         0.0,
-        "learning rate of fine-tuning; 0: the round's rate",
+        "learning rate for fine-tuning; 0: the round's rate",
         minimum=0,
         search=Search(0.0005, 0.2, log=True),
         source="authors' program, analysis.ipynb: 0.001, the last rate of their schedule",
     )
     rounds: int = setting(
         0,
-        "number of final rounds in which each client fine-tunes its own model and the server averages nothing; 0: each "
-        "evaluation fine-tunes the served model",
+        "number of final rounds in which clients fine-tune their personal models and the server averages nothing; "
+        "0: clients fine-tune the served model at each evaluation instead",
         minimum=0,
         source="choice: fine-tune at evaluation, as the paper does",
     )
     tuned: str = setting(
         "network",
-        "layers that are fine-tuned: the whole network, or the head (FedDRM)",
+        "layers to fine-tune: the whole network, or only the head, as in FedDRM",
         choices=("network", "head"),
         source="authors' program, analysis.ipynb: body and head",
     )

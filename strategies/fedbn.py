@@ -1,6 +1,6 @@
 """FedBN (Li et al., 2021): the server averages everything except normalisation layers, which stay with the clients.
 
-Normalisation layers are BatchNorm, GroupNorm and LayerNorm; BatchNorm's running statistics belong to them.
+Normalisation layers are BatchNorm, GroupNorm and LayerNorm, including BatchNorm's running statistics.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
-    """FedBN has no settings."""
+    """Settings of FedBN, which adds none of its own."""
 
     card = MethodCard(
         paper=Paper(
@@ -50,11 +50,11 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Keep the normalisation tensors."""
+        """Keep the normalisation tensors on the client."""
         return network.normalisation
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn that the network has no normalisation layer."""
+        """Warn if the network has no normalisation layer."""
         if network.normalisation:
             return ()
         return (

@@ -1,8 +1,8 @@
 """FedCP (Zhang et al., 2023): a policy divides each sample's features between a personal and a global head.
 
-Body, policy and global head are shared. The personal head stays on the client. A client trains with a fixed global
-head, and sends the mean of both heads as its global head. The loss pulls the features towards the served body's
-features.
+The body, the policy and the global head are shared; the personal head stays on the client. A client trains with the
+global head fixed, and sends the mean of both heads in its place. The loss pulls the client's features towards those of
+the served body.
 """
 
 from typing import TYPE_CHECKING
@@ -61,18 +61,18 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
 
     strength: float = setting(
         5.0,
-        "lambda: weight of the discrepancy from the served body's features",
+        "lambda: weight of the discrepancy between the client's features and those of the served body",
         minimum=0,
         search=Search(0.1, 20.0, log=True),
         source="authors' program, run_me.sh: lam 5",
     )
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
-        """Add the policy and the global head."""
+        """Add the policy and the global head to the network."""
         from posy.models.conditional import Conditional  # noqa: PLC0415 - the settings need no PyTorch
 
         return plain.extended(Conditional)
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Keep the personal head."""
+        """Keep the personal head on the client."""
         return ("head",)

@@ -28,7 +28,7 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
 
     class_weight: float = setting(
         0.8,
-        "lambda: weight of the class loss; 1 - lambda weighs the client loss",
+        "lambda: weight of the class loss; the client loss has weight 1 - lambda",
         minimum=0,
         maximum=1,
         search=Search(0.3, 0.98),
@@ -36,7 +36,7 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
     )
     routing: str = setting(
         "density",
-        "match a query by density ratio (Eq. 3) or by posterior (Remark 2.4)",
+        "route queries by density ratio (Eq. 3) or by posterior (Remark 2.4)",
         choices=("density", "posterior"),
         source="Eq. 3; the authors' algorithms/feddrm.py subtracts log(n_i / N) too",
     )
@@ -91,7 +91,7 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
     )
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if one of the two losses has no weight, or if the clients share no layer that predicts classes."""
+        """Warn if one of the two losses has weight 0, or if the clients share no layers for predicting classes."""
         if network.layer_names == ("head",):
             return (
                 f"model = {settings.train.model!r} has no layer below its class classifier, so the clients share only "
@@ -115,11 +115,11 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         return plain.extended(TwoBranch, num_clients=num_clients, sharing=self.sharing)
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
-        """Keep the class classifier."""
+        """Keep the class classifier on the client."""
         return ("head",)
 
     def client_scores(self, outputs: "Tensor", weights: npt.NDArray[np.float64]) -> "Tensor":
-        """Return the logits of the client branch for routing."""
+        """Return the client branch's logits, adjusted for routing."""
         return routing_logits(outputs, weights, self.routing)
 
 
@@ -128,23 +128,23 @@ class FedDRM(PersonalisedStrategy):
 
 
 def route_queries(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: str = "density") -> "Tensor":
-    """Return the client that each query is sent to.
+    """Return the client to which each query is sent.
 
     Parameters
     ----------
     client_logits : Tensor, (n, M)
         Outputs of the client branch.
     n : numpy.ndarray, (M,)
-        Numbers of training samples of the clients.
+        The clients' numbers of training samples.
     routing : str
-        ``density``: argmax of logits − log(n_i / N), the density ratio of Eq. 3, which removes the advantage of large
+        ``density``: argmax of the logits − log(n_i / N) (Eq. 3), where the subtraction removes the advantage of large
         clients. ``posterior``: argmax of the logits (Remark 2.4).
     """
     return routing_logits(client_logits, n, routing).argmax(dim=-1)
 
 
 def routing_logits(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: str) -> "Tensor":
-    """Return the logits ``(n, M)`` whose largest entry :func:`route_queries` chooses; the arguments are the same."""
+    """Return the logits ``(n, M)`` of which :func:`route_queries` takes the argmax; the arguments are the same."""
     if routing != "density":
         return client_logits
     log_prior = np.log(n / n.sum())

@@ -1,7 +1,7 @@
-"""FedFew: K server models for M clients by smooth Tchebycheff set scalarisation (STCH-Set).
+"""FedFew: K server models for M clients, trained by smooth Tchebycheff set scalarisation (STCH-Set).
 
 "Few-for-Many Personalized Federated Learning", arXiv:2603.11992. Every client trains all K models and reports a loss
-for each. The server weighs the updates by these losses. Each client uses the model with the lowest training loss.
+for each. The server weights the updates by these losses. Each client uses the model with the lowest training loss.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 Float64 = npt.NDArray[np.float64]
 IDLE_ROUNDS = 10
-"""Number of rounds without the lowest loss on any client after which Posy warns about a model."""
+"""Number of rounds after which Posy warns about a model that has not had the lowest loss on any client."""
 SMALLEST = 1e-30
-"""The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
+"""Smallest smoothing parameter: below it, weights are one-hot, as at 0, and losses divided by it might overflow."""
 
 SINGLE_REPLIES = "it weighs a client's updates by the client's losses in this round, so the server needs single replies"
 
@@ -50,7 +50,7 @@ class FedFewSettings(
 
     models: int = setting(
         3,
-        "number K of server models",
+        "K: number of server models",
         minimum=1,
         maximum=1000,
         source="Appendix B.1; the authors' option --num_server_models defaults to 5",
@@ -71,16 +71,16 @@ class FedFewSettings(
     )
     full_steps: bool = setting(
         True,
-        "divide each model's step by the sum of its weights, so that all K move equally far; false: as in the paper",
+        "divide each model's step by the sum of its weights, so that all K take full steps; false: as in the paper",
         earlier=False,
         source="choice: with the paper's steps most clients end on one model (docs/results.md)",
     )
     weigh_losses: bool = setting(
-        True, "multiply each client's losses by n_i / N before weighting", source="footnote 2 of Section 4.1"
+        True, "multiply each client's losses by n_i / N before computing weights", source="footnote 2 of Section 4.1"
     )
     initialisation: str = setting(
         "distinct",
-        "K independent seeds, or one; with `same` and shared batches the K models stay equal",
+        "initial models from K independent seeds, or from one; with `same` and shared batches, the K models stay equal",
         choices=("distinct", "same"),
         source="choice: Algorithm 1 takes K initial models Θ(0); the authors' program copies one",
     )
@@ -93,7 +93,7 @@ class FedFewSettings(
     )
     personal_head: bool = setting(
         False,
-        "keep the classifier heads on the clients; only the body is aggregated",
+        "keep the classifier heads on the clients, and aggregate only the body",
         source="the authors' option --use_rep_mode, off by default",
     )
     personal_statistics: bool = setting(
@@ -156,7 +156,7 @@ class FedFewSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of the clients, because the losses determine them."""
+        """Refuse client weights, because the losses determine them."""
         return {"client-weights": "the clients' losses weigh them, see fedfew-weigh-losses"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
@@ -174,13 +174,13 @@ class FedFewSettings(
         return tuple(warnings)
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
-        """Keep the heads of the K models, and BatchNorm's running statistics, if they are personal."""
+        """Keep the K models' heads and BatchNorm's running statistics on the client, if they are personal."""
         statistics = [entry.name for entry in network.layout.entries if not entry.trainable]
         return (*(["head"] if self.personal_head else []), *(statistics if self.personal_statistics else []))
 
 
 class STCHWeights(NamedTuple):
-    """Weights of one round: inner w ``(M, K)``, outer α ``(M,)``, objective g."""
+    """Weights of one round, inner w ``(M, K)`` and outer α ``(M,)``, and the objective g."""
 
     inner: Float64
     outer: Float64
@@ -188,7 +188,7 @@ class STCHWeights(NamedTuple):
 
 
 class FedFew(PersonalisedStrategy):
-    """Send K models, move each by Σ_i α_i w_ik Δ_ik (Eq. 13 and Algorithm 1, lines 12-16), or by full steps.
+    """Send K models, and move each by Σ_i α_i w_ik Δ_ik (Eq. 13 and Algorithm 1, lines 12-16) or by full steps.
 
     The state holds the K models, the clients' last losses and inner weights ``(M, K)``, and each round's number and
     objective ``(R, 2)``.
@@ -202,21 +202,21 @@ class FedFew(PersonalisedStrategy):
         distinct = self.method.initialisation == "distinct"
         statistics = self.architecture.layout.select(lambda entry: not entry.trainable)
         self.statistics = self.shared.take(statistics.put(np.zeros(self.size, bool), np.ones(self.size, bool)))
-        """Which of the shared entries are BatchNorm's running statistics ``(d,)``."""
+        """Mask of the shared entries that are BatchNorm's running statistics ``(d,)``."""
         starts = [self.shared.take(self.initial(k if distinct else 0)) for k in range(self.method.models)]
         self.models: FloatArray = np.stack(starts)
         self.losses = np.full((self.num_clients, self.method.models), np.nan)
         self.weights = np.full_like(self.losses, np.nan)
         self.objectives = np.empty((0, 2))
         self.idle = np.zeros(self.method.models, np.int64)
-        """Rounds since each model had the lowest loss on some client, within this process ``(K,)``."""
+        """Number of rounds, within this process, since each model last had the lowest loss on any client ``(K,)``."""
 
     def mean_weights(self, updates: list[Update]) -> Float64:
         """Return equal weights, because :meth:`aggregate` limits the outer weights itself."""
         return np.ones(len(updates))
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Weigh the updates and move the K models."""
+        """Weight the updates, and move the K models."""
         losses = np.stack([update.arrays["losses"] for update in updates]).astype(np.float64)
         n = sample_counts(updates)
         weights = stch_weights(weighted_losses(losses, n) if self.method.weigh_losses else losses, self.method.mu)
@@ -233,7 +233,7 @@ class FedFew(PersonalisedStrategy):
         self.losses[clients] = losses
         self.weights[clients] = weights.inner
         self.objectives = np.vstack([self.objectives, [server_round, weights.objective]])
-        latest = self.losses[~np.isnan(self.losses).any(axis=1)]  # absent clients: losses of their last round
+        latest = self.losses[~np.isnan(self.losses).any(axis=1)]  # for absent clients, the losses of their last round
         in_use = np.bincount(latest.argmin(axis=1), minlength=len(models)) > 0
         self._note_idle(in_use)
         return {
@@ -247,7 +247,7 @@ class FedFew(PersonalisedStrategy):
         }
 
     def _note_idle(self, in_use: npt.NDArray[np.bool_]) -> None:
-        """Warn about models without a client for ten rounds, because fewer models would give the same result."""
+        """Warn about models that no client has used for ten rounds, because fewer models would give the same result."""
         self.idle = np.where(in_use, 0, self.idle + 1)
         if (self.idle == IDLE_ROUNDS).any():
             log(
@@ -282,7 +282,7 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     losses : numpy.ndarray, (M, K)
         L_ik.
     mu : float
-        Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
+        Smoothing parameter: near 0, the inner weights become one-hot; as it grows, all weights become uniform.
     """
     mu = max(mu, SMALLEST)
     scaled = -np.asarray(losses, np.float64) / mu
@@ -297,8 +297,8 @@ def server_step(
 ) -> FloatArray:
     """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ for −η∇L).
 
-    All products α_i w_ik sum to 1, so that K models share one step and the model with the largest weights learns
-    fastest. ``full`` divides the products of each model by their sum, which is not in the paper.
+    The products α_i w_ik sum to 1 over all i and k, so that the K models share one step and the model with the largest
+    weights learns fastest. ``full`` divides each model's products by their sum, which is not in the paper.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""FedFomo (Zhang et al., 2021): each client moves towards the models that have a lower loss on its validation samples.
+"""FedFomo (Zhang et al., 2021): each client moves towards models that have a lower loss on its validation samples.
 
-A client compares its candidates with its model before its last training. The first candidate is its own trained model,
-the others are models of other clients. Clients need validation samples: the run's (``validation-fraction``), or a part
-of their training samples (``fedfomo-validation``), on which they do not train.
+A client compares the candidates with its model from before its last local training. The first candidate is its own
+trained model; the others are models of other clients. Clients need validation samples: those of the run
+(``validation-fraction``), or a part of their training samples that they set aside (``fedfomo-validation``).
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 NONE = -1
-"""Marks an unused entry in a row of clients."""
+"""Marker for an unused entry in a row of client indices."""
 
 SINGLE_REPLIES = "its clients are sent each other's models"
 
@@ -91,7 +91,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
     )
     models: int = setting(
         4,
-        "largest number of other clients' models that a client receives",
+        "maximum number of other clients' models that a client receives",
         source="the authors' README, --num_update_clients 4: five models with the client's own",
         minimum=0,
         maximum=1000,
@@ -100,7 +100,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
     )
     epsilon: float = setting(
         0.3,
-        "probability in round 0 that a model is drawn at random instead of by affinity",
+        "probability, before any decay, that a model is drawn at random instead of by affinity",
         source="the authors' README, --client_weight_epsilon 0.3",
         needs="fedfomo-models > 0",
         minimum=0,
@@ -108,7 +108,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
     )
     epsilon_decay: float = setting(
         0.05,
-        "decrease of epsilon in each round, down to 0",
+        "amount by which epsilon decreases in each round, down to 0",
         source="the authors' README, --client_weight_epsilon_decay 0.05",
         needs="fedfomo-models > 0 and fedfomo-epsilon > 0",
         minimum=0,
@@ -116,8 +116,8 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
     )
     validation: float = setting(
         0.2,
-        "fraction of each client's training samples on which it compares models and does not train; 0: compare models "
-        "on the training samples",
+        "fraction of each client's training samples that it sets aside for comparing models; 0: compare models on the "
+        "training samples",
         source="the authors' README, --train_split 0.8",
         needs="validation-fraction = 0",
         minimum=0,
@@ -125,19 +125,19 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
     )
     distance: str = setting(
         "l2",
-        "norm of the distance between two models in Eq. 3",
+        "norm that measures the distance between two models in Eq. 3",
         needs="fedfomo-models > 0",
         source="Eq. 3; the authors' program has the L1 norm by default",
         choices=("l2", "l1"),
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of the clients, because the validation losses determine them."""
+        """Refuse client weights, because the validation losses determine them."""
         reason = "each client weighs the others' models by their losses"
         return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Report which samples weigh the models, and warn if the run is close to local training."""
+        """Report on which samples models are compared, and warn if the run is close to local training."""
         notices = []
         num_others = training_clients(settings) - 1
         if self.models > num_others and self.models != FedFomoSettings.models:
@@ -163,13 +163,13 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
 
 
 class FedFomo(LatestModels):
-    """Send client i the models that have the largest affinity P_ij (Section 3.3)."""
+    """Send client i the models of the clients j with the largest affinities P_ij (Section 3.3)."""
 
     state = (*LatestModels.state, "starts", "affinity", "sent")
     method: FedFomoSettings
 
     def initialise(self) -> None:
-        """Start without models; P is the identity."""
+        """Start without any client's model, and with the identity matrix as P."""
         super().initialise()
         rows = self.num_clients if self.settings.run.max_update_norm or self.influence.norm_ratio else 0
         self.starts: FloatArray = np.tile(self.initial(), (rows, 1))
@@ -178,7 +178,7 @@ class FedFomo(LatestModels):
         self.sent: npt.NDArray[np.int64] = np.full((self.num_clients, width), NONE)
 
     def serve(self, client: int) -> Arrays:
-        """Send others' models ``(k, d)``; k is 0 before any client has trained."""
+        """Send other clients' models ``(k, d)``; k is 0 until another client has trained."""
         return {"models": self.latest(self._sent_to(client))}
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
@@ -195,7 +195,7 @@ class FedFomo(LatestModels):
             self.starts[clients] = self.initial()
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Store models, update affinities, P_ij ← P_ij + w_ij, and choose the models that each client receives next."""
+        """Store the models, update the affinities (P_ij ← P_ij + w_ij), and choose each client's next models."""
         if len(self.starts):
             start_models = [self.reference(update.client, update.arrays)["model"] for update in updates]
             self.starts[[update.client for update in updates]] = start_models
@@ -227,7 +227,7 @@ def mixed(start: FloatArray, candidates: FloatArray, weights: FloatArray) -> Flo
     Parameters
     ----------
     start : numpy.ndarray, float32, (d,)
-        θ, the client's model before its last training.
+        θ, the client's model from before its last local training.
     candidates : numpy.ndarray, float32, (k, d)
         Models θ_n.
     weights : numpy.ndarray, float32, (k,)
@@ -246,9 +246,9 @@ def chosen(affinity: npt.NDArray[np.float64], count: int, epsilon: float, genera
     Parameters
     ----------
     affinity : numpy.ndarray, (m,)
-        Affinities of a client to m others.
+        A client's affinities for m others.
     count : int
-        Largest number of indices.
+        Maximum number of indices.
     epsilon : float
         ε.
     generator : numpy.random.Generator

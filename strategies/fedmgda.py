@@ -1,6 +1,6 @@
-"""FedMGDA+ (Hu et al., 2022): the clients' losses are objectives, and the server descends along a common direction.
+"""FedMGDA+ (Hu et al., 2022): each client's loss is an objective, and the server takes a common descent direction.
 
-The server takes the shortest mixture of the clients' updates near FedAvg's mean.
+The server moves along the shortest mixture of the clients' updates whose weights are close to FedAvg's.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Float64 = npt.NDArray[np.float64]
 STAIR = 100
-"""Rounds between two decreases of eta (Section 6.1)."""
+"""Number of rounds between decreases of eta (Section 6.1)."""
 
 
 class FedMGDASettings(MethodSettings, robust="its server mixes updates by their angles", point="served"):
@@ -70,7 +70,7 @@ class FedMGDASettings(MethodSettings, robust="its server mixes updates by their 
     )
     epsilon: float = setting(
         0.1,
-        "largest distance of a client's weight from n_i / N: 0 gives FedAvg's weights, 1 any weights",
+        "maximum distance of a client's weight from n_i / N; 0 gives FedAvg's weights, 1 allows any weights",
         source="easyFL's default; the paper tunes it",
         minimum=0,
         maximum=1,
@@ -85,14 +85,14 @@ class FedMGDASettings(MethodSettings, robust="its server mixes updates by their 
     )
     decay: float = setting(
         1.0,
-        "factor applied to eta by the last round, in steps every 100 rounds; 1: constant",
+        "factor by which eta is multiplied over the whole run, in steps every 100 rounds; 1: constant",
         source="choice: constant is one of the values that the paper tunes (Table 5)",
         needs="num-server-rounds > 99",
         above=0,
         maximum=1,
     )
     normalise: bool = setting(
-        True, "divide each update by its length before the mixture", source="Algorithm 1, line 5: the + of FedMGDA+"
+        True, "divide each update by its length before mixing", source="Algorithm 1, line 5: the + of FedMGDA+"
     )
 
     @property
@@ -101,14 +101,14 @@ class FedMGDASettings(MethodSettings, robust="its server mixes updates by their 
         return self.decay < 1
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn if the method is FedAvg."""
+        """Warn if the settings reduce the method to FedAvg."""
         if self.epsilon or self.normalise or self.server_lr != 1 or self.decay != 1:
             return ()
         return ("with fedmgda-epsilon = 0, fedmgda-normalise = false and constant steps of 1 this is FedAvg",)
 
 
 class FedMGDA(PersonalisedStrategy):
-    """w ← w − η_t Σ_i λ_i g_i / ||g_i|| with g_i = w − w_i and λ of least norm (Algorithm 1, lines 5-9)."""
+    """Step by −η_t Σ_i λ_i g_i / ||g_i||, with g_i = w − w_i and λ minimising the norm (Algorithm 1, lines 5-9)."""
 
     method: FedMGDASettings
 
@@ -139,9 +139,9 @@ def common_descent(changes: FloatArray, centre: Float64, epsilon: float, normali
     centre : numpy.ndarray, (M,)
         λ⁰, normally n_i / N.
     epsilon : float
-        Largest |λ_i − λ_i⁰|.
+        Maximum of |λ_i − λ_i⁰|.
     normalise : bool
-        Whether s_i is ||g_i||, or 1.
+        Whether s_i is ||g_i||; otherwise it is 1.
     """
     products = gram(changes)
     lengths = np.sqrt(np.diag(products))

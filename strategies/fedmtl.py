@@ -1,8 +1,8 @@
-"""FedMTL (Smith et al., 2017): a model for each client, with ties that follow the relations between the tasks.
+"""FedMTL (Smith et al., 2017): each client has its own model, tied to the others by the relations between the tasks.
 
-It minimises MOCHA's objective, Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), over the clients' models W = (w_1 … w_M) and over Ω
-(Eq. 1, with mean losses F_i and λ1 = λ/2; λ2 is the setting ``weight-decay``). In each round the clients take SGD steps
-on w_i, and then the server updates Ω. ``served`` and ``local`` both score the client's own model.
+The method minimises MOCHA's objective, Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), over the clients' models W = (w_1 … w_M) and
+over Ω (Eq. 1, with mean losses F_i and λ1 = λ/2; λ2 is the setting ``weight-decay``). In each round, the clients first
+take SGD steps on w_i, and the server then updates Ω. ``served`` and ``local`` both score the client's own model.
 """
 
 from collections.abc import Mapping
@@ -91,12 +91,12 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of the clients, because the relations determine them."""
+        """Refuse client weights, because the relations determine them."""
         reason = "relations between the clients weigh their models"
         return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn that clients without ties train alone."""
+        """Warn if there are no ties, because clients then train alone."""
         return () if self.strength else ("with fedmtl-strength = 0 no client has a tie: this is local training",)
 
 
@@ -125,11 +125,11 @@ class FedMTL(AttentionStrategy):
         return weights
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
-        """Return the start of the client's training: its own model, or the initial model if it has none."""
+        """Return the model that the client's training starts from: its own, or the initial model if it has none."""
         return {"model": self.client_model(client, self.initial())}
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the strength λ Ω_ii; a client without a model is tied to the mean, as an additional client."""
+        """Return the strength λ Ω_ii; a client without a model is tied to the mean as an additional client would be."""
         row, count = np.searchsorted(self.seen, client), len(self.seen)
         omega = self.own[row] if client in self.seen else 1 - 1 / (count + 1)
         return {"tie": self.method.strength * float(omega)}
@@ -138,9 +138,9 @@ class FedMTL(AttentionStrategy):
 def learnt_relations(products: Float64) -> Float64:
     """Return Ω = (M Σ + I)⁻¹ with Σ = (WᵀW)^{1/2} / tr (WᵀW)^{1/2} (after Zhang and Yeung, 2010).
 
-    MOCHA's Ω is Σ⁻¹, which is infinite for equal models. Therefore the function adds 1/M to Σ's diagonal. It divides
-    the inverse by M, so that λ has the same meaning for any number of clients. Equal models give I − 11ᵀ / (M + 1),
-    almost the ties to the mean. Orthogonal models of equal length give I / 2: no ties.
+    MOCHA's Ω is Σ⁻¹, but equal models make Σ singular. The function therefore adds 1/M to Σ's diagonal. It divides the
+    inverse by M, so that λ has the same meaning for any number of clients. Equal models give I − 11ᵀ / (M + 1), which
+    is close to tying each model to the mean. Orthogonal models of equal length give I / 2, which means no ties.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""FedNH (Dai et al., 2023): a head of class prototypes, first spread evenly, then pulled to the clients' features.
+"""FedNH (Dai et al., 2023): the head consists of class prototypes, first spread evenly, then pulled to the features.
 
 The prototypes are directions: the logits are the scaled cosines between them and the features. Clients train the body
-under fixed prototypes. In place of the head they send the mean directions of their classes.
+with the prototypes fixed. In place of the head, they send the mean direction of the features of each class.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 ROUNDING = 0.01
-"""Largest error of the sum of the classes' shares, for features in bfloat16."""
+"""Maximum rounding error of the sum of the class shares, for features in bfloat16."""
 
 
 class FedNHSettings(MethodSettings, robust="its server also averages class directions, which the rule would not cover"):
@@ -33,7 +33,7 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
 
     rho: float = setting(
         0.9,
-        "rho: weight of the prototypes of the previous round",
+        "rho: weight of the previous round's prototypes",
         source="experiments/*.yaml of the authors' program: FedNH_smoothing 0.9",
         minimum=0,
         maximum=1,
@@ -41,7 +41,7 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
     )
     scale: float = setting(
         30.0,
-        "factor of the cosines in the logits",
+        "factor by which cosines are multiplied to give logits",
         source="FedUH.py of the authors' program: 30 with FedNH_fix_scaling",
         above=0,
         search=Search(5.0, 50.0, log=True),
@@ -87,7 +87,7 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
     )
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
-        """Return the network with a head that compares directions."""
+        """Return the network with a head that computes cosines."""
         plain.require(("head.weight",), "fednh puts prototypes in place of the head")
         if not plain.layer_names[:-1]:
             raise SettingsError(
@@ -120,7 +120,7 @@ class FedNH(PersonalisedStrategy):
         super().initialise()
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Refuse mean directions whose lengths, the shares of the classes, sum to more than 1.
+        """Refuse mean directions whose lengths, which are the class shares, sum to more than 1.
 
         With ``dp-clip``, noise changes the lengths, so the method does not check them.
         """
@@ -129,7 +129,7 @@ class FedNH(PersonalisedStrategy):
             raise BadReplyError(f"shares of the classes that sum to {total:.6g} instead of 1")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the bodies, and pull each prototype towards the mean direction over the samples of its class."""
+        """Average the bodies, and pull each prototype towards the mean direction of its class's samples."""
         model, head = mean_of(updates), self.architecture.layout.part(("head",))
         directions = stacked(updates, "directions")
         means = weighted_mean(directions.reshape(len(directions), -1), sample_counts(updates))
@@ -146,9 +146,9 @@ def drawn(prototypes: FloatArray, means: FloatArray, rho: float) -> FloatArray:
     Parameters
     ----------
     prototypes : numpy.ndarray, float32, (C, D)
-        W, of length 1.
+        W, with rows of length 1.
     means : numpy.ndarray, float32, (C, D)
-        μ. A row of zeros is a class without samples, whose prototype does not change.
+        μ. A row of zeros belongs to a class without samples, whose prototype does not change.
     rho : float
         The weight of W.
     """
@@ -157,6 +157,6 @@ def drawn(prototypes: FloatArray, means: FloatArray, rho: float) -> FloatArray:
 
 
 def directions(rows: FloatArray) -> FloatArray:
-    """Return the rows ``(C, D)`` normalised to length 1; rows of zeros stay."""
+    """Return the rows ``(C, D)`` normalised to length 1; rows of zeros stay zero."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0)

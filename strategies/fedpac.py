@@ -1,11 +1,11 @@
-"""FedPAC (Xu et al., 2023): a shared body, features pulled to global class means, and heads combined for each client.
+"""FedPAC (Xu et al., 2023): clients share a body, pull its features to global class means, and combine their heads.
 
-Each round a client trains the head that it received, then the body towards the class means. For each client of the
-round, the server combines the heads that it receives in the round. The weights minimise an estimate of the client's
-test error, which the server computes from statistics of the served body's features.
+In each round, a client trains the head that it received, then the body, whose features are pulled towards the class
+means. For each client of the round, the server combines the heads received in that round. The weights minimise an
+estimate of the client's test error, which the server computes from statistics of the served body's features.
 
-A client that has not taken part yet receives the mean of the last round's heads. A client that is absent from a round
-keeps its last head.
+A client that has not yet taken part receives the mean of the last round's heads. A client that is absent from a round
+keeps its previous head.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -56,14 +56,14 @@ class FedPACSettings(
     )
     head_epochs: int = setting(
         1,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both take `local-steps` steps",
+        "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
         source="methods/fedpac.py of the authors' program: epoch_classifier = 1",
         needs="local-steps = 0",
         minimum=1,
     )
     head_lr: float = setting(
         0.1,
-        "learning rate of the head, the same in all rounds; 0: the rate of the body",
+        "learning rate of the head, the same in all rounds; 0: the body's rate",
         source="methods/fedpac.py of the authors' program: lr_g = 0.1",
         minimum=0,
         earlier=0.0,
@@ -127,7 +127,7 @@ class FedPACSettings(
         return ("head",)
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if no round can have two heads to combine."""
+        """Warn if no round has two or more heads to combine."""
         run, clients = settings.run, settings.data.num_clients
         if clients > 1 and run.fraction_train * (1 - run.holdout_clients) * clients > 1:
             return ()
@@ -137,8 +137,8 @@ class FedPACSettings(
 class FedPAC(PersonalisedStrategy):
     """Average bodies and class means; combine heads for each client (Algorithm 1).
 
-    The state holds the body, the class means ``(C, D)``, which classes have a mean ``(C,)``, each client's head, and
-    which clients have taken part ``(M,)``.
+    The state holds the body, the class means ``(C, D)`` with a 1 for each class that has one ``(C,)``, and the clients'
+    heads with a 1 for each client that has taken part ``(M,)``.
     """
 
     state = ("model", "prototypes", "known", "heads", "seen")
@@ -155,7 +155,7 @@ class FedPAC(PersonalisedStrategy):
         self.seen = np.zeros(self.num_clients, np.int64)
 
     def serve(self, client: int) -> Arrays:
-        """Send the body, the client's head, and the class means with 1 for each class that has a mean."""
+        """Send the body, the client's head, the class means, and a 1 for each class that has a mean."""
         return {
             "model": self.model, "head": self.heads[client], "prototypes": self.prototypes, "known": self.known
         }  # fmt: skip
@@ -185,19 +185,19 @@ class FedPAC(PersonalisedStrategy):
 
 
 def combination(products: npt.ArrayLike, variances: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return α ``(M, M)``, whose row i weighs the heads for client i.
+    """Return α ``(M, M)``, whose row i holds the weights of the heads for client i.
 
-    It minimises Σ_j α_j² V_j + Σ_{j,k} α_j α_k tr((h_i − h_j)ᵀ (h_i − h_k)) over α ≥ 0, Σ_j α_j = 1.
+    Row i minimises Σ_j α_j² V_j + Σ_{j,k} α_j α_k tr((h_i − h_j)ᵀ (h_i − h_k)) over α ≥ 0, Σ_j α_j = 1.
 
     Parameters
     ----------
     products : array_like, (M, C, D)
-        h_i: a client's class means times its shares of the classes.
+        h_i: a client's class means, each multiplied by the class's share of its samples.
     variances : array_like, (M,)
-        V_i: the variance of the mean of (one-hot label) × feature over its samples.
+        V_i: the variance of the mean of (one-hot label) × feature over the client's samples.
     """
     h = np.asarray(products, np.float64).reshape(len(np.asarray(products)), -1)
-    h = h - h.mean(axis=0)  # only differences matter, and differences of large numbers would lose digits
+    h = h - h.mean(axis=0)  # only differences matter, and those between large numbers would lose precision
     gram, spread = h @ h.T, np.diag(np.asarray(variances, np.float64))
     rows = []
     for i in range(len(h)):

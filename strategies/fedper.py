@@ -1,4 +1,4 @@
-"""FedPer (Arivazhagan et al., 2019): the base layers are shared, the last layers are personal."""
+"""FedPer (Arivazhagan et al., 2019): the base layers are shared, and the last layers are personal."""
 
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Keep the last layers.
+        """Keep the last layers on the client.
 
         Raises
         ------

@@ -1,11 +1,11 @@
 """FedProto (Tan et al., 2022): clients share class prototypes, but no model.
 
-A prototype is the mean of a class's features, the inputs of the head (Eq. 3). The server averages the clients'
-prototypes of a class. A client pulls its features towards them (Eq. 7), and predicts the class of the nearest prototype
-(Eq. 4).
+A prototype is the mean of a class's features, which are the inputs of the head (Eq. 3). The server averages the
+clients' prototypes for each class. A client pulls its features towards these averages (Eq. 7), and predicts the class
+of the nearest one (Eq. 4).
 
-``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes that it
-received before training; classes without one use the client's own prototype.
+``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes
+received before its last training; a class that had none uses the client's own prototype.
 """
 
 from collections.abc import Mapping
@@ -102,11 +102,11 @@ class FedProtoSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of the clients, because the samples of a class determine them."""
+        """Refuse client weights, because the numbers of samples per class determine them."""
         return {"client-weights": "prototypes are weighted by samples of a class"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if the clients learn nothing from each other's prototypes."""
+        """Warn if training ignores the prototypes of other clients."""
         if not network.layer_names[:-1]:
             return (f"model = {settings.train.model}: no layer below the head can follow the prototypes",)
         if not self.strength:
@@ -115,7 +115,7 @@ class FedProtoSettings(
 
 
 class FedProto(PersonalisedStrategy):
-    """Store the prototypes ``(C, D)``, and which of the classes have one ``(C,)`` (Algorithm 1)."""
+    """Store the prototypes ``(C, D)``, and which classes have one ``(C,)`` (Algorithm 1)."""
 
     state = ("prototypes", "known")
     sums_samples = True

@@ -1,4 +1,4 @@
-"""FedProx (Li et al., 2020): FedAvg with a proximal term on the clients."""
+"""FedProx (Li et al., 2020): FedAvg with a proximal term in the clients' losses."""
 
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn about a pull of 0."""
+        """Warn if mu is 0."""
         return () if self.mu else ("mu = 0 removes the proximal term: training is FedAvg's",)
 
     card = MethodCard(

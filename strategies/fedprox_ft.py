@@ -1,4 +1,4 @@
-"""FedProx with fine-tuning: FedProx's model, adapted by every client before it is used."""
+"""FedProx with fine-tuning: every client adapts FedProx's model before using it."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from posy.strategies.fedprox import EQUATION, PAPER, FedProxSettings
 
 
 class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, dp_sgd=True, robust=True):
-    """Settings of FedProx and of the fine-tuning, which has no proximal term."""
+    """Settings of FedProx and of fine-tuning, which has no proximal term."""
 
     card = replace(
         CARD,
@@ -22,4 +22,4 @@ class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, dp_sgd=True, robust=T
 
 
 class FedProxFT(FedAvgFT):
-    """Average as FedAvg does, except in the rounds of fine-tuning."""
+    """Average as FedAvg does, except in fine-tuning rounds."""

@@ -1,6 +1,6 @@
-"""FedRep (Collins et al., 2021): a shared body and personal heads.
+"""FedRep (Collins et al., 2021): clients share a body and have personal heads.
 
-Every round a client first trains its head on the served body, then the body on its new head.
+In each round, a client first trains its head with the served body fixed, then the body with its new head fixed.
 """
 
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
 
     head_epochs: int = setting(
         10,
-        "epochs on the head, before `local-epochs` on the body; with `local-steps`, both take `local-steps` steps",
+        "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
         minimum=1,
         search=Search(1, 10),
         source="authors' program, scripts/FedRep_cifar10_2shards.sh: local_ep 11 less local_rep_ep 1",
@@ -69,5 +69,5 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Keep the head."""
+        """Keep the head on the client."""
         return ("head",)

@@ -1,4 +1,4 @@
-"""FedSAM with fine-tuning (Qu et al., 2022): clients seek flat minima, and adapt the mean model before it is used."""
+"""FedSAM with fine-tuning (Qu et al., 2022): clients seek flat minima, and adapt the averaged model before using it."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class FedSAMFTSettings(FedAvgFTSettings, robust=True):
-    """Settings of FedSAM and of the fine-tuning, which takes the gradient at the parameters."""
+    """Settings of FedSAM and of fine-tuning, which takes ordinary gradient steps."""
 
     rho: float = setting(
         0.05,
-        "distance to the point where SAM takes the gradient; 0: the gradient at the parameters",
+        "distance from the parameters to the point where SAM takes the gradient; 0: at the parameters themselves",
         source="configs/fedsamft.yaml of FedDRM's program: fedsam_rho: 0.05",
         minimum=0,
         search=Search(0.01, 0.5, log=True),
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn about a distance of 0."""
+        """Warn if rho is 0."""
         return () if self.rho else ("fedsam-ft-rho = 0: training is FedAvg's, and the method is fedavg-ft",)
 
     card = replace(
@@ -51,4 +51,4 @@ class FedSAMFTSettings(FedAvgFTSettings, robust=True):
 
 
 class FedSAMFT(FedAvgFT):
-    """Average as FedAvg does, except in the rounds of fine-tuning."""
+    """Average as FedAvg does, except in fine-tuning rounds."""

@@ -1,7 +1,7 @@
 """FedUV (Son et al., 2024): two regularisers let clients train as if their data were IID.
 
-The first makes the classifier's probabilities vary over a mini-batch as if the classes were evenly mixed. The second
-spreads the features evenly. The server is FedAvg's.
+The first makes the classifier's probabilities vary over a mini-batch as they would with evenly mixed classes. The
+second spreads the features evenly. The server is FedAvg's.
 """
 
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""Pictures of single methods: the module of a method has a function ``draw(strategy, folder)``."""
+"""Pictures of individual methods: each method's module has a function ``draw(strategy, folder)``."""

@@ -1,4 +1,4 @@
-"""Pictures of FedACS and FedAMP: the attention between the clients."""
+"""Pictures of FedACS, FedAMP and FedMTL: the attention between the clients."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ from posy.strategies.cwfedavg import CwFedAvg
 
 
 def draw(strategy: CwFedAvg, folder: Path) -> None:
-    """Draw the norms of the output rows of local and class models (Fig. 3) and p̃ against p (Fig. 8)."""
+    """Draw the output-row norms of the local and class models (Fig. 3), and p̃ against p (Fig. 8)."""
     panels = [figures.Panel(strategy.local_norms, title="local models: row norms", xlabel="class", ylabel="client")]
     if strategy.class_counts is not None:
         panels.insert(0, figures.Panel(strategy.class_counts, title="samples", xlabel="class", ylabel="client"))

@@ -7,7 +7,7 @@ from posy.strategies.fedfew import FedFew
 
 
 def draw(strategy: FedFew, folder: Path) -> None:
-    """Draw the objective, and which models serve which clients."""
+    """Draw the objective, and the clients' losses and weights for each model."""
     objectives = [(number, objective) for number, objective in strategy.objectives.tolist()]
     figures.lines({"g": objectives}, folder / "objective.png", title="STCH-Set objective", ylabel="g")
     figures.heatmaps(

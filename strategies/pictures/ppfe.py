@@ -10,7 +10,7 @@ from posy.strategies.ppfe import PPFE
 
 
 def draw(strategy: PPFE, folder: Path) -> None:
-    """Draw the coefficients of the finished stages from the served models that clients of a simulation have stored."""
+    """Draw the coefficients of the finished stages, read from the served models that a simulation's clients store."""
     models, stages = strategy.exchange.models_folder, strategy.stages
     if models is None or len(stages) < 2:
         return
