@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 Extend = Callable[..., Any]
-"""Adds layers to the chain of layers of a network."""
+"""Function that adds layers to a network's chain of layers."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Architecture:
     model: str
     task: Task
     ranks: tuple[tuple[str, int], ...] = ()  # ranks of the low-rank fully connected layers
-    extension: tuple[Extend, tuple[tuple[str, Any], ...]] | None = None  # further layers of a method; see `extended`
+    extension: tuple[Extend, tuple[tuple[str, Any], ...]] | None = None  # extra layers of a method; see `extended`
     linear_init: str = "default"  # initial weights of linear layers: default or kaiming
     weights: "Weights | None" = None  # initial weights; None: random
     frozen: tuple[str, ...] = ()  # layers whose parameters are built without gradient
@@ -61,8 +61,8 @@ class Architecture:
         Parameters
         ----------
         extend : callable
-            Receives the chain of layers. It returns the changed chain, or a module whose attribute ``model`` is the
-            chain and whose property ``layers`` has the further layers by name. The arguments must be hashable.
+            Takes the chain of layers, and returns the changed chain, or a module whose attribute ``model`` is the chain
+            and whose property ``layers`` has the extra layers by name. The arguments must be hashable.
         """
         return replace(self, extension=(extend, tuple(sorted(arguments.items()))))
 
@@ -73,12 +73,12 @@ class Architecture:
 
     @property
     def layout(self) -> Layout:
-        """The tensors of the flat vector, in their order."""
+        """The layout of the flat vector: its tensors, in order."""
         return _layout(self)[0]
 
     @property
     def fixed(self) -> Mapping[str, FloatArray]:
-        """The fixed floating-point tensors by name, which are neither trained nor sent nor part of the flat vector.
+        """The fixed floating-point tensors by name: those that are not trained, sent or part of the flat vector.
 
         These are the parameters without gradient and the statistics of frozen BatchNorm layers. Their values are the
         initial values for seed 0, regardless of the run's seed.
@@ -90,7 +90,7 @@ class Architecture:
         """Two numbers for each fixed tensor w: ||w|| and Σ_j w_j cos(j) / ||w||.
 
         Every process builds the fixed tensors itself, and the server compares these numbers. Different tensors have
-        different numbers. The rounding of different processors hardly changes them.
+        different numbers, which hardly depend on how a processor rounds.
         """
         return list(_fingerprint(self))
 
@@ -116,13 +116,13 @@ class Architecture:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The layers with a trained tensor: blocks from input to output, then ``head``."""
+        """Names of the layers with a trained tensor: blocks from input to output, then ``head``."""
         trained = set(self.layout.layers)
         return tuple(name for name in _chain(self).layer_names if name in trained)
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """The fully connected layers whose parameters are all trained."""
+        """Names of the fully connected layers whose parameters are all trained."""
         chain = _chain(self)
         return tuple(
             name for name in chain.fully_connected if all(p.requires_grad for p in chain.layer(name).parameters())
@@ -142,7 +142,7 @@ class Architecture:
         return _chain(self).embedding_dim
 
     def weight(self, layer: str) -> Entry:
-        """Return the entry of a dense fully connected layer's weight ``(outputs, inputs)``."""
+        """Return the layout entry for a dense fully connected layer's weight ``(outputs, inputs)``."""
         for entry in self.layout.entries:
             if entry.layer == layer and entry.name.endswith("weight") and len(entry.shape) == 2:
                 return entry
@@ -167,15 +167,15 @@ def architecture_for(
     words: Sequence[str] = (),
     folder: str = "",
 ) -> Architecture:
-    """Return the plain architecture of a model, with ``auto`` replaced by a network.
+    """Return the plain architecture of a model, with ``auto`` replaced by a suitable network.
 
-    The positional arguments are settings. ``digest`` is the SHA-256 of the file of weights, ``words`` are the words of
-    the data in the order of their tokens, and ``folder`` is the directory of the data.
+    The positional arguments except ``task`` are settings. ``digest`` is the SHA-256 of the weights file, ``words`` are
+    the words of the data in the order of their tokens, and ``folder`` is the data directory.
 
     Raises
     ------
     SettingsError
-        If the network, the file of weights or a frozen layer does not exist.
+        If the network, the weights file or a frozen layer does not exist.
     """
     from posy.models import assembly  # noqa: PLC0415 - imports PyTorch
 
@@ -238,7 +238,7 @@ def _layout(architecture: Architecture) -> tuple[Layout, tuple[str, ...]]:
 
 @lru_cache(maxsize=64)
 def _chain(architecture: Architecture) -> "ChainModel":
-    """Return the chain of layers of a network, without a method's further layers."""
+    """Return a network's chain of layers, without a method's extra layers."""
     from posy.models import assembly  # noqa: PLC0415 - imports PyTorch
 
     return assembly.chain_of(architecture.build())

@@ -1,4 +1,4 @@
-"""Builds the networks that :class:`~posy.models.architecture.Architecture` describes."""
+"""Construction of the networks that :class:`~posy.models.architecture.Architecture` describes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def build(
         load_weights(chain, weights, tuple(ranks))
     for layer in frozen:
         chain.layer(layer).requires_grad_(False)
-    if ranks:  # a low-rank layer changes the random numbers of the layers after it
+    if ranks:  # a low-rank layer changes the random numbers drawn for later layers
         chain.load_state_dict({name: torch.from_numpy(array) for name, array in fixed.items()}, strict=False)
     if extension is None:
         return chain
@@ -56,12 +56,12 @@ def build(
 def resolved(
     model: str, task: Task, weights: str, digest: str, words: Sequence[str], folder: str
 ) -> tuple[str, Weights | None]:
-    """Return the name of a network, with ``auto`` replaced, and its initial weights.
+    """Return a network's name, with ``auto`` replaced, and the source of its initial weights.
 
     Raises
     ------
     SettingsError
-        If the network or the file of weights does not exist.
+        If the network or the weights file does not exist.
     """
     name = resolve(model, task)
     return name, weights_for(weights, name, digest, words, folder)
@@ -75,7 +75,7 @@ def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def chain_of(module: nn.Module) -> ChainModel:
-    """Return the chain of layers of a network, without a method's further layers."""
+    """Return a network's chain of layers, without a method's extra layers."""
     chain = module if isinstance(module, ChainModel) else module.model
     assert isinstance(chain, ChainModel)
     return chain

@@ -1,4 +1,4 @@
-"""Networks built by name, with initial weights that depend on a seed alone."""
+"""Networks built by name, with initial weights that depend only on a seed."""
 
 from collections.abc import Mapping
 
@@ -14,9 +14,9 @@ from posy.settings import SettingsError
 
 
 def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
-    """Build a network with initial weights that depend on the seed alone; the global generators do not change.
+    """Build a network whose initial weights depend only on the seed; the global generators do not change.
 
-    ``ranks`` are the ranks of fully connected layers by name (PPFE). Each is capped at the largest rank that saves
+    ``ranks`` maps names of fully connected layers to ranks (PPFE). Each is capped at the largest rank that saves
     parameters. Unnamed layers are dense, and so are layers that no rank makes smaller.
 
     Raises

@@ -1,4 +1,4 @@
-"""The table of the networks. Importing this module does not import PyTorch."""
+"""The table of networks. Importing this module does not import PyTorch."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from posy.models.chain import ChainModel
 
 SHARING = ("none", "shallow", "mid", "deep")
-"""The part of the body that two branches share, from no block to all blocks but the last (FedDRM, Section 3.1)."""
+"""How much of the body two branches share, from no blocks to all blocks but the last (FedDRM, Section 3.1)."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network. Its builder, ``module:function``, takes the task and the ranks of fully connected layers."""
+    """A network whose builder, ``module:function``, takes the task and the ranks of fully connected layers."""
 
     about: str
     kinds: tuple[str, ...]  # kinds of samples that the network accepts: image, features, text
     builder: str
-    minimum_size: int = 1  # least height and width of images, or length of texts and features
+    minimum_size: int = 1  # minimum height and width of images, or length of texts and features
 
     def suits(self, task: Task) -> bool:
         """Return whether the network can be built for a task."""
@@ -34,7 +34,7 @@ class Network:
 
 
 PRETRAINED = "torchvision"
-"""The value of the setting ``weights`` for the weights of torchvision."""
+"""The value of the setting ``weights`` that selects torchvision's weights."""
 MODELS = {
     "linear": Network("linear classifier of the flattened input", ("image", "features"), "small:linear_model"),
     "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "small:mlp"),

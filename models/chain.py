@@ -11,7 +11,7 @@ from posy.randomness import seed_of, seeded
 class ChainModel(nn.Module):
     """A chain of named blocks and a linear head.
 
-    Methods choose layers by these names, for example personal layers, or the layers that two branches share. Every
+    Methods refer to layers by these names, for example to personal layers or to layers that two branches share. Every
     block has parameters and contains its pooling and activation. In a network without blocks, the input of the head is
     the flattened input of the network.
     """
@@ -51,7 +51,7 @@ class ChainModel(nn.Module):
         return (*(name for name, block in self.blocks.items() if isinstance(block, FullyConnected)), "head")
 
     def stem(self, name: str) -> str:
-        """Return the prefix of the names of a fully connected layer's tensors."""
+        """Return the prefix of a fully connected layer's tensor names."""
         return "head." if name == "head" else f"blocks.{name}.linear."
 
     def layer(self, name: str) -> nn.Module:

@@ -12,11 +12,11 @@ from posy.randomness import seed_of, seeded
 
 
 class Conditional(nn.Module):
-    """Conditional policy on a body, with two heads.
+    """A body with a conditional policy and two heads.
 
-    The input of the policy network is h ∘ v / ||v||: the features h ``(B, D)`` of a sample, and v ``(D,)``, the sum of
-    the personal head's rows, without its gradient. A softmax over two outputs for each feature gives the share r for
-    the personal head. The share for the global head is 1 − r.
+    The input of the policy network is h ∘ v / ||v||, where h ``(B, D)`` are the samples' features, and v ``(D,)`` is
+    the sum of the personal head's rows, without gradient. For each feature, a softmax over two outputs gives the share
+    r of the personal head and the share 1 − r of the global head.
     """
 
     def __init__(self, model: ChainModel, *, seed: int = 0) -> None:

@@ -10,7 +10,7 @@ from posy.models.parameters import fixed_tensors
 class Convolution(nn.Module):
     """Square convolution without padding, optional GroupNorm, 2×2 max-pooling, ReLU.
 
-    Pooling precedes the ReLU. The result is the same, and the ReLU processes a quarter of the values.
+    Pooling precedes the ReLU: the result is the same, but the ReLU processes only a quarter of the values.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, norm_groups: int = 0) -> None:
@@ -47,10 +47,11 @@ class FullyConnected(nn.Module):
 
 
 class Dropout(nn.Module):
-    """In training, zero each feature with a probability p, and divide the others by 1 − p (Srivastava et al., 2014).
+    """Dropout that zeroes features with probability p, and divides the others by 1 − p (Srivastava et al., 2014).
 
     A feature is zeroed where ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. The trainer sets them for
-    each batch, so that they depend only on the client and its round. Without numbers the layer changes nothing.
+    each batch, so that they depend only on the client and its round. Without numbers, or in evaluation, the layer
+    changes nothing.
     """
 
     numbers: Tensor | None
@@ -72,7 +73,7 @@ class LowRankLinear(nn.Module):
     """Linear layer ``y = (x Vᵀ) Uᵀ + b`` with two dense factors (PPFE, Section 4 and Appendix A.3).
 
     V ``(rank, in_features)`` is the weight of ``down``. U ``(out_features, rank)`` and b are the weight and bias of
-    ``up``. Without ``bias`` the layer has no b.
+    ``up``. Without ``bias`` there is no b.
     """
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True) -> None:
@@ -93,7 +94,7 @@ class LowRankLinear(nn.Module):
 
 
 class CosineLinear(nn.Linear):
-    """Scaled cosines between the input and one direction for each output (FedNH, Section 3)."""
+    """Layer whose outputs are scaled cosines between the input and one direction per output (FedNH, Section 3)."""
 
     def __init__(self, in_features: int, out_features: int, scale: float) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -110,14 +111,14 @@ class CosineLinear(nn.Linear):
 
 
 SHARPNESS, STEP, STEPS = 20.0, 0.1, 500
-"""Repulsion of directions: inverse temperature of the softmax over cosines, size of a step, number of steps."""
+"""Repulsion of directions: inverse temperature of the softmax over cosines, step size, number of steps."""
 
 
 def spread_directions(count: int, size: int) -> Tensor:
-    """Return unit vectors ``(count, size)`` with a small largest cosine, drawn from the global generator.
+    """Draw unit vectors ``(count, size)`` from the global generator such that their largest cosine is small.
 
-    Up to ``size + 1`` directions are the vertices of a regular simplex with a random rotation and cosines of
-    -1 / (count - 1), the smallest possible. More directions repel each other for :data:`STEPS` steps.
+    Up to ``size + 1`` directions are the vertices of a randomly rotated regular simplex, whose cosines are the smallest
+    possible, -1 / (count - 1). More directions are random at first, and repel each other for :data:`STEPS` steps.
     """
     if not 2 <= count <= size + 1:
         directions = F.normalize(torch.randn(count, size))
@@ -152,9 +153,10 @@ def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors (V, U) of the best low-rank approximation of a weight matrix.
 
-    The factors come from the top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor has the
-    square roots of the singular values, so that both have gradients of the same scale. The entry with the largest
-    absolute value in each row of V is positive. Otherwise the signs on a CPU and a GPU would differ.
+    The factors come from the singular value decomposition truncated to the rank, weight ≈ U V (PPFE, Section 4). Each
+    factor includes the square roots of the singular values, so that both have gradients of the same scale. The entry
+    with the largest absolute value in each row of V is made positive, because signs could otherwise differ between CPU
+    and GPU.
 
     Parameters
     ----------
@@ -179,7 +181,7 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def kaiming_linear(module: nn.Module) -> None:
     """Draw the weights of all linear layers from Kaiming's normal distribution (fan-in), and set their biases to 0.
 
-    The global generator draws the numbers. Parameters without gradient and cosine heads keep their values.
+    The numbers come from the global generator. Parameters without gradient and cosine heads keep their values.
     """
     for part in module.modules():
         if type(part) is nn.Linear:
@@ -190,7 +192,7 @@ def kaiming_linear(module: nn.Module) -> None:
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Draw new initial values for a module's parameters with gradient, from the global generator."""
+    """Draw new initial values from the global generator for a module's parameters that have a gradient."""
     names = fixed_tensors(module)
     fixed = [t for name, t in (*module.named_parameters(), *module.named_buffers()) if name in names]
     values = [tensor.detach().clone() for tensor in fixed]

@@ -22,7 +22,7 @@ _PROBES = 2
 
 
 class Described(NamedTuple):
-    """A network whose author names the modules that are its layers, in order, and its head."""
+    """A network whose author may name the modules that are its layers, in order, and its head."""
 
     module: nn.Module
     layers: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Described(NamedTuple):
 
 
 class CustomModel(ChainModel):
-    """A module without its head, the last linear layer. It runs as one block, and methods choose from its layers."""
+    """A custom module as a single block and its linear head; methods can still choose from the module's layers."""
 
     def __init__(
         self, body: nn.Module, head: nn.Linear | LowRankLinear, layers: Mapping[str, str], head_path: str
@@ -46,13 +46,13 @@ class CustomModel(ChainModel):
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """Names of the plain linear layers, including the head; an adapter's subclass is not plain."""
+        """Names of the plain linear layers, including the head; subclasses, such as an adapter's, are not plain."""
         kinds = (nn.Linear, LowRankLinear)
         linears = [name for name, path in self._paths.items() if path and type(self.layer(name)) in kinds]
         return (*linears, "head")
 
     def layer(self, name: str) -> nn.Module:
-        """Return a layer by its name; the tensors that belong to no submodule form a separate layer."""
+        """Return a layer by its name; tensors that belong to no submodule form a separate layer."""
         if name == "head":
             return self.head
         path = self._paths[name]
@@ -77,7 +77,7 @@ class CustomModel(ChainModel):
 
 
 class CustomDropout(Dropout):
-    """Dropout of any shape: ``numbers`` ``(B, features)`` are laid out as the mask ``(B, *shape)``."""
+    """Dropout for inputs of any shape: ``numbers`` ``(B, features)`` are reshaped to the mask ``(B, *shape)``."""
 
     def __init__(self, shape: tuple[int, ...], probability: float) -> None:
         super().__init__(int(torch.Size(shape).numel()), probability)
@@ -92,7 +92,7 @@ class CustomDropout(Dropout):
 
 
 def build_custom(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel:
-    """Build the network that ``model`` names as ``file:function`` or ``torchvision:name``.
+    """Build the network that the setting ``model`` names as ``file:function`` or ``torchvision:name``.
 
     Raises
     ------
@@ -140,14 +140,14 @@ def build_custom(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel
 
 
 def _reduced(layer: nn.Linear, rank: int) -> nn.Linear | LowRankLinear:
-    """Return a new layer of lower rank with the shape of another layer, and with a bias only if that layer has one."""
+    """Return a new low-rank layer with the shape of a given layer, and with a bias only if that layer has one."""
     return linear(layer.in_features, layer.out_features, rank, layer.bias is not None)
 
 
 def _load_network(name: str, task: Task, source: str) -> Described:
     """Return the :class:`Described` network that a name refers to."""
     if name.startswith(TORCHVISION):
-        from torchvision import models  # noqa: PLC0415 - takes a second
+        from torchvision import models  # noqa: PLC0415 - importing it takes a second
 
         title = name.removeprefix(TORCHVISION)
         if title not in (names := models.list_models(module=models)):  # only networks that classify whole images
@@ -175,7 +175,7 @@ def _called(build: Callable[[], Any], source: str) -> Any:
 
 
 def _check_parameters(module: nn.Module, source: str) -> None:
-    """Refuse parameters that do not fit into one vector of float32."""
+    """Refuse parameters that cannot be stored in one float32 vector."""
     lazy = [name for name, tensor in module.named_parameters() if is_lazy(tensor)]
     if lazy:
         raise SettingsError(
@@ -208,7 +208,7 @@ def _check_constant(
 
 
 def _probe(task: Task) -> Tensor:
-    """Return samples for the test of a network, without drawing from the global generator."""
+    """Return samples for testing a network, without drawing from the global generator."""
     generator = torch.Generator().manual_seed(0)
     if task.kind == "text":
         return torch.randint(1, max(2, task.vocabulary), (_PROBES, *task.input_shape), generator=generator)
@@ -279,7 +279,7 @@ def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
 
 
 _SOUND: set[tuple[str, Task]] = set()
-"""Networks that Posy has tested on a task. It does not test them again when it rebuilds them."""
+"""Networks that have passed Posy's tests, with their tasks; they are not tested again when they are rebuilt."""
 
 
 def _trained_on(model: nn.Module, probe: Tensor, seed: int) -> Tensor:
@@ -291,7 +291,7 @@ def _trained_on(model: nn.Module, probe: Tensor, seed: int) -> Tensor:
 
 
 def _layers(module: nn.Module, chosen_layers: Sequence[str], source: str) -> dict[str, str]:
-    """Return the path of each layer by its name: the named layers, or the children in order, without the head."""
+    """Return the path of each layer by name: the chosen layers, or else the children in order, without the head."""
     parts = dict(module.named_modules())
     if unknown := [path for path in chosen_layers if path not in parts]:
         modules = ", ".join(filter(None, parts))
@@ -310,7 +310,7 @@ def _layers(module: nn.Module, chosen_layers: Sequence[str], source: str) -> dic
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of a module by path; if the module only wraps another module, that module's children."""
+    """Yield a module's children with their paths; if it only wraps another module, yield that module's children."""
     path, inner = "", module
     while len(children := list(inner.named_children())) == 1 and not inner._parameters and not inner._buffers:
         name, inner = children[0]

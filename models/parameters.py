@@ -31,7 +31,7 @@ class Entry:
 
     @property
     def stop(self) -> int:
-        """End of the entry in the flat vector."""
+        """Index of the first element after the entry in the flat vector."""
         return self.start + math.prod(self.shape)
 
 
@@ -47,7 +47,7 @@ class Part:
         return sum(s.stop - s.start for s in self.slices)
 
     def take(self, flat: Any) -> Any:
-        """Return the part of ``(..., d)`` as ``(..., size)``; as a view if the part is a single slice."""
+        """Return this part of ``flat`` ``(..., d)`` as ``(..., size)``, which is a view if the part is one slice."""
         pieces = [flat[..., s] for s in self.slices or (slice(0),)]
         if len(pieces) == 1:
             return pieces[0]
@@ -84,7 +84,7 @@ class Layout:
         return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
     def part(self, names: Iterable[str]) -> Part:
-        """Return the part of the flat vector that contains some layers and single tensors, by name.
+        """Return the part of the flat vector that consists of the named layers and tensors.
 
         Raises :class:`KeyError` for an unknown name.
         """
@@ -94,12 +94,12 @@ class Layout:
         return self.select(lambda entry: entry.layer in requested or entry.name in requested)
 
     def without(self, names: Iterable[str]) -> Part:
-        """Return the part of the flat vector without some layers and single tensors."""
+        """Return the part of the flat vector without the named layers and tensors."""
         excluded = set(names)
         return self.select(lambda entry: entry.layer not in excluded and entry.name not in excluded)
 
     def select(self, condition: Callable[[Entry], bool]) -> Part:
-        """Return the part with the entries for which a condition holds, and merge adjacent slices."""
+        """Return the part with the entries for which a condition holds, merging adjacent slices."""
         slices: list[slice] = []
         for entry in filter(condition, self.entries):
             if slices and slices[-1].stop == entry.start:
@@ -114,7 +114,7 @@ class Layout:
         return self.select(lambda entry: entry.trainable)
 
     def views(self, flat: Any) -> dict[str, Any]:
-        """Return the tensors ``(..., *shape)`` of ``(..., d)`` as views by name."""
+        """Return views of the tensors ``(..., *shape)`` in ``flat`` ``(..., d)``, by name."""
         lead = tuple(flat.shape[:-1])
         return {e.name: flat[..., e.start : e.stop].reshape(lead + e.shape) for e in self.entries}
 
@@ -127,7 +127,7 @@ def layout_of(module: "nn.Module", layers: "Mapping[str, nn.Module]") -> Layout:
     """Describe a module's trained parameters and floating-point buffers as a flat vector.
 
     Each tensor belongs to the layer whose module owns it. The vector contains neither fixed tensors
-    (:func:`fixed_tensors`) nor integer buffers (BatchNorm's counter).
+    (:func:`fixed_tensors`) nor integer buffers (such as BatchNorm's counter).
     """
     owner = {id(tensor): name for name, layer in layers.items() for tensor in (*layer.parameters(), *layer.buffers())}
     parameters = {name for name, _ in module.named_parameters()}

@@ -15,7 +15,7 @@ SMALL = 64  # largest side, in pixels, of the images that get the 3×3 stem
 
 
 def resnet18_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return a ResNet-18 with GroupNorm of 16 groups."""
+    """Return a ResNet-18 with GroupNorm in 16 groups."""
     return _resnet18(task, ranks, lambda channels: nn.GroupNorm(16, channels))
 
 
@@ -39,7 +39,7 @@ class Stem(nn.Module):
         _kaiming(self.conv)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(B, C, H, W)`` to ``(B, 64, H, W)``, or a quarter of the height and width."""
+        """Map ``(B, C, H, W)`` to ``(B, 64, H, W)``, or for large images to a quarter of the height and width."""
         x = F.relu(self.norm(self.conv(x)))
         return x if self.small else F.max_pool2d(x, 3, 2, 1)
 
@@ -76,7 +76,7 @@ class ResidualBlock(nn.Module):
 
 
 def _resnet18(task: Task, ranks: Mapping[str, int], norm: Norm) -> ChainModel:
-    """Return a network with a stem, four stages of two residual blocks, a neck 512 -> 256 and a head."""
+    """Return a network with a stem, four stages of two residual blocks, a 512 -> 256 neck and a head."""
     channels, *size = task.input_shape
 
     def stage(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Small networks: ``linear`` and ``mlp``; with convolutions ``cnn``, ``cnn-3fc``, ``cnn-3fc-wide`` and ``lenet-gn``.
 
-The networks with convolutions have two 5×5 convolutions without padding, each with 2×2 max-pooling. 28×28 pixels become
-4×4, and 32×32 become 5×5. The smallest possible size, 16×16, becomes a single pixel.
+The networks with convolutions have two 5×5 convolutions without padding, each with 2×2 max-pooling. Images of 28×28
+pixels become 4×4, and those of 32×32 become 5×5. The smallest possible size, 16×16, becomes a single pixel.
 """
 
 import math
@@ -41,9 +41,10 @@ def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-10: 64 and 64 channels, 120 and 64 units.
 
-    PPFE has two convolutions and three fully connected layers (Appendix A.1), and gives no widths. Its ranks (100, 50,
-    24) and (80, 40, 16), each at most the rank of the layer, take 5.97 % and 17.74 % of 307,842 parameters: its "6 %"
-    and "18 %". Ranks that are capped so that they save parameters take 6.56 % and 17.79 %.
+    PPFE's network has two convolutions and three fully connected layers (Appendix A.1) of unstated widths. With its
+    ranks (100, 50, 24) and (80, 40, 16), each capped at the layer's full rank, this network saves 5.97 % and 17.74 % of
+    its 307,842 parameters: the paper's "6 %" and "18 %". With ranks capped so that each layer saves parameters, it
+    saves 6.56 % and 17.79 %.
     """
     return _cnn_3fc(task, ranks, (64, 64), (120, 64))
 
@@ -51,7 +52,7 @@ def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-100: 64 and 128 channels, 256 and 128 units, dropout before the head.
 
-    PPFE uses it for CIFAR-100: the transmitted fractions in Section 6.3.3 refer to its 1,075,044 parameters.
+    PPFE uses it for CIFAR-100: the transmitted fractions in Section 6.3.3 are of its 1,075,044 parameters.
     """
     return _cnn_3fc(task, ranks, (64, 128), (256, 128), dropout=0.6)
 
@@ -60,7 +61,7 @@ def lenet_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a LeNet with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
 
     The paper gives no widths, so they come from the authors' program. The two branches share nothing, ``conv1``, both
-    convolutions, or all layers but ``fc3``. Even with `deep` sharing, each branch has a separate ``fc3``.
+    convolutions, or all blocks but ``fc3``. Even with `deep` sharing, each branch has a separate ``fc3``.
     """
     blocks = {
         "conv1": Convolution(task.input_shape[0], 32, KERNEL, norm_groups=8),

@@ -39,8 +39,8 @@ def textcnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def lstm(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a network of word vectors, an LSTM and three fully connected layers (PPFE, Appendix A.1).
 
-    The paper gives no widths. The word vectors have 300 numbers. The LSTM has 128 units, as in FedRep's program for
-    Sent140.
+    The paper gives no widths. The word vectors have dimension 300, and the LSTM has 128 units, as in FedRep's program
+    for Sent140.
     """
     blocks = {
         "embedding": WordVectors(task.vocabulary, VECTOR),
@@ -80,8 +80,8 @@ class WordVectors(nn.Module):
 class LSTM(nn.Module):
     """Long short-term memory (Hochreiter and Schmidhuber, 1997; Gers et al., 2000): its output after the last token.
 
-    Tokens whose vector is zero are skipped. The weights have PyTorch's layout: rows of the gates i, f, g, o, one after
-    the other. PyTorch's own module cannot be stacked (vmap).
+    Tokens whose vector is zero are skipped. The weights have PyTorch's layout: the rows of the gates i, f, g and o are
+    stacked in this order. PyTorch's own module does not work with ``vmap``.
 
         i, f, o = sigmoid(W x + U h + b),  g = tanh(W x + U h + b);  c = f c + i g;  h = o tanh(c)
     """
@@ -102,7 +102,7 @@ class LSTM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map vectors ``(B, L, inputs)`` to ``(B, units)``."""
         present = (x != 0).any(-1, keepdim=True)
-        inputs = F.linear(x, self.input, self.bias)  # for all tokens in one product
+        inputs = F.linear(x, self.input, self.bias)  # one product for all tokens
         h = c = inputs[:, 0, : self.units] * 0
         for token in range(x.shape[1]):
             i, f, g, o = (inputs[:, token] + F.linear(h, self.recurrent)).chunk(4, dim=-1)
@@ -113,7 +113,7 @@ class LSTM(nn.Module):
 
 
 class ParallelConvolutions(nn.Module):
-    """Convolutions of several widths side by side, each with ReLU and its maximum over time."""
+    """Convolutions of several widths in parallel, each with a ReLU and a maximum over time."""
 
     def __init__(self, in_channels: int, out_channels: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -128,6 +128,6 @@ class ParallelConvolutions(nn.Module):
 def masked(vectors: Tensor, mask: Tensor) -> Tensor:
     """Return vectors ``(B, L, D)`` with zeros where the mask ``(B, L, 1)`` is false.
 
-    The mask is necessary, because averaging or noise may make the embedding of padding nonzero.
+    The mask is necessary because averaging or noise may make the embedding of padding nonzero.
     """
     return vectors * mask.to(vectors.dtype)

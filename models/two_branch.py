@@ -13,8 +13,8 @@ from posy.randomness import seed_of, seeded
 class TwoBranch(nn.Module):
     """Class branch and client branch on a shared body (FedDRM, Section 3.1 and Fig. 2).
 
-    The class branch is the model itself. After the shared blocks (see :func:`shared_blocks`), the client branch has the
-    same blocks with separate weights, and a classifier with an output for each of M clients.
+    The class branch is the model itself. After the shared blocks (see :func:`shared_blocks`), the client branch has
+    copies of the remaining blocks with separate weights, and a classifier with one output for each of the M clients.
     """
 
     def __init__(self, model: ChainModel, num_clients: int, sharing: str = "deep", *, seed: int = 0) -> None:

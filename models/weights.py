@@ -19,7 +19,7 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 
 _SHOWN = 16
-"""Number of characters of a SHA-256 in a message."""
+"""Number of characters of a SHA-256 that a message shows."""
 VECTORS = ".txt"
 """Suffix of files of word vectors."""
 FIRST_WORD = 2
@@ -34,7 +34,7 @@ class Weights(NamedTuple):
     digest: str
     """SHA-256 of the file, or empty."""
     model: str
-    """The network of torchvision's weights, or empty."""
+    """The torchvision network to which the weights belong, or empty."""
     words: str = ""
     """For word vectors, the words of the data in the order of their tokens, one per line; else empty."""
 
@@ -51,7 +51,7 @@ def weights_for(
     model : str
         Name of the network.
     digest : str
-        The setting ``weights-sha256``; empty: any file.
+        The setting ``weights-sha256``; if it is empty, any file is accepted.
     words : sequence of str
         The words of the data in the order of their tokens.
     folder : str
@@ -93,11 +93,12 @@ def weights_for(
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
-    """Load a network's tensors, by the names in the user's module or in Posy's files.
+    """Load a network's tensors by their names in the user's module or in Posy's files.
 
-    The layers ``fresh`` keep their random weights, and so does a head with another number of outputs. In a network with
-    fixed tensors, trained tensors that the file lacks (adapters) keep their values too. Word vectors become the rows of
-    the network's only embedding. The rows of padding and of words without vector are zero.
+    The layers ``fresh`` keep their random weights, and so does the head if its number of outputs differs from the
+    file's. In a network with fixed tensors, trained tensors that the file lacks (such as adapters) keep their values
+    too. Word vectors become the rows of the network's only embedding. The rows of padding and of words without a vector
+    are zero.
 
     Raises
     ------
@@ -164,7 +165,7 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
 def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
     """Return the vectors ``(V, D)`` of all tokens from a file in GloVe's text format: a word and D numbers per line.
 
-    The function uses the first line of each word, and skips a header of two numbers (word2vec).
+    If a word has several lines, the first one counts. A header of two numbers (word2vec) is skipped.
     """
     source = f"weights = {weights.where!r}"
     tokens_of = {word: token for token, word in enumerate(weights.words.split("\n"), FIRST_WORD)}
