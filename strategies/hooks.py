@@ -32,11 +32,11 @@ class ServerHooks:
     num_clients : int
         Number of clients M.
     clients : dict of int to ClientInfo
-        The clients that have a node, by index.
+        The clients that have a node, keyed by index.
     members, newcomers : list of int, tuple of int
         The clients from which cohorts are drawn, and the clients that join only after the last round.
     record : RoundRecord
-        The record of the round.
+        The record of the current round.
     """
 
     settings: Settings
@@ -52,48 +52,48 @@ class ServerHooks:
     model: FloatArray
 
     state: ClassVar[tuple[str, ...]] = ("model",)
-    """Names of the attributes, all arrays, that later rounds and the pictures need.
+    """Names of the array attributes that later rounds and the pictures need.
 
-    :meth:`initialise` fixes their shapes. Only an array without rows may gain rows.
+    :meth:`initialise` fixes their shapes, but an array without rows may gain rows (see also :attr:`resized`).
     """
     resized: ClassVar[frozenset[str]] = frozenset()
-    """Names in ``state`` of the arrays whose shape changes during a run."""
+    """The names in ``state`` whose arrays change shape during a run."""
     sums_samples: ClassVar[bool] = False
     """Whether :meth:`aggregate` sums over samples, regardless of ``client-weights``."""
 
     def __init__(self) -> None:
         self.newcomer_rows: dict[int, dict[str, Any]] = {}
-        """Scores of the newcomers, by client."""
+        """The newcomers' scores, keyed by client."""
         self.record = RoundRecord(0)
         self.resumed_after = 0
-        """Rounds that were finished before this process resumed the run."""
+        """Number of rounds that were finished before this process resumed the run."""
         self.finished_in: list[int] = []
-        """The rounds after which the arrays of ``sent_once`` were complete."""
+        """For each array in the list ``sent_once``, the round after which it was complete."""
         self.dp_clip = np.array([self.settings.train.dp_clip])
         """The norm to which clients clip their updates in the next round; adaptive clipping changes it."""
         self.class_counts: npt.NDArray[np.int64] | None = None
-        """Training samples by client and class ``(M, C)``, for the pictures. None if the server has no partition."""
+        """Number of training samples per client and class ``(M, C)``, for the pictures; None without a partition."""
 
     def initialise(self) -> None:
-        """Set up the server's state: the initial model, and zeros in its shape for the other arrays of ``state``."""
+        """Set up the server's state: the initial model, and zeros of its shape for the other names in ``state``."""
         self.model = np.ascontiguousarray(self.shared.take(self.initial()))
         for name in self.state:
             if name != "model" and not hasattr(self, name):
                 setattr(self, name, np.zeros_like(self.model))
 
     def serve(self, client: int) -> Arrays:
-        """Return the arrays for a client by name; no code may write to them afterwards.
+        """Return the arrays to send to a client, by name; they must not be modified afterwards.
 
         By default these are the attributes that the settings' ``sent`` names.
         """
         return {name: getattr(self, name) for name in self.method.sent}
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Return the names of the arrays in a client's reply; by default all that the settings' ``returned`` names."""
+        """Return the names of the arrays in a client's reply; by default all those in the settings' ``returned``."""
         return tuple(self.method.returned)
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Raise :class:`BadReplyError` for arrays of the right shapes with values that the method cannot use."""
+        """Raise :class:`BadReplyError` for arrays whose shapes are right but whose values the method cannot use."""
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
         """Return the starting value of each array in a client's reply.
@@ -104,7 +104,7 @@ class ServerHooks:
         return reference
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Change the server's state and return the method's quantities for the record.
+        """Update the server's state, and return the method's quantities for the record.
 
         ``updates`` is never empty. It is sorted by client, so that sums do not depend on the order of arrival.
         """
@@ -119,15 +119,15 @@ class ServerHooks:
         return takes_all(self.settings.run, server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return further config entries of a message to a client.
+        """Return extra config entries for a client's training message.
 
-        With ``uniform-weights`` true, all clients have the weight 1 in the mean of the round.
+        If the entry ``uniform-weights`` is true, every client has weight 1 in the round's mean.
         """
         return {}
 
     def lost(self, clients: list[int]) -> None:
-        """Update the server's state at the end of a phase in which clients have lost their states."""
+        """Update the server's state after a phase in which some clients have lost their states."""
 
     def initial(self, number: int = 0) -> FloatArray:
-        """Return freshly initialised parameters ``(d,)`` of one of several models."""
+        """Return freshly initialised parameters ``(d,)`` of the model with a given number."""
         return self.architecture.initial(model_seed(self.settings.run.seed, number))

@@ -75,7 +75,7 @@ class IFCASettings(
     )
 
     def reference(self, network: "Architecture", sent: Arrays, reply: Arrays) -> Arrays:
-        """Return the model of the client's cluster."""
+        """Return the starting values, with the model of the client's cluster as ``model``."""
         return {**super().reference(network, sent, reply), "model": sent["models"][int(reply["cluster"])]}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:

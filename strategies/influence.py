@@ -1,4 +1,4 @@
-"""Limits on the influence of single clients, and the rule that combines their models."""
+"""Limits on the influence of individual clients, and the rule that combines their models."""
 
 from collections.abc import Callable
 from logging import INFO, WARNING
@@ -20,25 +20,25 @@ from posy.words import describe_clients
 
 
 class Influence:
-    """The limits of a run: norms of updates, shares in a mean, and the robust rule.
+    """A run's limits on update norms and on shares in a mean, and its robust rule.
 
     Parameters
     ----------
     strategy : ServerHooks
-        The strategy, whose record receives the limited clients.
+        The strategy, in whose record the limited clients are listed.
     """
 
     def __init__(self, strategy: ServerHooks) -> None:
         self.strategy = strategy
         self.run, self.method = strategy.settings.run, strategy.method
         self.rule = Rule.of(self.run)
-        """The rule that replaces the weighted mean; None: the weighted mean."""
+        """The rule that replaces the weighted mean, or None to keep the weighted mean."""
         self.exchanged: Callable[[], tuple[Layout, Part]] = lambda: (strategy.architecture.layout, strategy.shared)
         """Returns the layout of the network that clients train in this round, and the part that they send."""
 
     @property
     def norm_ratio(self) -> float:
-        """The largest norm of an update as a multiple of the round's median norm; 0: no limit."""
+        """The maximum norm of an update, as a multiple of the round's median norm; 0 means no limit."""
         run = self.run
         if run.secure_aggregation or "max-norm-ratio" in self.method.refusals():
             return 0.0
@@ -47,7 +47,7 @@ class Influence:
         return float(run.max_norm_ratio)
 
     def largest_share(self, clients: int) -> float:
-        """Return the largest share that a single client may have in a mean over some clients; 1: no limit."""
+        """Return the maximum share of a single client in a mean over ``clients`` clients; 1 means no limit."""
         run = self.run
         unweighted = self.rule is not None and not self.rule.weighs
         if run.secure_aggregation or unweighted or "max-client-weight" in self.method.refusals():
@@ -58,11 +58,11 @@ class Influence:
 
     @property
     def least_replies(self) -> int:
-        """The smallest number of updates with which a round succeeds."""
+        """The minimum number of updates that a round needs to succeed."""
         return max(self.run.min_train_replies, self.rule.least if self.rule else 1)
 
     def too_few(self, replies: int) -> str:
-        """Return why a round with too few accepted replies fails."""
+        """Return the reason why a round fails with so few accepted replies."""
         run = self.run
         if self.rule and replies < self.rule.least:
             return (
@@ -77,9 +77,9 @@ class Influence:
         Parameters
         ----------
         kind : str
-            The name of a list of :class:`~posy.strategies.replies.RoundRecord`.
+            The name of a list in :class:`~posy.strategies.replies.RoundRecord`.
         clients : list of int
-            Some clients, sorted.
+            The clients to consider, sorted.
         limited : numpy.ndarray, bool, (M,)
             Which of these clients are limited.
         """
@@ -99,7 +99,7 @@ class Influence:
         )
 
     def check_norm(self, client: int, arrays: Arrays) -> None:
-        """Raise :class:`BadReplyError` if an update's norm exceeds ``max-update-norm``; clipping would hide it."""
+        """Raise :class:`BadReplyError` if an update's norm exceeds ``max-update-norm`` before clipping."""
         if not (limit := self.run.max_update_norm):
             return
         client_changes = self._changes(client, arrays)
@@ -128,9 +128,9 @@ class Influence:
     def _clip(self, updates: list[Update], ratio: float) -> None:
         """Scale down the updates with a norm above ``ratio`` times the median norm.
 
-        BatchNorm's running statistics have a separate norm and median, so that a client cannot hide a change in them.
+        BatchNorm's running statistics have a separate norm and median, so that a client cannot hide a change to them.
         """
-        norms = np.zeros((2, len(updates)))  # of the parameters and of the statistics
+        norms = np.zeros((2, len(updates)))  # rows: parameters, running statistics
         for number, update in enumerate(updates):
             client_changes = self._changes(update.client, update.arrays)
             masks = {name: self.is_parameter(array) for name, array in client_changes.items()}
@@ -147,21 +147,21 @@ class Influence:
         self.note("clipped", [update.client for update in updates], clipped)
 
     def _changes(self, client: int, arrays: Arrays) -> dict[str, npt.NDArray[np.float64]]:
-        """Return the client's changes of the arrays that the limits cover."""
+        """Return the client's changes to the arrays that the limits cover."""
         references = self.strategy.reference(client, arrays)
         names = [name for name in arrays if self.method.returned[name].limited]
         return dict(zip(names, changes([arrays[n] for n in names], [references[n] for n in names]), strict=True))
 
     @property
     def has_statistics(self) -> bool:
-        """Whether the network has running statistics of BatchNorm."""
+        """Whether the network has BatchNorm running statistics."""
         layout, _ = self.exchanged()
         return layout.trainable.size < layout.size
 
     def is_parameter(self, array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return which entries of an array's last axis are not running statistics of BatchNorm.
+        """Return a mask of the entries along an array's last axis that are not BatchNorm running statistics.
 
-        All entries of an array other than a model or its shared part are parameters.
+        An array that is neither a model nor its shared part has only parameters.
         """
         layout, shared = self.exchanged()
         parameters = layout.trainable
@@ -172,9 +172,9 @@ class Influence:
         return np.ones(array.shape[-1:], np.bool_)
 
     def combine(self, models: FloatArray, start: FloatArray, weights: npt.NDArray[Any], clients: list[int]) -> Any:
-        """Return the combination ``(d,)`` of models by the rule of the setting ``robust``.
+        """Combine models into one ``(d,)`` by the rule of the setting ``robust``.
 
-        Distances between models do not include BatchNorm's running statistics (:meth:`combine_statistics`).
+        Distances between models exclude BatchNorm's running statistics, which :meth:`combine_statistics` combines.
 
         Parameters
         ----------
@@ -201,7 +201,7 @@ class Influence:
         return model
 
     def combine_statistics(self, statistics: FloatArray) -> FloatArray:
-        """Return the combination ``(s,)`` of BatchNorm's running statistics ``(M, s)`` of the clients.
+        """Combine the clients' BatchNorm running statistics ``(M, s)`` into one vector ``(s,)``.
 
         This is the trimmed mean with ``robust = trimmed-mean``, and the median with the other rules.
         """

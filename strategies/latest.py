@@ -1,4 +1,4 @@
-"""Shared code of the methods whose server stores each client's model."""
+"""Code shared by the methods whose server stores each client's model."""
 
 from typing import ClassVar
 
@@ -13,8 +13,8 @@ from posy.strategies.replies import Update
 class LatestModels(PersonalisedStrategy):
     """Store the latest model of every client that has trained.
 
-    The state holds these clients ``(m,)``, sorted, their models ``(m, d)``, and 1 for each client that has lost its own
-    state since its last update ``(M,)``.
+    The state consists of ``seen``, these clients in sorted order ``(m,)``; ``models``, their models ``(m, d)``; and
+    ``stateless`` ``(M,)``, which is 1 for each client that has lost its own state since its last update.
     """
 
     state: ClassVar[tuple[str, ...]] = ("seen", "models", "stateless")
@@ -26,7 +26,7 @@ class LatestModels(PersonalisedStrategy):
         self.stateless: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
 
     def lost(self, clients: list[int]) -> None:
-        """Record that clients no longer have their models, although the server does."""
+        """Record that clients have lost their models, which the server still has."""
         self.stateless[clients] = 1
 
     def store(self, updates: list[Update]) -> None:

@@ -62,11 +62,11 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Keep all but the last layers."""
+        """Keep all but the last ``layers`` layers on the client."""
         return network.layer_names[: -self.layers]
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn that no layer is local."""
+        """Warn if no layer is local."""
         depth = len(network.layer_names)
         if self.layers < depth:
             return ()

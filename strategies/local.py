@@ -1,6 +1,6 @@
 """Local only: every client trains alone; the server sends and receives no model.
 
-Only ``local`` is reported, because the server serves no model.
+Only ``local`` scores are reported, because the server serves no model.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from posy.strategies.settings import MethodSettings
 
 
 class LocalSettings(MethodSettings, robust="its clients send no model"):
-    """Local training has no settings."""
+    """Settings of local training, of which there are none."""
 
     sent = ()
     returned = reply()
@@ -37,7 +37,7 @@ class LocalSettings(MethodSettings, robust="its clients send no model"):
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse settings of the server's mean and of updates, because clients send nothing."""
+        """Refuse settings that concern the server's mean or updates, because clients send nothing."""
         return {
             "client-weights": "the server averages nothing",
             "max-update-norm": "clients send no update",
@@ -47,7 +47,7 @@ class LocalSettings(MethodSettings, robust="its clients send no model"):
 
 
 class Local(PersonalisedStrategy):
-    """Start the clients' training."""
+    """Let the clients train, and aggregate nothing."""
 
     state = ()
 

@@ -1,9 +1,10 @@
-"""The arithmetic of secure aggregation: fixed-point numbers modulo 2^32, masks over them, keys, shares of secrets.
+"""The arithmetic of secure aggregation: fixed-point numbers modulo 2^32, masks, keys, and shares of secrets.
 
-Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's shares over
-GF(2^128)). This module uses nothing from Flower's `flwr.common.secure_aggregation`. Flower's masks come from NumPy's
-Mersenne Twister, which is not cryptographic, with seeds of 32 bits. They never take the largest value of the modulus.
-Flower's rounding draws from NumPy's global generator, and Flower computes shares from keys in their text form.
+Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's secret
+sharing over GF(2^128)). This module uses nothing from Flower's `flwr.common.secure_aggregation`. Flower's masks come
+from NumPy's Mersenne Twister, which is not cryptographic, with 32-bit seeds, and they never take the largest value
+below the modulus. Flower's rounding draws from NumPy's global generator, and its shares are computed from text-encoded
+keys.
 """
 
 import hashlib
@@ -23,37 +24,37 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 Words = npt.NDArray[np.uint32]
 """Numbers modulo 2^32."""
 SECRET_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
-"""Bytes of a secret, of a key, and of the nonce and tag of an encrypted text."""
+"""Lengths in bytes of a secret, a key, and the nonce and tag of a ciphertext."""
 LIMBS, LIMB_BITS = 4, 16
-"""A whole number below 2^64 is sent as four words of 16 bits, so that the sums of 65,536 clients do not overflow."""
+"""A whole number below 2^64 is sent as four words of 16 bits, so that sums over 65,536 clients do not overflow."""
 MAX_CLIENTS = 2 ** (32 - LIMB_BITS)
-"""Largest number of clients of a round."""
+"""Maximum number of clients in a round."""
 ONE = 2**30
-"""The word of the largest number, ``secure-range``: the sum of all clients is within ±2^30, half of the modulus."""
+"""The word for the maximum change, ``secure-range``. The sum over all clients is within ±2^30, half of the modulus."""
 
 
 class MaskingError(ValueError):
-    """Another party has sent an unusable message."""
+    """An unusable message from another party."""
 
 
 class OutOfRangeError(ArithmeticError):
-    """An update or a score cannot be expressed in the words of a masked sum."""
+    """An update or score that the words of a masked sum cannot represent."""
 
 
 # -- numbers ----------------------------------------------------------------------------------------------
 
 
 def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: float) -> Words:
-    """Return the words with which a client's change enters the sum, followed by a word for its share of the weights.
+    """Encode a client's change as words for the masked sum, followed by a word for its share of the weights.
 
-    A change Δ becomes round(Δ · share · 2^30 / limit): the shares of all clients sum to at most 1, so the sum stays
-    within the modulus. Rounding is to the nearest integer, so that runs are repeatable, and changes the sum of M
-    clients by at most M/2.
+    A change Δ becomes round(Δ · share · 2^30 / limit). The shares of all clients sum to at most 1, so the sum stays
+    within the modulus. Rounding to the nearest integer keeps runs repeatable, and changes the sum over M clients by at
+    most M/2.
 
     Raises
     ------
     OutOfRangeError
-        If a change is NaN, infinite or beyond the limit. Clipping would hide this fault.
+        If a change is NaN, infinite or beyond the limit. Clipping it would hide the fault.
     """
     flat = np.concatenate([np.zeros(0), *(change.ravel() for change in changed)])
     if not np.isfinite(flat).all():
@@ -64,25 +65,25 @@ def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: flo
 
 
 def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[np.float64]:
-    """Return the clients' weighted mean change from the sum of their words, given their shares of the weights.
+    """Decode the sum of the clients' words into their weighted mean change, given their shares of the weights.
 
     Raises
     ------
     MaskingError
-        If the last word is not the sum of the shares, because the masks have not cancelled and the sum is meaningless.
-        Also if a mean exceeds the limit, because a client has then sent a change above the limit.
+        If the last word is not the sum of the shares: the masks have not cancelled, and the sum is meaningless. Also if
+        a mean exceeds the limit: a client has then sent a change above the limit.
     """
     if int(total[-1]) != sum(map(_share_word, shares)) % 2**32:
         raise MaskingError("the masks do not cancel")
     changed = total[:-1].view(np.int32).astype(np.float64)
-    largest = sum(map(_share_word, shares)) + len(shares)  # a client's rounding is below 1
+    largest = sum(map(_share_word, shares)) + len(shares)  # rounding adds less than 1 per client
     if changed.size and np.abs(changed).max() > largest:
         raise MaskingError(f"a client has changed a parameter by more than secure-range = {limit:g}")
     return changed * (limit / ONE / sum(shares))
 
 
 def encoded_numbers(numbers: Sequence[int]) -> Words:
-    """Return the words ``(4 n,)`` of n whole numbers, whose sums over clients are exact.
+    """Encode n whole numbers as words ``(4 n,)``, whose sums over clients are exact.
 
     Raises
     ------
@@ -96,18 +97,18 @@ def encoded_numbers(numbers: Sequence[int]) -> Words:
 
 
 def decoded_numbers(total: Words) -> list[int]:
-    """Return the sums of whole numbers from the sum of the words that :func:`encoded_numbers` returns."""
+    """Decode a sum of words from :func:`encoded_numbers` into the sums of the whole numbers."""
     rows = total.reshape(-1, LIMBS).tolist()
     return [sum(word << (LIMB_BITS * limb) for limb, word in enumerate(row)) for row in rows]
 
 
 def error_bound(shares: Sequence[float], limit: float) -> float:
-    """Return the largest rounding error of a parameter in the weighted mean of some clients."""
+    """Return the maximum rounding error of a parameter in the clients' weighted mean."""
     return len(shares) / 2 * limit / ONE / sum(shares)
 
 
 def digest(*parts: str | bytes | npt.NDArray[np.generic]) -> bytes:
-    """Return a digest of texts and arrays."""
+    """Return a SHA-256 digest of strings, bytes and arrays."""
     hasher = hashlib.sha256()
     for part in parts:
         encoded_part = part.encode() if isinstance(part, str) else part
@@ -124,24 +125,24 @@ def _share_word(share: float) -> int:
 
 
 def stream(key: bytes, count: int) -> Words:
-    """Return the mask of a key, uniform words: the key stream of AES-256 in counter mode.
+    """Return the mask for a key as uniformly random words: the AES-256-CTR keystream.
 
-    A key is never used for two masks, so the counter may always begin at 0.
+    No key is used for two masks, so the counter can always start at 0.
     """
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     return np.frombuffer(encryptor.update(bytes(4 * count)), "<u4").astype(np.uint32, copy=False)
 
 
 def own_mask(secret: bytes, context: bytes, count: int) -> Words:
-    """Return the mask of a client's own secret."""
+    """Return the mask that is derived from a client's own secret."""
     return stream(_derived(secret, b"own mask", context), count)
 
 
 def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int, context: bytes, count: int) -> Words:
-    """Return the mask that a client adds for another client, which adds the negative mask.
+    """Return the mask that a client adds for another client; that client adds its negative.
 
-    The mask is bound to both clients and their public keys, because X25519 treats several byte strings as the same key.
-    A client could otherwise send another client's key as its own, so that a third client's masks with both cancel.
+    The mask is bound to both clients and their public keys. X25519 treats several byte strings as the same key, so a
+    client could otherwise send another client's key as its own, and a third client's masks for the two could cancel.
     """
     ends = sorted([(client, public_key(private)), (other, public)])
     parties = b"".join(index.to_bytes(4, "little") + key for index, key in ends)
@@ -153,34 +154,34 @@ def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int,
 
 
 def new_secret(size: int = SECRET_BYTES) -> bytes:
-    """Return a secret of ``size`` bytes from the operating system's randomness."""
+    """Return a secret of ``size`` bytes from the operating system's random source."""
     return secrets.token_bytes(size)
 
 
 def private_key(secret: bytes) -> X25519PrivateKey:
-    """Return the private key that is derived from a secret."""
+    """Derive a private key from a secret."""
     return X25519PrivateKey.from_private_bytes(_derived(secret, b"private key", b""))
 
 
 def public_key(private: X25519PrivateKey) -> bytes:
-    """Return the public half of a key."""
+    """Return the public key that belongs to a private key."""
     return private.public_key().public_bytes_raw()
 
 
 def check_public(public: bytes) -> None:
-    """Raise :class:`MaskingError` for a public key that cannot be used for a key agreement."""
+    """Raise :class:`MaskingError` for a public key that cannot be used for key agreement."""
     _agreed(X25519PrivateKey.generate(), public, b"nothing", b"")
 
 
 def sealed(plain: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
-    """Encrypt a text from one client to another, so that the server can neither read, change nor redirect it."""
+    """Encrypt a message from one client to another, so that the server cannot read, change or redirect it."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     key = _agreed(private, public, b"share", _direction(source, target) + context)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, None)
 
 
 def opened(content: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
-    """Decrypt a text from :func:`sealed`; raise :class:`MaskingError` for any other text."""
+    """Decrypt a message from :func:`sealed`; raise :class:`MaskingError` for anything else."""
     key = _agreed(private, public, b"share", _direction(source, target) + context)
     try:
         return ChaCha20Poly1305(key).decrypt(content[:NONCE_BYTES], content[NONCE_BYTES:], None)
@@ -209,12 +210,12 @@ def _derived(secret: bytes, purpose: bytes, context: bytes) -> bytes:
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Return ``count`` shares of a secret; fewer than ``threshold`` of them reveal nothing about it."""
+    """Split a secret into ``count`` shares; fewer than ``threshold`` of them reveal nothing about it."""
     return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
 def combined(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Return the secret from some of its shares, by their positions in the result of :func:`split`."""
+    """Recover a secret from some of its shares, keyed by their positions in the result of :func:`split`."""
     if len(shares) < threshold or any(len(share) != SECRET_BYTES for share in shares.values()):
         raise MaskingError(f"{len(shares)} shares of a secret, but {threshold} are needed")
     return Shamir.combine([(index + 1, share) for index, share in sorted(shares.items())[:threshold]], ssss=False)

@@ -14,7 +14,7 @@ from posy.strategies.settings import MethodSettings
 
 T = TypeVar("T")
 PICTURES = "posy.strategies.pictures"
-"""Package of the modules that draw the pictures of single methods."""
+"""Package of the modules that draw the pictures of individual methods."""
 
 METHODS = {
     "fedfew": "FedFew",
@@ -55,11 +55,11 @@ METHODS = {
     "fedas": "FedAS",
     "fedcp": "FedCP",
 }
-"""Maps the name of a method in the settings to the prefix of its class names."""
+"""Each method's name in the settings, mapped to the prefix of its class names."""
 
 
 def check_method(method: str, where: str = "") -> None:
-    """Raise :class:`SettingsError` for an unknown method, with the most similar name or a list of all methods.
+    """Raise :class:`SettingsError` for an unknown method, and suggest the most similar name or list all methods.
 
     A custom method, ``file:Name``, is checked when Posy loads it.
     """
@@ -78,8 +78,8 @@ def settings_class(method: str) -> Any:
 
 
 def strategy_class(method: str) -> Any:
-    """Return the Flower strategy of a method; a method without one uses the shared strategy, FedAvg."""
-    from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - the names of the methods need no PyTorch
+    """Return the Flower strategy of a method; a method without its own uses the shared strategy, FedAvg."""
+    from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - looking up names needs no PyTorch
 
     check_method(method)
     if is_custom(method):
@@ -88,10 +88,11 @@ def strategy_class(method: str) -> Any:
 
 
 def drawing_of(strategy: type[Any]) -> Callable[[Any, Path], None] | None:
-    """Return the function that draws the pictures of a strategy into a folder: ``draw(strategy, folder)``.
+    """Return the function ``draw(strategy, folder)`` that draws a strategy's pictures into a folder, or None.
 
-    The function belongs to the class or to its next base class that has one. It is in the module of the same name in
-    :mod:`posy.strategies.pictures`, and for a custom method in the file of the method.
+    If the class has no such function, its nearest base class with one provides it. The function of one of Posy's
+    methods is in the module of the same name in :mod:`posy.strategies.pictures`, and that of a custom method is in the
+    method's file.
     """
     for kind in strategy.__mro__:
         package, _, name = kind.__module__.rpartition(".")

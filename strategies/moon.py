@@ -1,8 +1,8 @@
-"""MOON (Li et al., 2021): features are pulled towards the global model's, away from the previous model's.
+"""MOON (Li et al., 2021): features are pulled towards the global model's and pushed away from the previous model's.
 
-The contrast compares features, the head's inputs, while the paper compares the outputs of a projection head. All
-methods therefore train the same network. In a client's first round the previous model is the global one, so the term is
-constant.
+The contrastive term compares features (the head's inputs) instead of the outputs of the paper's projection head, so
+that all methods train the same network. In a client's first round, the previous model is the global one, and the term
+is constant.
 """
 
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn if the contrast has no gradient."""
+        """Warn if the contrastive term has no gradient."""
         if not self.mu:
             return ("moon-mu = 0: this is FedAvg",)
         if not network.layer_names[:-1]:

@@ -13,7 +13,7 @@ from posy.strategies.rounds import Rounds
 
 
 class NewcomerPhase:
-    """Evaluates the served model of each newcomer, and lets the newcomer train once; its update is not aggregated.
+    """The phase that scores each newcomer's served model and lets it train once, without aggregating its update.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class NewcomerPhase:
     def run(
         self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
     ) -> None:
-        """Run the phase, and write the scores into ``newcomer_rows`` of the strategy."""
+        """Run the phase, and write the scores into the strategy's ``newcomer_rows``."""
         strategy, exchange = self.strategy, self.exchange
         last = strategy.record
         exchange.begin_round(server_round)

@@ -29,21 +29,22 @@ class PerFedAvgSettings(MethodSettings, robust=True):
     )
     hessian: str = setting(
         "fo",
-        "product with the Hessian in the meta-gradient: omitted (`fo`, which divides each mini-batch of `batch-size` "
-        "samples into 2 parts), or a difference of gradients (`hf`, 3 parts); other programs load 2 or 3 whole batches",
+        "Hessian-vector product in the meta-gradient: omitted (`fo`, which splits each mini-batch of `batch-size` "
+        "samples into 2 parts), or approximated by a difference of gradients (`hf`, 3 parts); other programs load 2 "
+        "or 3 whole batches",
         source="Section 5: both approximations; `fo` costs half as much",
         choices=("fo", "hf"),
     )
     hessian_delta: float = setting(
         0.001,
-        "`hf`: step of the difference, in units of the gradient",
+        "`hf`: step size of the difference, as a multiple of the gradient",
         source="choice: small, but above the rounding of float32",
         needs="per-fedavg-hessian = hf",
         above=0,
     )
     steps: int = setting(
         1,
-        "SGD steps of adaptation that produce the local model",
+        "number of SGD adaptation steps that produce the local model",
         source="Section 3: one step of gradient descent",
         needs="per-fedavg-alpha > 0",
         minimum=1,

@@ -1,8 +1,8 @@
-"""pFedFDA (McLaughlin and Su, 2024): Gaussians of the features, between global and local estimates, define the head.
+"""pFedFDA (McLaughlin and Su, 2024): global and local Gaussians of the features are interpolated to define the head.
 
 All classes share one covariance Σ, so that the Gaussians' classifier is a linear head. Clients train the body with the
-head of the global Gaussians. Each client predicts with its own head, from Gaussians that interpolate between its
-estimates and the global estimates. ``served`` scores the served body with the head that the client fits to it without
+head of the global Gaussians. To predict, each client uses its own head, from Gaussians interpolated between its own
+estimates and the global ones. ``served`` scores the served body with a head that the client fits to it without
 training.
 """
 
@@ -97,7 +97,7 @@ class PFedFDASettings(
 
     ridge: float = setting(
         1.0,
-        "number added to the diagonal of a client's covariance",
+        "value added to the diagonal of a client's covariance",
         minimum=1e-6,
         maximum=1e6,
         search=Search(0.01, 10.0, log=True),
@@ -105,14 +105,14 @@ class PFedFDASettings(
     )
     folds: int = setting(
         2,
-        "folds of the cross-validation of beta; classes with at most as many samples take their global mean",
+        "number of cross-validation folds for beta; a class with no more samples than folds uses its global mean",
         minimum=2,
         maximum=100,
         source="authors' program, client_fedfda.py: num_cv_folds and min_samples",
     )
     beta: float = setting(
         AUTO,
-        "share of the client's own estimates in its Gaussians; `auto` cross-validates it",
+        "weight of the client's own estimates in its Gaussians; `auto`: chosen by cross-validation",
         minimum=0,
         maximum=1,
         number_or=AUTO,
@@ -120,20 +120,21 @@ class PFedFDASettings(
     )
     betas: str = setting(
         "one",
-        "`one` beta for means and covariance, or `two`",
+        "`one` beta for both means and covariance, or `two` separate ones",
         choices=("one", "two"),
         source="paper: one beta; the program's default is two",
         needs="pfedfda-beta = auto",
     )
     features: str = setting(
         "trained",
-        "features that the local Gaussians describe: of the `trained` body, or of all mini-batches during `training`",
+        "features to which the local Gaussians are fitted: those of the `trained` body, or those of all mini-batches "
+        "during `training`",
         choices=("trained", "training"),
         source="choice: the body that is sent; the authors' program has training",
     )
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
-        """Keep the head."""
+        """Keep the head on the client."""
         return ("head",)
 
 
@@ -143,7 +144,7 @@ class PFedFDA(PersonalisedStrategy):
     state: ClassVar[tuple[str, ...]] = ("model", "means", "covariance")
 
     def initialise(self) -> None:
-        """Start from means drawn from [0, 1) and the identity, as the authors' program does."""
+        """Start from means drawn from [0, 1) and an identity covariance, as the authors' program does."""
         head = ("head.weight", "head.bias")
         self.architecture.require(head, "pfedfda writes the discriminant into the head")
         super().initialise()

@@ -1,6 +1,6 @@
-"""pFedMe (T. Dinh et al., 2020): personal models near a global one, which follows their Moreau envelopes.
+"""pFedMe (T. Dinh et al., 2020): personal models near a global one, which minimises the mean of their Moreau envelopes.
 
-The learning rate of the run is the paper's η. ``served`` reports the global model w, ``local`` the personal θ.
+The learning rate of the run is the paper's η. ``served`` scores the global model w, and ``local`` the personal model θ.
 """
 
 from logging import WARNING
@@ -30,14 +30,14 @@ class PFedMeSettings(MethodSettings, robust=True):
 
     strength: float = setting(
         15.0,
-        "lambda: strength of the pull of the personal model",
+        "lambda: strength with which the personal model is pulled towards w",
         source="README of the authors' program: --lamda 15 on MNIST",
         above=0,
         search=Search(1.0, 50.0, log=True),
     )
     steps: int = setting(
         5,
-        "K: steps that approximate the personal model, for each mini-batch",
+        "K: number of steps per mini-batch that approximate the personal model",
         source="main.py of the authors' program: --K 5",
         minimum=1,
     )
@@ -50,14 +50,14 @@ class PFedMeSettings(MethodSettings, robust=True):
     )
     beta: float = setting(
         1.0,
-        "beta: step of the server from its model towards the clients' mean, or beyond it",
+        "beta: step of the server's model towards the clients' mean; above 1, beyond it",
         source="README of the authors' program: --beta 1",
         above=0,
     )
     clients: str = setting(
         "all",
-        "clients that train in a round: all, which updates every personal model but takes 1 / fraction-train times as "
-        "much training, or only the cohort of `fraction-train` that the server aggregates",
+        "clients that train in a round: `all`, which updates every personal model but takes 1 / fraction-train times "
+        "as much training, or only the `cohort` that the server aggregates",
         source="Algorithm 1: all clients train, and a uniform sample sends its model",
         needs="fraction-train < 1",
         choices=("all", "cohort"),
@@ -65,14 +65,14 @@ class PFedMeSettings(MethodSettings, robust=True):
     )
     scored: str = setting(
         "theta",
-        "local model: the personal `theta` of the last mini-batch, or the client's `w`, which the authors' program "
-        "scores as the personal model",
+        "model scored as the local model: the personal `theta` of the last mini-batch, or the client's `w`, which the "
+        "authors' program scores as the personal model",
         source="Section 3: θ_i is the personalized model",
         choices=("theta", "w"),
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn about steps that overshoot the proximal term."""
+        """Warn if the steps towards the personal model diverge."""
         if self.strength * self.personal_lr < 2:
             return ()
         return (
@@ -122,12 +122,12 @@ class PFedMeSettings(MethodSettings, robust=True):
 
 
 class PFedMe(PersonalisedStrategy):
-    """Step from the model to the clients' mean, or beyond it (Algorithm 1)."""
+    """Step from the global model towards the clients' mean, or beyond it (Algorithm 1)."""
 
     method: PFedMeSettings
 
     def initialise(self) -> None:
-        """Set up the model; raise :class:`SettingsError` if masks or central noise forbid a sample of the clients."""
+        """Set up the model; raise :class:`SettingsError` if masks or central noise rule out sampling updates."""
         run = self.settings.run
         if run.secure_aggregation and self.samples:
             raise SettingsError(
@@ -149,11 +149,11 @@ class PFedMe(PersonalisedStrategy):
         return self.method.clients == "all" and self.settings.run.fraction_train < 1
 
     def trains_all(self, server_round: int) -> bool:
-        """Let all members train if the server aggregates a sample of them."""
+        """Let all members train if the server aggregates only a sample of them."""
         return self.samples or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return whether a client sends its model."""
+        """Return the config entry that tells a client whether to send its model."""
         return {"sampled": client in cohort_of(self.settings, server_round)} if self.samples else {}
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:

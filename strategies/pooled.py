@@ -1,7 +1,7 @@
-"""Scores under secure aggregation: each client adds whole numbers to a masked sum, and the server reads the sum.
+"""Scores under secure aggregation: each client adds whole numbers to a masked sum, and the server sees only the sum.
 
-Replies in such a run contain no loss, accuracy or number of samples of a single client. The layout of the numbers
-follows from the settings, so that it is the same for all clients.
+In such a run, replies contain no single client's loss, accuracy or number of processed samples. The settings alone
+determine the layout of the numbers, so it is the same for all clients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from posy.metrics import Spread
 from posy.strategies.settings import Settings
 
 LOSS_STEPS = 2**20
-"""Steps of a loss between 0 and 1; the rounding of a mean loss is below 10^-6."""
+"""Number of steps between a loss of 0 and a loss of 1; rounding changes a mean loss by less than 10^-6."""
 TRAIN = "train"
-"""Name of the training loss."""
+"""Key of the tally of the training loss."""
 
 
 class Tally(NamedTuple):
@@ -24,12 +24,12 @@ class Tally(NamedTuple):
     samples: int = 0
     correct: int = 0
     loss: int = 0
-    """Sum of the losses of the samples, in units of 1 / :data:`LOSS_STEPS`."""
+    """Sum of the samples' losses, in units of 1 / :data:`LOSS_STEPS`."""
 
     def spread(self, measure: str) -> Spread | None:
-        """Return the mean ``accuracy`` or ``loss`` over all samples; None without samples.
+        """Return the mean ``accuracy`` or ``loss`` over all samples, or None without samples.
 
-        No number of a single client is available, so all other statistics are None.
+        No single client's numbers are available, so all other statistics are None.
         """
         if not self.samples:
             return None
@@ -48,7 +48,7 @@ class Tally(NamedTuple):
 
 
 def splits(settings: Settings) -> dict[str, str]:
-    """Return the splits on which a run scores models: the suffix of their keys, and the name of the split."""
+    """Return the names of the splits on which a run scores models, keyed by the suffix in the scores' keys."""
     names = {"": "test"}
     if settings.data.validation_fraction:
         names["-validation"] = "validation"
@@ -58,7 +58,7 @@ def splits(settings: Settings) -> dict[str, str]:
 
 
 def layout(settings: Settings, *, training: bool) -> tuple[str, ...]:
-    """Return the keys of the tallies in a reply to training or evaluation, in their order."""
+    """Return the keys of the tallies in a training or evaluation reply, in order."""
     points = ("local",) if training else ("served", "local")
     keys = tuple(point + suffix for suffix in splits(settings) for point in points)
     return (TRAIN, *keys) if training else keys
@@ -67,16 +67,16 @@ def layout(settings: Settings, *, training: bool) -> tuple[str, ...]:
 def numbers_of(
     settings: Settings, metrics: Mapping[str, Any], sizes: Mapping[str, int], *, training: bool
 ) -> list[int]:
-    """Return a client's numbers for the masked sum: four for each tally, then the samples that it has processed.
+    """Return a client's numbers for the masked sum: four per tally, then its number of processed samples.
 
     Parameters
     ----------
     settings : Settings
         The settings of the run.
     metrics : mapping
-        The client's scores by key, ``samples``, and after a training ``train-loss``. A missing score adds nothing.
+        The client's scores by key, ``samples``, and after training ``train-loss``. A missing score adds nothing.
     sizes : mapping
-        Number of the client's samples by the name of the split.
+        The client's number of samples in each split, keyed by the split's name.
     training : bool
         Whether the reply answers a training message.
 
@@ -98,14 +98,14 @@ def numbers_of(
 
 
 def tallies(settings: Settings, numbers: Sequence[int], *, training: bool) -> tuple[dict[str, Tally], int]:
-    """Return the tallies by key, and the processed samples, from the sums of :func:`numbers_of` over the clients."""
+    """Return the tallies by key and the number of processed samples, given the sums of :func:`numbers_of`."""
     keys, size = layout(settings, training=training), len(Tally._fields)
     parts = {key: Tally(*numbers[size * i : size * (i + 1)]) for i, key in enumerate(keys)}
     return parts, numbers[-1]
 
 
 def spreads(sums: Mapping[str, Tally]) -> dict[str, Spread]:
-    """Return the mean of each measure over all samples, by column, as in ``train_loss``."""
+    """Return the mean of each measure over all samples, keyed by column, such as ``train_loss``."""
     columns = {}
     for key, tally in sums.items():
         for measure in ("loss",) if key == TRAIN else ("accuracy", "loss"):

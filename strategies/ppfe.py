@@ -6,8 +6,9 @@ its samples by the errors of the ensemble so far, as AdaBoost does, and computes
 
 The paper describes two reductions, and Posy has both. ``svd`` follows Algorithm 1 (lines 11 and 12) and Section 4.1:
 layers continue from the previous stage, and a layer that becomes personal is factorised. ``svd-fedavg`` follows
-Appendix A.4: stage 2 is dense, and in later stages all fully connected layers are a factorisation of stage 1's model,
-while the convolutions continue. ``svd-fedavg`` transmits the fractions of the parameters that Section 6.3.3 reports.
+Appendix A.4: stage 2 is dense, and in later stages all fully connected layers are factorised from stage 1's model,
+while the convolutions continue from the previous stage. ``svd-fedavg`` transmits the fractions of parameters that
+Section 6.3.3 reports.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAPER_ROUNDS = (30, 50, 40, 40)
-"""Rounds of the stages in the paper."""
+"""Number of rounds in each stage of the paper."""
 
 
 class PPFESettings(MethodSettings, robust=True, point="served"):
@@ -45,32 +46,32 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
 
     stages: int = setting(
         4,
-        "stages T; at most one more than the network has layers to personalise, and one per round",
+        "number T of stages; at most one per round and, without ppfe-fixed-head, one per layer of the network",
         minimum=1,
         source="Section 6.2.1",
     )
     stage_rounds: str = setting(
         "",
-        "rounds of each stage, as in 30,50,40,40; empty: num-server-rounds in the paper's proportions",
+        "rounds of each stage, such as 30,50,40,40; empty: num-server-rounds divided in the paper's proportions",
         source="Appendix A.4: 30, 50, 40 and 40 rounds",
     )
     reduction: str = setting(
         "svd",
-        "method that reduces fully connected layers; svd: factorise layers when they become personal; svd-fedavg: from "
+        "how fully connected layers are reduced; svd: factorise layers when they become personal; svd-fedavg: from "
         "stage 3 on, factorise stage 1's layers (Appendix A.4); sparse: mask the weights of personal layers",
         choices=("svd", "svd-fedavg", "sparse", "none"),
         source="Algorithm 1, lines 11 and 12, and Section 4.1; svd-fedavg: Appendix A.4; sparse: Appendix A.3",
     )
     ranks: str = setting(
         "100,50,24;80,40,16",
-        "ranks of the last fully connected layers, a list for each stage: from stage 2 on with svd, from stage 3 on "
-        "with svd-fedavg (the last list also applies to later stages)",
+        "ranks of the last fully connected layers, one list per stage, from stage 2 on with svd and from stage 3 on "
+        "with svd-fedavg; the last list also applies to all later stages",
         source="Appendix A.3, CIFAR-10",
         needs="ppfe-reduction = svd | svd-fedavg",
     )
     body_lr_factor: float = setting(
         0.1,
-        "factor on lr for the shared layers, from stage ppfe-body-lr-stage on",
+        "factor by which lr is multiplied for the shared layers, from stage ppfe-body-lr-stage on",
         minimum=0,
         search=Search(0.01, 1.0, log=True),
         source="Appendix A.4: 0.01, and 0.001 for shared layers in the later stages",
@@ -84,7 +85,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     beta: str = setting(
         "samme",
-        "coefficient of a stage: the paper's (`adaboost`), the paper's but never negative (`adaboost-positive`), or "
+        "coefficient of a stage: the paper's (`adaboost`), the same but never negative (`adaboost-positive`), or "
         "SAMME's for several classes (`samme`)",
         choices=("samme", "adaboost", "adaboost-positive"),
         source="choice: the paper's rule subtracts models with error above 1/2; SAMME (Zhu et al., 2009) does not",
@@ -92,16 +93,16 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     loss: str = setting(
         "zero-one",
-        "loss of a sample in the reweighting and the coefficients: 0/1, 1 - p(label), or cross-entropy divided "
-        "by the client's largest",
+        "loss of a sample for the reweighting and the coefficients: 0/1, 1 - p(label), or cross-entropy divided by "
+        "its maximum over the client's samples",
         choices=("zero-one", "probability", "cross-entropy"),
         source="choice: AdaBoost's loss; Algorithm 1, line 2, divides a loss by its maximum, which is `cross-entropy`",
         needs="ppfe-reweighting = true or ppfe-ensemble = true",
     )
     weighting: str = setting(
         "loss",
-        "how samples' weights enter the training: as factors on their losses, or by drawing samples in proportion to "
-        "them, which avoids steps as large as the largest weight",
+        "how sample weights enter training: as factors on the losses, or by drawing samples in proportion to them, "
+        "which avoids steps as large as the largest weight",
         choices=("loss", "resample"),
         source="Eq. 2 and Section 4.2: the weighted empirical loss",
         needs="ppfe-reweighting = true",
@@ -111,27 +112,27 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     ensemble: bool = setting(
         True,
-        "predict with all stages (off: with the current one alone; ablations M1-M3, without reweighting)",
+        "predict with all stages (off: with the current stage alone; ablations M1-M3, without reweighting)",
         source="Eq. 8; Algorithm 1, line 23",
     )
     outputs: str = setting(
         "probabilities",
-        "terms of the ensemble's sum (Eq. 8); log-probabilities: outputs of networks that end in a log-softmax, like "
-        "FedRep's",
+        "terms of the ensemble's sum (Eq. 8); log-probabilities: the outputs of networks that end in a log-softmax, "
+        "such as FedRep's",
         choices=("probabilities", "log-probabilities"),
         needs="ppfe-ensemble = true",
         source="choice: Eq. 8 adds the outputs of the models, and does not say whether they are probabilities",
     )
     final_epochs: int = setting(
         0,
-        "epochs of the personal layers alone in the last round of a stage, as at the end of FedRep's program; 0: a "
-        "round like the others",
+        "epochs of the last round of a stage, which then trains the personal layers alone, as at the end of FedRep's "
+        "program; 0: the last round is like the others",
         minimum=0,
         source="Algorithm 1, which lacks these epochs; FedRep's models/Update.py has 10",
     )
     fixed_head: int = setting(
         0,
-        "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)",
+        "0: one more personal layer per stage; h: the last h layers are personal from stage 2 on (ablations WP, M1-M3)",
         minimum=0,
         source="Algorithm 1; the ablations are in Tables 4 and 5",
     )
@@ -195,11 +196,11 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
 
     @property
     def sums_logarithms(self) -> bool:
-        """Follow the setting ``outputs``."""
+        """Whether the setting ``outputs`` selects log-probabilities."""
         return self.outputs == "log-probabilities"
 
     def notices(self, settings: Settings, network: Architecture) -> tuple[str, ...]:
-        """Warn about a single stage, fewer stages than the user sets, and settings that no stage uses."""
+        """Warn about a single stage, fewer stages than the user has set, and settings that no stage uses."""
         planned = len(plan_stages(settings, network))
         notices = []
         if planned < self.stages != PPFESettings.stages:
@@ -225,9 +226,9 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its network, its personal layers, and the layers that become personal with it.
+    """One stage: its network, its personal layers, and the layers that become personal in it.
 
-    ``restarted`` are the layers that start from stage 1's model, not from the previous stage's.
+    The ``restarted`` layers start from stage 1's model instead of the previous stage's.
     """
 
     number: int
@@ -249,9 +250,10 @@ class Stage:
 
 
 class PPFE(PersonalisedStrategy):
-    """Average the shared layers of the stage, uniformly over its clients (Algorithm 1, line 18).
+    """Average the stage's shared layers over the clients, uniformly from stage 2 on (Algorithm 1, line 18).
 
-    The state holds the shared layers of this stage and of the finished ones, and how many of its rounds are done.
+    The state holds the shared layers of the current and finished stages, and the current stage's number of finished
+    rounds.
     """
 
     state = ("model", "rounds_done")
@@ -278,7 +280,7 @@ class PPFE(PersonalisedStrategy):
         return self._is_end(server_round) or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the stage, whether it has been trained or ends, and uniform weights from stage 2 on."""
+        """Return the stage, whether it ends, its number of finished rounds, and whether weights are uniform."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),
@@ -305,7 +307,7 @@ class PPFE(PersonalisedStrategy):
 
     @property
     def stage(self) -> Stage:
-        """The stage that is being trained; the last one when all are finished."""
+        """The stage that is being trained, or the last one once all are finished."""
         return self.stages[min(len(self.finished), len(self.stages) - 1)]
 
     def _is_end(self, server_round: int) -> bool:
@@ -314,14 +316,14 @@ class PPFE(PersonalisedStrategy):
 
 
 def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
-    """Return the stages of a run; raise :class:`SettingsError` if their rounds do not fit, or numbers are malformed."""
+    """Return the stages of a run; raise :class:`SettingsError` for malformed numbers or rounds that do not fit."""
     method = settings.method
     assert isinstance(method, PPFESettings)
     names = plain.layer_names
     if method.fixed_head >= len(names) + 1:
         raise SettingsError(f"ppfe-fixed-head = {method.fixed_head}: {plain.model} has the layers {', '.join(names)}")
     possible = method.stages if method.fixed_head else min(method.stages, len(names))
-    if method.stages == PPFESettings.stages and not method.stage_rounds:  # the default suits any number of rounds
+    if method.stages == PPFESettings.stages and not method.stage_rounds:  # the default adapts to any number of rounds
         possible = min(possible, settings.run.num_server_rounds)
     rounds = stage_rounds(method.stage_rounds, possible, settings.run.num_server_rounds)
     rank_lists = [_numbers("ppfe-ranks", text) for text in method.ranks.split(";")]
@@ -346,15 +348,15 @@ def open_stage(before: Stage, after: Stage, model: "Tensor", fedavg: "Tensor | N
     """Return the parameters ``(d',)`` with which a stage begins.
 
     They continue from the previous stage, except for restarted layers, which start from stage 1's model (Appendix A.4).
-    Two factors, the best approximation of their rank, replace a layer that is now of lower rank (Section 4.1).
+    A layer whose rank is now lower is replaced by two factors, its best approximation of this rank (Section 4.1).
 
     Parameters
     ----------
     before, after : Stage
         The previous stage and the new one.
     model : Tensor, (d,)
-        Parameters at the end of the previous stage. The server knows the shared layers only, and the entries of other
-        layers do not influence them.
+        Parameters at the end of the previous stage. The server knows only the shared layers, which do not depend on the
+        other layers' entries.
     fedavg : Tensor, (d_1,), optional
         Stage 1's model, for restarted layers.
     """
@@ -384,7 +386,7 @@ def open_stage(before: Stage, after: Stage, model: "Tensor", fedavg: "Tensor | N
 
 
 def stage_rounds(text: str, stages: int, total: int) -> list[int]:
-    """Return the rounds of each stage, from ``ppfe-stage-rounds`` or in the paper's proportions."""
+    """Return the number of rounds in each stage, from ``ppfe-stage-rounds`` or in the paper's proportions."""
     if text:
         rounds = _numbers("ppfe-stage-rounds", text)
         if len(rounds) != stages or sum(rounds) != total:
@@ -396,7 +398,7 @@ def stage_rounds(text: str, stages: int, total: int) -> list[int]:
         raise SettingsError(f"num-server-rounds = {total}: PPFE with {stages} stages needs at least {stages}")
     shares = np.array([PAPER_ROUNDS[min(i, len(PAPER_ROUNDS) - 1)] for i in range(stages)], np.float64)
     ends = np.rint(np.cumsum(shares) / shares.sum() * total).astype(int)
-    for i in range(stages):  # every stage has a round
+    for i in range(stages):  # give every stage at least one round
         ends[i] = min(max(ends[i], i + 1, ends[i - 1] + 1 if i else 1), total - (stages - 1 - i))
     return np.diff(ends, prepend=0).tolist()
 

@@ -2,13 +2,13 @@
 
 The setting ``dp`` names the party that adds the noise, and ``dp-epsilon`` is the ε of the whole run:
 
-- ``local``: each client clips its update and adds noise. Two data sets of the client give updates at most 2C apart.
+- ``local``: each client clips its update and adds noise. Its updates for any two data sets are at most 2C apart.
 - ``central``: each client clips its update, and the server adds noise to the sum. A client changes the sum by at most
   C. With secure aggregation the clients add shares of this noise, and the server never sees a sum without it.
 - ``sample``: DP-SGD (Abadi et al., 2016). Each client clips the gradient of each sample, and adds noise to their sum.
 
-Cohorts follow from the seed, which all clients know. No mode therefore claims privacy amplification from the choice of
-the cohort. A client spends its budget in the rounds in which it trains.
+The seed, which all clients know, determines the cohorts, so no mode claims privacy amplification from sampling them. A
+client spends its budget in the rounds in which it trains.
 """
 
 import math
@@ -37,10 +37,10 @@ BELOW = "dp-below-clip"
 
 @dataclass(frozen=True)
 class Sampling:
-    """The steps of DP-SGD in one local training."""
+    """The DP-SGD steps of a client's local training in one round."""
 
     probability: float
-    """Probability that a step contains a sample."""
+    """Probability that a step includes a given sample."""
     steps: int
     noise_multiplier: float
     clip: float
@@ -53,7 +53,7 @@ class Sampling:
 
 
 def event_of(settings: Settings, num_train: int) -> Event:
-    """Return the event of one training of a client with ``num_train`` training samples."""
+    """Return the privacy event of one round of training for a client with ``num_train`` training samples."""
     mode = settings.train.dp
     if mode == SAMPLE:
         sampling = sampling_of(settings, num_train)
@@ -62,9 +62,9 @@ def event_of(settings: Settings, num_train: int) -> Event:
 
 
 def planned_events(settings: Settings, num_train: int) -> list[Event]:
-    """Return the events of a whole run for a client with ``num_train`` training samples; none without noise.
+    """Return a whole run's privacy events for a client with ``num_train`` training samples; empty without noise.
 
-    The list is for the client that trains in the most rounds, so it bounds the events of each client.
+    The list is for the client that trains in the most rounds, so it is an upper bound for every client.
     """
     if settings.train.dp == OFF:
         return []
@@ -74,18 +74,18 @@ def planned_events(settings: Settings, num_train: int) -> list[Event]:
 
 @lru_cache(maxsize=64)
 def noise_multiplier(settings: Settings) -> float:
-    """Return the noise multiplier of one update at which all rounds of the run together have (ε, δ).
+    """Return the noise multiplier per update with which all rounds of the run together satisfy (ε, δ).
 
-    T Gaussian mechanisms with the noise multiplier z equal one mechanism with z/√T.
+    T Gaussian mechanisms with noise multiplier z are equivalent to one with z/√T.
     """
     train = settings.train
     return math.sqrt(most_trainings(settings)) * noise_multiplier_for(train.dp_epsilon, train.dp_delta)
 
 
 def sampling_of(settings: Settings, num_train: int) -> Sampling:
-    """Return the steps of DP-SGD in a local training over ``num_train`` samples.
+    """Return the DP-SGD steps of one round of local training on ``num_train`` samples.
 
-    The probability is rounded up to two digits, so that clients of similar sizes share one computation of the noise.
+    The probability is rounded up to two digits, so that clients of similar size share one noise computation.
     """
     train = settings.train
     probability = _rounded_up(min(1.0, train.batch_size / num_train))
@@ -96,21 +96,21 @@ def sampling_of(settings: Settings, num_train: int) -> Sampling:
 
 
 def _rounded_up(probability: float) -> float:
-    """Return a probability rounded up to two significant digits."""
+    """Round a probability up to two significant digits."""
     unit = 10.0 ** (math.floor(math.log10(probability)) - 1)
     return min(1.0, round(math.ceil(probability / unit - 1e-9) * unit, 12))
 
 
 def reply_deviation(settings: Settings, threshold: int = 0) -> float:
-    """Return the standard deviation of the noise that a client adds to each number of its update; 0: it adds none.
+    """Return the standard deviation of the noise that a client adds to each number of its update; 0 means none.
 
     Parameters
     ----------
     settings : Settings
         The settings of the run.
     threshold : int
-        With central noise and secure aggregation, the smallest number t of clients whose sum the server can unmask.
-        Each client adds the variance (zC)²/t, so the sum of any t updates has at least the variance (zC)².
+        With central noise and secure aggregation, the minimum number t of clients whose sum the server can unmask. Each
+        client adds noise of variance (zC)²/t, so the noise in the sum of t or more updates has variance at least (zC)².
     """
     train = settings.train
     if train.dp == LOCAL:
@@ -126,7 +126,7 @@ def reply_deviation(settings: Settings, threshold: int = 0) -> float:
 def clipped(arrays: NDArrays, references: NDArrays, clip: float) -> tuple[list[npt.NDArray[np.float64]], float]:
     """Return min(1, C / ‖Δ‖) Δ for the change Δ of the arrays, and the norm ‖Δ‖ over all arrays.
 
-    A change with NaN or infinite numbers becomes 0: an error would reveal that the training has diverged.
+    A change with NaN or infinite numbers becomes 0, because an error would reveal that training has diverged.
     """
     changed = changes(arrays, references)
     norm = norm_of(changed)
@@ -137,14 +137,14 @@ def clipped(arrays: NDArrays, references: NDArrays, clip: float) -> tuple[list[n
 
 
 def with_noise(changed: Sequence[npt.NDArray[np.float64]], deviation: float) -> list[npt.NDArray[np.float64]]:
-    """Return changes with Gaussian noise from a cryptographic generator; see :mod:`posy.noise`."""
+    """Add Gaussian noise from a cryptographic generator to changes; see :mod:`posy.noise`."""
     return noisy_sum([changed], deviation)
 
 
 def noisy_sum(
     changes_of: Sequence[Sequence[npt.NDArray[np.float64]]], deviation: float
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the sum of the clients' changes with Gaussian noise, an exact sum of multiples of the noise's grid.
+    """Return the clients' summed changes with Gaussian noise, added exactly as multiples of the noise's grid step.
 
     Parameters
     ----------
@@ -166,10 +166,10 @@ def noisy_sum(
 
 
 def split_noise(multiplier: float, cohort: int) -> tuple[float, float]:
-    """Return the noise multiplier z_Δ of the sum, and σ_b of the count; their joint cost is the cost of ``multiplier``.
+    """Return the noise multiplier z_Δ of the sum and σ_b of the count, which together cost as much as ``multiplier``.
 
-    z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the count of b − 1/2 has the sensitivity 1/2. σ_b is a
-    twentieth of the cohort, and at least z, so that small cohorts keep three quarters of the budget for the sum.
+    z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the sum of the b_i − 1/2 has sensitivity 1/2. σ_b is a
+    twentieth of the cohort but at least z, so that even small cohorts keep three quarters of the budget for the sum.
     """
     count_deviation = max(COUNT_NOISE * cohort, multiplier)
     return (multiplier**-2 - (2 * count_deviation) ** -2) ** -0.5, count_deviation
@@ -183,9 +183,9 @@ def adapted_clip(clip: float, below: float, quantile: float) -> float:
     clip : float
         The clipping norm C.
     below : float
-        The noisy fraction b of the clients whose updates had at most the norm C.
+        The noisy fraction b of clients whose updates had a norm of at most C.
     quantile : float
-        The fraction γ that should have at most this norm.
+        The target γ for this fraction.
     """
     return clip * math.exp(-CLIP_RATE * (min(max(below, 0.0), 1.0) - quantile))
 

@@ -1,4 +1,4 @@
-"""Class prototypes on the server: means of the clients' class means, weighted by their samples of the class."""
+"""Class prototypes on the server: means of the clients' class means, weighted by their numbers of samples."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
     prototypes : numpy.ndarray, float32, (M, C, D)
         c_ij; rows of classes that a client lacks are ignored.
     counts : array_like, (M, C)
-        n_ij, the clients' samples by class.
+        n_ij, the clients' numbers of samples per class.
     before : numpy.ndarray, float32, (C, D)
         The prototypes of the previous round.
     """
@@ -26,14 +26,14 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
 
 
 def class_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the clients' samples by class ``(M, C)``, each client's within the limit of ``max-client-weight``."""
+    """Return the clients' numbers of samples per class ``(M, C)``, limited by ``max-client-weight``."""
     return stacked(updates, "counts") * np.array([[update.samples_factor] for update in updates])
 
 
 def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
-    """Raise :class:`BadReplyError` for impossible numbers of samples by class ``(C,)``.
+    """Raise :class:`BadReplyError` for impossible numbers of samples per class ``(C,)``.
 
-    Their sum must be the enrolled number. The counts are sent as float32, which rounds numbers above 2^24.
+    Their sum must equal the enrolled number, up to rounding: counts are sent as float32, which is inexact above 2^24.
     """
     n = np.asarray(counts, np.float64)
     if (n < 0).any() or (n != np.round(n)).any() or not n.any():

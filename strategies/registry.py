@@ -36,19 +36,19 @@ from posy.strategies.settings import Settings
 from posy.yaml12 import parse, read_yaml
 
 PAPERS = Path(__file__).resolve().parent.parent / "papers"
-"""A folder for each paper: its tables and figures, and experiments (files of settings) in ``settings/``."""
+"""Directory with a folder for each paper: its tables and figures, and experiments (settings files) in ``settings/``."""
 
 RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ifca-mean": ("client-weights", {"weighted": "samples", "uniform": "uniform"}),
 }
-"""Settings of earlier versions: the current key, and the current value for each earlier value."""
+"""Settings renamed since earlier versions: the current key, and the current value for each earlier value."""
 REMOVED = ("dp-sensitivity",)
-"""Settings of earlier versions without a current key, which stored runs contain."""
+"""Settings of earlier versions that no longer exist, but that stored runs may contain."""
 
 STORED = "the stored run"
-"""Source of the settings of a resumed run or a stored model, for error messages."""
+"""What error messages call the source of a resumed run's or a stored model's settings."""
 SAMPLES = {"image": "images", "text": "texts", "table": "tables"}
-"""Kinds of samples in :attr:`Setting.samples`, as messages name them."""
+"""What messages call the kinds of samples in :attr:`Setting.samples`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Merged:
     sources: dict[str, str]
     """The source of each setting in ``values``, for error messages."""
     notice: str
-    """A message about settings of the file that lose their effect because the user overrides others; may be empty."""
+    """A message about the file's settings that lose their effect because the user overrides others; may be empty."""
 
 
 def read_settings(
@@ -79,7 +79,7 @@ def read_settings(
     where : str
         The source of ``user_settings``, for error messages.
     stored : mapping, optional
-        The settings of a resumed run or a stored model. Keys that this version does not have are ignored.
+        The settings of a resumed run or a stored model. Keys that this version does not know are ignored.
     sources : mapping, optional
         The sources of settings in ``user_settings`` that do not come from ``where``.
 
@@ -153,17 +153,17 @@ def with_experiment(user_settings: Mapping[str, Any], where: str) -> dict[str, A
 
 
 def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
-    """Return the checked ``user_settings``, and below them the settings of the experiment file that they name.
+    """Return the checked ``user_settings``, merged over the settings of the experiment file that they name.
 
-    A run may override the file's method, data set, partition or optimiser. It then ignores the file's settings of other
-    methods, and the file's settings that have no effect under the override, and lowers values above a limit to it. A
-    setting without an effect or above its limit in the file alone is an error, except in the ``config.yaml`` of a run,
-    which an earlier version may have written.
+    A run may override the file's method, data set, partition or optimiser. It then ignores those of the file's settings
+    that belong to other methods or have no effect under the override, and lowers values above a limit to the limit. A
+    setting that has no effect or exceeds its limit even without the override is an error, except in the ``config.yaml``
+    of a run, which an earlier version may have written.
 
     Raises
     ------
     SettingsError
-        If the file does not exist, or if the file or ``user_settings`` has a wrong setting.
+        If the file does not exist, or if the file or ``user_settings`` has an invalid setting.
     """
     values = _checked(user_settings, where)
     name = str(values.pop("experiment", ""))
@@ -195,7 +195,7 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
 
 
 def _unsuitable_model(config: Mapping[str, Any]) -> str:
-    """Return why Posy's network in a config does not suit the samples of a published data set, or an empty text."""
+    """Return why Posy's network in a config does not suit its published data set, or an empty string."""
     config = {"dataset": DataSettings.dataset, **config}
     model, data = str(config.get("model", "")), DATASETS.get(str(config["dataset"]))
     if data is None or model not in MODELS or data.kind in MODELS[model].kinds:
@@ -205,14 +205,14 @@ def _unsuitable_model(config: Mapping[str, Any]) -> str:
 
 
 def _samples_of(config: Mapping[str, Any]) -> str:
-    """Return a clause about the samples of the published data set in a config."""
+    """Return a clause about the kind of samples in a config's published data set."""
     return f"dataset = {quoted(config['dataset'])} has {SAMPLES[DATASETS[str(config['dataset'])].kind]}"
 
 
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
-    """Return the settings in ``key=value`` words, each value in the type of its setting.
+    """Parse ``key=value`` words into settings, each value as its setting's type.
 
-    Raises :class:`SettingsError` for a word of another form, and for an unknown or repeated key.
+    Raises :class:`SettingsError` for a malformed word, and for an unknown or repeated key.
     """
     texts: dict[str, str] = {}
     for word in words:
@@ -230,9 +230,9 @@ def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
 
 
 def _typed(text: str, kind: type) -> Scalar:
-    """Return a YAML scalar in the type of its setting, or the text itself if it has another type.
+    """Parse a YAML scalar as its setting's type; return the string itself if it has another type.
 
-    For example, ``on`` stays a text for a setting of texts, and ``010`` is ten, as in files of settings.
+    For example, ``on`` stays a string if the setting is a string, and ``010`` is ten, as in settings files.
     """
     if kind is str and text[:1] not in ("'", '"'):
         return text
@@ -246,19 +246,19 @@ def _typed(text: str, kind: type) -> Scalar:
 
 @lru_cache(maxsize=8)
 def from_json(text: str) -> Settings:
-    """Return the settings in a text of :meth:`Settings.to_json`; only the run's method is imported."""
+    """Return the settings in a string from :meth:`Settings.to_json`, importing only the run's method."""
     config = json.loads(text)
     return _built(checked(config, declared([_method(config)]), "the server's message"))
 
 
 def groups(methods: Iterable[str]) -> dict[str, Mapping[str, Setting]]:
-    """Return the declared settings by group: ``run``, ``data``, ``train``, and a group for each method."""
+    """Return the declared settings by group: ``run``, ``data``, ``train``, and one for each method."""
     common = {"run": settings_of(RunSettings), "data": settings_of(DataSettings), "train": settings_of(TrainSettings)}
     return common | {method: settings_of(settings_class(method), key_prefix(method)) for method in methods}
 
 
 def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
-    """Return the declared settings by key: the shared settings, and the settings of the methods (None: all)."""
+    """Return the declared settings by key: the shared settings, and those of ``methods`` (None: all of Posy's)."""
     names = tuple(METHODS if methods is None else methods)
     declarations = dict(_declared(tuple(method for method in names if not is_custom(method))))
     for method in filter(is_custom, names):
@@ -278,12 +278,12 @@ def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
 
 @lru_cache(maxsize=64)
 def _declared(methods: tuple[str, ...]) -> dict[str, Setting]:
-    """Return the shared settings, and the settings of some of Posy's methods, by key."""
+    """Return the shared settings and those of some of Posy's methods, by key."""
     return {key: setting for group in groups(methods).values() for key, setting in group.items()}
 
 
 def declared_for(config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return all of Posy's declared settings by key, and the settings of the custom method that a config names."""
+    """Return all of Posy's declared settings and those of the custom method that a config names, by key."""
     return declared([*METHODS, *_own_method(config)])
 
 
@@ -294,19 +294,19 @@ def defaults() -> dict[str, Scalar]:
 
 @lru_cache(maxsize=4096)
 def owner(key: str) -> str | None:
-    """Return Posy's method that declares a setting, or None."""
+    """Return the Posy method that declares a setting, or None."""
     candidates = (method for method in METHODS if key.startswith(f"{method}-"))
     return next((method for method in candidates if key in settings_of(settings_class(method), method)), None)
 
 
 def relevant_settings(config: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Return settings without the settings of other methods."""
+    """Return a config without the settings of methods other than ``method``."""
     foreign = {key for custom in _own_method(config) if custom != method for key in groups([custom])[custom]}
     return {key: value for key, value in config.items() if owner(key) in (None, method) and key not in foreign}
 
 
 def check_own(user_keys: Iterable[str], method: str, where: str) -> None:
-    """Raise :class:`SettingsError` if one of the user's keys is a setting of another method, which has no effect."""
+    """Raise :class:`SettingsError` if one of the user's keys belongs to another method, and so has no effect."""
     for key in user_keys:
         if owner(key) not in (None, method):
             raise SettingsError(
@@ -316,11 +316,10 @@ def check_own(user_keys: Iterable[str], method: str, where: str) -> None:
 
 
 def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that have no effect in a run, by key, with the reason.
+    """Return the reason for each setting that has no effect in a run, keyed by setting.
 
     These are the shared settings and the settings of the run's method whose condition (``Setting.needs``) is false, or
-    whose kind of samples (``Setting.samples``) a published data set does not have, with or without a value in
-    ``config``.
+    whose kind of samples (``Setting.samples``) the published data set lacks, whether or not ``config`` sets them.
 
     Parameters
     ----------
@@ -347,16 +346,17 @@ def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
 def _unmet_of_method(method: str, assignments: tuple[tuple[str, type, Scalar], ...]) -> dict[str, str]:
     """Return the result of :func:`_unmet` for one of Posy's methods.
 
-    A table reads the settings of each run many times. The types are part of the cache's key, because 1 equals True.
+    The result is cached because a table reads the settings of each run many times. The types are part of the cache key
+    because 1 equals True.
     """
     return _unmet(declared([method]), {key: value for key, _, value in assignments})
 
 
 def _unmet(declarations: Mapping[str, Setting], values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings whose conditions are false, by key, with the reason."""
+    """Return the reason for each setting whose condition is false, keyed by setting."""
     unmet: dict[str, str] = {}
     conditional = {key: setting for key, setting in declarations.items() if setting.needs}
-    for _ in declarations:  # in the conditions of other settings, a setting without an effect has its default
+    for _ in declarations:  # conditions see the default of a setting that has no effect
         current = {**values, **{key: declarations[key].default for key in unmet}}
         before, unmet = unmet, {key: text for key, setting in conditional.items() if (text := setting.unmet(current))}
         if unmet.keys() == before.keys():
@@ -365,7 +365,7 @@ def _unmet(declarations: Mapping[str, Setting], values: Mapping[str, Any]) -> di
 
 
 def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a run that differ from their defaults and have no effect, by key, with the reason.
+    """Return the reason for each non-default setting that has no effect in a run, keyed by setting.
 
     A setting at its default is accepted, because files and tables repeat defaults.
     """
@@ -375,16 +375,16 @@ def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run without the settings that have no effect."""
+    """Return a run's settings without those that have no effect."""
     unused = without_effect(config)
     return {key: value for key, value in config.items() if key not in unused}
 
 
 def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a stored run with their current keys.
+    """Return a stored run's settings under their current keys.
 
-    The function replaces a value without an effect by the default, and a value above its limit by the limit. A missing
-    setting has the value of runs from before the setting existed, or its default if neither value has an effect.
+    A value that has no effect becomes the default, and a value above its limit becomes the limit. A setting that stays
+    missing has its value from before the setting existed; if that value has no effect, the default is added.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])
@@ -407,7 +407,7 @@ def no_effect(key: str, value: Any, where: str, why: str) -> str:
 
 
 def above_limit(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return a run's settings that exceed a limit imposed by another setting, by key, with the limit.
+    """Return the limits, imposed by other settings, that a run's settings exceed, keyed by setting.
 
     A setting at its default is accepted, because files and tables repeat defaults.
     """
@@ -438,7 +438,7 @@ def lowered(config: Mapping[str, Any], user_keys: Iterable[str] = ()) -> dict[st
 
 
 def experiment_path(name: str) -> Path:
-    """Return the YAML file of an experiment, which is a path or a name in ``papers/*/settings/``.
+    """Return the path of an experiment's YAML file, given a path or a name in ``papers/*/settings/``.
 
     Raises :class:`SettingsError` if the file does not exist.
     """
@@ -465,7 +465,7 @@ def experiment_path(name: str) -> Path:
 
 
 def setting_of(word: str) -> str:
-    """Return the setting that has a word as value: ``method``, ``dataset`` or ``model``; else an empty text."""
+    """Return which of ``method``, ``dataset`` and ``model`` accepts a word as its value, or an empty string."""
     for key, names in (("method", METHODS), ("dataset", (*DATASETS, SITES)), ("model", MODELS)):
         if word in names:
             return key
@@ -473,7 +473,7 @@ def setting_of(word: str) -> str:
 
 
 def read_experiment(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file; for the ``config.yaml`` of a run, the settings that repeat the run."""
+    """Return the settings in a YAML file; for the ``config.yaml`` of a run, those that repeat the run."""
     content = read_yaml(path)
     if _is_record(content):
         if not isinstance(content["settings"], dict):
@@ -485,7 +485,7 @@ def read_experiment(path: Path) -> dict[str, Any]:
 
 
 def current_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a stored run with the keys of this version; see :data:`RENAMED` and :data:`REMOVED`."""
+    """Return a stored run's settings under the keys of this version; see :data:`RENAMED` and :data:`REMOVED`."""
     current = dict(stored)
     for old_key, (key, values) in RENAMED.items():
         if old_key in current and key not in current:
@@ -512,7 +512,7 @@ def _own_method(config: Mapping[str, Any]) -> list[str]:
 
 
 def _declarations(config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return the declared settings; if all keys are shared settings, the methods are not imported."""
+    """Return the declared settings, without importing the methods if all keys are shared settings."""
     common = declared([])
     return common if config.keys() <= common.keys() else declared_for(config)
 

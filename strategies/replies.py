@@ -1,4 +1,4 @@
-"""The clients' updates, the checks of their replies, and means over clients."""
+"""The clients' updates, checks of their replies, and means over clients."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,19 +27,19 @@ UNREADABLE = (
     MemoryError,
     BadZipFile,
 )
-"""Errors of reading malformed bytes and records (SyntaxError: an array's header; AttributeError and
-BadZipFile: an .npz instead of an array; MemoryError: a header with too large a shape)."""
+"""Errors that malformed bytes and records may raise (SyntaxError: a bad array header; AttributeError and BadZipFile: an
+.npz instead of an array; MemoryError: a header with too large a shape)."""
 ITEM_BYTES, HEADER_BYTES = 8, 4096
-"""Largest size in bytes of an element of an array in a reply, and of the array's header."""
+"""Maximum size in bytes of an array element in a reply, and of the array's header."""
 SCORES = tuple(
     f"{point}{split}-{measure}"
     for split in ("", "-validation", "-training")
     for point in ("served", "local")
     for measure in ("accuracy", "loss")
 )
-"""Keys of a client's scores: at each evaluation point, on its test, validation and training split."""
+"""Keys of a client's scores: for each evaluation point and each of its test, validation and training splits."""
 BLOCK = 16_384
-"""Number of parameters in a block of double precision."""
+"""Number of parameters that are processed at a time in double precision."""
 
 
 @dataclass
@@ -47,12 +47,12 @@ class Update:
     """A client's update after training."""
 
     arrays: dict[str, Any]
-    """The arrays by name, in the order of the method's declaration. On the client NumPy arrays or tensors; on the
-    server NumPy arrays with checked shapes and finite values."""
+    """The arrays by name, in the order of the method's declaration. On the client they are NumPy arrays or tensors; on
+    the server, NumPy arrays with checked shapes and finite values."""
     loss: SupportsFloat
-    """Mean training loss of the last local epoch; on the client also a tensor of one element."""
+    """Mean training loss of the last local epoch; on the client, it may be a one-element tensor."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers for the server."""
+    """Additional numbers for the server."""
     client: int = -1
     num_examples: int = 0
     """Index of the client and its number of training samples n_i; the server sets both."""
@@ -60,7 +60,7 @@ class Update:
     """Weight of the client in the server's means, set by the server; None: ``num_examples``."""
     weight_factor: float = 1.0
     samples_factor: float = 1.0
-    """Fractions of the weight, and of the samples in sums over samples, that remain under ``max-client-weight``."""
+    """Fractions of the weight, and of the samples in sums over samples, that ``max-client-weight`` leaves."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ClientInfo:
 
 
 LIMITED = ("clipped", "discarded", "down_weighted")
-"""Lists of a round's record: clients whose influence the server has limited."""
+"""Names of the lists in a round's record of clients whose influence the server has limited."""
 
 
 @dataclass
@@ -107,11 +107,11 @@ class RoundRecord:
     bytes_up: int = 0
     bytes_down: int = 0
     samples: int = 0
-    """Samples that clients have trained on; each pass over a sample counts."""
+    """Number of samples that clients have trained on, counting every pass."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def row(self, client: int) -> dict[str, Any]:
-        """Return the client's row, which the first call creates."""
+        """Return the client's row, creating it on the first call."""
         return self.clients.setdefault(client, {"bytes_up": 0, "bytes_down": 0})
 
     @property
@@ -137,7 +137,7 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
     Raises
     ------
     ValueError
-        If the weights sum to zero or one is negative.
+        If a weight is negative, or the weights sum to zero.
     """
     w = np.asarray(weights, np.float64)
     if (w < 0).any() or not w.sum() > 0:
@@ -146,7 +146,7 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
 
 
 def mean_of(updates: list[Update], name: str = "model") -> FloatArray:
-    """Return the mean of one array of the updates, with the weights of the setting ``client-weights``."""
+    """Return the mean of one array over the updates, weighted as ``client-weights`` says."""
     rows = stacked(updates, name)
     return weighted_mean(rows.reshape(len(rows), -1), num_examples(updates)).reshape(rows.shape[1:])
 
@@ -154,8 +154,8 @@ def mean_of(updates: list[Update], name: str = "model") -> FloatArray:
 def gram(rows: FloatArray, block: int = BLOCK, origin: FloatArray | None = None) -> npt.NDArray[np.float64]:
     """Return the inner products <row_i, row_j> in double precision.
 
-    Nearly equal models differ only in digits below the precision of float32. With the clients' start as the origin,
-    the products of similar models retain their digits.
+    The inner products of nearly equal models differ only in digits beyond float32 precision. With the clients' starting
+    model as the origin, the differences appear in the leading digits.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def gram(rows: FloatArray, block: int = BLOCK, origin: FloatArray | None = None)
     block : int
         Number of parameters in a block; the function allocates O(M block + M²) memory.
     origin : numpy.ndarray, float32, (d,), optional
-        Vector that is subtracted from each row.
+        Vector to subtract from each row.
 
     Returns
     -------
@@ -188,14 +188,14 @@ def distances_from_gram(products: npt.NDArray[np.float64]) -> npt.NDArray[np.flo
 
 
 def stacked(updates: list[Update], name: str = "model") -> FloatArray:
-    """Return one array of every update as a matrix ``(M, ...)``."""
+    """Stack one array of every update into ``(M, ...)``."""
     return np.stack([np.asarray(update.arrays[name], np.float32) for update in updates])
 
 
 def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
     """Return the clients' weights in means ``(M,)``: training samples n_i, or 1 with ``client-weights=uniform``.
 
-    No weight exceeds ``max-client-weight``.
+    No client's share exceeds ``max-client-weight``.
     """
     return unlimited_weights(updates) * [update.weight_factor for update in updates]
 
@@ -208,7 +208,7 @@ def unlimited_weights(updates: list[Update]) -> npt.NDArray[np.float64]:
 def sample_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
     """Return the numbers of training samples n_i ``(M,)``, regardless of ``client-weights``.
 
-    If the strategy sums over samples, no number exceeds ``max-client-weight``.
+    If the strategy sums over samples, no client's share of them exceeds ``max-client-weight``.
     """
     return np.array([update.num_examples * update.samples_factor for update in updates], np.float64)
 
@@ -239,7 +239,7 @@ def check_enrolled(key: str, count: Any, enrolled: int) -> None:
 
 
 def read_update(content: RecordDict, shapes: Mapping[str, tuple[int, ...]], *, with_loss: bool = True) -> Update:
-    """Return the update in a reply to a training message, with the client's index unset.
+    """Return the update in a reply to a training message, leaving the client's index unset.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ def read_update(content: RecordDict, shapes: Mapping[str, tuple[int, ...]], *, w
     ------
     BadReplyError
         If its arrays have other names or shapes, or contain NaN or infinite numbers, or if a count is impossible. A
-        malformed reply raises any of :data:`UNREADABLE`.
+        malformed reply may raise any of :data:`UNREADABLE`.
     """
     record, metrics = record_in(content, "arrays", ArrayRecord), read_metrics(content)
     check_size(record, shapes)
@@ -305,12 +305,12 @@ class Evaluation(NamedTuple):
 
 
 def read_evaluation(content: RecordDict) -> Evaluation:
-    """Return the result of an evaluation.
+    """Return the evaluation result in a client's reply.
 
     Raises
     ------
     BadReplyError
-        If a number is impossible. A malformed reply raises any of :data:`UNREADABLE`.
+        If a number is impossible. A malformed reply may raise any of :data:`UNREADABLE`.
     """
     metrics = read_metrics(content)
     count, tested = metrics["num-train"], metrics["num-examples"]
@@ -327,7 +327,7 @@ def check_size(record: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> No
     for name in shapes:
         if name not in record:
             raise BadReplyError(f"the reply lacks the array {name}")
-    if len(record) > len(shapes):  # the client chooses the further names, so the reason does not quote them
+    if len(record) > len(shapes):  # the client chose the extra names, so the reason does not quote them
         raise BadReplyError(f"the reply has {len(record)} arrays instead of {len(shapes)}")
     for name, shape in shapes.items():
         size = len(vars(record[name]).get("data", b""))  # an array that is passed by reference has no bytes
@@ -336,9 +336,9 @@ def check_size(record: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> No
 
 
 def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scores in a reply by column.
+    """Return the scores in a reply, keyed by column.
 
-    Raises :class:`BadReplyError` unless losses are finite and not negative, and accuracies in [0, 1].
+    Raises :class:`BadReplyError` unless all losses are finite and non-negative, and all accuracies are in [0, 1].
     """
     scores = {key: metrics[key] for key in SCORES if key in metrics}
     for key, value in scores.items():
@@ -348,7 +348,7 @@ def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def samples_of(metrics: Mapping[str, Any]) -> int:
-    """Return the number of samples that a client has trained on for a reply; each pass counts."""
+    """Return the number of samples that a client trained on for a reply, counting every pass."""
     count = metrics.get("samples", 0)
     check_count("samples", count, 0)
     return int(count)

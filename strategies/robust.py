@@ -1,12 +1,12 @@
 """Rules that combine the clients' models and resist a minority of arbitrary models (setting ``robust``).
 
 - ``median``, ``trimmed-mean``: Yin et al. (2018), separately for each parameter; all clients have the same weight.
-- ``krum``, ``multi-krum``: Blanchard et al. (2017), the models that have the closest neighbours.
+- ``krum``, ``multi-krum``: Blanchard et al. (2017), the models with the closest neighbours.
 - ``geometric-median``: Pillutla et al. (2022), the smoothed Weiszfeld algorithm; clients keep their weights.
 
-The tests compare with Flower's rules. Posy does not call them, for these reasons. ``select_multikrum`` computes
-distances in float32 from squared norms, which loses all digits for similar models. It also accepts too few clients.
-``trim_mean`` cuts one value too few if the fraction times the number of clients is rounded down.
+The tests compare these rules with Flower's, which Posy does not call: ``select_multikrum`` computes distances in
+float32 from squared norms, which loses all digits for similar models, and it accepts too few clients. ``trim_mean``
+cuts one value too few if floating-point rounding puts the fraction times the number of clients just below an integer.
 """
 
 import math
@@ -23,15 +23,15 @@ from posy.strategies.run_settings import RunSettings
 Float64 = npt.NDArray[np.float64]
 
 SMOOTHING = 1e-6
-"""Smallest distance ν in the weights of the geometric median (Pillutla et al., Algorithm 2)."""
+"""Lower bound ν on the distances in the geometric median's weights (Pillutla et al., Algorithm 2)."""
 ITERATIONS, TOLERANCE = 1000, 1e-8
-"""Largest number of iterations for the geometric median, and largest relative change of a share in the last one."""
+"""Maximum number of iterations for the geometric median, and the relative change of shares at which they stop."""
 
 
 class Combined(NamedTuple):
-    """The result of a rule: the model ``(d,)``, and the share of each client in it ``(M,)``.
+    """The result of a rule: the model ``(d,)``, and each client's share in it ``(M,)``.
 
-    Shares sum to 1. The median has no shares.
+    Shares sum to 1. For the median they are None.
     """
 
     model: FloatArray
@@ -68,16 +68,16 @@ class Rule:
 
     @property
     def least(self) -> int:
-        """The smallest number of clients for which the rule is defined."""
+        """The minimum number of clients for which the rule is defined."""
         return 2 * self.attackers + 3 if self.name in ("krum", "multi-krum") else 1
 
     @property
     def weighs(self) -> bool:
-        """Whether the clients' weights matter."""
+        """Whether the rule uses the clients' weights."""
         return self.name in ("multi-krum", "geometric-median")
 
     def combine(self, models: FloatArray, start: FloatArray, weights: npt.ArrayLike) -> Combined:
-        """Return the combination of models, without BatchNorm's running statistics.
+        """Combine models from which BatchNorm's running statistics have been removed.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ def median(rows: FloatArray, block: int = BLOCK) -> FloatArray:
     rows : numpy.ndarray, float32, (M, d)
         Stacked vectors.
     block : int
-        Number of columns that the function computes at a time, in double precision.
+        Number of columns to process at a time, in double precision.
     """
     result = np.empty(rows.shape[1], np.float32)
     for start in range(0, rows.shape[1], block):
@@ -129,8 +129,8 @@ def median(rows: FloatArray, block: int = BLOCK) -> FloatArray:
 def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combined:
     """Return the mean of each column without its ⌊fraction M⌋ smallest and largest values.
 
-    All clients have the same weight, so a fraction of 0 gives the unweighted mean. A client's share is its fraction of
-    the remaining values.
+    All clients have the same weight, so a fraction of 0 gives the unweighted mean. A client's share is the fraction of
+    the remaining values that come from it.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combi
     fraction : float
         At least 0 and less than 1/2.
     block : int
-        Number of columns that the function computes at a time, in double precision.
+        Number of columns to process at a time, in double precision.
     """
     count, size = rows.shape
     trimmed = trimmed_count(count, fraction)
@@ -154,7 +154,7 @@ def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combi
 
 
 def trimmed_count(count: int, fraction: float) -> int:
-    """Return ⌊fraction · count⌋, the number of values to cut at each end; 0.29 of 100 is 29 despite rounding."""
+    """Return ⌊fraction · count⌋, the number of values to cut at each end; despite rounding, ⌊0.29 · 100⌋ is 29."""
     return math.floor(fraction * count + 1e-9)
 
 
@@ -164,7 +164,7 @@ def selected_count(count: int, attackers: int, selected: int) -> int:
 
 
 def krum_scores(squares: Float64, attackers: int) -> Float64:
-    """Return each vector's sum of squared distances to its M − f − 2 closest others ``(M,)``.
+    """Return each vector's sum of squared distances to its M − f − 2 closest vectors ``(M,)``.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ def geometric_median_shares(products: Float64, weights: Float64) -> Float64:
     products : numpy.ndarray, (M, M)
         Inner products of the vectors x.
     weights : numpy.ndarray, (M,)
-        α, not negative, with a positive sum.
+        α, non-negative, with a positive sum.
     """
     alpha = weights / weights.sum()
     shares = alpha

@@ -49,7 +49,7 @@ class Rounds:
     strategy : ServerHooks
         The strategy, whose hooks the phases call.
     exchange : Exchange
-        Sends the messages.
+        The object that sends the messages.
     influence : Influence
         The limits on updates.
     """
@@ -61,17 +61,17 @@ class Rounds:
         self.influence = influence
         self.secure = SecureRounds(strategy, exchange) if self.settings.run.secure_aggregation else None
         self.before_training: Callable[[int, list[int]], None] = lambda server_round, clients: None
-        """Receives the round and the clients before the server asks them to train, for the privacy ledger."""
+        """Called with the round and the clients before the server asks them to train, for the privacy ledger."""
 
     # -- training --------------------------------------------------------------------------------------
 
     def cohort(self, server_round: int) -> list[int]:
-        """Return the sorted clients that train in a round, drawn from the seed and the round."""
+        """Return, in sorted order, the clients that train in a round; the seed and the round determine the draw."""
         trains_all = self.strategy.trains_all(server_round)
         return list(self.strategy.members) if trains_all else cohort_of(self.settings, server_round)
 
     def configure_train(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Return one message for each client of the round's cohort."""
+        """Return a training message for each client in the round's cohort."""
         strategy = self.strategy
         self.exchange.begin_round(server_round)
         clients = [c for c in self.cohort(server_round) if c in strategy.clients]
@@ -96,7 +96,7 @@ class Rounds:
         """Check the replies, aggregate the accepted updates, and record the round.
 
         A round fails if it has fewer than ``min-train-replies`` accepted updates or if secure aggregation fails. A
-        failed round changes no state, and the next message to a client names the version before the round.
+        failed round changes no state, and the next message to a client names its version from before the round.
         """
         strategy, exchange = self.strategy, self.exchange
         exchange.lap("train")
@@ -127,7 +127,7 @@ class Rounds:
         return None, MetricRecord({"train-loss": float(np.mean([float(update.loss) for update in updates]))})
 
     def _aggregate(self, server_round: int, updates: list[Update]) -> None:
-        """Add central noise or limit the updates, and aggregate them."""
+        """Add central noise to the updates or limit them, and aggregate them."""
         strategy, train = self.strategy, self.settings.train
         if train.dp == CENTRAL and updates[0].arrays:
             updates = [self._with_noise(server_round, updates)]
@@ -141,11 +141,11 @@ class Rounds:
             strategy.record.quantities = {**strategy.record.quantities, "dp_clip": float(strategy.dp_clip[0])}
 
     def _average_statistics(self, served: npt.NDArray[Any] | None, updates: list[Update]) -> None:
-        """Replace BatchNorm's running statistics in a global model by the mean, or by the rule of ``robust``.
+        """Replace a global model's BatchNorm running statistics with their mean or the result of the ``robust`` rule.
 
-        A server that moves the parameters along an update would extrapolate the statistics, and a variance could
-        become negative. This applies to an attribute ``model`` that the server has replaced in this round, that has
-        the shape of the clients' models, and that all of these clients receive.
+        A server that takes steps along the update would otherwise extrapolate the statistics, and a variance could
+        become negative. The function only changes the attribute ``model``, and only if the server has replaced it in
+        this round, it has the shape of the clients' models, and all clients that sent one receive it.
         """
         strategy, influence = self.strategy, self.influence
         if not influence.has_statistics:
@@ -162,7 +162,7 @@ class Rounds:
         strategy.model = model.copy()
         if influence.rule:
             strategy.model[statistics] = influence.combine_statistics(models[:, statistics])
-        else:  # as in FedAvg, bit for bit: the rounding of a sum depends on the number of columns
+        else:  # bit for bit as in FedAvg: the rounding of a sum depends on the number of columns
             mean = weighted_mean(models, strategy.mean_weights(sent) * factors)
             strategy.model[statistics] = mean[statistics]
 
@@ -172,7 +172,7 @@ class Rounds:
         return lambda content: read_update(content, shapes, with_loss=with_loss)
 
     def accept_update(self, client: int, update: Update) -> Update:
-        """Check an update, and record it in the row of its client."""
+        """Check an update, and record it in its client's row."""
         strategy, record = self.strategy, self.strategy.record
         update.client, update.weight = client, self.exchange.weight(client)
         check_enrolled("num-examples", update.num_examples, strategy.clients[client].num_train)
@@ -192,10 +192,10 @@ class Rounds:
         return update
 
     def _with_noise(self, server_round: int, updates: list[Update]) -> Update:
-        """Return the mean of the clipped updates with noise on their sum, as a single update.
+        """Return the mean of the clipped updates, with noise added to their sum, as a single update.
 
         The sum is divided by the size of the drawn cohort, which does not depend on the clients' data or replies. With
-        secure aggregation ``updates`` is one mean, which already contains the noise of the clients.
+        secure aggregation, ``updates`` holds a single mean, which already contains the clients' noise.
         """
         strategy, train = self.strategy, self.settings.train
         cohort, clip = len(self.cohort(server_round)), float(strategy.dp_clip[0])
@@ -224,7 +224,7 @@ class Rounds:
     # -- evaluation ------------------------------------------------------------------------------------
 
     def configure_evaluate(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Return a message with the currently served arrays for every member, if the round is evaluated."""
+        """Return an evaluation message for every member that has joined, if the round is evaluated."""
         self.exchange.sent = []
         run = self.settings.run
         if not schedule.evaluates(run, server_round):
@@ -239,7 +239,7 @@ class Rounds:
         return self.exchange.messages(MessageType.EVALUATE, server_round, config, flags)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Record each client's scores."""
+        """Record the clients' scores, and return the mean served accuracy."""
         record, exchange = self.strategy.record, self.exchange
         if self.secure:
             evaluated = schedule.evaluates(self.settings.run, server_round)
@@ -256,7 +256,7 @@ class Rounds:
         return scores
 
     def _accept_evaluation(self, client: int, evaluation: Evaluation) -> int:
-        """Check the result of an evaluation, and record it in the row of its client."""
+        """Check an evaluation result, and record it in its client's row."""
         strategy, record = self.strategy, self.strategy.record
         check_enrolled("num-train", evaluation.num_train, strategy.clients[client].num_train)
         check_enrolled("num-examples", evaluation.num_test, strategy.clients[client].num_test)

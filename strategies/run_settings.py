@@ -1,4 +1,4 @@
-"""The settings of a run: run, data, training and method."""
+"""The shared settings of a run and of local training."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,18 +8,18 @@ from posy.paths import found_at, sha256_of
 from posy.settings import Search, SettingsError, setting
 
 AUTO, OFF = "auto", "off"
-"""Words in place of a number: Posy chooses the number, or the feature is off."""
+"""Words that may replace a number: Posy chooses the number, or the feature is off."""
 LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
 """Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
 UNIFORM = "uniform"
-"""The value of ``client-weights`` with which all clients have the same weight."""
+"""The value of ``client-weights`` that gives all clients the same weight."""
 WITHHELD = "withheld"
-"""The value of ``dp-scores`` with which clients send no scores."""
+"""The value of ``dp-scores`` that keeps clients from sending scores."""
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """The local training of one client."""
+    """Settings of a client's local training."""
 
     model: str = setting(
         "auto",
@@ -31,17 +31,17 @@ class TrainSettings:
     )
     weights: str = setting(
         "",
-        "safetensors file with initial weights, by the names of the network's tensors; a head with another number of "
-        "classes starts from random weights; a .txt file of word vectors (GloVe) initialises the embedding only; "
-        "`torchvision`: torchvision's pretrained weights; empty: random weights. If the path does not exist, Posy "
-        "searches data-dir for the file name",
+        "safetensors file with initial weights, keyed by the names of the network's tensors; a head with another "
+        "number of classes starts from random weights; a .txt file of word vectors (GloVe) initialises the embedding "
+        "only; `torchvision`: torchvision's pretrained weights; empty: random weights. If the path does not exist, "
+        "Posy searches data-dir for the file name",
         place=True,
         path_or=PRETRAINED,
         synonyms=("pretrained", "checkpoint"),
     )
     weights_sha256: str = setting(
         "",
-        "SHA-256 of the weights file, which a run computes at its start; Posy refuses nodes with a different file",
+        "SHA-256 of the weights file, computed when a run starts; Posy refuses nodes with a different file",
         needs='weights != "" | torchvision',
     )
     frozen: str = setting("", "layers that are neither trained nor sent, separated by commas", synonyms=("freeze",))
@@ -57,20 +57,20 @@ class TrainSettings:
         minimum=1,
         synonyms=("epochs", "num-epochs"),
     )
-    local_steps: int = setting(0, "SGD steps in a round instead of epochs; 0: use local-epochs", minimum=0)
+    local_steps: int = setting(0, "number of SGD steps in a round, instead of epochs; 0: use local-epochs", minimum=0)
     batch_size: int = setting(10, "samples in a mini-batch", minimum=1, synonyms=("batch",))
     lr: float = setting(
         0.05, "learning rate", above=0, synonyms=("learning-rate",), search=Search(0.005, 0.5, log=True)
     )
     lr_schedule: str = setting(
         "constant",
-        "learning rate over the rounds; `exponential` and `step` multiply it by lr-decay every round, or every lr-step "
-        "rounds",
+        "schedule of the learning rate over the rounds; `exponential` and `step` multiply it by lr-decay every round, "
+        "or every lr-step rounds",
         choices=("constant", "cosine", "exponential", "step"),
     )
     lr_decay: float = setting(
         0.99,
-        "factor of the exponential and the step schedule",
+        "factor of the exponential and step schedules",
         needs="lr-schedule = exponential | step",
         above=0,
         maximum=1,
@@ -78,7 +78,7 @@ class TrainSettings:
     lr_step: int = setting(10, "rounds between two steps of the step schedule", needs="lr-schedule = step", minimum=1)
     loss: str = setting(
         "cross-entropy",
-        "loss of each sample that local training minimises; a custom loss is a function that takes logits (B, C) and "
+        "per-sample loss that local training minimises; a custom loss is a function that takes logits (B, C) and "
         "labels (B,) and returns losses (B,)",
         choices=("cross-entropy",),
         custom_kind="a loss",
@@ -92,13 +92,13 @@ class TrainSettings:
     )
     optimizer: str = setting(
         "sgd",
-        "optimiser of local training; steps that a method prescribes as plain SGD stay plain",
+        "optimiser for local training; steps that a method defines as plain SGD stay plain",
         choices=("sgd", "adam", "adamw"),
         synonyms=("optimiser", "opt"),
     )
     optimizer_state: str = setting(
         "fresh",
-        "state of the optimiser (momentum, Adam's moments): `fresh` in each training, or `kept` from the client's last "
+        "state of the optimiser (momentum, Adam's moments): `fresh` in each round, or `kept` from the client's last "
         "round",
         choices=("fresh", "kept"),
         synonyms=("optimiser-state",),
@@ -124,22 +124,22 @@ class TrainSettings:
         above=0,
     )
     max_grad_norm: float = setting(
-        0.0, "L2 norm to which each model's gradient of a mini-batch is clipped; 0: off", minimum=0
+        0.0, "L2 norm to which each model's mini-batch gradient is clipped; 0: off", minimum=0
     )
     device: str = setting(
         "auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True, affects_results=False, synonyms=("gpu",)
     )
     threads: int = setting(
         1,
-        "PyTorch threads of a client process on the CPU; 0: unchanged",
+        "number of PyTorch threads per client process on the CPU; 0: unchanged",
         minimum=0,
         maximum=1024,
         resumable=True,
     )
     stack: str = setting(
         "auto",
-        "train several models (FedFew's K, and in one process the models of several clients) in turn (`loop`), or as "
-        "one stacked computation (`vmap`); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
+        "train several models (FedFew's K, or those of several clients in one process) in turn (`loop`), or as one "
+        "stacked computation (`vmap`); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
         choices=("auto", "loop", "vmap"),
         resumable=True,
     )
@@ -159,7 +159,7 @@ class TrainSettings:
     )
     dp_clip: float = setting(
         0.0,
-        "L2 norm to which a client's update, or with dp = sample the gradient of a sample, is clipped; it must be "
+        "L2 norm to which each client's update, or with dp = sample each sample's gradient, is clipped; it must be "
         "above 0",
         needs="dp != off",
         minimum=0,
@@ -181,7 +181,7 @@ class TrainSettings:
     )
     dp_clip_quantile: float = setting(
         0.0,
-        "fraction of the updates that adaptive clipping leaves unchanged; dp-clip is then the first norm; 0: the "
+        "fraction of updates that adaptive clipping aims to leave unchanged; dp-clip is then the initial norm; 0: the "
         "norm is fixed",
         source="Andrew et al., 2021: 0.5",
         needs="dp = central and secure-aggregation = false",
@@ -190,15 +190,15 @@ class TrainSettings:
     )
     dp_scores: str = setting(
         WITHHELD,
-        "training loss and scores of a client in a run with noise; `exact`: the client sends them, and the epsilon of "
-        "the run does not cover them",
+        "training loss and scores in a run with noise; `withheld`: clients do not send them; `exact`: clients send "
+        "them, and the epsilon of the run does not cover them",
         choices=(WITHHELD, "exact"),
         needs="dp != off",
     )
 
     @property
     def withholds_scores(self) -> bool:
-        """Whether clients send neither their training loss nor scores."""
+        """Whether clients send neither their training loss nor their scores."""
         return self.dp != OFF and self.dp_scores == WITHHELD
 
     def __post_init__(self) -> None:
@@ -221,11 +221,11 @@ def identified(train: TrainSettings, folder: str) -> TrainSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The run: method, rounds, participation, evaluation and output."""
+    """Settings of the run: method, rounds, participation, evaluation and output."""
 
     method: str = setting(
         "fedfew",
-        "method of the run; a custom method is a file and the prefix of its classes, as in mine:FedMine",
+        "method of the run; a custom method is given as its file and the prefix of its classes, such as mine:FedMine",
         custom_kind="a method",
         synonyms=("algo", "algorithm", "strategy"),
     )
@@ -249,8 +249,8 @@ class RunSettings:
     )
     holdout_clients: float = setting(
         0.0,
-        "fraction of clients that join as newcomers after the last round; each is served, and trains once without "
-        "aggregation",
+        "fraction of clients that join as newcomers after the last round; each receives the served model, and trains "
+        "once without aggregation",
         minimum=0,
         maximum=0.9,
         synonyms=("held-out-clients", "new-clients", "unseen-clients"),
@@ -258,7 +258,7 @@ class RunSettings:
     client_weights: str = setting(
         "samples",
         "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
-        "over samples (class prototypes, FedFew's n_i / N of the losses) always use the numbers of samples",
+        "over samples (class prototypes, FedFew's n_i / N for the losses) always use the numbers of samples",
         needs="robust = mean | multi-krum | geometric-median or method = feddrm",
         choices=("samples", UNIFORM),
         source="McMahan et al., 2017, Algorithm 1: n_i / n",
@@ -266,16 +266,16 @@ class RunSettings:
     )
     min_train_replies: int = setting(
         1,
-        "smallest number of valid replies; with fewer the round fails, and the server's state does not change",
+        "minimum number of valid replies; with fewer, the round fails and the server's state does not change",
         minimum=1,
     )
     max_update_norm: float = setting(
-        0.0, "largest L2 norm of a client's update; a larger update is dropped; 0: no limit", minimum=0
+        0.0, "maximum L2 norm of a client's update; a larger update is dropped; 0: no limit", minimum=0
     )
     max_norm_ratio: float | str = setting(
         AUTO,
-        "largest L2 norm of a client's update as a multiple of the round's median norm; a larger update is scaled down "
-        "to it; 0: no limit; `auto`: 3 with dataset=sites, else 0",
+        "maximum L2 norm of a client's update, as a multiple of the round's median norm; a larger update is scaled "
+        "down to it; 0: no limit; `auto`: 3 with dataset=sites, else 0",
         needs="secure-aggregation = false",
         number_or=AUTO,
         minimum=0,
@@ -283,8 +283,8 @@ class RunSettings:
     )
     max_client_weight: float | str = setting(
         AUTO,
-        "largest share of a client in the server's means and sums; a larger weight is lowered to it; 1: no limit; "
-        "`auto`: with dataset=sites 3 divided by the number of replies, at most 0.5, else 1",
+        "maximum share of a client in the server's means and sums; a larger weight is lowered to it; 1: no limit; "
+        "`auto`: with dataset=sites, 3 divided by the number of replies, but at most 0.5; else 1",
         needs="secure-aggregation = false and robust = mean | multi-krum | geometric-median",
         number_or=AUTO,
         above=0,
@@ -342,13 +342,13 @@ class RunSettings:
     )
     secure_range: float = setting(
         16.0,
-        "secure aggregation: largest change of a parameter in a round; it determines the rounding",
+        "secure aggregation: maximum change of a parameter in a round; it determines the rounding error",
         needs="secure-aggregation = true",
         minimum=1e-9,
     )
     grace: float | str = setting(
         OFF,
-        "seconds that training waits for the other clients once min-train-replies clients have answered",
+        "seconds for which training waits for the other clients once min-train-replies clients have answered",
         number_or=OFF,
         minimum=0,
         maximum=1e8,
@@ -357,7 +357,7 @@ class RunSettings:
     )
     round_timeout: float | str = setting(
         AUTO,
-        "seconds to wait for the replies of a round; `auto`: estimated from the earlier replies, and no limit in one "
+        "seconds to wait for the replies of a round; `auto`: estimated from earlier replies, or no limit in one "
         "process",
         number_or=AUTO,
         above=0,
@@ -372,8 +372,8 @@ class RunSettings:
     )
     average_rounds: int = setting(
         0,
-        "number of final rounds whose mean is also in the summary; system accuracy, if it is on, is computed in each "
-        "of them; 0: none",
+        "number of final rounds over which the summary also averages the scores; system accuracy, if it is on, is "
+        "computed in each of them; 0: none",
         minimum=0,
         limit="num-server-rounds",
         resumable=True,
@@ -383,12 +383,15 @@ class RunSettings:
         "accuracy on the pooled test sets, by FedDRM's routing or a majority vote; `auto`: FedDRM only",
         choices=("auto", "on", "off"),
     )
-    seed: int = setting(42, "seed of all random numbers", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
+    seed: int = setting(42, "seed for all random numbers", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
     output_dir: str = setting(
         "runs", "directory that holds the runs", place=True, resumable=True, affects_results=False, synonyms=("output",)
     )
     run_name: str = setting(
-        "", "folder of this run; empty: method, data set, seed and time", affects_results=False, synonyms=("name",)
+        "",
+        "name of the run's folder; empty: method, data set, seed and time",
+        affects_results=False,
+        synonyms=("name",),
     )
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
     min_clients: int = setting(
@@ -403,14 +406,14 @@ class RunSettings:
     )
     checkpoint_every: int = setting(
         10,
-        "rounds between checkpoints, with another after the last round; 0: no checkpoints",
+        "number of rounds between checkpoints, with another after the last round; 0: no checkpoints",
         minimum=0,
         resumable=True,
         affects_results=False,
     )
     track: str = setting(
         OFF,
-        "tool that also receives the record of the run",
+        "tracking tool that also receives the run's record",
         choices=(OFF, "tensorboard", "mlflow", "wandb"),
         custom_kind="a tracker",
         resumable=True,
@@ -420,7 +423,8 @@ class RunSettings:
     resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
     state_memory: int = setting(
         4096,
-        "MiB of memory for the clients' states in an in-process run; other states go to disk; 0: all states go to disk",
+        "MiB of memory for the clients' states in an in-process run; states beyond it go to disk; 0: all states go to "
+        "disk",
         minimum=0,
         resumable=True,
         affects_results=False,

@@ -1,7 +1,7 @@
-"""SCAFFOLD (Karimireddy et al., 2020): control variates correct the drift of the clients.
+"""SCAFFOLD (Karimireddy et al., 2020): control variates correct client drift.
 
-Clients step along their gradient + c − c_i (Eq. 3). The variate c_i estimates the gradient of client i, and the
-server's variate c estimates the gradient of all clients.
+Client i steps along its gradient + c − c_i (Eq. 3). Its variate c_i estimates its own gradient, and the server's
+variate c estimates the mean gradient of all clients.
 
 The server stores c but no c_i. Three rules keep c equal to the mean of the members' c_i:
 
@@ -92,7 +92,7 @@ class SCAFFOLDSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse optimisers other than SGD with a fresh momentum, and limits that would change a client's variate."""
+        """Refuse optimisers other than SGD with fresh momentum, and limits that would change a client's variate."""
         reason = "c is the mean of the clients' variates only if the server adds their changes with constant weights"
         return {
             "max-norm-ratio": f"{reason}; max-update-norm drops large updates",
@@ -116,7 +116,7 @@ class SCAFFOLD(PersonalisedStrategy):
         self.weights: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Move x along the models' mean change, and c with the variates of the clients that replied."""
+        """Move x by the models' mean change, and c by that of the replying clients' variates."""
         n = num_examples(updates)
         self.model = moved(self.model, weighted_mean(stacked(updates), n), self.method.server_lr)
         before = self.weights.sum()
@@ -156,8 +156,8 @@ def mean_variate(control: FloatArray, before: float, change: FloatArray, replied
     control : numpy.ndarray, float32, (d,)
         c, the mean over members whose total weight is ``before``.
     before : float
-        Total weight of the members in c: 0 in the first round, and below ``total`` if the server has reached further
-        members.
+        Total weight of the members that c covers: 0 in the first round, and below ``total`` if the server has since
+        reached more members.
     change : numpy.ndarray, float32, (d,)
         Mean of c_i⁺ − c_i over the clients that replied.
     replied : float

@@ -4,19 +4,19 @@ A round has five stages:
 
 1. Each client sends its public keys.
 2. Each client sends encrypted shares of two secrets to its neighbours.
-3. Each client trains, and sends its update and its scores under masks.
-4. Each client signs the list of all clients whose updates have arrived, the survivors (ConsistencyCheck of Bonawitz et
-   al., 2017, Figure 4).
+3. Each client trains, and sends its masked update and scores.
+4. Each client signs the list of survivors, the clients whose updates have arrived (ConsistencyCheck of Bonawitz et al.,
+   2017, Figure 4).
 5. Each client checks that enough clients of the whole cohort have signed the same list. It then reveals one share for
-   each neighbour: of its self-mask if the neighbour is on the list, else of its private key. The server computes the
-   masks in the sum from these shares and subtracts them.
+   each neighbour: a share of the neighbour's self-mask if the neighbour is on the list, else of the neighbour's private
+   key. From these shares, the server computes the masks in the sum, and subtracts them.
 
-The evaluation of a round has the same stages, with other keys, over the scores alone. Before the first round, sites add
-statistics of their data in the same way. The client's side, which does not trust the server, is
+A round's evaluation has the same stages, with different keys and for the scores alone. Before the first round, sites
+sum statistics of their data in the same way. The client's side, which does not trust the server, is in
 :mod:`posy.client_app.secure_aggregation`.
 
 If the same clients take part in the next phase, they send the keys and shares for it with their answers in stages 4 and
-5. The phase then has three stages. If other clients take part after all, they send new keys and shares.
+5, and that phase has only three stages. If other clients take part after all, all of them send new keys and shares.
 """
 
 import math
@@ -52,58 +52,58 @@ from posy.strategies.replies import BadReplyError, check_enrolled, check_size, r
 from posy.strategies.run_settings import RunSettings
 
 KEYS, SHARES, SURVIVORS, UNMASK = "keys", "shares", "survivors", "unmask"
-"""The stages of a round other than the training or evaluation."""
+"""The stages of a round besides training or evaluation."""
 TRAINING, EVALUATION, STATISTICS = "", "evaluation", "statistics"
-"""End of the name of a round for updates, for scores, and for the statistics of the sites' data."""
+"""Suffixes of the names of rounds: for updates, for scores, and for statistics of the sites' data."""
 NEXT = "next-round"
-"""Entry of a request in the stages of survivors and shares: the round for which keys or shares are also requested."""
+"""Request entry in the survivors and unmask stages: the round for which keys or shares are also requested."""
 AGAIN = "again"
-"""Entry of a request for keys: earlier keys and shares for this round are void."""
+"""Entry in a request for keys: any earlier keys and shares for this round are void."""
 MASKED = "masked"
-"""Name of the array with the masked words of a reply."""
+"""Name of the array with a reply's masked words."""
 PER_CLIENT = frozenset(("client", "site", "state-from", "state-keep", "evaluate-personal", "sources", "shares"))
 """Entries of a message's config that differ between the clients of a round; all others must be the same."""
 REFUSAL = b"refused"
-"""First text of the answer of a client that refuses some neighbours' keys; one text for each neighbour follows."""
+"""First item in the answer of a client that refuses some neighbours' keys; one item per refused neighbour follows."""
 MAX_REFUSAL = 300
-"""Largest number of bytes of the text for a refused neighbour: its index, a space and the reason."""
+"""Maximum number of bytes in the item for a refused neighbour: its index, a space and the reason."""
 KEY_TEXTS, SIGNED_TEXTS, MAX_SIGNATURE = 4, 2, 1000
-"""Number of texts of a client's keys (two keys, a signature, the signer) and of its signature of a list (the signature,
-the signer); largest number of bytes of a signature and of a signer."""
+"""Number of items for a client's keys (two keys, a signature, the signer) and for its signature on a list (the
+signature, the signer); maximum number of bytes in a signature or signer."""
 ROUND_KEY_BYTES = 32
-"""Bytes of a signer that is a key of one round; the public key of a site is longer."""
+"""Length in bytes of a signer that is a single round's key; a site's public key is longer."""
 DEFAULT_FRACTION = 0.6
 """The fraction for ``secure-threshold = auto``."""
 Answer = list[bytes]
 Masked = tuple[Words, Mapping[str, Any]]
 """The masked words in a reply, and its metrics."""
 Ask = Callable[[str, Mapping[int, Mapping[str, Any]], Callable[[int, Answer], None]], dict[int, Answer]]
-"""Sends the requests of a stage, by client, and returns the answers that pass a check, by client."""
+"""Sends a stage's requests, keyed by client, and returns the answers that pass a check, also keyed by client."""
 
 
 class TooFewError(MaskingError):
-    """Too few clients remain to unmask the sum of a round."""
+    """Too few remaining clients to unmask the sum of a round."""
 
 
 def threshold_of(size: int, fraction: float) -> int:
-    """Return the number of clients among ``size`` clients that must finish the round: more than half."""
+    """Return how many of ``size`` clients must finish the round: always more than half."""
     return max(2, size // 2 + 1, math.ceil(fraction * size - 1e-9))
 
 
 def fraction_of(threshold: float | str) -> float:
-    """Return the fraction in the setting ``secure-threshold``; ``auto`` is the fraction without signed keys."""
+    """Return the fraction in the setting ``secure-threshold``; for ``auto``, the one without signed keys."""
     return DEFAULT_FRACTION if isinstance(threshold, str) else threshold
 
 
 def colluding(size: int) -> int:
-    """Return the largest number of clients below a third of ``size`` clients: c = ⌈n/3⌉ - 1."""
+    """Return the largest number of clients that is less than a third of ``size``: c = ⌈n/3⌉ - 1."""
     return max(0, -(-size // 3) - 1)
 
 
 def safe_threshold(size: int, colluders: int) -> int:
-    """Return the smallest threshold t at which at most one list of survivors has t signatures: 2t > n + c.
+    """Return the smallest threshold t at which only one list of survivors can have t signatures: 2t > n + c.
 
-    An honest client signs one list in a round. A client that colludes with the server signs every list.
+    An honest client signs only one list in a round. A client that colludes with the server may sign every list.
 
     Parameters
     ----------
@@ -116,23 +116,23 @@ def safe_threshold(size: int, colluders: int) -> int:
 
 
 class View(NamedTuple):
-    """The clients of a round and their thresholds, which must be the same for all clients of the round.
+    """The clients and thresholds of a round, which must be the same for all of its clients.
 
-    The clients form a ring. The neighbours of a client are the ``reach`` clients on either side of it. With
-    ``reach`` = 0 all clients are neighbours.
+    The clients form a ring. The neighbours of a client are the ``reach`` clients on either side of it. If ``reach`` is
+    0, all clients are neighbours.
     """
 
     cohort: tuple[int, ...]
-    """The clients in the order of the ring."""
+    """The clients in ring order."""
     reach: int
     cohort_threshold: int
-    """Number of clients of the cohort that must sign the list of survivors."""
+    """Number of clients in the cohort that must sign the list of survivors."""
     threshold: int
-    """Number of shares that reveal a secret."""
+    """Number of shares that are needed to reveal a secret."""
 
     @classmethod
     def new(cls, clients: Sequence[int], neighbours: int, fraction: float | str, *, signed: bool) -> Self:
-        """Return a view with a ring in random order.
+        """Return a view whose ring is in random order.
 
         Parameters
         ----------
@@ -143,7 +143,8 @@ class View(NamedTuple):
         fraction : float or str
             The setting ``secure-threshold``.
         signed : bool
-            Whether sites sign their keys: they tolerate a server that colludes with a third of the clients.
+            Whether sites sign their keys; with ``auto``, thresholds then withstand a server that colludes with fewer
+            than a third of the clients.
         """
         ring, reach = list(clients), -(-neighbours // 2)
         secrets.SystemRandom().shuffle(ring)
@@ -158,23 +159,23 @@ class View(NamedTuple):
 
     @property
     def neighbourhood(self) -> int:
-        """Number of neighbours of each client, including the client."""
+        """Number of neighbours of each client, including the client itself."""
         return 2 * self.reach + 1 if self.reach else len(self.cohort)
 
     def rosters(self) -> dict[int, list[int]]:
-        """Return the sorted neighbours of each client, including the client."""
+        """Return the sorted neighbours of each client, including the client itself."""
         ring, near = self.cohort, range(-self.reach, self.reach + 1)
         if not self.reach:
             return {client: sorted(ring) for client in ring}
         return {client: sorted(ring[(i + step) % len(ring)] for step in near) for i, client in enumerate(ring)}
 
     def tolerated(self) -> int:
-        """Return the number of clients that may collude with a malicious server without harm to the others.
+        """Return the maximum number of clients that can collude with a malicious server without harm to the others.
 
-        The number is -1 if a malicious server does harm without colluding clients. If all clients are neighbours, the
-        number is the largest c with 2t > n + c. In a ring, colluding clients and clients that have dropped out may also
-        separate an honest part of the ring from the rest. A part has two ends. At each end, at least t - 1 - r of the
-        next r clients have not dropped out, so that 2 (t - 1 - r) of them must collude.
+        The number is -1 if a malicious server can do harm on its own. If all clients are neighbours, the number is the
+        largest c with 2t > n + c. In a ring, colluding clients and clients that have dropped out could also cut off an
+        honest segment from the rest. At each of the segment's two ends, at least t - 1 - r of the next r clients have
+        not dropped out, so 2 (t - 1 - r) clients would have to collude.
         """
         bounds = [2 * self.cohort_threshold - len(self.cohort) - 1, self.threshold - 1]
         if self.reach:
@@ -182,7 +183,7 @@ class View(NamedTuple):
         return max(-1, min(bounds))
 
     def digest(self) -> bytes:
-        """Return a digest of the view, which binds keys, shares, masks and signatures to the view."""
+        """Return a digest of the view, which binds keys, shares, masks and signatures to it."""
         return digest("view", *map(str, (self.reach, self.cohort_threshold, self.threshold, *self.cohort)))
 
     def entries(self) -> dict[str, Any]:
@@ -196,15 +197,15 @@ class View(NamedTuple):
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """Return the view of a request."""
+        """Return the view in a request's config."""
         numbers = (int(config[key]) for key in ("reach", "cohort-threshold", "threshold"))
         return cls(tuple(int(client) for client in config["cohort"]), *numbers)
 
 
 def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
-    """Return whether the graph of some clients and their neighbours is connected.
+    """Return whether some clients, linked to their neighbours, form a connected graph.
 
-    In a graph with several components the server would learn the sum of each component.
+    If the graph had several components, the server would learn the sum of each.
     """
     reached, frontier = set[int](), sorted(clients)[:1]
     while frontier:
@@ -215,7 +216,7 @@ def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
 
 
 class Prepared(NamedTuple):
-    """The keys and shares that the clients of a round have sent before the round begins."""
+    """The keys and shares that a round's clients have sent before it begins."""
 
     name: str
     view: View
@@ -233,15 +234,15 @@ class SecureRound:
     run : RunSettings
         The settings.
     weights : Mapping of int to int
-        Weight of each client of the cohort, by index; for scores 1.
+        Weight of each client in the cohort, keyed by index; 1 for scores.
     ask : callable
         Sends the messages of a stage, and returns the answers.
     drop : callable
         Records that a client is dropped from the round, with the reason.
     following : str
-        Name of the next round if the same clients take part in it; else empty.
+        Name of the next round if the same clients take part in it, or an empty string.
     prepared : Prepared, optional
-        The keys and shares that the clients have sent in the previous round.
+        The keys and shares that the clients sent in the previous round.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class SecureRound:
     ) -> None:
         self.name = name
         self.refusal = ""
-        """The reason why the round fails; empty unless it fails."""
+        """The reason why the round failed; empty unless it has."""
         self.prepared: Prepared | None = None
         """The keys and shares for the next round, if all clients have sent them."""
         self._run, self._weights, self._ask, self._drop = run, weights, ask, drop
@@ -269,7 +270,7 @@ class SecureRound:
         self.total = 0
 
     def opened(self) -> dict[int, dict[str, Any]]:
-        """Run the stages of keys and shares; return the config entries of each client's message.
+        """Run the keys and shares stages, and return the config entries for each client's message.
 
         The result is empty if too few clients remain.
         """
@@ -311,10 +312,11 @@ class SecureRound:
         return View.new(sorted(public), run.secure_neighbours, run.secure_threshold, signed=signed)
 
     def _sealed(self) -> dict[int, Answer]:
-        """Return each client's encrypted shares, without the clients whose keys most of their neighbours refuse.
+        """Return each client's encrypted shares, except for clients whose keys most of their neighbours refuse.
 
-        A client that refuses neighbours receives another request, with a roster without the excluded clients. A client
-        that refuses further clients is dropped itself, because one vote does not exclude a client.
+        A client that has refused only neighbours that are now excluded is asked again, with them removed from its
+        roster. A client that has refused any other neighbour is dropped itself, because one vote does not exclude a
+        client.
         """
         refused: dict[int, dict[int, str]] = {}
 
@@ -350,16 +352,16 @@ class SecureRound:
     def unmasked(
         self, masked: Mapping[int, Words], common: bytes, numbers: int
     ) -> tuple[npt.NDArray[np.float64], list[int]] | None:
-        """Return the weighted mean change of the parameters ``(d,)``, and the sums of the scores; None if this fails.
+        """Return the weighted mean change of the parameters ``(d,)``, and the sums of the scores; None on failure.
 
         Parameters
         ----------
         masked : Mapping
-            Masked words of the clients.
+            The clients' masked words.
         common : bytes
             Digest of everything that all clients have received: :func:`common_digest`.
         numbers : int
-            Number of whole numbers after the parameters.
+            Number of whole numbers that follow the parameters.
         """
         try:
             total = self._unmasked(masked, digest(self._view.digest(), common))
@@ -371,7 +373,7 @@ class SecureRound:
             return None
 
     def weight(self, clients: Collection[int]) -> int:
-        """Return the sum of the weights of some clients."""
+        """Return the total weight of some clients."""
         return sum(self._weights[client] for client in clients)
 
     def _unmasked(self, masked: Mapping[int, Words], context: bytes) -> Words:
@@ -408,7 +410,7 @@ class SecureRound:
         return total
 
     def _signed(self, survivors: list[int]) -> tuple[dict[int, Answer], dict[int, Answer]]:
-        """Return the clients' signatures of the list of survivors, and their keys for the next round."""
+        """Return the clients' signatures on the list of survivors, and their keys for the next round."""
         following = {NEXT: self._following} if self._following else {}
         public: dict[int, Answer] = {}
 
@@ -422,7 +424,7 @@ class SecureRound:
         return {client: answer[:SIGNED_TEXTS] for client, answer in answers.items()}, public
 
     def _revealed(self, signed: Mapping[int, Answer], public: Mapping[int, Answer]) -> dict[int, Answer]:
-        """Return the shares that the clients reveal, and keep their keys and shares for the next round."""
+        """Return the shares that the clients reveal, and store their keys and shares for the next round."""
         signers = sorted(signed)
         texts = [text for client in signers for text in signed[client]]
         requests: dict[int, dict[str, Any]] = {c: {"signers": signers, "signatures": texts} for c in signers}
@@ -469,14 +471,14 @@ class SecureRound:
 
 
 def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[int, Sequence[int]]) -> dict[int, str]:
-    """Return the clients whose keys more than half of their neighbours refuse, each with the reason.
+    """Return the reason for excluding each client whose keys more than half of its neighbours refuse.
 
     Parameters
     ----------
     refused : Mapping
-        The refused clients of each refusing client, with the reasons.
+        For each client that refuses keys, the reason for each client it refuses.
     neighbours : Mapping
-        The neighbours of each client that have answered.
+        Those of each client's neighbours that have answered.
     """
     excluded = {}
     for client in sorted({client for reasons in refused.values() for client in reasons}):
@@ -491,15 +493,15 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
 
 
 def masked_shape(shapes: Iterable[tuple[int, ...]], numbers: int) -> tuple[int]:
-    """Return the shape of a masked update: words of the parameters, a word of the weight, and words of the scores."""
+    """Return the shape of a masked update: words for the parameters, the weight and the scores."""
     return (sum(map(math.prod, shapes)) + 1 + LIMBS * numbers,)
 
 
 def read_masked(content: RecordDict, size: int, num_train: int | None = None) -> Masked:
     """Return the masked words in a reply, and its metrics.
 
-    Raises :class:`BadReplyError` for a wrong number or type of words, or, after a training, for a number of samples
-    other than ``num_train``. A malformed reply raises any of :data:`~posy.strategies.replies.UNREADABLE`.
+    Raises :class:`BadReplyError` if the words have the wrong number or type, or if, after training, the number of
+    samples is not ``num_train``. A malformed reply may raise any of :data:`~posy.strategies.replies.UNREADABLE`.
     """
     record, metrics = record_in(content, "arrays", ArrayRecord), read_metrics(content)
     check_size(record, {MASKED: (size,)})
@@ -514,7 +516,7 @@ def read_masked(content: RecordDict, size: int, num_train: int | None = None) ->
 
 
 def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
-    """Return a digest of everything that all clients of a round receive; masks of different digests do not cancel.
+    """Return a digest of everything that all clients of a round receive; masks with different digests do not cancel.
 
     Without the digest, a server could send one client a different model, learning rate or sum of weights, and recognise
     this client's update in the sum. The digest also covers entries that Posy does not know.
@@ -522,7 +524,7 @@ def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
     Parameters
     ----------
     config : mapping
-        The config of a message to a client. The entries in :data:`PER_CLIENT` are not common.
+        The config of a message to a client. The entries in :data:`PER_CLIENT` are ignored.
     arrays : list of numpy.ndarray
         The arrays that all clients receive.
     """
@@ -536,7 +538,7 @@ def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
 
 
 def _request_for_shares(view: View, roster: list[int], public: Mapping[int, Answer]) -> dict[str, Any]:
-    """Return the request for a client's shares: the view of the round, its neighbours and their keys."""
+    """Return the request for a client's shares: the round's view, the client's neighbours and their keys."""
     keys = [key for other in roster for key in public[other]]
     return {**view.entries(), "roster": roster, "public-keys": keys}
 
@@ -553,7 +555,7 @@ def _check(answer: Any, count: int, size: int) -> None:
 
 
 def _refusals(texts: Sequence[Any], neighbours: set[int]) -> dict[int, str]:
-    """Return the refused neighbours in an answer with the reasons; raise :class:`BadReplyError` if it is malformed."""
+    """Return the reason for each refused neighbour; raise :class:`BadReplyError` if the answer is malformed."""
     refused = {}
     for text in texts:
         number, _, reason = text.decode(errors="replace").partition(" ") if isinstance(text, bytes) else ("", "", "")

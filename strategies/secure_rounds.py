@@ -38,7 +38,7 @@ class SecureRounds:
     strategy : ServerHooks
         The strategy.
     exchange : Exchange
-        Sends the messages.
+        The object that sends the messages.
     """
 
     def __init__(self, strategy: ServerHooks, exchange: Exchange) -> None:
@@ -49,22 +49,22 @@ class SecureRounds:
 
     @property
     def current(self) -> SecureRound:
-        """The secure aggregation of this phase."""
+        """The secure aggregation in the current phase."""
         assert self._current is not None
         return self._current
 
     def training_name(self, server_round: int) -> str:
-        """Return the name of the secure aggregation of a round's updates."""
+        """Return the name of the secure aggregation over a round's updates."""
         return f"{self.exchange.states.attempt}-{server_round}"
 
     def evaluation_name(self, server_round: int) -> str:
-        """Return the name of the secure aggregation of a round's scores."""
+        """Return the name of the secure aggregation over a round's scores."""
         return f"{self.training_name(server_round)}-{EVALUATION}"
 
     def open(
         self, name: str, weights: Mapping[int, int], grid: Grid, following: str, flags: Mapping[int, dict[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Exchange keys and shares with some clients, and return the config entries of the clients that take part.
+        """Exchange keys and shares with some clients, and return the config entries for those that take part.
 
         Parameters
         ----------
@@ -75,7 +75,8 @@ class SecureRounds:
         grid : Grid
             Flower's grid.
         following : str
-            The name of the next secure aggregation if the same clients are expected to take part in it, or empty.
+            The name of the next secure aggregation if the same clients are expected to take part in it, or an empty
+            string.
         flags : mapping
             The config entries of each client.
         """
@@ -119,7 +120,7 @@ class SecureRounds:
         return lambda content: read_masked(content, size, count)
 
     def accept(self, client: int, masked: Masked) -> Update:
-        """Return a masked update; the row of its client receives no scores."""
+        """Return a client's masked update, without recording scores in its row."""
         words, metrics = masked
         self.exchange.count_bytes(client, up=words.nbytes)
         count = self.strategy.clients[client].num_train
@@ -127,7 +128,7 @@ class SecureRounds:
         return Update({"masked": words}, math.nan, metrics, client, count, self.exchange.weight(client))
 
     def summed(self, updates: list[Update]) -> tuple[list[Update], str]:
-        """Return the mean of masked updates as a single update, or no update and the reason."""
+        """Return the mean of masked updates as a single update, or no update and the reason for the failure."""
         strategy, record = self.strategy, self.strategy.record
         client = updates[0].client  # all clients are expected to return the same shapes
         shapes = self.exchange.expected_shapes(client)
@@ -190,12 +191,12 @@ class SecureRounds:
         return MetricRecord({"served-accuracy": served["mean"]}) if served else None
 
     def _common_digest(self) -> bytes:
-        """Return the digest of everything that all clients of this phase have received."""
+        """Return the digest of the content that all clients in this phase have received."""
         config: Mapping[str, Any] = record_in(self.exchange.phase[0].content, "config", ConfigRecord)
         return common_digest(config, list(self.exchange.common().values()))
 
     def _add_sums(self, numbers: list[int], *, training: bool) -> None:
-        """Record the sums of the scores; scores after the training take precedence over scores of the evaluation."""
+        """Record the summed scores; those from training take precedence over those from the evaluation."""
         record = self.strategy.record
         summed, samples = tallies(self.settings, numbers, training=training)
         before = {key: tally for key, tally in record.sums.items() if tally.samples}

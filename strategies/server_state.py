@@ -11,11 +11,11 @@ from posy.strategies.arrays import Arrays
 from posy.strategies.hooks import ServerHooks
 
 FINISHED_IN = "finished-in"
-"""Name of the array with the rounds after which the arrays of ``sent_once`` were complete."""
+"""Name of the array with the round after which each array in the list ``sent_once`` was complete."""
 
 
 def arrays_once(strategy: ServerHooks, first: int = 0) -> Arrays:
-    """Return the arrays of ``sent_once`` by name, without the first ``first`` arrays."""
+    """Return the arrays in the list ``sent_once`` by name, without the first ``first`` ones."""
     if not (name := strategy.method.sent_once):
         return {}
     finished: list[npt.NDArray[Any]] = getattr(strategy, name)
@@ -37,8 +37,8 @@ def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generi
     Raises
     ------
     KeyError, ValueError
-        If an array is missing, or has another type or shape than this strategy's array. The strategy then keeps its
-        state.
+        If an array is missing, or its type or shape differs from that of this strategy's array. The strategy then keeps
+        its state.
     """
     for name in _names(strategy):
         array, fresh = arrays[name], getattr(strategy, name)
@@ -55,7 +55,7 @@ def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generi
 
 
 def check_state(strategy: ServerHooks) -> None:
-    """Raise :class:`SettingsError` if ``initialise`` has set something other than an array that ``state`` names."""
+    """Raise :class:`SettingsError` unless ``initialise`` has set every name in ``state`` to an array."""
     kind = type(strategy).__name__
     for name in _names(strategy):
         value: Any = getattr(strategy, name, None)
@@ -67,5 +67,5 @@ def check_state(strategy: ServerHooks) -> None:
 
 
 def _names(strategy: ServerHooks) -> tuple[str, ...]:
-    """Return the names of the state's arrays; with adaptive clipping also the clipping norm."""
+    """Return the names of the state's arrays; with adaptive clipping, they include the clipping norm."""
     return (*strategy.state, "dp_clip") if strategy.settings.train.dp_clip_quantile else strategy.state

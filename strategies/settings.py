@@ -1,4 +1,4 @@
-"""The settings of a run, and the base of a method's settings, from which server and clients derive the same network."""
+"""The settings of a run and the base class of a method's settings, from which server and clients build one network."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from posy.settings import Scalar, SettingsError, as_config, setting, settings_of
 from posy.strategies.arrays import ALLOWED, RETURNED, Answer, Arrays, Refused, Returned, verdict
 from posy.strategies.run_settings import CENTRAL, RunSettings, TrainSettings
 
-if TYPE_CHECKING:  # settings are read without PyTorch
+if TYPE_CHECKING:  # reading settings needs no PyTorch
     from collections.abc import Mapping
 
     import numpy as np
@@ -37,22 +37,22 @@ def training_clients(settings: "Settings") -> int:
 class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
 
-    A method declares the arrays in its messages, each once: ``sent`` has the names of the arrays that a client
-    receives, and ``returned`` the arrays of its reply. By default both are one model. With ``dp_sgd=True`` a
-    subclass states that DP-SGD protects everything that clients send, and with ``robust=True`` that its server combines
-    whole models by :meth:`~posy.strategies.base.PersonalisedStrategy.mean` only. Server and clients both call the
-    methods below.
+    A method declares the arrays in its messages, each once: ``sent`` names the arrays that a client receives, and
+    ``returned`` declares the arrays in its reply. By default each is a single model. With ``dp_sgd=True`` a subclass
+    states that DP-SGD protects everything that clients send, and with ``robust=True`` that its server combines whole
+    models only with :meth:`~posy.strategies.base.PersonalisedStrategy.mean`. Server and clients both call the methods
+    below.
     """
 
     sent: ClassVar[tuple[str, ...]]
-    """Names of the arrays that a client receives; by default the arrays from which the returned arrays differ."""
+    """Names of the arrays that a client receives; by default those that the returned arrays change."""
     sent_once: ClassVar[str] = ""
-    """Name of a growing list of arrays, an attribute of the strategy. Each client receives an array of the list once,
-    and stores it in its state as ``<name>-<number>``, with numbers from 1."""
+    """Name of a strategy attribute that is a growing list of arrays. Each client receives every array in it once, and
+    stores it in its state as ``<name>-<number>``, numbered from 1."""
     returned: ClassVar["Mapping[str, Returned]"] = RETURNED
-    """The arrays of a client's reply, in their order."""
+    """The arrays in a client's reply, in order."""
     noise: ClassVar[Refused | None]
-    """Why the method does not support noise on a client's update; :data:`ALLOWED` if all its arrays do."""
+    """Why the method does not support noise on a client's update; :data:`ALLOWED` if all its arrays support it."""
     sums: ClassVar[Refused | None]
     """Why the method does not support secure aggregation; :data:`ALLOWED` if its server needs only the mean of each
     array. It then serves the same arrays to all clients of a round."""
@@ -63,14 +63,14 @@ class MethodSettings:
     depend on its data only through one local training whose objective is a mean over samples."""
     robust: ClassVar[Refused | None]
     """Why another rule cannot replace the server's mean (setting ``robust``); :data:`ALLOWED` if it can. All clients
-    then start from one model, and the server uses their models in the rule only."""
+    then start from one model, and the server uses their models only in the rule."""
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
     class_statistics: ClassVar[bool] = False
     """Whether clients send statistics of each class, such as mean features; a site refuses them for rare classes."""
     card: "ClassVar[MethodCard | None]" = None
-    """The facts of the method's documentation page; None for a custom method without a page."""
+    """The facts for the method's documentation page; None for a custom method without a page."""
 
     def __init_subclass__(
         cls,
@@ -109,14 +109,14 @@ class MethodSettings:
         return False
 
     def refusals(self) -> "Mapping[str, str]":
-        """Return the shared settings that must keep their defaults, by key, each with the reason.
+        """Return the reason for each shared setting that must keep its default, keyed by setting.
 
         For example ``{"momentum": "c_i is a distance divided by the rate, which holds for plain SGD only"}``.
         """
         return {}
 
     def notices(self, settings: "Settings", network: "Architecture") -> "tuple[str, ...]":
-        """Return warnings to log before round 1, for settings under which the method degenerates to another one."""
+        """Return warnings to log before round 1, for settings with which the method reduces to another one."""
         return ()
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
@@ -124,7 +124,7 @@ class MethodSettings:
         return plain
 
     def client_scores(self, outputs: "Tensor", weights: "npt.NDArray[np.float64]") -> "Tensor":
-        """Return the scores ``(n, M)`` whose largest entry is the client that answers a query; with :attr:`routes`.
+        """Return scores ``(n, M)``; with :attr:`routes`, the client with the highest score answers a query.
 
         Parameters
         ----------
@@ -136,15 +136,15 @@ class MethodSettings:
         raise NotImplementedError
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Return the names of the layers or single tensors that stay on the client; by default none."""
+        """Return the names of the layers or individual tensors that stay on the client; by default none."""
         return ()
 
     def reference(self, network: "Architecture", sent: Arrays, reply: Arrays) -> Arrays:
-        """Return the starting value of each array in the client's reply, as the declarations define it.
+        """Return the starting value of each array in the client's reply, as declared in ``returned``.
 
         The update is the difference between the arrays and these values. ``max-update-norm`` and ``max-norm-ratio``
-        limit its norm, ``dp`` clips it and adds noise, and masks cover it. A method overrides this function if the
-        client starts from a part or a mixture of the sent arrays.
+        limit its norm, ``dp`` clips it and adds noise, and secure aggregation masks it. A method overrides this
+        function if the client starts from a part or a mixture of the sent arrays.
 
         Parameters
         ----------
@@ -192,10 +192,10 @@ class Settings:
             )
 
     def as_config(self) -> dict[str, Scalar]:
-        """Return the settings by flat key; the method's name is the prefix of its settings."""
+        """Return the settings as a flat mapping; the method's settings are prefixed with its name."""
         method_config = as_config(self.method, key_prefix(self.run.method))
         return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **method_config}
 
     def to_json(self) -> str:
-        """Return the settings as one line of JSON, which the messages to the clients contain."""
+        """Return the settings as one line of JSON, to be sent to the clients."""
         return json.dumps(self.as_config())

@@ -1,18 +1,18 @@
-"""A convex quadratic over weights that sum to 1: the shortest mixture of clients or of their gradients."""
+"""Minimisation of a convex quadratic over weights that sum to 1, such as for the shortest mixture of gradients."""
 
 import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
 Box = tuple[Float64, Float64, Float64]
-"""w, lower and upper bounds of the points x with Σ w_j x_j = 1."""
+"""w, and the lower and upper bounds on points x with Σ w_j x_j = 1."""
 
 STEPS, ROUNDS = 20, 200
-"""Number of accelerated steps before each step to the minimum of a face, and number of repetitions of both."""
+"""Number of accelerated steps before each move to the minimum of a face, and maximum number of repetitions of both."""
 TOLERANCE, ROUNDING = 1e-12, 1e-15
-"""Remaining descent relative to the minimum, and smallest descent of a round relative to its terms."""
+"""Bounds at which the method ends: remaining descent relative to αᵀ A α, and a round's descent relative to ||x||²."""
 FLATTEST = 1e-12
-"""Smallest diagonal entry, relative to the largest, for the scaling of a coordinate."""
+"""Lower bound on the diagonal entries that scale the coordinates, relative to the largest entry."""
 
 
 def minimise_on_simplex(
@@ -20,9 +20,9 @@ def minimise_on_simplex(
 ) -> Float64:
     """Return the α that minimises αᵀ A α over α ≥ 0, Σ α_j = 1 and, if a radius is given, |α_j − centre_j| ≤ radius.
 
-    The method is accelerated projected gradient (Beck and Teboulle, 2009), which restarts when its momentum points
-    uphill (O'Donoghue and Candès, 2015). The coordinates are scaled so that A has ones on its diagonal. After some
-    steps the method goes to the minimum of the current face, or to the first bound on the way. It ends when the
+    The method is accelerated projected gradient descent (Beck and Teboulle, 2009), which restarts when its momentum
+    points uphill (O'Donoghue and Candès, 2015). The coordinates are scaled so that A has ones on its diagonal. After
+    some steps, the method moves to the minimum of the current face, or to the first bound on the way. It ends when the
     linearised problem has no descent left, or when the descent is below rounding errors.
 
     Parameters
@@ -73,11 +73,11 @@ def minimise_on_simplex(
 
 
 def projected(vector: Float64, w: Float64, lower: Float64, upper: Float64) -> Float64:
-    """Return the point x nearest to a vector with lower ≤ x ≤ upper and Σ w_j x_j = 1; w is positive.
+    """Return the point x nearest to a vector such that lower ≤ x ≤ upper and Σ w_j x_j = 1, for positive w.
 
     Such a point must exist. It is the vector minus τ w, clipped to the bounds. The sum decreases with τ, and is linear
-    between the values of τ at which a coordinate meets a bound. Bisection finds the two values around the solution, and
-    linear interpolation gives τ.
+    between the values of τ at which a coordinate meets a bound. Bisection finds the two such values around the
+    solution, and linear interpolation gives τ.
     """
     knots = np.sort(np.concatenate([(vector - upper) / w, (vector - lower) / w]))
     first, last = 0, len(knots) - 1
@@ -122,7 +122,7 @@ def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64
         system = np.zeros((len(free) + 1, len(free) + 1))
         system[:-1, :-1] = a[np.ix_(free, free)]
         system[:-1, -1] = system[-1, :-1] = w[free] / w[free].max()
-        # The nearest of several minima keeps the weights of equal clients equal.
+        # If there are several minima, the nearest one keeps the weights of equal clients equal.
         direction = np.linalg.lstsq(system, np.append(-(a @ point)[free], 0.0), rcond=None)[0][:-1]
         direction -= w[free] * (w[free] @ direction) / (w[free] @ w[free])
         bound = np.where(direction > 0, upper[free], lower[free])
@@ -141,7 +141,7 @@ def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64
 
 
 def _gap(a: Float64, point: Float64, box: Box) -> float:
-    """Return the largest descent of the linearised objective: half a bound on the distance from the minimum."""
+    """Return half the largest descent of the linearised objective, a bound on the excess over the minimum."""
     w, lower, upper = box
     gradient = (a @ point) / w
     order = np.argsort(gradient)

@@ -1,4 +1,4 @@
-"""The version of each client's state: the server names the versions and never receives the state."""
+"""The versions of the clients' states: the server names them, but never receives a state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,28 +13,30 @@ T = TypeVar("T")
 
 
 class LostStateError(BadReplyError):
-    """The node of a client does not have the version that a message named."""
+    """A state version that a message named, but that the client's node does not have."""
 
 
 @dataclass
 class ClientStates:
     """The versions of the clients' states.
 
-    A version has the name of the message whose reply may store it: ``2-4-1`` for the evaluation of round 4 after the
-    run has been resumed twice. A run uses each name once, and the newest version of a client has the largest numbers.
+    A version is named after the message whose reply may store it: for example, ``2-4-1`` for the evaluation of round 4
+    after the run has been resumed twice. A run uses each name once, and the newest version of a client has the largest
+    numbers.
     """
 
     attempt: int = 0
-    """Number of times that the run has been resumed."""
+    """Number of times the run has been resumed."""
     folders: dict[str, str] = field(default_factory=dict)
-    """Folders of the states: ``run``, the name of the run's folder, and in a simulation ``state-directory``."""
+    """Config entries that locate the states: ``run``, the name of the run's folder, and in a simulation
+    ``state-directory``."""
     versions: dict[int, str] = field(default_factory=dict)
-    """The version of each client; only an accepted reply changes it. It is empty if a client stores no state."""
+    """The version of each client's state, which only an accepted reply changes; empty if the client stores none."""
     needed: list[Mapping[int, str]] = field(default_factory=list)
-    """Versions by client that the checkpoints or the last round need."""
+    """Versions, keyed by client, that checkpoints or the last round still need."""
 
     def config(self, phase: str, server_round: int, client: int) -> dict[str, Any]:
-        """Return the config entries about the state of a client."""
+        """Return the config entries about a client's state."""
         return {
             **self.folders,
             "state-from": self.versions.get(client, ""),
