@@ -10,7 +10,7 @@ from posy.client_app.training.work import Train, Trained
 from posy.strategies.apfl import APFLSettings
 from posy.strategies.replies import Update
 
-TOGETHER, SHARE = 0, 1  # streams of batches
+TOGETHER, SHARE = 0, 1  # batch streams
 
 
 class APFLClient(PersonalClient):
@@ -32,7 +32,7 @@ class APFLClient(PersonalClient):
         return Update({"model": shared}, both.loss[1]), self.keep_model(self.mixture(personal, shared, alpha))
 
     def mixing_share(self, personal: Tensor, shared: Tensor) -> Steps[float]:
-        """Return alpha. An adaptive alpha first takes a step along its gradient <v - w, grad F_i(mixture)>."""
+        """Return alpha. An adaptive alpha first takes a descent step with its gradient <v - w, grad F_i(mixture)>."""
         stored = self.stored.get("alpha")
         alpha = self.method.alpha if stored is None else float(stored)
         if not self.method.adaptive:
@@ -44,7 +44,7 @@ class APFLClient(PersonalClient):
         return min(1.0, max(0.0, alpha + float(step)))
 
     def mixture(self, personal: Tensor, shared: Tensor, alpha: float) -> Tensor:
-        """Return alpha v + (1 - alpha) w ``(d,)``, with the running statistics that v's vector contains."""
+        """Return alpha v + (1 - alpha) w ``(d,)``, with the running statistics in v's vector."""
         parameters = self.layout.trainable
         mixed = torch.lerp(parameters.take(shared), parameters.take(personal), alpha)
         return parameters.put(personal.clone(), mixed)

@@ -1,4 +1,4 @@
-"""The ClientApp: it passes Flower's messages to the method's NumPyClient and packs the replies."""
+"""The ClientApp, which passes Flower's messages to the method's NumPyClient and packs the replies."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ from posy.strategies.masking import Words
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
 Result = tuple[Any, int, dict[str, Any]]
-"""The result of a call: arrays by name or a loss, the number of samples, and the metrics."""
+"""The result of a call: the arrays keyed by name, or the loss; the number of samples; and the metrics."""
 
 isolate_simulation()
 app = ClientApp(mods=[answer_in_kind, record_reply])
@@ -72,10 +72,10 @@ def work(message: Message, context: Context) -> Message:
 @app.query()
 @guarded
 def query(message: Message, context: Context) -> Message:
-    """Return the clients of this node, their numbers of samples, and the versions of the installed packages.
+    """Return this node's clients, their sample counts, and the versions of the installed packages.
 
-    Other queries request the description of a site's data, or belong to a stage of secure aggregation. A ping gets an
-    empty reply, which shows that the node has finished its earlier messages.
+    Other queries request a description of a site's data or belong to a stage of secure aggregation. A ping gets an
+    empty reply, which shows that the node has finished processing earlier messages.
     """
     config = record_in(message.content, "config", ConfigRecord)
     if config.get(PING):
@@ -118,7 +118,7 @@ def masked_statistics(message: Message, context: Context, policy: Policy | None)
 
 
 def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return the name of this node, its clients, and their numbers of samples."""
+    """Return this node's name, its clients, and their sample counts."""
     clients, part = hosted_clients(context, workspace), workspace.partition
     return {
         "name": str(context.node_config.get("name", "")),
@@ -130,7 +130,7 @@ def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
-    """Return the clients of a node: every ``num-partitions``-th client from ``partition-id`` on."""
+    """Return the clients of a node: every ``num-partitions``-th client, starting at ``partition-id``."""
     try:
         first, step = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
     except (KeyError, TypeError, ValueError):
@@ -144,10 +144,10 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
 
 
 def own_places(config: dict[str, Any], context: Context) -> None:
-    """Replace the server's folders in a message's config with the folders that the node's config names.
+    """Replace the server's folders in a message's config with those that the node's config names.
 
-    The client's state goes to a folder of the run in ``state-dir``. Its model goes to a folder of the run in
-    ``models``, or by default to a subfolder of the state's folder.
+    The client's state goes to the run's folder in ``state-dir``. Its model goes to the run's folder in ``models`` or,
+    by default, to a subfolder of the state folder.
     """
     save_to = config.pop("save-models-to", "")
     config.pop("state-directory", None)
@@ -166,7 +166,7 @@ def own_places(config: dict[str, Any], context: Context) -> None:
 
 
 class Call:
-    """A message to one client with a request for training or evaluation.
+    """A message that asks one client to train or evaluate.
 
     Parameters
     ----------
@@ -175,9 +175,9 @@ class Call:
     context : Context
         Flower's context of the node.
     store : StateStore, optional
-        Storage of the client's state. The default is the directory in the config, or else the context.
+        Storage for the client's state. The default is the directory in the config or, without one, the context.
     trusting : bool
-        Whether the server chooses the folders of this process, as in a simulation. By default the node's config does.
+        Whether the server may choose this process's folders, as in a simulation. By default, the node's config does.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Call:
         self.number = int(self._config["client"])
         arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
         self.received: Arrays = {name: array.numpy() for name, array in arrays.items()}
-        """The arrays from the server by name, not copied."""
+        """The arrays from the server, keyed by name and not copied."""
         if self._policy:
             phase, server_round = message.metadata.message_type, int(self._config["server-round"])
             check_place(self.workspace.settings, context, self.number, server_round)
@@ -227,29 +227,29 @@ class Call:
 
     @property
     def num_train(self) -> int:
-        """Number of training samples of the client."""
+        """The client's number of training samples."""
         return len(self.workspace.partition.train[self.workspace.part_of(self.number)])
 
     @property
     def travels(self) -> bool:
-        """Whether another process may run the call. The keys of secure aggregation stay in this process."""
+        """Whether another process may run the call. Keys for secure aggregation never leave this process."""
         return self._masking is None
 
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
-        """Return the client with its state, and the generator of its requests."""
+        """Return the client with its state, and the generator that yields its requests."""
         client = self._make(self.number, self.workspace, self._store.load(self.number, self._versions))
         self._state = client.state
         run = LocalRun(client.jobs, self.received, self._config, self._masking)
         return client, run.train() if self._training else run.evaluate()
 
     def packed(self) -> Parcel:
-        """Return the call in a form that another process can run with :func:`unpacked`."""
+        """Pack the call for another process, which opens it with :func:`unpacked`."""
         self._state = self._store.load(self.number, self._versions)
         head = self.number, self._training, self._config, list(self._state), list(self.received)
         return Parcel(head, [*self._state.values(), *self.received.values()])
 
     def unpack_answer(self, answer: Parcel) -> Result:
-        """Return a result from another process (:func:`packed`), and load the client's new state."""
+        """Unpack a result that :func:`packed` returned in another process, and load the client's new state."""
         (state_names, reply_names, num_examples, metrics), arrays = answer
         if state_names is not None:
             self._state = State(dict(zip(state_names, arrays, strict=False)))
@@ -259,7 +259,7 @@ class Call:
     def close(self, result: Result | Exception) -> Message:
         """Store the client's state and return the reply, or raise the client's error.
 
-        If the client's state is missing, the reply names only its version.
+        If the client's state is missing, the reply names only the client and the missing version.
         """
         state, self._state = self._state, State()  # only the store keeps the state in memory
         if isinstance(result, MissingStateError):
@@ -286,7 +286,7 @@ class Call:
 
 
 def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Steps[Result]]:
-    """Return the client and generator of a packed call, as :meth:`Call.open` does, in another process."""
+    """Open a packed call in another process, and return the client and its generator as :meth:`Call.open` does."""
     (number, training, config, state_names, array_names), arrays = parcel
     state = State(dict(zip(state_names, arrays, strict=False)))
     client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
@@ -295,7 +295,7 @@ def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Step
 
 
 def packed(client: PersonalClient, result: Result) -> Parcel:
-    """Return the packed result of a call, with the client's state if it has changed."""
+    """Pack the result of a call, together with the client's state if it has changed."""
     arrays, num_examples, metrics = result
     replied = arrays if isinstance(arrays, dict) else {}  # an evaluation returns its loss instead
     stored = list(client.state) if client.state.changed else None
@@ -305,7 +305,7 @@ def packed(client: PersonalClient, result: Result) -> Parcel:
 
 
 def reply_to(message: Message, arrays: Arrays, num_examples: int, metrics: dict[str, Any]) -> Message:
-    """Return a reply. Strings and the client's index are in its config, because Flower would average them."""
+    """Return a reply. Its config holds the strings and the client's index, because Flower averages metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]

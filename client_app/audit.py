@@ -1,9 +1,9 @@
-"""The audit log of a node: one line for each message that the node answers or refuses, written before the reply leaves.
+"""A node's audit log: one line for each message that the node answers or refuses, written before the reply leaves.
 
-A line is a JSON object. It contains the hash of the previous line and its own hash, so that a changed, deleted or moved
-line breaks the chain. A second file, the head, records the number of events and the last hash, which
-reveals a truncated log. The log contains no sample, label, file name or path of the site. It lists the names and sizes
-of a message's records, never their values.
+Each line is a JSON object that contains its own hash and the hash of the previous line, so a changed, deleted or moved
+line breaks the chain. A second file, the head, records the number of events and the last hash, so that a truncated log
+is noticed. The log contains no sample, label, file name or path of the site. It lists the names and sizes of a
+message's records, never their values.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ START = "0" * 64
 """The previous hash of the first event."""
 TAIL_BYTES = 1 << 14
 MAX_NAMES, MAX_TEXT = 40, 100
-"""Largest number of names that an event lists, and of characters of a text that comes from the server."""
+"""Maximum number of names that an event lists, and of characters in a string that comes from the server."""
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,59}")
-"""Pattern of the names that the log shows. Custom code may use other names, which could contain data."""
+"""Pattern of the names that the log shows. Other names, which custom code may use, could contain data."""
 RECOVERED, GAP, RUN_BEGIN = "recovered", "gap", "run-begin"
 NOTES = "_posy_audit"
 """The attribute of Flower's context that holds the notes on a message."""
@@ -54,7 +54,7 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Head:
-    """The end of a chain: the number of its events and the hash of the last event. As a string it is an anchor."""
+    """The end of a chain: the number of its events and the hash of the last event. Its string form is an anchor."""
 
     count: int = 0
     hash: str = START
@@ -64,13 +64,13 @@ class Head:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the head in an anchor, or None if the text is not an anchor."""
+        """Parse an anchor and return its head, or None if the string is not an anchor."""
         parts = re.fullmatch(r"([0-9]{1,19}):([0-9a-f]{64})", text.strip())
         return cls(int(parts[1]), parts[2]) if parts else None
 
 
 def line_of(event: Mapping[str, Any], head: Head) -> tuple[bytes, Head]:
-    """Return the line of an event after a chain's head, and the new head."""
+    """Return the line that appends an event after a chain's head, and the new head."""
     chained = {**event, "number": head.count + 1, "previous": head.hash}
     chained["hash"] = _hash(chained)
     return _canonical(chained) + b"\n", Head(head.count + 1, chained["hash"])
@@ -85,7 +85,7 @@ def _hash(event: Mapping[str, Any]) -> str:
 
 
 def _event_in(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line without a check of its hash, or None if the line contains no event."""
+    """Return the event in a line without checking its hash, or None if the line contains no event."""
     try:
         event = json.loads(line)
         is_chained = isinstance(event, dict) and isinstance(event["number"], int) and isinstance(event["previous"], str)
@@ -96,19 +96,19 @@ def _event_in(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check of a log: the events of its unbroken part, its head, and its first problem."""
+    """The result of checking a log: the events in its unbroken part, the head of this part, and the first problem."""
 
     events: list[dict[str, Any]]
     head: Head
     line: int = 0
-    """Number of the first broken line, from 1, or 0 if the chain is unbroken."""
+    """Number of the first broken line, counting from 1, or 0 if the chain is unbroken."""
     problem: str = ""
     unfinished: bool = False
     """Whether the last line is incomplete, as after a crash. The next event records this."""
 
 
 def check_lines(lines: bytes, recorded: Head | None) -> Checked:
-    """Check the chain in the bytes of a log against the ``recorded`` head from the second file."""
+    """Check the chain in a log's bytes, and compare its end with the ``recorded`` head from the second file."""
     events: list[dict[str, Any]] = []
     head = Head()
     unreadable: list[bytes] = []
@@ -145,7 +145,7 @@ def _problem_of(event: Mapping[str, Any], head: Head) -> str:
 
 
 def _recovery(unreadable: Iterable[bytes]) -> dict[str, Any]:
-    """Return the fields with which an event describes the incomplete lines before it."""
+    """Return the fields of an event that describe the incomplete lines before it."""
     content = b"\n".join(unreadable)
     return {"event": RECOVERED, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -171,16 +171,16 @@ def contains(checked: Checked, anchor: Head) -> bool:
 
 
 class AuditLog:
-    """An audit log in a file. Several threads and processes may append to it: each locks the file for one event."""
+    """An audit log in a file. Several threads and processes may append to it, because each append locks the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun: set[str] = set()
 
     def append(self, *events: Mapping[str, Any]) -> None:
-        """Append events, and wait until they are on the disk.
+        """Append events, and wait until they are on disk.
 
-        After a crash, the last line may be incomplete. The line stays, and an event records it. If the log does not end
+        A crash may leave the last line incomplete. The line stays, and an event records it. If the log does not end
         with the event that the head names, an event records the gap.
 
         Raises
@@ -193,7 +193,7 @@ class AuditLog:
             recorded = self.recorded()
             notes: list[Mapping[str, Any]] = []
             lines = b"\n" if unreadable and not unreadable.endswith(b"\n") else b""
-            if (event := _event_in(unreadable)) and not _problem_of(event, head):  # only the end of the line is missing
+            if (event := _event_in(unreadable)) and not _problem_of(event, head):  # only the newline is missing
                 head = Head(event["number"], event["hash"])
             elif unreadable:
                 notes.append({"time": _now(), **_recovery(unreadable.removesuffix(b"\n").split(b"\n"))})
@@ -214,7 +214,7 @@ class AuditLog:
             return check_lines(file.read(), self.recorded())
 
     def has_begun(self, run: str) -> bool:
-        """Return whether the log has the first event of a run. A process remembers a positive result."""
+        """Return whether the log contains a run's first event. A positive result is cached."""
         if run not in self._begun:
             try:
                 with self.path.open("rb") as file, contextlib.closing(_mapped(file.fileno())) as content:
@@ -270,7 +270,7 @@ def _write(file: int, content: bytes) -> None:
 
 
 def _end_of(file: int) -> tuple[Head, bytes]:
-    """Return the head at the last line of a log that contains an event, and all bytes after this line."""
+    """Return the head at the last line that contains an event, and all bytes of the log after this line."""
     size = os.fstat(file).st_size
     length = min(size, TAIL_BYTES)
     while True:
@@ -295,10 +295,10 @@ def _now() -> str:
 
 
 def log_of(node_config: Mapping[str, Any]) -> AuditLog | None:
-    """Return the audit log of a node, or None if the node has no log.
+    """Return a node's audit log, or None if the node has no log.
 
-    A node with data keeps its log in ``state-dir``. The key ``audit`` of the node config names another file, for any
-    node.
+    By default, a node with data keeps its log in ``state-dir``. For any node, the key ``audit`` in its config can name
+    another file.
     """
     if path := str(node_config.get(AUDIT, "")):
         return _log_at(absolute(path))
@@ -321,16 +321,16 @@ def _warn_once() -> None:
 
 
 def note(context: Context, **facts: Any) -> None:
-    """Add facts to the audit event of the message that a node processes.
+    """Add facts to the audit event of the message that the node is processing.
 
     Parameters
     ----------
     context : Context
         Flower's context of the message.
     **facts
-        ``submitter``, ``signers`` and ``code`` of the run. ``error``, the type of an error that stays on the node.
-        ``rule``, the site's rule that refuses the message. ``epsilon`` and ``delta``, the privacy budget that the
-        run has spent.
+        ``submitter``, ``signers`` and ``code`` describe the run. ``error`` is the type of an error that stays on the
+        node. ``rule`` is the site's rule that refuses the message. ``epsilon`` and ``delta`` are the privacy budget
+        that the site has spent.
     """
     vars(context).setdefault(NOTES, {}).update(facts)
 
@@ -346,7 +346,7 @@ def record_reply(message: Message, context: Context, call_next: ClientAppCallabl
     Raises
     ------
     AuditError
-        If the log cannot be written. The reply then stays on the node.
+        If the log cannot be written. The reply is then not sent.
     """
     audit_log = log_of(context.node_config)
     if audit_log is None:
@@ -377,7 +377,7 @@ def record(audit_log: AuditLog, message: Message, context: Context, outcome: Mes
 
 
 def event_of(message: Message, context: Context, outcome: Message | Exception | str) -> dict[str, Any]:
-    """Return the event of a message and its outcome, without the fields of the chain."""
+    """Return the event for a message and its outcome, without the chain's fields."""
     notes, content = notes_on(context), _content_of(message)
     config = _entries(content, "config")
     digest, run_name = _settings_in(str(config.get("settings", "")))
@@ -414,7 +414,7 @@ def event_of(message: Message, context: Context, outcome: Message | Exception | 
 
 
 def _content_of(message: Message) -> RecordDict:
-    """Return the unfolded content of a message. The content of an error is empty."""
+    """Return the unfolded content of a message, which is empty for an error."""
     unpacked = unfolded(message) if message.has_content() else message
     return unpacked.content if unpacked.has_content() else RecordDict()
 
@@ -426,7 +426,7 @@ def _entries(content: RecordDict, name: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _settings_in(text: str) -> tuple[str, str]:
-    """Return the SHA-256 digest of a run's settings, and the name of the run in them."""
+    """Return the SHA-256 digest of a run's settings, and the run name that they contain."""
     if not text:
         return "", ""
     try:
@@ -472,7 +472,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def _sizes(content: RecordDict) -> dict[str, int]:
-    """Return the size in bytes of each record in a message's content, by the name of the record."""
+    """Return the size in bytes of each record in a message's content, keyed by the record's name."""
     sizes: dict[str, int] = {}
     for name, entry in content.items():
         entries = entries_of(entry).values()
@@ -483,9 +483,9 @@ def _sizes(content: RecordDict) -> dict[str, int]:
 
 
 def _kinds(content: RecordDict) -> dict[str, Any]:
-    """Return the size and the kinds of values of each record in a message's content, by the name of the record.
+    """Return the size and the kinds of values of each record in a message's content, keyed by the record's name.
 
-    Arrays are counted. Other values are listed by name, at most ``MAX_NAMES`` for each record.
+    Arrays are counted. Other values are listed by name, at most ``MAX_NAMES`` per record.
     """
     kinds: dict[str, Any] = {}
     for name, size in _sizes(content).items():

@@ -1,9 +1,9 @@
 """The client that all methods share: FedAvg, with hooks that a method overrides.
 
-A method writes its round as a generator. It yields :class:`~posy.client_app.training.work.Train` and
-:class:`~posy.client_app.training.work.Forward` requests and receives their results, so the code reads like the
-paper's algorithm. The training loop, evaluation, state and reply are written once, outside the methods. A hook without
-requests is a plain function.
+A method's round is a generator. It yields :class:`~posy.client_app.training.work.Train` and
+:class:`~posy.client_app.training.work.Forward` requests and receives their results, so the code reads like the paper's
+algorithm. The training loop, evaluation, state and reply are implemented once, outside the methods. A hook that makes
+no requests is a plain function.
 """
 
 from functools import cached_property
@@ -25,12 +25,12 @@ from posy.client_app.training.work import Forward, Split
 class PersonalClient(ClientHooks, NumPyClient):
     """A NumPyClient for one client of a method.
 
-    A method overrides the hooks of :class:`~posy.client_app.hooks.ClientHooks`, which also has the constructor.
+    Methods override the hooks of :class:`~posy.client_app.hooks.ClientHooks`, which also defines the constructor.
     """
 
     @cached_property
     def jobs(self) -> Jobs:
-        """The requests of this client."""
+        """The runner for this client's requests."""
         return Jobs(self)
 
     def best_of(self, models: Tensor) -> Steps[Predictor]:
@@ -41,7 +41,7 @@ class PersonalClient(ClientHooks, NumPyClient):
     def losses(self, models: Tensor, split: Split = "train") -> Steps[Tensor]:
         """Return the loss ``(K,)`` of each of K models ``(K, d)`` on a split. A diverged model has an infinite loss.
 
-        This is the loss that training minimises, with the run's class weights.
+        This is the loss that training minimises, including the run's class weights.
         """
         logits, labels = (yield Forward(models, split, self.architecture)), self.jobs.samples(split).y
         k, n, _ = logits.shape
@@ -54,13 +54,13 @@ class PersonalClient(ClientHooks, NumPyClient):
     # -- NumPyClient ---------------------------------------------------------------------------------
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Train, and return the arrays of the reply in the order in which the method declares them."""
+        """Train, and return the reply's arrays in the order that the method declares."""
         received = dict(zip(self.method.sent, parameters, strict=True))
         arrays, num_examples, metrics = self.jobs.drive(LocalRun(self.jobs, received, config).train())
         return list(arrays.values()), num_examples, metrics
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Score the served model, and with ``evaluate-personal`` the local model, on the client's test split."""
+        """Score the served model and, with ``evaluate-personal``, the local model on the client's test split."""
         received = dict(zip(self.method.sent, parameters, strict=True))
         loss, num_examples, metrics = self.jobs.drive(LocalRun(self.jobs, received, config).evaluate())
         assert isinstance(loss, float)

@@ -1,7 +1,7 @@
-"""The privacy budget of a site: a ledger on its node that lists the trainings with noise of all runs.
+"""A site's privacy budget: a ledger on its node that lists every training round with noise, across all runs.
 
-The ledger is a file in the node's ``state-dir``. The node writes a line before it trains, so interrupted
-trainings and repeated messages count too.
+The ledger is a file in the node's ``state-dir``. The node writes a line before it trains, so interrupted rounds and
+repeated messages count too.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from posy.strategies.run_settings import CENTRAL, OFF
 from posy.strategies.settings import Settings
 
 LEDGER = "privacy-ledger.jsonl"
-"""File in a node's ``state-dir`` that lists the trainings with noise."""
+"""File in a node's ``state-dir`` that lists the training rounds with noise."""
 
 
 class BudgetExceededError(ValueError):
-    """A training or a run would spend more than the budget of the site."""
+    """A round or a run would spend more than the site's budget."""
 
 
 def unprotected(values: Mapping[str, Any]) -> str:
@@ -36,7 +36,7 @@ def unprotected(values: Mapping[str, Any]) -> str:
 
 
 class Budget:
-    """The ledger of a site and its limit.
+    """A site's ledger, and the limit on its budget.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Budget:
         self._file = absolute(state_dir) / LEDGER
 
     def check_run(self, settings: Settings, num_train: int) -> None:
-        """Check that all trainings of a run fit the budget.
+        """Check that a run's training rounds all fit into the budget.
 
         Raises
         ------
@@ -63,12 +63,12 @@ class Budget:
         self._check(self._past(), planned_events(settings, num_train), "this run")
 
     def spend(self, settings: Settings, num_train: int, server_round: int) -> float:
-        """Record a training in the ledger, and return the ε that the site has spent, this training included.
+        """Record a training round in the ledger, and return the ε that the site has spent, this round included.
 
         Raises
         ------
         BudgetExceededError
-            If the training does not fit the budget. The ledger then does not change.
+            If the round does not fit into the budget. The ledger then stays unchanged.
         BudgetError
             If the ledger is damaged.
         """
@@ -94,7 +94,7 @@ class Budget:
 
 
 def remove_incomplete_line(file: Path) -> None:
-    """Remove the incomplete last line of an interrupted write. The caller holds the lock of the file."""
+    """Remove an incomplete last line, left by an interrupted write. The caller must hold the file's lock."""
     content = file.read_bytes() if file.exists() else b""
     complete = content[: content.rfind(b"\n") + 1]
     if complete != content:

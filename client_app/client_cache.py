@@ -1,4 +1,4 @@
-"""A cache of the clients' tensors in the memory of a process."""
+"""A cache of clients' tensors in a process's memory."""
 
 import os
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from posy.data.client import ClientData
 from posy.forked import cores
 
 MEMORY_SHARE = 0.25
-"""Fraction of the device's memory that the clients' tensors of all processes may use."""
+"""Fraction of the device's memory that all processes together may use for clients' tensors."""
 
 
 class ClientCache:
-    """The tensors of the clients of one process, which stay in memory if there is room.
+    """The tensors of one process's clients, which stay in memory if there is room.
 
-    No client's tensors are evicted. Clients take turns, so the evicted client would be the next one in use.
+    No tensors are evicted: clients take turns, so the least recently used client is the next one needed.
 
     Parameters
     ----------
     load : callable
-        Returns the tensors of a client by its index.
+        Returns the tensors of the client with a given index.
     device : torch.device
         The device of the tensors.
     """
@@ -56,7 +56,7 @@ class ClientCache:
             return data
 
     def load_all(self, num_clients: int) -> None:
-        """Load the tensors of all clients until the memory for them is full."""
+        """Load clients' tensors until all are loaded or the memory for them is full."""
         for client in range(num_clients):
             if self._used >= self.room:
                 return

@@ -10,7 +10,7 @@ from posy.client_app.training.work import Context, Net, Train
 from posy.strategies.cwfedavg import CwFedAvgSettings
 
 SMALLEST = 1e-12
-"""The smallest sum of norms that is normalised to a distribution."""
+"""Minimum sum of norms that is normalised to a distribution."""
 
 
 class CwFedAvgClient(PersonalClient):
@@ -19,7 +19,7 @@ class CwFedAvgClient(PersonalClient):
     method: CwFedAvgSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train as FedAvg does. In the `empirical` ablation also send the class distribution."""
+        """Train as FedAvg does. In the `empirical` ablation, also send the class distribution."""
         update, local = yield from super().local_round(received, config)
         if self.method.distribution == "empirical":
             update.arrays["distribution"] = self.data.class_distribution()
@@ -30,7 +30,7 @@ class CwFedAvgClient(PersonalClient):
         return self.method.assembled(self.architecture, received, torch.empty(self.layout.size, device=self.device))
 
     def work(self, start: Tensor) -> Train:
-        """Return local training with the regulariser."""
+        """Return the request for local training with the regulariser."""
         if not self.method.wdr or not self.method.wdr_lambda:
             return Train(start)
         strength = torch.tensor(self.method.wdr_lambda, device=self.device)

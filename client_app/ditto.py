@@ -6,7 +6,7 @@ from posy.client_app.training.work import Pull, Train, Trained
 from posy.strategies.ditto import DittoSettings
 from posy.strategies.replies import Update
 
-GLOBAL, PERSONAL = 0, 1  # streams of batches
+GLOBAL, PERSONAL = 0, 1  # batch streams
 
 
 class DittoClient(PersonalClient):

@@ -1,4 +1,4 @@
-"""The engine that runs the calls of many clients on one machine, as one stacked computation or on separate cores."""
+"""The engine that runs many clients' calls on one machine, as one stacked computation or on separate cores."""
 
 import itertools
 import time
@@ -21,12 +21,12 @@ from posy.client_app.workspace import Workspace
 from posy.forked import Parcel, Workers
 
 Finish = Callable[[int, Any], None]
-"""Receives a call's index and its result, or the exception that ended it."""
+"""A callback that receives a call's index and its result, or the exception that ended the call."""
 
 
 @dataclass
 class Running:
-    """A client in the middle of its round, and the request that it waits for."""
+    """A client in the middle of its round, and its pending request."""
 
     client: PersonalClient
     steps: Steps[Any]
@@ -34,12 +34,12 @@ class Running:
 
 
 class Engine:
-    """Runs clients' rounds with the resources of one process.
+    """Runs clients' rounds with one workspace.
 
     Where stacking is faster (see :meth:`Trainer.stacks`), groups of clients advance together, and their simultaneous
-    requests of one kind run as one computation. Otherwise each client trains alone. Several groups or clients run in
-    parallel, in processes forked from this one. If processes cannot be forked, groups run one after the other. Clients
-    that train alone then run on threads, which share Python's global interpreter lock.
+    requests of the same kind run as one computation. Otherwise, each client trains alone. Groups, or clients that train
+    alone, run in parallel in processes forked from this one. If forking is not possible, groups run one after another,
+    and clients that train alone run on threads, which share Python's global interpreter lock.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -47,17 +47,17 @@ class Engine:
         self._group = Group(workspace)
         self._pool: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
-        # Forked processes share the memory that is loaded before the fork.
+        # Forked processes share whatever is loaded into memory before the fork.
         workspace.client_cache.load_all(workspace.settings.data.num_clients)
 
     def run(self, calls: Sequence[Call], finish: Finish, end: float = float("inf")) -> None:
-        """Run calls in decreasing order of the clients' training samples.
+        """Run calls in decreasing order of the clients' number of training samples.
 
-        ``finish`` is called once for each call, perhaps on another thread. No call begins after the monotonic time
-        ``end``.
+        ``finish`` is called once for each completed call, possibly on another thread. No call begins after the
+        monotonic time ``end``.
         """
         trainer = self.workspace.trainer
-        trainer.interrupted.clear()  # an interrupt ends only the run in which it arrives
+        trainer.interrupted.clear()  # an interrupt affects only the run during which it arrives
         order = sorted(range(len(calls)), key=lambda i: -calls[i].num_train)
         network = self.workspace.network(self.workspace.architecture)
         stacked = trainer.stacks(network, len(order))
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Group:
-    """Clients that advance together, and the number of clients that fit into memory."""
+    """A runner for clients that advance together. It remembers how many clients fit into memory."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -148,7 +148,7 @@ class Group:
     def run(
         self, numbers: Sequence[int], begin: Callable[[int], tuple[PersonalClient, Steps[Any]]], finish: Finish
     ) -> None:
-        """Advance clients in lockstep, by one request of each client at a time."""
+        """Advance clients in lockstep, one request per client at a time."""
         running: dict[int, Running] = {}
         answers: dict[int, Any] = dict.fromkeys(numbers)
         while answers:
@@ -172,7 +172,7 @@ class Group:
             answers = self._answer_requests(running)
 
     def _answer_requests(self, running: Mapping[int, Running]) -> dict[int, Any]:
-        """Answer one request of each client. Requests of the same kind are answered together."""
+        """Answer each client's pending request. Requests of the same kind are answered together."""
         groups: dict[Hashable, list[int]] = {}
         answers: dict[int, Any] = {}
         for number, member in running.items():
@@ -190,11 +190,11 @@ class Group:
         stacks = self.workspace.trainer.stacks(network, 2, request if isinstance(request, Train) else None)
         if isinstance(request, Train):
             return network, request.kind if stacks else id(running), running.client.lr
-        # One model for all clients needs one pass over all samples, with any network.
+        # If all clients share one model, one pass covers all their samples, whether or not the network stacks.
         return network, request.parameters.shape, request.features, None if stacks else id(request.parameters)
 
     def _answer_group(self, group: Sequence[Running]) -> list[Any]:
-        """Answer requests of one kind, in as many groups as memory requires."""
+        """Answer requests of the same kind, split into as many groups as memory requires."""
         trainer, network = self.workspace.trainer, group[0].client.jobs.network(group[0].request)
         if len(group) == 1:
             return [self._answer_alone(group[0])]
@@ -235,7 +235,8 @@ class Group:
 def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
     """Divide numbers into as few groups as possible, of about equal size and with at most ``most`` numbers each.
 
-    If there are several groups, their count is rounded up to an even number, as machines have an even number of cores.
+    If there are several groups, their count is rounded up to an even number, because machines usually have an even
+    number of cores.
     """
     count = -(-len(numbers) // most)
     count += count > 1 and count % 2

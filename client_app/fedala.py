@@ -13,11 +13,11 @@ from posy.strategies.fedala import FedALASettings
 from posy.strategies.replies import Update
 
 LAST = 10
-"""Number of latest passes whose losses show whether the weights have converged."""
+"""Number of most recent passes whose losses show whether the weights have converged."""
 MOST_PASSES = 50
-"""Largest number of passes in which a client learns its weights."""
+"""Maximum number of passes in which a client learns its weights."""
 LEARNING = 1
-"""Stream of batches for these passes: all passes of a round see the same samples in the same order."""
+"""Batch stream for these passes: all passes of a round see the same samples in the same order."""
 
 
 class FedALAClient(PersonalClient):
@@ -45,7 +45,7 @@ class FedALAClient(PersonalClient):
         return self.layout.select(lambda entry: entry in entries), entries
 
     def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Return the start of training ``(d,)``, which is the global model in the first round, and the weights."""
+        """Return the starting point for training ``(d,)``, initially the global model, and the weights."""
         model, weights = self.stored.get("model"), self.stored.get("weights")
         if model is None:
             return shared, None
@@ -77,7 +77,7 @@ class FedALAClient(PersonalClient):
 
 
 def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the loss of θ − (1 − W) ⊙ (θ − θ_i). The parameters of the mixed layers are W."""
+    """Return the loss of θ − (1 − W) ⊙ (θ − θ_i). In the mixed layers, the net's parameters are W."""
     mixed = {
         name: context[f"global {name}"] - (1 - tensor) * context[f"gap {name}"] if f"gap {name}" in context else tensor
         for name, tensor in net.tensors.items()

@@ -35,6 +35,6 @@ STRENGTH = "lambda / alpha"
 
 
 def near_message(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy + lambda / (2 alpha) ||w - u_i||, with the unsquared distance of the parameters."""
+    """Return cross-entropy + lambda / (2 alpha) ||w - u_i||, with the unsquared distance between the parameters."""
     gaps = [(net[name] - tensor).flatten() for name, tensor in context.items() if name != STRENGTH]
     return net.loss(net(batch.x), batch) + context[STRENGTH] / 2 * torch.linalg.vector_norm(torch.cat(gaps))

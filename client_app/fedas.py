@@ -11,14 +11,14 @@ from posy.client_app.training.rules import FisherTrace
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
 from posy.strategies.fedas import FedASSettings
 
-LOCAL, ALIGNMENT, FISHER = 0, 1, 2  # streams of batches
+LOCAL, ALIGNMENT, FISHER = 0, 1, 2  # batch streams
 
 
 class FedASClient(PersonalClient):
     """Align, train, and measure the Fisher information (FedAS, Algorithm 1).
 
-    The client stores the prototypes of its latest model, not the model, because its samples are the same in all rounds.
-    Before the first training, the latest model is the initial model.
+    The client stores its latest model's prototypes rather than the model, because its samples are the same in all
+    rounds. Before the first round of training, the latest model is the initial model.
     """
 
     method: FedASSettings
@@ -55,9 +55,10 @@ class FedASClient(PersonalClient):
 
 
 def alignment(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the sum over classes of the mean of (f − p)² over the samples of a class and the features.
+    """Return the sum over classes of the mean of (f − p)² over each class's samples and their features.
 
-    p is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. Samples of a class have equal weights.
+    p is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. All samples of a class have equal
+    weights.
     """
     prototypes = context["prototypes"]
     features, _ = net.features(batch.x)

@@ -9,21 +9,21 @@ from posy.client_app.training.work import Train, Trained
 from posy.strategies.fedavg_ft import FedAvgFTSettings
 from posy.strategies.replies import Update
 
-FINE_TUNING = 1  # a separate stream of batches
+FINE_TUNING = 1  # a separate batch stream
 
 
 class FedAvgFTClient(PersonalClient):
     """FedAvg's client, which predicts with a fine-tuned model that it never sends.
 
-    Each evaluation fine-tunes the served model again. If the last rounds are for fine-tuning, the client stores its
-    model between these rounds.
+    Each evaluation fine-tunes the served model again. If the run's last rounds are reserved for fine-tuning, the client
+    instead stores its model between these rounds.
     """
 
     personal_in_every_evaluation = True
     method: FedAvgFTSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train as FedAvg does, or fine-tune in one of the last rounds."""
+        """Train as FedAvg does or, in one of the last rounds, fine-tune."""
         if self.tuning_rounds and self.method.tunes(self.round, self.settings.run.num_server_rounds):
             tuned: Trained = yield self.fine_tuning(self.kept_model(self.assembled(received)))
             return Update({}, tuned.loss), self.keep_model(tuned.parameters)
@@ -31,7 +31,7 @@ class FedAvgFTClient(PersonalClient):
         return update, None
 
     def personal_model(self, received: Received, config: Config) -> Steps[Predictor | None]:
-        """Return the fine-tuned served model or, with rounds of fine-tuning, the stored model or None."""
+        """Return the fine-tuned served model or, with fine-tuning rounds, the stored model, if any."""
         if self.tuning_rounds:
             stored = self.stored.get("model")
             return None if stored is None else self.plain(stored)
@@ -40,12 +40,12 @@ class FedAvgFTClient(PersonalClient):
 
     @property
     def tuning_rounds(self) -> int:
-        """Number of rounds at the end of the run in which the client fine-tunes."""
+        """Number of fine-tuning rounds at the end of the run."""
         rounds: int = self.method.rounds
         return rounds
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the training that turns the served model into the local model, or one round of fine-tuning."""
+        """Return the request to fine-tune the served model for an evaluation, or to fine-tune for one round."""
         training = Train(start, lr=self.method.lr or None, stream=FINE_TUNING)
         if not self.tuning_rounds:
             training.steps = self.method.steps or None

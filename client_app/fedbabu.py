@@ -13,15 +13,15 @@ class FedBABUClient(FedAvgFTClient):
     method: FedBABUSettings
 
     def work(self, start: Tensor) -> Train:
-        """Return the training of the body."""
+        """Return the request to train the body."""
         return Train(start, rates={"head": 0.0})
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the fine-tuning of the network, or of the head alone."""
+        """Return the request to fine-tune the network, or the head alone."""
         work = super().fine_tuning(start)
         if self.method.tuned == "head":
             work.rates = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
         return work
 
     def keep_personal(self, parameters: Tensor) -> None:
-        """Store nothing: all clients have the initial head."""
+        """Store nothing, because all clients share the initial head."""

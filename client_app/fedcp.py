@@ -1,4 +1,4 @@
-"""FedCP's client: it trains all layers except the global head, with features near the served body's features."""
+"""FedCP's client: it trains all layers except the global head, keeping its features near the served body's."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ WIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 
 class FedCPClient(PersonalClient):
-    """Minimise cross-entropy + λ times the discrepancy of features (FedCP).
+    """Minimise cross-entropy + λ times the discrepancy between the features and the served body's (FedCP).
 
-    The features of the served body are constant in a round. They are computed without augmentation and, in a network
-    with BatchNorm, from its running statistics.
+    The features of the served body are constant during a round. They are computed without augmentation and, in a
+    network with BatchNorm, with its running statistics.
     """
 
     method: FedCPSettings
@@ -39,14 +39,14 @@ class FedCPClient(PersonalClient):
 
 
 def near_the_served_body(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy + λ times the discrepancy of the features and ``batch.notes`` ``(B, D)``."""
+    """Return cross-entropy + λ times the discrepancy between the features and ``batch.notes`` ``(B, D)``."""
     assert batch.notes is not None
     features, logits = net.features(batch.x)
     return net.loss(logits, batch) + context["lambda"] * discrepancy(features, batch.notes, batch.weight)
 
 
 def discrepancy(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the squared maximum mean discrepancy of two samples ``(B, D)``, summed over the kernels.
+    """Return the squared maximum mean discrepancy between two samples ``(B, D)``, summed over the kernels.
 
     The optional weights ``(B,)`` of the rows have mean 1 and apply to both samples.
     """

@@ -1,4 +1,4 @@
-"""FedDRM's client: it learns to predict the classes of its samples and its own index."""
+"""FedDRM's client: it learns to predict both the class of each sample and its own client index."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ class FedDRMClient(PersonalClient):
     method: FedDRMSettings
 
     def work(self, start: Tensor) -> Train:
-        """Return the training of both branches."""
+        """Return the request to train both branches."""
         context = {
             "client": torch.tensor(self.client, device=self.device),
             "lambda": torch.tensor(self.method.class_weight, device=self.device),

@@ -1,4 +1,4 @@
-"""FedFomo's client: it moves from its model before training towards models with a lower validation loss."""
+"""FedFomo's client: before training, it moves its model towards models with a lower validation loss."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from posy.strategies.replies import Update
 class FedFomoClient(PersonalClient):
     """Train from theta + sum_n w_n (theta_n - theta), with weights w_n >= 0 that sum to 1 (FedFomo, Eqs. 3-5).
 
-    theta is the client's model before its last training. The first theta_n is its model after that training.
+    theta is the model from which the client last started training. The first theta_n is the result of that training.
     """
 
     method: FedFomoSettings
@@ -43,7 +43,7 @@ class FedFomoClient(PersonalClient):
         )
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Move towards the better models and train. Send the trained model and the weights of Eq. 3."""
+        """Move towards the better models, and train. Send the trained model and the weights of Eq. 3."""
         start, weights = yield from self.moved(received["models"])
         trained: Trained = yield self.work(start)
         self.stored["start"] = start
@@ -57,7 +57,7 @@ class FedFomoClient(PersonalClient):
         return self.plain(start)
 
     def moved(self, received: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-        """Return the next start of training ``(d,)``, and the weights ``(1 + k,)`` of the k + 1 candidates.
+        """Return the next starting point for training ``(d,)``, and the weights ``(1 + k,)`` of the k + 1 candidates.
 
         Parameters
         ----------

@@ -12,7 +12,7 @@ from posy.strategies.replies import Update
 class FedNHClient(PersonalClient):
     """Train all layers except the head, and send the classes' mean directions in place of the head (Algorithm 1).
 
-    The local model is the trained body with the prototypes that were its head in training.
+    The local model is the trained body with the prototypes that served as its head during training.
     """
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
@@ -24,9 +24,10 @@ class FedNHClient(PersonalClient):
 
 
 def mean_directions(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Return the direction of each class's mean normalised feature, with the class's share of the samples as length.
+    """Return each class's mean normalised feature, rescaled so that its length is the class's share of the samples.
 
-    The mean over clients, weighted by n_i, then weighs each class by its samples n_ic. The paper sends n_ic separately.
+    The mean over clients, weighted by n_i, then weights each class by its sample count n_ic, which the paper sends
+    separately.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from posy.client_app.training.work import Forward, Train, Trained
 from posy.strategies.fedpac import FedPACSettings
 from posy.strategies.replies import Update
 
-HEAD, BODY = 0, 1  # streams of batches
+HEAD, BODY = 0, 1  # batch streams
 
 
 class FedPACClient(PersonalClient):
@@ -46,7 +46,7 @@ class FedPACClient(PersonalClient):
 def statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return V ``()`` and h ``(C, D)`` of features ``(n, D)``.
 
-    h holds the mean of each class times its share of the samples. V is the variance of this estimate,
+    h holds each class's mean times the class's share of the samples. V is the variance of this estimate,
     (E ||f||² − ||h||²) / n.
     """
     means, counts = class_means(features, labels, num_classes)

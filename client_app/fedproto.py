@@ -1,4 +1,4 @@
-"""FedProto's client: it stores its network, and pulls the features towards all clients' prototypes."""
+"""FedProto's client: it stores its network, and pulls its features towards all clients' prototypes."""
 
 import torch
 from torch import Tensor
@@ -16,19 +16,19 @@ UNKNOWN = -1e9
 
 
 class FedProtoClient(PersonalClient):
-    """Minimise cross-entropy + λ times the distance of the features to the prototypes (FedProto, Eq. 7)."""
+    """Minimise cross-entropy + λ times the distance from the features to the prototypes (FedProto, Eq. 7)."""
 
     method: FedProtoSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the client's network. Send its prototypes and the number of samples of each class."""
+        """Train the client's network. Send its prototypes and the number of samples per class."""
         prototypes, defined = received["prototypes"], received["known"]
         strength = torch.tensor(self.method.strength, device=self.device)
         context = {"prototypes": prototypes, "known": defined, "lambda": strength}
         trained: Trained = yield Train(self.kept_model(self.initial()), towards_prototypes, context)
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means, counts = class_means(features, self.data.y_train, self.data.num_classes)
-        # For a class without samples the client returns the served prototype unchanged.
+        # For a class without samples, the client returns the served prototype unchanged.
         update = torch.where(counts[:, None] > 0, means, prototypes)
         self.stored["model"] = trained.parameters
         self.stored["prototypes"] = torch.where(defined[:, None] > 0, prototypes, update)
@@ -42,14 +42,14 @@ class FedProtoClient(PersonalClient):
         return self.nearest(parameters, prototypes, defined) if bool(defined.any()) else self.plain(parameters)
 
     def personal_model(self, received: Received, config: Config) -> Predictor | None:
-        """Return the network after its last training, with the prototypes of this training."""
+        """Return the network as last trained, with the prototypes from that round."""
         parameters, prototypes, defined = (self.stored.get(name) for name in ("model", "prototypes", "known"))
         if parameters is None or prototypes is None or defined is None:
             return None
         return self.nearest(parameters, prototypes, defined)
 
     def nearest(self, parameters: Tensor, prototypes: Tensor, defined: Tensor) -> Predictor:
-        """Return a network whose head finds the nearest prototype, by the largest 2 f·c − ||c||²."""
+        """Return a network whose head finds the nearest prototype: the one with the largest 2 f·c − ||c||²."""
         parameters = parameters.clone()
         tensors = self.layout.views(parameters)
         tensors["head.weight"].copy_(2 * prototypes)

@@ -13,5 +13,5 @@ class FedProxClient(PersonalClient):
     method: FedProxSettings
 
     def work(self, start: Tensor) -> Train:
-        """Return local training with the proximal term."""
+        """Return the request for local training with the proximal term."""
         return Train(start, pull=Pull(start, self.method.mu))

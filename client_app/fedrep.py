@@ -8,7 +8,7 @@ from posy.client_app.training.work import Train, Trained
 from posy.strategies.fedrep import FedRepSettings
 
 HEAD, BODY = 0, 1
-"""Streams of batches: the two trainings of a round draw their batches independently."""
+"""Batch streams: the two training phases of a round draw their batches independently."""
 
 
 class FedRepClient(PersonalClient):

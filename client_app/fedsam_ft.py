@@ -1,4 +1,4 @@
-"""FedSAM with fine-tuning: its client takes the gradient at the worst point near the parameters."""
+"""FedSAM's client with fine-tuning: it takes the gradient at the worst point near the parameters."""
 
 from torch import Tensor
 
@@ -14,5 +14,5 @@ class FedSAMFTClient(FedAvgFTClient):
     method: FedSAMFTSettings
 
     def work(self, start: Tensor) -> Train:
-        """Return local training with SAM."""
+        """Return the request for local training with SAM."""
         return Train(start, rule=SharpnessAware(self.method.rho) if self.method.rho else None)

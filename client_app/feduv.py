@@ -11,7 +11,7 @@ from posy.client_app.training.work import Context, Net, Train
 from posy.strategies.feduv import FedUVSettings
 
 SMALLEST = 1e-12
-"""Number added to a variance, because the square root has no gradient at 0."""
+"""Number added to a variance, because the square root has no finite gradient at 0."""
 
 
 class FedUVClient(PersonalClient):
@@ -20,7 +20,7 @@ class FedUVClient(PersonalClient):
     method: FedUVSettings
 
     def work(self, start: Tensor) -> Train:
-        """Return local training with the regularisers."""
+        """Return the request for local training with the regularisers."""
         if not self.method.variance and not self.method.uniformity:
             return Train(start)
         strengths = {"variance": self.method.variance, "uniformity": self.method.uniformity}
@@ -56,8 +56,8 @@ def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
 def closeness(features: Tensor, present: Tensor) -> Tensor:
     """Return L_U, the mean over pairs of exp(−||z_i − z_j||² / σ). Evenly spread features minimise it.
 
-    σ is the median of the squared distances other than 0, as in the authors' program. The scale of the features
-    therefore makes no difference, and they need no normalisation.
+    σ is the median of the non-zero squared distances, as in the authors' program. The scale of the features therefore
+    makes no difference, so they need no normalisation.
 
     Parameters
     ----------

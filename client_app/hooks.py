@@ -1,4 +1,4 @@
-"""The hooks of a method on a client, and the helpers that they use."""
+"""A method's client-side hooks, and the helpers that they use."""
 
 from collections.abc import Generator, Mapping
 from typing import Any, TypeVar
@@ -17,13 +17,13 @@ from posy.strategies.settings import MethodSettings
 
 R = TypeVar("R")
 Steps = Generator[Train | Forward, Any, R]
-"""A generator of requests, which returns a result."""
+"""A generator that yields requests and returns a result."""
 Config = Mapping[str, Any]
 Received = Mapping[str, Tensor]
-"""The arrays of the server's message on the device, by name. Do not write to them."""
+"""The arrays of the server's message on the device, keyed by name. Do not write to them."""
 Result = tuple[Update, Predictor | Tensor | None]
-"""The result of a round: the update for the server, and the local model, as a predictor or as parameters ``(d,)``.
-The local model is None if an evaluation computes it."""
+"""The result of a round: the update for the server, and the local model, as a predictor or as parameters ``(d,)``. The
+local model is None if it is computed later, during evaluation."""
 
 
 class ClientHooks:
@@ -34,7 +34,7 @@ class ClientHooks:
     client : int
         Index of the client, 0 to M − 1.
     workspace : Workspace
-        Data, networks and trainer of this process.
+        This process's data, networks and trainer.
     state : State
         Arrays that the client stored in earlier rounds.
 
@@ -56,14 +56,14 @@ class ClientHooks:
 
     method: MethodSettings
     personal_in_every_evaluation = False
-    """Whether evaluations, not the training round, score the local model."""
+    """Whether evaluations, rather than training rounds, score the local model."""
 
     def __init__(self, client: int, workspace: Workspace, state: State) -> None:
         self.client = client
         self.workspace = workspace
         self.state = state
         self.stored = StoredTensors(state, workspace.device)
-        """The client's state as tensors: ``self.stored["control"]`` lasts from round to round."""
+        """The client's state as tensors: ``self.stored["control"]`` persists between rounds."""
         self.settings = workspace.settings
         self.method = workspace.settings.method
         self.device = workspace.device
@@ -76,7 +76,7 @@ class ClientHooks:
         self.round = 0
         self.lr = 0.0
 
-    # -- by default FedAvg, with the method's personal layers ------------------------------------------
+    # -- defaults: FedAvg, with the method's personal layers -------------------------------------------
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the served model for one round (FedAvg, ClientUpdate)."""
@@ -85,11 +85,11 @@ class ClientHooks:
         return self.share(trained)
 
     def work(self, start: Tensor) -> Train:
-        """Return the local training that starts from a model ``(d,)``."""
+        """Return the request for local training from a model ``(d,)``."""
         return Train(start)
 
     def served_model(self, received: Received, config: Config) -> Predictor | Steps[Predictor]:
-        """Return the served model: the client's model after the server's message and before training."""
+        """Return the served model: the client's model after it receives the server's message and before it trains."""
         return self.plain(self.assembled(received))
 
     def personal_model(
@@ -142,15 +142,15 @@ class ClientHooks:
             self.stored["personal"] = self.personal.take(parameters).clone()
 
     def plain(self, parameters: Tensor, chosen: str = "") -> Predictor:
-        """Return a single model of the method's network as a predictor."""
+        """Wrap a single model of the method's network as a predictor."""
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, number: int = 0) -> Tensor:
-        """Return the initial parameters ``(d,)`` of one of several models, as on the server. Do not write to them."""
+        """Return the initial parameters ``(d,)`` of one of several models, identical to the server's. Read-only."""
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
-        """Return log-probabilities ``(n, C)`` on a split."""
+        """Return a predictor's log-probabilities ``(n, C)`` on a split."""
         outputs = []
         for member in predictor.members:
             outputs.append((yield Forward(member.parameters, split, member.architecture)))
@@ -158,5 +158,5 @@ class ClientHooks:
 
 
 def result_of(returned: R | Steps[R]) -> Steps[R]:
-    """Return the result of a hook, which may be a generator or a plain function."""
+    """Return a hook's result, whether the hook is a generator or a plain function."""
     return (yield from returned) if isinstance(returned, Generator) else returned

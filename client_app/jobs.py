@@ -1,4 +1,4 @@
-"""The local trainings of a client: their samples, random streams, weights and optimisers."""
+"""A client's training jobs: their samples, random streams, weights and optimisers."""
 
 import weakref
 from functools import cached_property
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Jobs:
-    """The requests of a client, with its samples and its random streams of the round.
+    """The runner for a client's requests, with the client's samples and its random streams for the round.
 
     Parameters
     ----------
@@ -28,16 +28,16 @@ class Jobs:
     """
 
     def __init__(self, client: ClientHooks) -> None:
-        # A strong reference would create a cycle, which keeps the client's state in memory until the next collection.
+        # A strong reference would create a cycle, keeping the client's state in memory until garbage collection.
         self._client = weakref.ref(client)
         self.workspace = client.workspace
         self.settings = client.settings
         self.processed = 0
-        """Number of samples on which this call has trained models. K models count each sample K times."""
+        """Number of samples that this call has trained on. With K models, each sample counts K times."""
         self.samples_private = False
-        """Whether trainings use DP-SGD. Only trainings that affect the reply use it."""
+        """Whether training uses DP-SGD. Only training that affects the reply needs it."""
         self.moments: dict[str, Moments] | None = None
-        """The optimisers of the round's trainings by name, with ``optimizer-state = kept``."""
+        """The states of the round's optimisers, keyed by name, if ``optimizer-state = kept``."""
 
     @property
     def client(self) -> ClientHooks:
@@ -47,7 +47,7 @@ class Jobs:
         return client
 
     def drive(self, steps: Steps[R]) -> R:
-        """Run a method's requests in order and return its result. An error is raised inside the method."""
+        """Run a method's requests in order and return its result. A request's error is raised inside the method."""
         try:
             request = next(steps)
             while True:
@@ -74,7 +74,7 @@ class Jobs:
 
     @cached_property
     def class_weight(self) -> Tensor | None:
-        """Class weight of each training sample ``(n,)``, with mean 1, or None if all weights are equal."""
+        """Class weight of each training sample ``(n,)``, scaled to mean 1, or None if all weights are equal."""
         return self.class_weights("train")
 
     def class_weights(self, split: Split) -> Tensor | None:
@@ -98,7 +98,7 @@ class Jobs:
         return self.workspace.network(self.client.architecture)
 
     def job(self, work: Train) -> Job:
-        """Return a local training with the client's samples and its random streams of this round."""
+        """Return the job for a training request, with the client's samples and its random streams for this round."""
         job = self._job(work)
         for number, model_job in enumerate(job.models or (job,)):
             if self.moments is not None and model_job.moments is not None:
@@ -118,7 +118,7 @@ class Jobs:
         return self._job_of(work)
 
     def _job_of(self, work: Train, model: int = 0) -> Job:
-        """Return the job of one of several models. Model 0 has the same random streams as a single model."""
+        """Return the job for one of several models. Model 0 gets the same random streams as a single model."""
 
         def stream(purpose: str) -> torch.Generator:
             key = (self.client.round, self.client.client, work.stream, model)
@@ -139,7 +139,7 @@ class Jobs:
         )
 
     def _moments_of(self, work: Train, model: int = 0) -> Moments | None:
-        """Return the optimiser's state from which a training continues, or None for a fresh optimiser."""
+        """Return the optimiser state from which training continues, or None for a fresh optimiser."""
         if self.moments is None or work.plain:
             return None
         name = f"optimiser-{work.stream}-{model}"
@@ -149,7 +149,7 @@ class Jobs:
         return Moments(int(steps), means, squares)
 
     def keep_moments(self) -> None:
-        """Store the optimisers of the round in the client's state."""
+        """Store the states of the round's optimisers in the client's state."""
         for name, moments in (self.moments or {}).items():
             for part, tensor in (("means", moments.means), ("squares", moments.squares)):
                 if tensor is not None:

@@ -7,7 +7,7 @@ from posy.strategies.replies import Update
 
 
 class LocalClient(PersonalClient):
-    """Train the client's stored model, which starts at the common initial model."""
+    """Train the client's stored model, which starts from the common initial model."""
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train the stored model and send nothing."""

@@ -1,4 +1,4 @@
-"""One message to a client: the method trains or evaluates, and Posy scores the model and protects the reply."""
+"""Handling of one message to a client: the method trains or evaluates; Posy scores the model and protects the reply."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -31,24 +31,24 @@ from posy.strategies.secure_aggregation import MASKED
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 """The splits of a client's samples."""
 LARGEST_LOSS = 1e6
-"""Largest loss in a masked sum. A larger loss counts as missing."""
+"""Maximum loss that a masked sum includes. A larger loss counts as missing."""
 Reply = tuple[Arrays | float, int, dict[str, Any]]
 """The arrays or the loss, the number of samples, and the metrics."""
 
 
 class LocalRun:
-    """A training or an evaluation of one client.
+    """One client's training round or evaluation.
 
     Parameters
     ----------
     jobs : Jobs
-        The trainings of the client.
+        The client's jobs.
     received : dict
-        The arrays of the message, by name.
+        The message's arrays, keyed by name.
     config : mapping
-        The config of the message.
+        The message's config.
     masking : Masking, optional
-        The masks of the reply in a run with secure aggregation.
+        The masks for the reply, in a run with secure aggregation.
     """
 
     def __init__(self, jobs: Jobs, received: Arrays, config: Mapping[str, Any], masking: Masking | None = None) -> None:
@@ -96,7 +96,7 @@ class LocalRun:
         return arrays, client.num_train, metrics
 
     def _update(self) -> Steps[tuple[Update, Predictor | None]]:
-        """Return the method's update, or a zero update if an error would reveal a divergence."""
+        """Return the method's update, or a zero update if training diverged and an error would reveal this."""
         try:
             update, local = yield from self.client.local_round(self._tensors, self.config)
             return update, self.client.plain(local) if isinstance(local, Tensor) else local
@@ -107,9 +107,9 @@ class LocalRun:
             return Update(dict(self._unchanged()), np.nan), None
 
     def _named(self, update: Update) -> Arrays:
-        """Return the arrays of an update in declared order, or raise :class:`TypeError` if other arrays are present.
+        """Return an update's arrays in the declared order, or raise :class:`TypeError` if they are not those declared.
 
-        Posy sets the entries of BatchNorm's running statistics to 0 if the array's declaration excludes them.
+        The entries for BatchNorm's running statistics are set to 0 if an array's declaration excludes them.
         """
         expected, kind = self._expected(), type(self.method).__name__
         check_names("the update has", update.arrays, expected, f"{kind}.returned")
@@ -125,7 +125,7 @@ class LocalRun:
         return tuple(self.method.returned) if names is None else tuple(name for name in str(names).split(",") if name)
 
     def _without_statistics(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return an array in the shape of the network's parameters with 0 for the running statistics."""
+        """Return ``array`` with its running-statistics entries set to 0."""
         layout, parameters = self.client.layout, self.client.layout.trainable
         if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
             return array
@@ -142,13 +142,13 @@ class LocalRun:
         return self.method.reference(client.architecture, self.received, zeros)
 
     def _references(self, arrays: Arrays) -> list[npt.NDArray[Any]]:
-        """Return the value from which each array's change is measured. Raise :class:`TypeError` if one is missing."""
+        """Return the values from which the arrays' changes are measured. Raise :class:`TypeError` if one is missing."""
         start = self.method.reference(self.client.architecture, self.received, arrays)
         check_names("reference returns", start, tuple(arrays), f"{type(self.method).__name__}.returned")
         return [start[name] for name in arrays]
 
     def _check_protected(self, metrics: Mapping[str, float]) -> None:
-        """Raise :class:`UnprotectedError` if the method sends metrics, to which no noise is added."""
+        """Raise :class:`UnprotectedError` if the method sends metrics, because no noise is added to them."""
         if metrics:
             raise UnprotectedError(
                 f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
@@ -156,7 +156,7 @@ class LocalRun:
             )
 
     def _protected(self, arrays: Arrays, metrics: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-        """Return the arrays and metrics of a reply with local or central differential privacy."""
+        """Return a reply's arrays and metrics, protected by local or central differential privacy."""
         train = self.settings.train
         adaptive = train.dp == CENTRAL and train.dp_clip_quantile > 0
         # With local noise, a clipping norm from the server would break the guarantee.
@@ -180,7 +180,7 @@ class LocalRun:
             return self._masked(self._unchanged(), numbers)
 
     def _masked(self, arrays: Arrays, numbers: Sequence[int]) -> Words:
-        """Return the masked words of scores and an update, which is empty for an evaluation."""
+        """Return the masked words of an update, which is empty for an evaluation, and of scores."""
         assert self.masking is not None
         references, limit = self._references(arrays), self.settings.run.secure_range
         uniform = self.config.get(UNIFORM_WEIGHTS) or self.settings.run.client_weights == UNIFORM or not arrays
@@ -191,7 +191,7 @@ class LocalRun:
     def _numbers(self, metrics: Mapping[str, Any], *, training: bool) -> list[int]:
         """Return the client's scores as whole numbers for the masked sum.
 
-        A loss that the sum cannot represent counts as missing, because an error would reveal this loss.
+        A loss that the sum cannot represent counts as missing, because an error would reveal it.
         """
         invalid_keys = {
             key for key, value in metrics.items() if key.endswith("-loss") and not 0 <= value <= LARGEST_LOSS
@@ -203,9 +203,9 @@ class LocalRun:
     # -- evaluation ------------------------------------------------------------------------------------
 
     def evaluate(self) -> Steps[Reply]:
-        """Score the served model, and with ``evaluate-personal`` the local model, on the client's test split.
+        """Score the served model and, with ``evaluate-personal``, the local model on the client's test split.
 
-        With secure aggregation the result has masked words instead of the loss, and no unmasked numbers.
+        With secure aggregation, the result contains masked words instead of the loss, and no unmasked numbers.
         """
         client = self.client
         metrics: dict[str, Any] = {"num-train": client.num_train}
@@ -232,7 +232,7 @@ class LocalRun:
         return metrics.get("served-loss", 0.0), len(client.data.y_test), metrics
 
     def _personal_model(self) -> Steps[Predictor | None]:
-        """Return the local model, or None if its training has diverged. The scores of the served model stay valid."""
+        """Return the local model, or None if its training diverged. The served model's scores remain valid."""
         try:
             return (yield from result_of(self.client.personal_model(self._tensors, self.config)))
         except TrainingDivergedError as error:
@@ -240,7 +240,7 @@ class LocalRun:
             return None
 
     def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
-        """Return a predictor's scores by key, on each split with samples.
+        """Return a predictor's scores on each configured split that has samples, keyed by name.
 
         The training split is scored only with ``evaluate-training``. A run with noise has no scores by default.
         """
@@ -265,9 +265,9 @@ class LocalRun:
         return values
 
     def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
-        """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config has one.
+        """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config names one.
 
-        ``client-<i>`` is the local model, or the served model of a client without one. ``served-<i>`` is the served
+        ``client-<i>`` is the local model or, for a client without one, the served model. ``served-<i>`` is the served
         model of a method whose ``point`` is ``served``.
         """
         folder = self.config.get("save-models-to")
@@ -294,8 +294,8 @@ class LocalRun:
         Raises
         ------
         StateError
-            If the message lacks an array that the client has not stored, because the client has lost its state, or if
-            an array differs from an earlier message.
+            If the message lacks an array that the client has not stored, as when the client has lost its state, or if
+            an array differs from its copy in an earlier message.
         """
         prefix, client = f"{self.method.sent_once}-", self.client
         if not self.method.sent_once:
@@ -313,7 +313,7 @@ class LocalRun:
                 raise StateError(f"the array {name} differs from the same array in an earlier message")
 
     def _stored_once(self) -> list[npt.NDArray[Any]]:
-        """Return the stored arrays that the server sends only once, in order."""
+        """Return, in order, the stored arrays that the server sends only once."""
         prefix, state = f"{self.method.sent_once}-", self.client.state
         if not self.method.sent_once:
             return []

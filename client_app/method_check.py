@@ -1,4 +1,4 @@
-"""Checks of a custom method's code before the first round: mistakes that Python itself does not report."""
+"""Checks of a custom method's code before the first round, for mistakes that Python itself does not report."""
 
 import inspect
 from dataclasses import fields, is_dataclass
@@ -13,7 +13,7 @@ from posy.strategies.settings import MethodSettings
 BASES = (MethodSettings, PersonalisedStrategy, PersonalClient)
 """The classes whose hooks a method overrides."""
 SIMILAR = 0.8
-"""Smallest similarity at which a name is considered a misspelt hook."""
+"""Minimum similarity at which a name is considered a misspelt hook."""
 
 
 def check_code(method: str, settings: type[MethodSettings], strategy: type[Any], client: type[Any]) -> None:
@@ -22,8 +22,8 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
     Raises
     ------
     SettingsError
-        If a hook is misspelt or has the wrong parameters, if ``local_round`` is not a generator, or if a class replaces
-        the server's mean or the client's round and the settings do not declare ``returned``.
+        If a hook is misspelt or has the wrong parameters, if ``local_round`` is not a generator, or if a class
+        overrides ``aggregate`` or ``local_round`` but the settings do not declare ``returned``.
     """
     prefix = f"method = {quoted(method)}"
     for cls, base in zip((settings, strategy, client), BASES, strict=True):
@@ -40,7 +40,7 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
 
 
 def _check_names(prefix: str, kind: type[Any], base: type[Any]) -> None:
-    """Raise :class:`SettingsError` for a public name of a class that is similar to a name of its base class."""
+    """Raise :class:`SettingsError` if a new public name in a class resembles a name in its base class."""
     base_names = [
         name
         for name in (*dir(base), *(name for part in base.__mro__ for name in getattr(part, "__annotations__", ())))
@@ -74,7 +74,7 @@ def _check_parameters(prefix: str, kind: type[Any], base: type[Any]) -> None:
 
 
 def _check_returned(prefix: str, settings: type[MethodSettings], strategy: type[Any], client: type[Any]) -> None:
-    """Raise :class:`SettingsError` if the method changes the reply or its use and does not declare ``returned``."""
+    """Raise :class:`SettingsError` if the method changes the reply or its use without declaring ``returned``."""
     if any("returned" in vars(kind) for kind in settings.__mro__[: settings.__mro__.index(MethodSettings)]):
         return
     for kind, base, hook, effect in (

@@ -1,4 +1,4 @@
-"""MOON's client: it pulls its features towards the global model's features, away from its previous model's."""
+"""MOON's client: it pulls its features towards the global model's and away from its previous model's."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from posy.strategies.replies import Update
 class MOONClient(PersonalClient):
     """Minimise cross-entropy + μ times the contrastive term (MOON, Algorithm 1).
 
-    The features of the global and the previous model do not change during a round. They are computed once, in
+    The features of the global and the previous model do not change during a round, so they are computed once, in
     evaluation mode and without augmentation.
     """
 
@@ -37,7 +37,7 @@ class MOONClient(PersonalClient):
 def contrastive(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy − μ times the log of the global model's softmax share of the similarities.
 
-    ``batch.notes`` ``(B, 2, D)`` are the features of the global and of the previous model.
+    ``batch.notes`` ``(B, 2, D)`` contains the features of the global and the previous model.
     """
     assert batch.notes is not None
     features, logits = net.features(batch.x)

@@ -1,4 +1,4 @@
-"""The config of a node: the keys that a node reads, and their check before the node takes part in a run."""
+"""A node's config: the keys that a node reads, and the check of them before the node takes part in a run."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,11 @@ NODE_WORDS = (
 )  # fmt: skip
 """The keys that a node reads in its config."""
 AUDIT_NAME = "audit.jsonl"
-"""Name of the audit log in a node's ``state-dir``. The key ``audit`` names another file."""
+"""Default name of the audit log in a node's ``state-dir``. The key ``audit`` can name another file."""
 NODE_NAME = "{name}"
 """The placeholder for the name of a node's key."""
 LEAST = {"partition-id": 0, "num-partitions": 1}
-"""The smallest allowed number for a key."""
+"""The minimum values of the numeric keys."""
 
 
 def check_node_config(config: Mapping[str, Any]) -> None:
@@ -27,12 +27,12 @@ def check_node_config(config: Mapping[str, Any]) -> None:
     Parameters
     ----------
     config : Mapping
-        Values by key: strings from the command line, or values that Flower has parsed.
+        Values, keyed by name: strings from the command line, or values that Flower has parsed.
 
     Raises
     ------
     NodeConfigError
-        If a node does not read a key, or a value is not allowed.
+        If the config has a key that nodes do not read, or a value that is not allowed.
     """
     check_words(config)
     for word, least in LEAST.items():

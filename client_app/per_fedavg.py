@@ -15,10 +15,10 @@ class PerFedAvgClient(FedAvgFTClient):
     method: PerFedAvgSettings  # type: ignore[assignment]  # a separate schedule, without the settings of FedAvgFT
 
     def work(self, start: Tensor) -> Train:
-        """Return local training along the meta-gradient."""
+        """Return the request for local training along the meta-gradient."""
         hessian = self.method.hessian_delta if self.method.hessian == "hf" else 0.0
         return Train(start, rule=MetaGradient(self.method.alpha, hessian))
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the adaptation."""
+        """Return the request for the adaptation."""
         return Train(start, steps=self.method.steps, lr=self.method.alpha, plain=True, stream=FINE_TUNING)

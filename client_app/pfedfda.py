@@ -15,7 +15,7 @@ from posy.strategies.pfedfda import AUTO, PFedFDASettings
 from posy.strategies.replies import Update
 
 RARE = 1e-4
-"""Number added to the share of each class, so that a class without samples is improbable, not impossible."""
+"""Number added to the share of each class, so that a class without samples is improbable rather than impossible."""
 SHARES = 11
 """Number of candidate values of β, from 0 to 1."""
 
@@ -29,7 +29,7 @@ class PFedFDAClient(PersonalClient):
     method: PFedFDASettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train under the global discriminant. Send the body, and the Gaussians that fit its features."""
+        """Train under the global discriminant. Send the body, and Gaussians fitted to its features."""
         body, overall = received["model"], (received["means"].double(), received["covariance"].double())
         work = Train(self.with_head(body, overall), rates={"head": 0.0})
         collected = CollectedFeatures()
@@ -53,12 +53,12 @@ class PFedFDAClient(PersonalClient):
         return self.plain(self.with_head(body, self.fitted(features, labels, overall)))
 
     def training_features(self, model: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-        """Return a model's features ``(n, D)`` of the training samples, and their labels ``(n,)``."""
+        """Return a model's features ``(n, D)`` for the training samples, and the samples' labels ``(n,)``."""
         features, _ = yield Forward(model, "train", features=True)
         return features.double(), self.data.y_train
 
     def fitted(self, features: Tensor, labels: Tensor, overall: Gaussians) -> Gaussians:
-        """Return Gaussians interpolated between the estimates from features and the global Gaussians.
+        """Return Gaussians interpolated between local estimates from features and the global Gaussians.
 
         Parameters
         ----------
@@ -84,13 +84,13 @@ class PFedFDAClient(PersonalClient):
         return torch.lerp(overall[0], local[0], shares[0]), torch.lerp(overall[1], local[1], shares[1])
 
     def with_head(self, body: Tensor, parameters: Gaussians) -> Tensor:
-        """Return a model ``(d,)``: a body with the discriminant of Gaussians as its head."""
+        """Return a model ``(d,)``: a body whose head is the discriminant of Gaussians."""
         weight, bias = discriminant(*parameters, self.log_prior())
         model = self.shared.put(torch.empty(self.layout.size, device=self.device), body)
         return self.personal.put(model, torch.cat([weight.flatten(), bias]).float())
 
     def log_prior(self) -> Tensor:
-        """Return the logarithms of the classes' shares ``(C,)``."""
+        """Return the logarithm of each class's share of the samples ``(C,)``."""
         shares = self.data.class_distribution().double() + RARE
         return (shares / shares.sum()).log()
 
@@ -98,8 +98,8 @@ class PFedFDAClient(PersonalClient):
 class CollectedFeatures:
     """The default objective, which also collects the features and labels of every mini-batch.
 
-    Each client has its own instance. Trainings with different objectives are never stacked, so an instance collects
-    the mini-batches of a single client.
+    Each client has its own instance. Requests with different objectives are never stacked, so an instance collects the
+    mini-batches of a single client.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class CollectedFeatures:
 def gaussians(features: Tensor, labels: Tensor, means: Tensor, ridge: float, few: int) -> Gaussians:
     """Return the classes' means ``(C, D)`` and the covariance about them ``(D, D)``.
 
-    As in the authors' program, a class with few samples takes its global mean. The ridge keeps an estimate from few
+    As in the authors' program, a class with few samples uses its global mean. The ridge keeps an estimate from few
     samples well conditioned.
 
     Parameters
@@ -131,7 +131,7 @@ def gaussians(features: Tensor, labels: Tensor, means: Tensor, ridge: float, few
     ridge : float
         Number added to the diagonal of the covariance.
     few : int
-        Largest number of samples at which a class takes its global mean.
+        Maximum number of samples at which a class uses its global mean.
     """
     members = F.one_hot(labels, len(means)).to(features.dtype)
     counts = members.sum(dim=0)[:, None]
@@ -162,7 +162,7 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
 
 
 def folds_of(labels: Tensor, count: int) -> Tensor:
-    """Return each sample's fold ``(n,)``, which alternates within a class, or −1 for classes smaller than ``count``."""
+    """Return each sample's fold ``(n,)``, cycling within each class, or −1 for classes smaller than ``count``."""
     order = labels.argsort(stable=True)
     counts = labels.bincount()
     ranks = torch.empty_like(labels)
@@ -176,13 +176,13 @@ def best_shares(
 ) -> tuple[float, float]:
     """Return the β of the means and the β of the covariance with the lowest cross-entropy on held-out folds.
 
-    The candidates are :data:`SHARES` values that both β share, or with ``two`` all pairs of these values. A search over
-    fixed values cannot end in a local minimum. Without held-out samples both β are 0.
+    The candidates are :data:`SHARES` values for a common β or, with ``two``, all pairs of these values. A search over
+    fixed values cannot get stuck in a local minimum. Without held-out samples, both β are 0.
 
     Parameters
     ----------
     parts : sequence
-        For each fold the Gaussians of all other folds, the fold's features ``(n, D)`` and its labels ``(n,)``.
+        For each fold, the Gaussians of all other folds, the fold's features ``(n, D)`` and its labels ``(n,)``.
     overall : tuple of torch.Tensor
         The global means ``(C, D)`` and covariance ``(D, D)``.
     log_prior : torch.Tensor, (C,)
@@ -191,7 +191,7 @@ def best_shares(
         Whether means and covariance may have different β.
     """
     values = torch.linspace(0, 1, SHARES, dtype=log_prior.dtype, device=log_prior.device)
-    losses = torch.zeros(SHARES, SHARES, dtype=values.dtype, device=values.device)  # by β of Σ, then β of μ
+    losses = torch.zeros(SHARES, SHARES, dtype=values.dtype, device=values.device)  # indexed by β of Σ, then by β of μ
     for local, features, labels in parts:
         means = torch.lerp(overall[0], local[0], values[:, None, None])
         for number, share in enumerate(values):

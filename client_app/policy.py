@@ -1,4 +1,4 @@
-"""The checks of a run against a site's policy, before the node processes a message."""
+"""Checks of a run against a site's policy, made before the node processes a message."""
 
 import json
 import time
@@ -34,16 +34,16 @@ from posy.strategies.settings import Settings
 POLICY = "policy"
 """The key of the node config that names the policy file."""
 DIGITS = 2
-"""Number of decimals of rounded scores."""
+"""Number of decimal places in rounded scores."""
 LARGEST_LOSS = 1000.0
-"""The largest rounded loss."""
+"""The cap on rounded losses."""
 LONGEST_SETTINGS = 1 << 24
-"""Largest number of characters of the settings in a message. A node stores the settings of several runs."""
+"""Maximum number of characters in a message's settings, because a node stores the settings of several runs."""
 PINNED = "run.json"
-"""File in the state folder of a run with the digest of its settings."""
+"""File in a run's state folder with the digest of the run's settings."""
 _RECORD, _COUNTED, _CLIENT = "site-run", "site-run-counted", "site-client"
 RUNS = "policy-runs.json"
-"""File in a node's ``state-dir`` with the runs that have begun today."""
+"""File in a node's ``state-dir`` that lists the runs that have begun today."""
 
 
 class Violation(NamedTuple):
@@ -54,7 +54,7 @@ class Violation(NamedTuple):
 
 
 class PolicyError(PermissionError):
-    """The site's policy refuses a run. The error's message contains only settings of the run."""
+    """The site's policy refuses a run. The error message contains only settings of the run."""
 
     shareable = True
 
@@ -70,7 +70,7 @@ class NodeError(RuntimeError):
 
 
 def policy_of(node_config: Mapping[str, Any]) -> Policy | None:
-    """Return the policy in the file that a node's config names, the default for a node with data, or else None.
+    """Return the policy from the file that a node's config names, else the default for a node with data, else None.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def site_policy(node_config: Mapping[str, Any]) -> Policy | None:
 
 @lru_cache(maxsize=8)
 def _stored_policy(path: Path, modified: int, size: int) -> Policy:
-    """Return the policy in a file. Posy reads the file again if its modification time or size changes."""
+    """Return the policy in a file. The file is read again if its modification time or size changes."""
     return read_policy(path)
 
 
@@ -102,14 +102,14 @@ def _stored_policy(path: Path, modified: int, size: int) -> Policy:
 
 
 def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
-    """Return the rules that the settings of a run violate, before any of its code is imported.
+    """Return the rules that a run's settings violate, without importing any of the run's code.
 
     Parameters
     ----------
     policy : Policy
         The policy of the site.
     config : mapping
-        The settings by key. Missing shared settings have their defaults.
+        The settings, keyed by name. Missing shared settings take their defaults.
     """
     values = {**_shared_defaults(), **config}
     return [violation for rule in (_sources, _rows, _limits) for violation in rule(policy, values)]
@@ -148,7 +148,7 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _is_allowed_file(weights: str, folder: str) -> bool:
-    """Return whether a file of weights is inside the folder that a policy names."""
+    """Return whether a weights file exists inside the folder that a policy names."""
     if not folder or weights == PRETRAINED:
         return False
     root = absolute(folder).resolve()
@@ -157,7 +157,7 @@ def _is_allowed_file(weights: str, folder: str) -> bool:
 
 
 def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield violations of the rules on rows: no setting selects rows, and each gradient covers enough rows."""
+    """Yield violations of the rules on rows: no setting may select rows, and each gradient must cover enough rows."""
     if values["test-set"] != DataSettings.test_set:
         yield Violation("test-fraction", f"test-set = {quoted(values['test-set'])}; the site chooses its test rows")
     fraction = values["test-fraction"]
@@ -223,18 +223,18 @@ def _shared_defaults() -> Mapping[str, Any]:
 def size_violations(
     policy: Policy, settings: Settings, rows: int, class_counts: list[int], parameters: int
 ) -> list[Violation]:
-    """Return the rules that a run violates on the data of this site.
+    """Return the rules that a run violates, given this site's data.
 
     Parameters
     ----------
     policy, settings : Policy, Settings
         The policy of the site and the settings of the run.
     rows : int
-        Training rows of the site.
+        Number of training rows at the site.
     class_counts : list of int
-        Training rows of each class of the run.
+        Number of training rows for each class of the run.
     parameters : int
-        Parameters of the network.
+        Number of parameters of the network.
     """
     train, violation_list = settings.train, []
     per_step = getattr(settings.method, "steps", 1) if settings.run.method == "pfedme" else 1
@@ -274,7 +274,7 @@ def size_violations(
 
 
 def too_many_parameters(parameters: int, policy: Policy) -> Violation:
-    """Return the violation of a run whose network has too many parameters."""
+    """Return the violation for a network with too many parameters."""
     return Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
 
 
@@ -287,13 +287,13 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
     Raises
     ------
     PolicyError
-        If the run violates a rule, the site has begun too many runs today, or the settings of the run have changed.
+        If the run violates a rule, the site has begun too many runs today, or the run's settings have changed.
     """
     if len(settings_json) > LONGEST_SETTINGS:
         raise PolicyError(Violation("settings", f"the settings have more than {LONGEST_SETTINGS:,} characters"))
     check_settings(policy, settings_json)
     counted = context.state.config_records.get(_COUNTED)
-    if counted is None or counted["run"] != str(run_id):  # a run counts once, even if it continues on the next day
+    if counted is None or counted["run"] != str(run_id):  # a run counts once, even if it continues the next day
         _count_run(policy, context.node_config, run_id)
         context.state[_COUNTED] = ConfigRecord({"run": str(run_id)})
     if not pin:
@@ -315,7 +315,7 @@ _begun: dict[str, list[int]] = {}
 
 
 def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> None:
-    """Count a run among the runs of today (UTC). The count survives a restart if the node has a ``state-dir``."""
+    """Add a run to today's runs (UTC). The count survives a restart if the node has a ``state-dir``."""
     global _begun  # noqa: PLW0603 - the runs of a node without state-dir
     folder = str(node_config.get("state-dir", ""))
     if not folder:
@@ -327,7 +327,7 @@ def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> N
 
 
 def _with_run(policy: Policy, runs_by_day: Mapping[str, list[int]], run_id: int) -> dict[str, list[int]]:
-    """Return the runs of today with one more run, by day. Raise :class:`PolicyError` beyond the limit."""
+    """Return today's runs including this one, keyed by day. Raise :class:`PolicyError` if there are too many."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     runs = runs_by_day.get(today, [])
     if run_id not in runs and len(runs) >= policy.max_runs_per_day:
@@ -336,21 +336,21 @@ def _with_run(policy: Policy, runs_by_day: Mapping[str, list[int]], run_id: int)
 
 
 def is_run_folder(name: str) -> bool:
-    """Return whether a run may have a folder of this name in ``state-dir``. The node's file names are reserved."""
+    """Return whether a run may have a folder of this name in ``state-dir``. The node's own file names are reserved."""
     stems = tuple(f"{Path(file).stem}." for file in (RUNS, LEDGER, AUDIT_NAME))
     is_file_of_node = name.casefold().startswith((".", *stems)) or name.casefold() == "site-secret"
     return is_folder_name(name) and not is_file_of_node
 
 
 def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
-    """Bind the state folder of a run to the run's settings, so that another run cannot read or remove the state.
+    """Bind a run's state folder to the run's settings, so that another run cannot read or remove the state.
 
     Settings that may change when a run resumes are excluded.
 
     Raises
     ------
     PolicyError
-        If the folder belongs to a run with other settings.
+        If the folder belongs to a run with different settings.
     """
     shared = _shared_settings()
     pinned = {key: value for key, value in config.items() if key not in shared or not _may_change(shared[key])}
@@ -372,14 +372,14 @@ def _may_change(setting: Setting) -> bool:
 
 
 def check_budget(policy: Policy, settings: Settings, context: Context, num_train: int) -> None:
-    """Raise :class:`PolicyError` if a run with these settings would exceed the privacy budget of the site."""
+    """Raise :class:`PolicyError` if a run with these settings would exceed the site's privacy budget."""
     if policy.epsilon:
         with _budget(policy, context) as budget:
             budget.check_run(settings, num_train)
 
 
 def spend_budget(policy: Policy, settings: Settings, context: Context, num_train: int, server_round: int) -> None:
-    """Record a training in the site's privacy ledger before it begins. Raise :class:`PolicyError` beyond the budget."""
+    """Record a round in the privacy ledger before it begins. Raise :class:`PolicyError` if it exceeds the budget."""
     if not policy.epsilon:
         return
     with _budget(policy, context) as budget:
@@ -388,7 +388,7 @@ def spend_budget(policy: Policy, settings: Settings, context: Context, num_train
 
 @contextmanager
 def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
-    """Yield the budget of the site, and turn an exceeded budget into a violation of the policy."""
+    """Yield the site's budget, and turn an exceeded budget into a policy violation."""
     folder = str(context.node_config.get("state-dir", ""))
     if not folder:
         raise PolicyError(Violation("epsilon", "the node needs state-dir for the ledger of its privacy budget"))
@@ -404,8 +404,8 @@ def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
 def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics with rounded accuracies and losses, unless the policy allows exact scores.
 
-    Rounded scores have two decimals and at most three significant digits. :data:`LARGEST_LOSS` caps the losses. The
-    server chooses the model, and further digits of a large loss could reveal the exact score.
+    Rounded scores have at most two decimal places and three significant digits, and losses are capped at
+    :data:`LARGEST_LOSS`. The server chooses the model, so further digits of a large loss could reveal the exact score.
     """
     if policy.scores == "exact":
         return dict(metrics)
@@ -421,7 +421,7 @@ def _rounded(score: float) -> float:
 def check_place(settings: Settings, context: Context, client: int, server_round: int) -> None:
     """Raise :class:`PolicyError` unless a message is for this site's only client and for a round of the run.
 
-    The first message of the run decides the client, unless the node config has a ``partition-id``.
+    The run's first message determines the client, unless the node config has a ``partition-id``.
     """
     index: Any = context.node_config.get("partition-id")
     if index is None:
@@ -439,9 +439,9 @@ def check_place(settings: Settings, context: Context, client: int, server_round:
 def check_once(
     context: Context, client: int, phase: str, server_round: int, arrays: list[Any], entries: Mapping[str, Any]
 ) -> None:
-    """Raise :class:`PolicyError` unless a client receives one model in each phase of a round, and rounds in order.
+    """Raise :class:`PolicyError` if a client receives a second model in a phase of a round, or rounds out of order.
 
-    A repeated message with the same arrays and entries is allowed, because a reply may be lost.
+    A repeated message with the same arrays and entries is allowed, because the reply may have been lost.
     """
     checked_entries = sorted((key, value) for key, value in entries.items() if key != "state-keep")
     digest = blake2b(repr(checked_entries).encode(errors="surrogatepass"), digest_size=16)
@@ -461,10 +461,10 @@ def check_once(
 
 
 def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
-    """Return a message handler whose errors contain nothing about the data of a site.
+    """Wrap a message handler so that its errors reveal nothing about a site's data.
 
-    On a node with data, the node logs the full error, and the server receives :func:`shared_text`. On other
-    nodes, a mistake in the code of the method becomes a :class:`MethodError`.
+    A node with data logs the full error, and the server receives only :func:`shared_text`. On other nodes, a mistake in
+    the method's code becomes a :class:`MethodError`.
     """
 
     @wraps(work)
@@ -486,7 +486,7 @@ def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, C
 
 
 def _min_rows(node_config: Mapping[str, Any]) -> int:
-    """Return the rule min-rows of a node's policy, or the default if the policy cannot be read."""
+    """Return ``min-rows`` from a node's policy, or the default if the policy cannot be read."""
     try:
         return (policy_of(node_config) or Policy()).min_rows
     except NodeConfigError:
@@ -494,7 +494,7 @@ def _min_rows(node_config: Mapping[str, Any]) -> int:
 
 
 def shared_text(error: BaseException, min_rows: int = Policy.min_rows) -> str:
-    """Return an error's message in a form that may leave the node, with no counts below ``min_rows``."""
+    """Return an error's message in a form that may leave the node, without counts below ``min_rows``."""
     if getattr(error, "shareable", False):
         return str(error)
     if isinstance(error, DataError):

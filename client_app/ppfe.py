@@ -16,14 +16,14 @@ from posy.strategies.ppfe import PPFESettings, Stage, open_stage, plan_stages
 from posy.strategies.replies import Update
 
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1
-"""Fractions of the weights that the reduction `sparse` masks in the first personal stage and later (App. A.3)."""
+"""Fractions of weights that the reduction `sparse` masks in the first personal stage and in later ones (App. A.3)."""
 
 
 class PPFEClient(PersonalClient):
     """Local training on weighted samples (Algorithm 1, lines 13-21).
 
     The client stores the sample weights ω, the coefficients β, the personal layers of each stage, and the shared layers
-    of each finished stage. With ``class-weights=balanced`` the first weights are the class weights, so that ω contains
+    of each finished stage. With ``class-weights=balanced``, the initial weights are the class weights, so ω includes
     them.
     """
 
@@ -31,11 +31,14 @@ class PPFEClient(PersonalClient):
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The stages of the run, which equal the server's."""
+        """The stages of the run, the same as on the server."""
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the stage's layers, or with ``final_epochs`` only its personal layers. Send the shared layers."""
+        """Train the stage's layers, and send the shared ones.
+
+        With ``final_epochs``, a stage's last round trains only the personal layers.
+        """
         stage = yield from self.catch_up(config)
         slower_layers = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         head_only = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
@@ -91,10 +94,10 @@ class PPFEClient(PersonalClient):
             self.stored[f"personal-{next_stage.number}"] = next_stage.personal_part.take(next_model).clone()
 
     def reweighted(self, stage: Stage, model: Tensor) -> Steps[tuple[float, Tensor]]:
-        """Return β and the new sample weights for the ensemble of the earlier stages and a model of this stage.
+        """Return β and the new sample weights for the ensemble of the earlier stages' models and a model of this stage.
 
-        In this ensemble the model has the coefficient for its own error. Its final coefficient depends on the
-        ensemble's error, and therefore on this ensemble.
+        Within this ensemble, the model's coefficient is computed from its own error. Its final coefficient β is
+        computed from the ensemble's error.
         """
         weights = self.stored.get("weights")
         if weights is None:
@@ -111,7 +114,7 @@ class PPFEClient(PersonalClient):
         return beta, new_weights
 
     def sample_losses(self, predictor: Predictor) -> Steps[Tensor]:
-        """Return ℓ_i ``(n,)`` in [0, 1] on the training samples."""
+        """Return the losses ℓ_i ``(n,)`` of the training samples, in [0, 1]."""
         log_probabilities = yield from self.predict(predictor, "train")
         labels = self.data.y_train
         if self.method.loss == "zero-one":
@@ -124,8 +127,8 @@ class PPFEClient(PersonalClient):
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
         """Return Σ_t β_t softmax(model_t), or the sum of log-probabilities.
 
-        ``current`` is the model of the current stage, which enters as if the stage ended now. A newcomer trains after
-        the last stage has ended. Its trained model replaces its model of the last stage.
+        ``current``, the model of the current stage, is included as if the stage ended now. A newcomer trains after the
+        last stage has ended, so its trained model replaces its model of the last stage.
         """
         members = self.finished_members()
         if current is not None:
@@ -158,7 +161,7 @@ class PPFEClient(PersonalClient):
         return model
 
     def mask(self, stage: Stage) -> Tensor | None:
-        """Return the stage's sparsity mask, or None without the reduction `sparse` and in the first stage."""
+        """Return the stage's sparsity mask, or None in the first stage or without the reduction `sparse`."""
         if self.method.reduction != "sparse" or stage.number == 1:
             return None
         return sparsity_mask(self.stages, stage.number, self.settings.run.seed).to(self.device)
@@ -188,10 +191,10 @@ def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) 
     """Return (β, ω') after a stage (Algorithm 1, Reweight).
 
     ε = Σ ω_i ℓ_i / Σ ω_i is clipped to [1e-6, 1 − 1e-6]. The paper's rule ``adaboost`` is β = ½ log((1 − ε)/ε), which
-    is negative for ε > ½. ``adaboost-positive`` replaces negative values by 0. ``samme`` adds ½ log(C − 1) and then
-    replaces negative values by 0. The new weights are ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. The paper's Eq. 7 has the
-    opposite sign. Algorithm 1 and AdaBoost give hard samples more weight. Algorithm 1 divides losses by their maximum
-    in line 2 only. Posy divides them in line 4 too, so that a weight grows by a factor of at most e^β.
+    is negative for ε > ½. ``adaboost-positive`` replaces negative values with 0. ``samme`` adds ½ log(C − 1) and then
+    replaces negative values with 0. The new weights are ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. The paper's Eq. 7 has
+    the opposite sign, but Algorithm 1 and AdaBoost give hard samples more weight. Algorithm 1 divides the losses by
+    their maximum only in line 2. Posy also does so in line 4, so that a weight grows by a factor of at most e^β.
 
     Parameters
     ----------

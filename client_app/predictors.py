@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Member:
     """One model of an ensemble: its parameters ``(d,)``, its network and its coefficient.
 
-    ``fixed`` contains the fixed tensors of the network by name, if the model was read from a file.
+    ``fixed`` contains the network's fixed tensors, keyed by name, if the model was read from a file.
     """
 
     parameters: Tensor
@@ -33,7 +33,7 @@ class Member:
 
 @dataclass
 class Predictor:
-    """One model, or an ensemble whose probabilities are summed (log-probabilities with ``logarithms``).
+    """One model, or an ensemble whose probabilities (with ``logarithms``, log-probabilities) are averaged.
 
     ``chosen`` is the method's choice for this client, such as the number of the server's model.
     """
@@ -57,7 +57,7 @@ class Predictor:
         return combined(torch.stack(rows), coefficients, self.logarithms)
 
     def as_arrays(self) -> dict[str, FloatArray]:
-        """Return the tensors by name.
+        """Return the tensors, keyed by name.
 
         In an ensemble, the names start with ``stage<t>.``, and each member has a coefficient.
         """
@@ -75,12 +75,12 @@ class Predictor:
     def from_arrays(
         cls, arrays: Mapping[str, FloatArray], architecture: Architecture, method: "MethodSettings"
     ) -> Self:
-        """Return the predictor from the ``arrays`` that :meth:`as_arrays` returned.
+        """Rebuild the predictor from the ``arrays`` that :meth:`as_arrays` returned.
 
         Parameters
         ----------
         arrays : mapping
-            The tensors of the members by name.
+            The members' tensors, keyed by name.
         architecture : Architecture
             The method's network, without reduced ranks.
         method : MethodSettings
@@ -98,7 +98,7 @@ class Predictor:
 
 
 def scores(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller lr may help") -> tuple[float, float]:
-    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
+    """Return the mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
 
     NaN raises a :class:`TrainingDivergedError`, whose message ends with the advice.
     """
@@ -112,8 +112,8 @@ def scores(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller l
 def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) -> Tensor:
     """Return the log-probabilities ``(n, C)`` of an ensemble of T members.
 
-    The members' probabilities, or with ``logarithms`` their logarithms, are averaged with the coefficients as weights.
-    If all coefficients are zero, all members have the same weight.
+    The members' probabilities or, with ``logarithms``, log-probabilities are averaged with the coefficients as weights.
+    If all coefficients are zero, all members get the same weight.
 
     Parameters
     ----------

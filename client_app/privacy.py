@@ -1,4 +1,4 @@
-"""Differential privacy on a client: checks of a run's settings, and the noise of a reply.
+"""Differential privacy on a client: checks of a run's settings, and the noise in a reply.
 
 The mechanisms are in :mod:`posy.strategies.privacy`, the noise in :mod:`posy.noise`, the accountant in
 :mod:`posy.accounting`, and DP-SGD in :mod:`posy.client_app.training.private`.
@@ -20,10 +20,10 @@ from posy.strategies.secure_aggregation import fraction_of, threshold_of
 from posy.strategies.settings import Settings
 
 DEVIATIONS = 8
-"""Number of standard deviations that the noise exceeds in one of 10¹⁵ numbers."""
+"""Number of standard deviations that the noise exceeds about once in 10¹⁵ numbers."""
 SMOOTH = 8
-"""Smallest standard deviation of a client's noise, in words of the masked sum. The rounding of each client's noise then
-changes the distribution of the sum by less than 10⁻²⁰⁰ (Kairouz et al., 2021, Theorem 1)."""
+"""Minimum standard deviation of a client's noise, in words of the masked sum. Rounding each client's noise then changes
+the distribution of the sum by less than 10⁻²⁰⁰ (Kairouz et al., 2021, Theorem 1)."""
 
 
 class UnprotectedError(RuntimeError):
@@ -31,7 +31,7 @@ class UnprotectedError(RuntimeError):
 
 
 def check_privacy(settings: Settings) -> None:
-    """Raise :class:`SettingsError` if the method does not support the noise or the masks of the settings."""
+    """Raise :class:`SettingsError` if the method does not support the noise or masks that the settings require."""
     if settings.train.dp != OFF:
         _check_noise(settings)
     if settings.run.secure_aggregation:
@@ -92,7 +92,7 @@ def _check_central(settings: Settings) -> None:
 
 
 def check_network(settings: Settings, network: Architecture) -> None:
-    """Raise :class:`SettingsError` for a network that does not support the noise of the settings."""
+    """Raise :class:`SettingsError` if a network does not support the noise that the settings require."""
     if settings.train.dp == OFF:
         return
     advice = "choose a network with GroupNorm, such as resnet18-gn"
@@ -112,23 +112,23 @@ def check_network(settings: Settings, network: Architecture) -> None:
 def noised(
     arrays: NDArrays, references: NDArrays, settings: Settings, *, clip: float = 0.0, threshold: int = 0
 ) -> tuple[NDArrays, float]:
-    """Return a reply's arrays after clipping, and after noise if the client adds it, and the norm of the change.
+    """Return a reply's arrays, clipped and with any noise that the client adds, and the norm of their change.
 
-    The arrays become reference + min(1, C / ‖Δ‖) Δ + noise, with ‖Δ‖ over all arrays. They are float32, or float64 if
-    they will be masked.
+    The arrays become reference + min(1, C / ‖Δ‖) Δ + noise, where ‖Δ‖ covers all arrays. They are float32, or float64
+    if they will be masked.
 
     Parameters
     ----------
     arrays : list of numpy.ndarray
         The arrays of the reply.
     references : list of numpy.ndarray
-        The arrays from which the change is measured, in the same shapes.
+        The arrays from which the change is measured, with the same shapes.
     settings : Settings
         The settings of the run.
     clip : float
         The clipping norm of the round, or 0 for the setting ``dp-clip``.
     threshold : int
-        Smallest number of clients whose masked sum the server can unmask, or 0 without masks.
+        Minimum number of clients for which the server can unmask a sum, or 0 without masks.
     """
     changes, norm = clipped(arrays, references, clip or settings.train.dp_clip)
     if changes and (deviation := reply_deviation(settings, threshold)):

@@ -1,4 +1,4 @@
-"""Class prototypes on a client: means of features by class, and the pull towards them."""
+"""Class prototypes on a client: the mean features of each class, and the pull towards them."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,9 +8,10 @@ from posy.client_app.training.work import Context, Net, mean_over
 
 
 def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the class means ``(C, D)`` of features ``(n, D)``, and the number of samples of each class ``(C,)``.
+    """Return the class means ``(C, D)`` of features ``(n, D)``, and the number of samples per class ``(C,)``.
 
-    The mean of a class without samples is zero. Means are computed in double precision, so that devices agree.
+    The mean of a class without samples is zero. Means are computed in double precision, so that all devices give the
+    same result.
     """
     members = F.one_hot(labels, num_classes).double()
     counts = members.sum(0)
@@ -19,7 +20,7 @@ def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Ten
 
 
 def distance_to_prototypes(features: Tensor, batch: Batch, context: Context) -> Tensor:
-    """Return the mean of (f − c)² over the samples of a batch and the features.
+    """Return the mean of (f − c)² over a batch's samples and their features.
 
     c is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. A class with 0 in ``context["known"]``
     ``(C,)`` has no prototype. Its samples have distance 0.

@@ -1,4 +1,4 @@
-"""The check that a run suits a site's data and policy, and that its method supports its noise and masks."""
+"""The check that a run suits a site's data and policy, and that its method supports the noise and masks."""
 
 from posy.client_app.policy import PolicyError, size_violations, too_many_parameters
 from posy.client_app.privacy import check_network, check_privacy
@@ -7,17 +7,17 @@ from posy.models.build import count_parameters
 
 
 def check_run(workspace: Workspace) -> None:
-    """Raise an error unless the settings of a run suit this site's data, its policy and the run's noise and masks.
+    """Raise an error unless a run suits this site's data and policy, and its method supports its noise and masks.
 
-    A node checks this before every training and evaluation, because a server could skip the query with which a node
+    A node checks this before every training and evaluation, because a server could skip the query by which a node
     joins.
 
     Raises
     ------
     PolicyError
-        If the run violates a rule on the data of this site.
+        If the run violates a rule, given this site's data.
     SettingsError
-        If the method or the network does not support the noise or the masks of the settings.
+        If the method or the network does not support the noise or masks that the settings require.
     """
     if workspace.checked:
         return

@@ -12,7 +12,7 @@ class SCAFFOLDClient(PersonalClient):
     """Step along the gradient + c − c_i. Then c_i⁺ = c_i − c + (x − y) / (K lr) (SCAFFOLD, Eqs. 3, 4)."""
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train, and send the model with the change of the control variate."""
+        """Train, and send the model with the change in the control variate."""
         start, common = received["model"], received["control"]
         stored = self.stored.get("control")
         variate = torch.zeros_like(common) if stored is None else stored
@@ -28,6 +28,6 @@ def gradients_in_distance(steps: int, momentum: float) -> float:
     """Return Σ_{k=1..K} (1 − β^k) / (1 − β), the number of gradients in (x − y) / lr after K steps (K if β = 0).
 
     The momentum v_k = β v_{k−1} + g_k adds the gradient of step k to the distance 1 + β + … + β^{K−k} times. Divided by
-    this sum, the distance is a mean of the gradients, which a constant such as c − c_i enters once.
+    this sum, the distance is a weighted mean of the gradients, to which a constant such as c − c_i contributes once.
     """
     return sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))

@@ -2,18 +2,18 @@
 
 The server relays all keys and shares and chooses the clients. This module checks everything that protects the client:
 
-- Keys and secrets are new in each round. The evaluation of a round has separate keys and secrets.
-- The client sends one reply under the masks of a round. Later it can only repeat this reply. A round begins once. The
-  server may ask for new keys only before this reply, and the client then deletes the secrets of the earlier keys.
+- Each round has new keys and secrets, and its evaluation has separate ones.
+- The client sends only one reply under a round's masks, and can later only repeat it. A round begins only once. The
+  server may ask for new keys only before that reply, and the client then deletes the secrets of the earlier keys.
 - All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
-  that signs its keys refuses thresholds that are unsafe if the server colludes with other clients.
-- The client signs one list of survivors in a round. It reveals shares only if enough clients of the whole cohort have
-  signed the same list. For each neighbour it reveals the share of its self-mask or the share of its private key, never
-  both.
-- The masks of clients that received different models, settings or weights do not cancel.
+  that signs its keys refuses thresholds that would be unsafe if the server colluded with other clients.
+- The client signs only one list of survivors in a round. It reveals shares only if enough clients of the whole cohort
+  have signed the same list. For each neighbour, it reveals its share of the neighbour's self-mask or of the
+  neighbour's private key, never both.
+- Masks do not cancel between clients that received different models, settings or weights.
 
-Between the messages of a round, the secrets are in the node's memory, never in a file. They are in the node's Flower
-context, and Posy's workers never send this part to the node (:class:`posy.deploy.sessions.Sessions`).
+Between the messages of a round, the secrets stay in memory, never in a file. They are in the node's Flower context,
+but Posy's workers remove them before sending the context to the node (:class:`posy.deploy.sessions.Sessions`).
 """
 
 import re
@@ -78,11 +78,11 @@ from posy.strategies.secure_aggregation import (
 )
 
 SESSIONS = "secure-aggregation-"
-"""Prefix of the names of sessions in a node's context."""
+"""Prefix of session names in a node's context."""
 MIN_CLIENTS = 2
-"""Smallest number of clients whose sum a client joins, unless the policy of its site demands more."""
+"""Minimum number of clients in a sum that a client joins, unless its site's policy demands more."""
 REPLIES = {TRAINING: "an update", EVALUATION: "scores", STATISTICS: "statistics"}
-"""The content of a masked reply, by purpose."""
+"""The content of a masked reply, keyed by purpose."""
 _NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?|0-0-{STATISTICS}")
 
 
@@ -97,17 +97,17 @@ class ProtocolError(RuntimeError):
 
 @dataclass
 class Session:
-    """State of a client in one round. Its neighbours are the clients that may receive shares, the client included."""
+    """A client's state in one round. Its neighbours are the clients that may receive its shares, itself included."""
 
     name: str
     mask_secret: bytes = b""
-    """Secret of the private key for the masks with other clients. The neighbours receive its shares."""
+    """Secret for the private key of the masks with other clients. The neighbours receive shares of it."""
     seal_secret: bytes = b""
-    """Secret of the private key that encrypts shares."""
+    """Secret for the private key that encrypts shares."""
     own_secret: bytes = b""
-    """Secret of the client's self-mask. The neighbours receive its shares too."""
+    """Secret for the client's self-mask. The neighbours receive shares of it too."""
     sign_secret: bytes = b""
-    """Secret of the key of this round that signs for a client without ``signing-key``."""
+    """Secret for this round's signing key, for a client without ``signing-key``."""
     cohort: list[int] = field(default_factory=list)
     reach: int = 0
     cohort_threshold: int = 0
@@ -115,23 +115,23 @@ class Session:
     """The view of the round: :class:`~posy.strategies.secure_aggregation.View`."""
     roster: list[int] = field(default_factory=list)
     public: list[bytes] = field(default_factory=list)
-    """The neighbours, and two public keys of each: for masks and for encryption."""
+    """The neighbours, and two public keys for each: one for masks and one for encryption."""
     sealed: list[bytes] = field(default_factory=list)
-    """The encrypted shares for the other neighbours, as the client has sent them."""
+    """The encrypted shares for the other neighbours, as sent by the client."""
     own_share: bytes = b""
-    """The client's share of its secrets."""
+    """The client's share of its own secrets."""
     peers: list[int] = field(default_factory=list)
     shares: list[bytes] = field(default_factory=list)
-    """The neighbours that have sent shares, and two shares of each: of its self-mask, and of its private key."""
+    """The neighbours that have sent shares, and two shares from each: of its self-mask and of its private key."""
     masked: bytes = b""
     """Digest of the masked reply that the client has sent."""
     survivors: list[int] = field(default_factory=list)
     signature: list[bytes] = field(default_factory=list)
-    """The list of survivors that the client has signed, and its signature with the signer."""
+    """The list of survivors that the client has signed, and its signature together with the signer's public key."""
     revealed: bool = False
     """Whether the client has revealed ``shares``. Later requests receive the same answer."""
     early: bool = False
-    """Whether the server requested the keys in the previous round, so that other clients may know them already."""
+    """Whether the server requested the keys in the previous round, so that other clients may already know them."""
 
     @classmethod
     def new(cls, name: str) -> Self:
@@ -154,7 +154,7 @@ class Session:
         return View(tuple(self.cohort), self.reach, self.cohort_threshold, self.threshold)
 
     def public_of(self, client: int) -> list[bytes]:
-        """Return the public keys of a neighbour."""
+        """Return a neighbour's public keys."""
         start = 2 * self.roster.index(client)
         return self.public[start : start + 2]
 
@@ -169,7 +169,7 @@ class Secrets:
     context : Context
         Flower's context of the node.
     run : int
-        Flower's number of the run.
+        Flower's ID of the run.
     name : str
         Name of a round. Training, evaluation and statistics have separate sessions.
     """
@@ -203,11 +203,11 @@ class Secrets:
         return None if record is None else Session(**record)  # type: ignore[arg-type]
 
     def save(self, session: Session) -> None:
-        """Store a session in place of the earlier session."""
+        """Store a session, replacing the earlier one."""
         self._records[self._key] = ConfigRecord(vars(session).copy())
 
     def signatures(self, session: Session) -> Signatures:
-        """Return the key that signs for this client: the site's key, or else the round's key."""
+        """Return the key that signs for this client: the site's key or, without one, the round's key."""
         return self._site or RoundSignatures(session.sign_secret)
 
     @property
@@ -230,7 +230,7 @@ class Secrets:
 
 
 def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -> list[bytes]:
-    """Return a client's answer in a stage of a round other than its training or evaluation.
+    """Return a client's answer in any stage of a round other than training or evaluation.
 
     Parameters
     ----------
@@ -239,7 +239,7 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
     context : Context
         Flower's context of the node.
     min_clients : int
-        Smallest number of clients whose sum the client joins (``min_clients`` in the policy of its site).
+        Minimum number of clients in a sum that the client joins (``min_clients`` in its site's policy).
     """
     config: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
 
@@ -260,7 +260,7 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
         raise ProtocolError(f"the stage {stage!r} does not exist")
     if NEXT not in config:
         return texts
-    try:  # the server asks again in the next round, and then receives an error
+    try:  # if this fails, the server asks again in the next round and then receives the error
         next_secrets = secrets_of(config[NEXT])
         if next_secrets.purpose == client_secrets.purpose:
             raise ProtocolError("the secrets for the next round would replace secrets of this round")
@@ -273,30 +273,30 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
 
 
 def smallest_sum(node_config: Mapping[str, Any]) -> int:
-    """Return the smallest number of clients whose sum a client joins, if the policy of its site sets no minimum.
+    """Return the minimum number of clients in a sum that a client joins if its site's policy sets none.
 
-    A site with trusted keys joins sums over more than half of the trusted sites.
+    A site with trusted keys only joins sums over more than half of the trusted sites.
     """
     site = signatures_of(node_config)
     return MIN_CLIENTS if site is None else max(MIN_CLIENTS, site.trusted // 2 + 1)
 
 
 def _keys_in(config: Mapping[str, Any]) -> dict[int, list[bytes]]:
-    """Return the texts of each neighbour's keys in a request for shares."""
+    """Return each neighbour's public keys, signature and signer from a request for shares."""
     rows = zip(config["roster"], *_columns(config["public-keys"], KEY_TEXTS), strict=True)
     return {int(client): key_texts for client, *key_texts in rows}
 
 
 def _columns(texts: Sequence[bytes], count: int) -> list[Sequence[bytes]]:
-    """Return the columns of a table of texts that was sent row by row."""
+    """Return the columns of a table that was sent row by row."""
     return [texts[column::count] for column in range(count)]
 
 
 def _keys(client_secrets: Secrets, *, again: bool = False, early: bool = False) -> list[bytes]:
-    """Begin a round, unless it has begun. Return two public keys, their signature and the signer's public key.
+    """Begin a round unless it has already begun. Return two public keys, their signature and the signer's public key.
 
-    With ``again``, the keys and shares that the client has sent for this round are void, unless it has sent its reply.
-    Keys that it has sent early are void too, because another client could have copied them.
+    With ``again``, the keys and shares that the client has sent for this round become void, unless it has already sent
+    its reply. So do keys that it has sent early, because another client could have copied them.
     """
     session, name = client_secrets.latest(), client_secrets.name
     if session is None or _order(session.name) < _order(name):
@@ -317,7 +317,7 @@ def _shares(
 ) -> list[bytes]:
     """Return an encrypted share of the secrets for each other neighbour, or a refusal of some neighbours' keys.
 
-    A refusal contains no shares. The server may repeat the request without the neighbours in the refusal.
+    A refusal contains no shares. The server may repeat the request without the refused neighbours.
     """
     session, client = client_secrets.load(), client_secrets.client
     if not session.mask_secret:
@@ -390,9 +390,9 @@ def _check_size(group: str, count: int, min_clients: int) -> None:
 
 
 def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]]) -> dict[int, str]:
-    """Return the neighbours whose keys this client refuses, with the reasons.
+    """Return the neighbours whose keys this client refuses, each with the reason.
 
-    A site refuses keys that no trusted site has signed. All clients refuse the keys of two clients with one signer.
+    A site refuses keys that no trusted site has signed. Every client refuses the keys of clients that share a signer.
     """
     signatures, this_client = client_secrets.signatures(session), client_secrets.client
     refusals, signers = {}, {this_client: signatures.verifying_key}
@@ -445,7 +445,7 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
 
 
 def _unmask(client_secrets: Secrets, signatures: Sequence[tuple[int, bytes, bytes]], min_clients: int) -> list[bytes]:
-    """Return a share from each peer: of its self-mask if it is on the signed list, or else of its private key."""
+    """Return one share for each peer: of its self-mask if it is on the signed list, otherwise of its private key."""
     session = client_secrets.load()
     if session.revealed:
         return session.shares
@@ -481,7 +481,7 @@ class Masking:
     Parameters
     ----------
     config : dict
-        The config of the message. The constructor removes the entries of secure aggregation.
+        The message's config, from which the constructor removes the entries for secure aggregation.
     message : Message
         The message.
     context : Context
@@ -507,7 +507,7 @@ class Masking:
 
     @property
     def threshold(self) -> int:
-        """Number of neighbours, the client included, below which the client reveals no shares."""
+        """Minimum number of neighbours, the client included, for the client to reveal shares."""
         return self._session.threshold
 
     def mask_reply(
@@ -526,13 +526,13 @@ class Masking:
         arrays : list of numpy.ndarray
             The update, which is empty for an evaluation.
         references : list of numpy.ndarray
-            The arrays that the client started from, in the same shapes.
+            The arrays that the client started from, with the same shapes.
         weight : int
             Weight of the client in the mean.
         limit : float
             The setting ``secure-range``.
         common : list of numpy.ndarray
-            The arrays that all clients of the round have received.
+            The arrays that all clients in the round have received.
         numbers : sequence of int
             The scores: :func:`posy.strategies.pooled.numbers_of`.
 
@@ -541,7 +541,8 @@ class Masking:
         OutOfRangeError
             If the update contains NaN or infinite numbers, or changes a parameter by more than ``secure-range``.
         ProtocolError
-            If the client has sent another reply under these masks, because the server could compute the difference.
+            If the client has already sent a different reply under these masks, because the server could compute the
+            difference between the two.
         """
         session, client = self._session, self._secrets.client
         if [array.shape for array in arrays] != [reference.shape for reference in references]:
@@ -562,7 +563,7 @@ class Masking:
         return words
 
     def _joined(self, session: Session, sealed_shares: dict[int, bytes]) -> Session:
-        """Return the session with the decrypted shares of the other neighbours."""
+        """Return the session with the decrypted shares that the other neighbours have sent."""
         if not session.sealed:
             raise ProtocolError(f"round {session.name} is over")
         client, context = self._secrets.client, self._secrets.context_of(session)
@@ -584,5 +585,5 @@ class Masking:
 
 
 def _order(name: str) -> tuple[int, ...]:
-    """Return the sort key of a round's name: the number of earlier resumptions of the run, and the round."""
+    """Return the sort key of a round's name: how often the run has been resumed, and the round."""
     return tuple(int(number) for number in name.split("-")[:2])

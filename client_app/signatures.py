@@ -1,9 +1,9 @@
 """The clients' signatures on their keys for a round, and on the list of survivors.
 
-A site sets two keys in its node config. ``signing-key`` is its private key, for example its node's key.
-``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them. The
-server cannot pose as such a site. A client without these keys signs with a key of the round. The protocol is the same,
-but the signatures then protect only against a server that follows the protocol.
+A site makes two entries in its node config. ``signing-key`` names its private key, for example its node's key.
+``trusted-keys`` names a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them.
+The server cannot impersonate such a site. A client without these entries signs with a key made for the round. The
+protocol is the same, but the signatures then protect only against a server that follows it.
 """
 
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ from posy.settings import NodeConfigError
 from posy.strategies.secure_aggregation import ROUND_KEY_BYTES
 
 KEYS_OF, SURVIVORS_OF = b"posy secure aggregation, keys of ", b"posy secure aggregation, survivors of "
-"""Prefixes of a signed text that name the purpose of the signature."""
+"""Prefixes of signed texts, which state the purpose of the signature."""
 _CURVES = {1 + (curve.key_size + 7) // 8: curve for curve in (SECP256R1(), SECP384R1(), SECP521R1())}
-"""The curves by the number of bytes of a compressed point."""
+"""The curves, keyed by the number of bytes in a compressed point."""
 
 
 class UnknownSignerError(ValueError):
@@ -105,7 +105,7 @@ class SiteSignatures:
 
 
 class RoundSignatures:
-    """Signs with a key of one round, and accepts every key, even a key from the server.
+    """Signs with a key made for one round, and accepts any key, even one from the server.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def signatures_of(node_config: Mapping[str, Any]) -> SiteSignatures | None:
 
 @lru_cache(maxsize=8)
 def _read(key: Path, trusted: Path, versions: object) -> SiteSignatures:
-    """Return the keys in files. The versions of the files are part of the cache key."""
+    """Load the keys from files. The versions of the files are part of the cache key."""
     return SiteSignatures(key, trusted)
 
 

@@ -1,4 +1,4 @@
-"""A node with local data: its name, the description of its data, and the check that the data does not change."""
+"""A node with local data: its name, a description of its data, and a check that the data does not change."""
 
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ def workspace_of(settings_json: str, context: Context, policy: Policy | None) ->
 
 
 def skips(node_config: Mapping[str, Any]) -> bool:
-    """Return whether a node's config lets the node skip image files that it cannot read."""
+    """Return whether a node's config allows the node to skip image files that it cannot read."""
     value = str(node_config.get("skip-unreadable", False)).lower()
     if value not in ("true", "false"):
         raise DataError(f"skip-unreadable = {value!r} in the node config: it must be true or false")
@@ -47,7 +47,7 @@ def skips(node_config: Mapping[str, Any]) -> bool:
 
 
 def identity(context: Context) -> dict[str, Any]:
-    """Return the name of this node, and its client index if it has a partition-id."""
+    """Return the name of this node, and its client index if its config has a partition-id."""
     name = {"name": str(context.node_config.get("name", ""))}
     partition_id = context.node_config.get("partition-id")
     return name if partition_id is None else {**name, "client": int(partition_id)}
@@ -56,8 +56,8 @@ def identity(context: Context) -> dict[str, Any]:
 def describe(settings_json: str, context: Context, policy: Policy | None) -> dict[str, Any]:
     """Return a description of this node's data with the properties that the settings leave open.
 
-    With secure aggregation the description has neither labels nor statistics. :func:`numbers` returns both for a masked
-    sum.
+    With secure aggregation, the description contains neither labels nor statistics; :func:`numbers` returns both for a
+    masked sum.
 
     Raises :class:`DataError` if the data cannot be used.
     """
@@ -70,7 +70,7 @@ def describe(settings_json: str, context: Context, policy: Policy | None) -> dic
 
 
 def numbers(settings_json: str, context: Context, policy: Policy | None) -> list[int]:
-    """Return the labels and statistics of this node's data for a masked sum.
+    """Return the labels and statistics of this node's data as numbers for a masked sum.
 
     Raises :class:`DataError` if the data cannot be used.
     """
@@ -80,14 +80,14 @@ def numbers(settings_json: str, context: Context, policy: Policy | None) -> list
 
 
 def _read(settings: DataSettings, context: Context, policy: Policy | None) -> tuple[Content, Policy]:
-    """Return the data of this node, and its policy."""
+    """Return this node's data and policy."""
     policy = policy or DEFAULT_POLICY
     path = data_path(str(context.node_config.get("data", "")))
     return read_site(path, settings, policy, skips(context.node_config)), policy
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return this node's name, numbers of samples, and warnings about its data. The data must fit the run."""
+    """Return this node's name, its sample counts, and warnings about its data. The data must fit the run."""
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
     answer = {
@@ -105,11 +105,11 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
 
 
 def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
-    """Return the fingerprint of a site's data for the server: 16 hexadecimal digits, keyed with a secret of the node.
+    """Return the fingerprint that a site sends to the server: 16 hexadecimal digits, keyed with the node's secret.
 
-    The secret is in a file in ``state-dir``. It prevents the server from recognising a known data set by its
-    fingerprint. Without ``state-dir`` the node has no secret that survives a restart, so it sends the
-    fingerprint unchanged.
+    The secret is stored in a file in ``state-dir``. It prevents the server from recognising a known data set by its
+    fingerprint. Without ``state-dir``, the node has no secret that survives a restart, so it sends the fingerprint
+    unchanged.
     """
     folder = str(node_config.get("state-dir", ""))
     if not folder:
@@ -126,7 +126,8 @@ def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 
-    Other samples, or another order, would change the split, and the model would have been trained on test samples.
+    Different samples, or a different order, would change the split, so that the model might be tested on samples that
+    it was trained on.
     """
     record = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
     if record["fingerprint"] != workspace.fingerprint:

@@ -1,8 +1,8 @@
 """A client's state between rounds: named arrays that never leave its node unless a method sends them.
 
-The server names the versions of a state. Each message names the version to start from, the version to write if the
+The server names each version of a state. Each message names the version to start from, the version to write if the
 state changes, and the versions to keep for checkpoints. A repeated message therefore starts from the same state again,
-and a lost reply does no harm. A resumed run names earlier versions.
+and a lost reply does no harm. A resumed run starts from earlier versions.
 """
 
 import re
@@ -40,7 +40,7 @@ class MissingStateError(StateError):
 
 
 class State(UserDict[str, npt.NDArray[np.generic]]):
-    """Named arrays of one client, which are not copied. ``changed`` is True if an array was set or deleted."""
+    """Named arrays of one client, stored without copying. ``changed`` is True once an array has been set or deleted."""
 
     def __init__(self, arrays: Arrays | None = None) -> None:
         super().__init__(arrays)
@@ -56,7 +56,7 @@ class State(UserDict[str, npt.NDArray[np.generic]]):
 
 
 class StoredTensors(MutableMapping[str, Tensor]):
-    """The arrays of a client's state as tensors on its device.
+    """The arrays of a client's state as tensors on a device.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class StoredTensors(MutableMapping[str, Tensor]):
         return torch.from_numpy(self._state[name]).to(self._device)
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
-        # A view is copied, so that its larger tensor can be freed.
+        # A view is copied so that the larger tensor behind it can be freed.
         is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
         self._state[name] = (tensor.clone() if is_view else tensor).detach().cpu().numpy()
 
@@ -91,8 +91,8 @@ class StoredTensors(MutableMapping[str, Tensor]):
 class Versions(NamedTuple):
     """The versions of a client's state that a message names.
 
-    ``start`` is the version to start from, or empty if the client has no state yet. ``to`` is the version to write
-    if the state changes. ``keep`` contains other versions to keep.
+    ``start`` is the version to start from, or an empty string if the client has no state yet. ``to`` is the version to
+    write if the state changes. ``keep`` contains other versions to keep.
     """
 
     start: str
@@ -101,7 +101,7 @@ class Versions(NamedTuple):
 
     @classmethod
     def take(cls, config: dict[str, Any]) -> Self:
-        """Remove the versions from a message's config and return them. Raise :class:`SettingsError` for a bad name."""
+        """Remove the versions from a message's config and return them. Raise :class:`SettingsError` if one is bad."""
         versions = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
         for version in (versions.to, *filter(None, (versions.start, *versions.keep))):
             if not _VERSION.fullmatch(version):
@@ -110,13 +110,13 @@ class Versions(NamedTuple):
 
 
 class StateStore(ABC):
-    """Stores versions of clients' states."""
+    """Storage for the versions of clients' states."""
 
     def load(self, client: int, named: Versions) -> State:
         """Return the state that a message starts from.
 
         Versions that are older than the version to write are removed, unless the message names them. Newer versions
-        stay, because the message may be late and a later message needs them.
+        stay, because the message may be late, and a later message may need them.
 
         Raises
         ------
@@ -147,7 +147,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def versions(self, client: int) -> set[str]:
-        """Return the stored versions of a client."""
+        """Return the client's stored versions."""
 
     @abstractmethod
     def _read(self, client: int, version: str) -> Arrays: ...
@@ -174,7 +174,7 @@ class ContextStore(StateStore):
         return super().load(client, named._replace(keep=()))
 
     def versions(self, client: int) -> set[str]:
-        """Return the versions of a client in the context."""
+        """Return the client's versions in the context."""
         prefix = f"client-{client}/"
         return {name.removeprefix(prefix) for name in self._records.array_records if name.startswith(prefix)}
 
@@ -189,9 +189,9 @@ class ContextStore(StateStore):
 
 
 class DirectoryStore(StateStore):
-    """Stores one safetensors file for each client and version in the directory of a run.
+    """Stores one safetensors file per client and version in a run's directory.
 
-    A file is complete or absent. ``durable`` says whether a written file must survive a power failure.
+    A file is either complete or absent. ``durable`` says whether a written file must survive a power failure.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -199,7 +199,7 @@ class DirectoryStore(StateStore):
         self._durable = durable
 
     def versions(self, client: int) -> set[str]:
-        """Return the versions of a client that have files."""
+        """Return the client's versions that have files."""
         folder = self._path / f"client-{client}"
         files = folder.iterdir() if folder.is_dir() else ()
         return {file.stem for file in files if file.suffix == _SUFFIX and _VERSION.fullmatch(file.stem)}
@@ -225,10 +225,10 @@ class DirectoryStore(StateStore):
 
 
 class MemoryStore(DirectoryStore):
-    """Stores states in memory by reference, and moves the least recently used clients to files beyond a limit.
+    """Stores states in memory by reference, and moves those of the least recently used clients to files beyond a limit.
 
-    Several threads may use the store. Callers never write into the arrays that they load. The limit is in bytes (0: no
-    limit). The directory receives the states beyond the limit and the states that checkpoints need.
+    The store is thread-safe. Callers must not write to the arrays that they load. The limit is in bytes (0: no limit).
+    States beyond the limit, and states that checkpoints need, go to the directory.
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
@@ -236,7 +236,7 @@ class MemoryStore(DirectoryStore):
         self.nbytes = 0  # in memory
         self._limit = limit
         self._states: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
-        # Versions by client, in memory or in files. Listing a folder for each message would be slow.
+        # Each client's versions, in memory or in files, because listing a folder for each message would be slow.
         self._versions: dict[int, set[str]] = {}
         self._unwritten: set[tuple[int, str]] = set()
         self._unsynced: set[tuple[int, str]] = set()
@@ -244,7 +244,7 @@ class MemoryStore(DirectoryStore):
         self._lock = RLock()
 
     def versions(self, client: int) -> set[str]:
-        """Return the versions of a client in memory and in files."""
+        """Return the client's versions, in memory and in files."""
         with self._lock:
             return self._versions_of(client).copy()
 
@@ -273,7 +273,7 @@ class MemoryStore(DirectoryStore):
             self._versions_of(client).discard(version)
 
     def flush(self, versions: Mapping[int, str]) -> None:
-        """Write a version of each client to disk, and wait until a checkpoint can rely on it."""
+        """Write and sync the given version of each client's state, so that a checkpoint can safely refer to it."""
         with self._lock:
             for client, version in self._unsynced.intersection(versions.items()):
                 self._write_file(client, version)

@@ -1,4 +1,4 @@
-"""A client's stored model for predictions: a module with preprocessing and class names."""
+"""A client's stored model, ready for predictions: a module with its preprocessing and class names."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -18,32 +18,32 @@ from posy.strategies.registry import read_settings
 from posy.strategies.settings import Settings
 
 FAR = 5.0
-"""Standard deviations from the mean of the training samples beyond which a feature is unusual."""
+"""Distance from the training mean, in standard deviations, beyond which a feature is unusual."""
 
 
 class Prediction(NamedTuple):
-    """The most probable class, and the probability of each class by name."""
+    """The most probable class, and the probabilities keyed by class name."""
 
     label: str
     probabilities: dict[str, float]
 
 
 class ClientModel(nn.Module):
-    """A client's model for predictions, one network or an ensemble, in evaluation mode.
+    """A client's model for predictions: one network or an ensemble, in evaluation mode.
 
     Attributes
     ----------
     class_names : tuple of str
-        The C classes in the order of the outputs.
+        The names of the C classes, in the order of the outputs.
     client, round : int
-        The model's client and round.
+        The client and round that the model comes from.
     site, chosen : str
-        The client's name, or an empty string, and the method's choice for the client, such as the number of the
+        The client's name, which may be empty, and the method's choice for the client, such as the number of the
         server's model.
     point : str
         ``served`` for the model from the server, or ``local`` for the model after local training.
     preprocessing : Preprocessing
-        Maps a sample to the network's input.
+        The mapping from a sample to the network's input.
     settings : Settings
         The settings of the run.
     """
@@ -61,7 +61,7 @@ class ClientModel(nn.Module):
         self.members = nn.ModuleList()
         for member in predictor.members:
             network = member.architecture.build()
-            # The load is not strict, because a stored model does not contain BatchNorm's integer count of batches.
+            # Loading is not strict, because a stored model lacks BatchNorm's integer count of batches.
             tensors = member.architecture.layout.views(member.parameters)
             tensors |= {name: torch.from_numpy(array) for name, array in member.fixed.items()}
             network.load_state_dict(tensors, strict=False)
@@ -78,7 +78,7 @@ class ClientModel(nn.Module):
         Raises
         ------
         DamagedFileError
-            If the file is damaged, or an early version of Posy wrote it without settings.
+            If the file is damaged, or was written without settings by an early version of Posy.
         FileNotFoundError
             If the file does not exist.
         """
@@ -97,15 +97,15 @@ class ClientModel(nn.Module):
             ) from error
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the probabilities ``(B, C)`` of prepared samples ``(B, *input_shape)``."""
+        """Return the class probabilities ``(B, C)`` for prepared samples ``(B, *input_shape)``."""
         return self._predictor.log_probabilities([network(x) for network in self.members]).exp()
 
     def client_logits(self, x: Tensor) -> Tensor:
-        """Return the second output ``(B, M)`` of the network: the logits of the clients."""
+        """Return the network's second output ``(B, M)``: logits over the clients."""
         return _outputs(self.members[0](x))[1]
 
     def prepare(self, samples: Iterable[Any]) -> Tensor:
-        """Return preprocessed samples ``(B, *input_shape)``. :class:`Preprocessing` lists the kinds of samples.
+        """Return preprocessed samples ``(B, *input_shape)``. :class:`Preprocessing` lists the accepted kinds.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class ClientModel(nn.Module):
         return torch.cat([self.preprocessing(sample) for sample in samples]).to(self.coefficients.device)
 
     def unusual(self, samples: Iterable[Any]) -> list[tuple[int, str, float]]:
-        """Return the features of samples that are far outside the range of the training samples.
+        """Return the samples' features whose values are unusually far from the training mean.
 
         Parameters
         ----------
@@ -125,8 +125,8 @@ class ClientModel(nn.Module):
         Returns
         -------
         list of (int, str, float)
-            Number of the sample, name (or number) of the feature, and its distance from the mean of the training
-            samples in standard deviations, above :data:`FAR`. The list is empty for images and texts.
+            The sample's number, the feature's name (or number), and its distance from the training mean in standard
+            deviations, which exceeds :data:`FAR`. The list is empty for images and text.
         """
         if self.preprocessing.task.kind != "features":
             return []
@@ -140,7 +140,7 @@ class ClientModel(nn.Module):
         ]
 
     def predict(self, sample: Any) -> Prediction:
-        """Return the prediction for one sample, or raise :class:`DataError` if the sample has the wrong kind."""
+        """Return the prediction for one sample, or raise :class:`DataError` if the sample is of the wrong kind."""
         return self.predict_all([sample])[0]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Objects that stay in the memory of a client process: data set, partition, networks and the clients' tensors."""
+"""Objects that a client process keeps in memory: the data set, the partition, networks and the clients' tensors."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ from posy.strategies.settings import Settings
 
 DEFAULT_POLICY = Policy()
 REMEMBERED = 8
-"""Number of initial models, and number of arrays from messages, that stay on the device for several clients."""
+"""Number of initial models, and of arrays from messages, that stay on the device for reuse by several clients."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -58,21 +58,24 @@ def choose_device(name: str) -> torch.device:
 
 
 def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()) -> Architecture:
-    """Return the settings' network, before a method changes it. ``words`` are the words of a text data set."""
+    """Return the network named in the settings, before a method changes it.
+
+    ``words`` is the vocabulary of a text data set.
+    """
     train, folder = settings.train, settings.data.data_dir
     initialisation, digest = (train.linear_init, train.weights, train.frozen), train.weights_sha256
     return architecture_for(train.model, task, *initialisation, digest=digest, words=words, folder=folder)
 
 
 class Workspace:
-    """Data, networks and trainer of one process, which all its clients share.
+    """One process's data, networks and trainer, which all its clients share.
 
     Parameters
     ----------
     settings : Settings
         The settings of the run.
     site : str
-        With ``dataset = sites``, the path of the node's data. On the server it is empty.
+        With ``dataset = sites``, the path to the node's data. It is empty on the server.
     skip_unreadable : bool
         With ``dataset = sites``, whether the node skips image files that it cannot read.
     policy : Policy
@@ -114,7 +117,7 @@ class Workspace:
 
     @cached_property
     def order_key(self) -> tuple[int, ...]:
-        """Additional key of a site's random streams, which keeps the samples of a batch secret from the server."""
+        """Additional key for a site's random streams, so that the server cannot tell which samples a batch contains."""
         return (self.dataset.order_seed,) if self.dataset.order_seed else ()
 
     @cached_property
@@ -134,17 +137,17 @@ class Workspace:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The plain network of the run."""
+        """The run's network, before the method changes it."""
         words = self.dataset.words if self.settings.train.weights and not self.of_sites else ()
         return plain_architecture(self.settings, self.task, words)
 
     @cached_property
     def criterion(self) -> Criterion | None:
-        """The loss of each sample that training minimises, or None for the cross-entropy."""
+        """The per-sample loss that training minimises, or None for cross-entropy."""
         return criterion_of(self.settings.train.loss)
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
-        """Return the training augmentation of the settings, or None."""
+        """Return the training augmentation that the settings name, or None."""
         return Augment(*self._augmentation, generator()) if self._augmentation else None
 
     @cached_property
@@ -154,11 +157,11 @@ class Workspace:
         return augmentation(data.augment, data.transforms, mean, std)
 
     def part_of(self, client: int) -> int:
-        """Return a client's index in the partition. For a site it is 0."""
+        """Return a client's index in the partition, which is 0 for a site."""
         return 0 if self.of_sites else client
 
     def client_data(self, client: int) -> ClientData:
-        """Return a client's tensors, which stay in memory if there is room."""
+        """Return a client's tensors, and keep them in memory if there is room."""
         return self.client_cache.get(client)
 
     def _load_client(self, client: int) -> ClientData:
@@ -166,21 +169,21 @@ class Workspace:
         return client_data(self.dataset, self.partition, part, settings.data, self.device, seed=settings.run.seed)
 
     def network(self, architecture: Architecture) -> Network:
-        """Return this thread's network of an architecture, which stays in memory."""
+        """Return this thread's network for an architecture, and keep it in memory."""
         networks: dict[Architecture, Network] = self._local.__dict__.setdefault("networks", {})
         if architecture not in networks:
             networks[architecture] = Network(architecture.build, architecture.layout, self.device, self.criterion)
         return networks[architecture]
 
     def initial(self, architecture: Architecture, seed: int) -> Tensor:
-        """Return the initial parameters ``(d,)`` for a seed, which all clients share. Do not write to them."""
+        """Return the initial parameters ``(d,)`` for a seed. All clients share them, so do not write to them."""
         with self._lock:
             return self._initial(architecture, seed)
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return an array on the device. An array that several clients receive is moved once.
+        """Move an array to the device. An array that several clients receive is moved only once.
 
-        On a CPU the tensor shares the memory of a writeable array. Do not write to it.
+        On a CPU, the tensor shares memory with a writeable array. Do not write to the tensor.
         """
         return self._received(array)
 
@@ -212,7 +215,7 @@ class Workspace:
 def workspace_for(
     settings: Settings, site: str, skip_unreadable: bool = False, policy: Policy = DEFAULT_POLICY, /
 ) -> Workspace:
-    """Return this process's workspace for the settings. A call with other settings replaces the workspace."""
+    """Return this process's workspace for the settings. A call with different settings replaces the workspace."""
     return Workspace(settings, site, skip_unreadable, policy)
 
 
@@ -221,7 +224,7 @@ def _to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def data_path(site: str) -> Path:
-    """Return the path of a node's data, or raise :class:`DataError` if its config has none."""
+    """Return the path to a node's data, or raise :class:`DataError` if its config names none."""
     if not site:
         raise DataError(
             "this node has no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'", "no-data"

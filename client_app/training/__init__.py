@@ -1,1 +1,1 @@
-"""Local training: the requests of a method, and the trainer that runs them."""
+"""Local training: a method's requests, and the trainer that runs them."""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Samples(NamedTuple):
-    """Samples on the device that trains: inputs ``(n, ...)`` and labels ``(n,)``."""
+    """Samples on the training device: inputs ``(n, ...)`` and labels ``(n,)``."""
 
     x: Tensor
     y: Tensor
@@ -26,7 +26,7 @@ class Samples(NamedTuple):
 class Batch(NamedTuple):
     """A mini-batch: inputs ``(B, ...)``, labels ``(B,)``, optional sample weights ``(B,)`` and notes ``(B, ...)``.
 
-    ``numbers`` ``(B, k)`` are random numbers for dropout.
+    ``numbers`` ``(B, k)`` contains random numbers for dropout.
     """
 
     x: Tensor
@@ -39,9 +39,8 @@ class Batch(NamedTuple):
 class Augment(NamedTuple):
     """Augments inputs with random numbers, which are drawn on the CPU and moved to the device once per pass.
 
-    ``draw(count, generator)`` returns the numbers of one batch ``(count, k)``. ``change(x, numbers)`` returns the
-    augmented inputs, each of which depends only on its own row of numbers. All batches draw in order from one
-    generator.
+    ``draw(count, generator)`` returns one batch's numbers ``(count, k)``. ``change(x, numbers)`` returns the augmented
+    inputs, each of which depends only on its own row of numbers. All batches draw from the same generator, in order.
     """
 
     draw: Callable[[int, torch.Generator], Tensor]
@@ -49,7 +48,7 @@ class Augment(NamedTuple):
     generator: torch.Generator
 
     def numbers(self, counts: Sequence[int]) -> Tensor:
-        """Return the random numbers ``(sum of counts, k)`` of batches of these sizes."""
+        """Return random numbers ``(sum of counts, k)`` for batches of the given sizes."""
         return torch.cat([self.draw(count, self.generator) for count in counts])
 
 
@@ -60,14 +59,14 @@ class DropoutNumbers(NamedTuple):
     generator: torch.Generator
 
     def numbers(self, counts: Sequence[int]) -> Tensor:
-        """Return the random numbers ``(sum of counts, width)`` of batches of these sizes."""
+        """Return random numbers ``(sum of counts, width)`` for batches of the given sizes."""
         return torch.cat([torch.rand(count, self.width, generator=self.generator) for count in counts])
 
 
 def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 1) -> list[int | None]:
-    """Return the number of steps of each pass over ``count`` samples. None means a full pass.
+    """Return the number of steps in each pass over ``count`` samples, with None for a full pass.
 
-    ``steps`` replaces ``epochs`` unless it is 0. A last batch of fewer than ``smallest`` samples is skipped.
+    Unless ``steps`` is 0, it replaces ``epochs``. A last batch with fewer than ``smallest`` samples is skipped.
     """
     if not steps:
         return [None] * epochs
@@ -77,7 +76,7 @@ def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 
 
 
 def full_batches(size: int, count: int, least: int) -> int:
-    """Return the smallest batch size, at least ``size``, with which no batch has fewer than ``least`` samples."""
+    """Return the smallest batch size, at least ``size``, for which no batch has fewer than ``least`` samples."""
     while size < count and 0 < count % size < least:
         size += 1
     return size
@@ -90,21 +89,21 @@ class Share:
     samples: Samples
     passes: Sequence[int | None]  # number of steps of each pass, or None for a full pass
     generator: torch.Generator
-    size: int  # samples in a batch
-    smallest: int = 1  # smallest number of samples in a batch; a smaller last batch is skipped
+    size: int  # samples per batch
+    smallest: int = 1  # minimum number of samples in a batch; a smaller last batch is skipped
     weight: Tensor | None = None  # (n,), the weight of each sample
     odds: Tensor | None = None  # (n,); a pass draws n samples with replacement, in proportion to the odds
     augment: Augment | None = None
-    notes: Tensor | None = None  # (n, ...), constants of the samples
+    notes: Tensor | None = None  # (n, ...), per-sample constants
     dropout: DropoutNumbers | None = None
 
     @property
     def count(self) -> int:
-        """Number n of samples."""
+        """The number n of samples."""
         return self.samples.y.shape[0]
 
     def length(self, steps: int | None) -> int:
-        """Return the number of samples in a pass of this many steps, or in a full pass for None."""
+        """Return the number of samples in a pass of ``steps`` steps, or in a full pass if None."""
         count = self.count
         count = count if steps is None else min(count, steps * self.size)
         remainder = count % self.size
@@ -152,17 +151,17 @@ class Share:
             yield Batch(inputs, y[piece], *(None if each is None else each[piece] for each in (weight, notes, dropout)))
 
     def __iter__(self) -> Iterator[tuple[Batch, int | None]]:
-        """Yield the batches of all passes with their weights in the loss: the size in the last pass, otherwise None."""
+        """Yield all batches, each with its weight in the mean loss: its size in the last pass, otherwise None."""
         for number, steps in enumerate(self.passes, start=1):
             for batch in self.batches(steps):
                 yield batch, len(batch.y) if number == len(self.passes) else None
 
     def draw(self, index: IntArray, sizes: FloatArray, last_sizes: FloatArray) -> None:
-        """Draw all passes, and write each step's sample indices ``(S, width)`` and batch size ``(S,)``.
+        """Draw all passes, and fill in each step's sample indices ``(S, width)`` and batch size ``(S,)``.
 
         ``last_sizes`` ``(S,)`` receives the batch sizes in the last pass only.
         """
-        step, width = 0, index.shape[1]  # the width is below the batch size only if one batch contains all samples
+        step, width = 0, index.shape[1]  # the width is less than the batch size only if one batch contains all samples
         for steps in self.passes:
             order = self.order(steps).numpy()
             batches, remainder = divmod(len(order), self.size)
@@ -176,11 +175,11 @@ class Share:
 
 
 class Schedule:
-    """The mini-batches of P clients side by side, with the same batches as when each client trains alone.
+    """The mini-batches of P clients side by side, the same as if each client trained alone.
 
-    The clients are sorted by decreasing number of steps. The clients that still train at a step therefore come
-    first. All batches are padded to the widest batch, and the padding has weight 0. ``order`` contains the index of
-    the share at each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each last pass.
+    The clients are sorted by decreasing number of steps, so those that still train at a step come first. All batches
+    are padded to the size of the largest, and the padding has weight 0. ``order`` contains the index of the share at
+    each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each client's last pass.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:
@@ -197,7 +196,7 @@ class Schedule:
             torch.from_numpy(table).transpose(0, 1).contiguous() for table in (indices, sizes, last_sizes)
         )
         self._active = (step_sizes > 0).sum(1).tolist()
-        # Several models of one client share its samples, which are stored once.
+        # Several models of one client share its samples, so these are stored only once.
         keys = [(id(share.samples.x), id(share.weight), id(share.notes)) for share in shares]
         by_key = dict(zip(keys, shares, strict=True))
         distinct_shares = list(by_key.values())
@@ -227,7 +226,7 @@ class Schedule:
             yield self.at(step, active)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(begin, end, A)`` of consecutive steps in which the same A clients train."""
+        """Yield ``(begin, end, A)`` for each range of consecutive steps in which the same A clients train."""
         begin = 0
         for active, steps in groupby(self._active):
             end = begin + len(list(steps))
@@ -237,8 +236,8 @@ class Schedule:
     def at(self, step: int | Tensor, active: int) -> tuple[Batch, Tensor]:
         """Return the batches ``(A, B, ...)`` of a step, and their weights in the loss ``(A, 1)``.
 
-        A is the number of clients that still train at this step. The step's number may be a tensor ``(1,)`` on the
-        device. Sample weights make the mean over a client's padded row equal to the mean over its samples.
+        A is the number of clients that still train at this step. The step number may be a tensor ``(1,)`` on the
+        device. The sample weights make the mean over a client's padded row equal to the mean over its samples.
         """
 
         def rows_at_step(table: Tensor) -> Tensor:
@@ -261,10 +260,10 @@ class Schedule:
 def _draw_numbers(
     sources: Sequence[Augment | DropoutNumbers | None], sizes: FloatArray, mask: Tensor, device: torch.device
 ) -> Tensor | None:
-    """Return the random numbers ``(S, P, B, k)`` of P clients' batches of ``sizes`` ``(P, S)``, or None.
+    """Return random numbers ``(S, P, B, k)`` for P clients' batches, whose ``sizes`` are ``(P, S)``, or None.
 
-    Padding, where ``mask`` ``(S, P, B)`` is False, gets 0. Drawing numbers for padding would change the client's
-    stream.
+    Padding, where ``mask`` ``(S, P, B)`` is False, gets 0, because drawing numbers for it would change the client's
+    random stream.
     """
     tables = []
     for source, counts, is_sample in zip(sources, sizes.astype(int), mask.unbind(1), strict=True):
@@ -277,5 +276,5 @@ def _draw_numbers(
 
 
 def _not_none(value: T | None) -> T:
-    assert value is not None  # all trainings of one kind have it
+    assert value is not None  # all jobs of one kind have it
     return value

@@ -14,23 +14,23 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Warm-up steps before the first capture for a kind and a number of clients. They load and select kernels."""
+"""Number of warm-up steps, which load and select kernels, before the first capture for a kind and number of clients."""
 FEWEST = 4
-"""Smallest number of replays that justifies a capture, which takes about as long as two steps."""
+"""Minimum number of replays that justifies a capture, which takes about as long as two steps."""
 
 
 class Captured(NamedTuple):
-    """A step as a graph, and the step's number on the device. Each replay runs the next step."""
+    """A step captured as a graph, and the step number on the device. Each replay runs the next step."""
 
     graph: torch.cuda.CUDAGraph
     number: Tensor
 
 
 class Graphs:
-    """Runs steps on a GPU, as CUDA graphs where there are enough equal steps.
+    """Runs steps on a GPU, as CUDA graphs where enough identical steps follow one another.
 
-    A step is a function of its number, which may be a tensor ``(1,)`` on the device, and of its number of clients. From
-    the second call on, it must read and write the same memory each time. A step that waits for the device is not
+    A step is a function of the step number, which may be a tensor ``(1,)`` on the device, and the number of clients.
+    From its second call on, it must read and write the same memory each time. A step that waits for the device is not
     captured.
     """
 
@@ -40,7 +40,7 @@ class Graphs:
         self._pool: Any = None
         self._last: Captured | None = None  # keeps the memory of all graphs allocated
         self._refused: set[Hashable] = set()
-        self._captures: set[tuple[Hashable, int]] = set()  # kinds and numbers of clients
+        self._captures: set[tuple[Hashable, int]] = set()  # (kind, number of clients)
 
     def replay(
         self,
@@ -49,14 +49,14 @@ class Graphs:
         step: Callable[[int | Tensor, int], None],
         check_interrupted: Callable[[], None],
     ) -> None:
-        """Run all steps of a training of one kind. ``check_interrupted`` may raise an error after each step.
+        """Run all training steps of one kind. ``check_interrupted`` is called after each step and may raise an error.
 
-        ``runs`` yields the first step, the end, and the number of clients of consecutive steps with the same clients.
+        ``runs`` yields ``(begin, end, clients)`` for each range of consecutive steps with the same number of clients.
         """
         captures: list[Captured | None] = []
         try:
             for begin, end, clients in runs:
-                # The first step of a training allocates the memory that later steps use.
+                # The very first step allocates the memory that later steps use.
                 warm_up = WARM_UP if (kind, clients) not in self._captures else int(not captures)
                 first = min(begin + warm_up, end)
                 for number in range(begin, first):

@@ -15,13 +15,13 @@ _SAMPLES, _CLASSES = 4, 3
 
 @lru_cache(maxsize=16)
 def criterion_of(loss: str) -> Criterion | None:
-    """Return the checked function that the setting ``loss`` names, or None for the cross-entropy.
+    """Return the checked function that the setting ``loss`` names, or None for cross-entropy.
 
     Raises
     ------
     SettingsError
-        If the function is missing, raises an error, or does not return a differentiable loss of each sample. The
-        message names the missing property.
+        If the function is missing, raises an error, or does not return a differentiable loss for each sample. The
+        message names the problem.
     """
     if not is_custom(loss):
         return None

@@ -1,4 +1,4 @@
-"""Networks in training: resident modules that are trained in turn, or stacked models."""
+"""Networks during training: resident modules that are trained in turn, or stacked models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -20,8 +20,8 @@ from posy.sharing import is_shared
 class Network:
     """A module and K resident copies of it whose parameters are views of one ``(K, d)`` buffer.
 
-    Loading a model is one copy into the buffer, so no module is rebuilt between rounds. ``nets`` are the
-    copies in the form that objectives use.
+    Loading a model takes one copy into the buffer, so no module is rebuilt between rounds. ``nets`` wraps the copies
+    for use in objectives.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Network:
 
     @cached_property
     def template(self) -> nn.Module:
-        """A module for evaluation with the parameters of any model."""
+        """A module that can be called with any model's parameters."""
         module = self._build().to(self.device)
         return unfold_convolutions(module) if self.device.type == "cuda" else module
 
     @cached_property
     def smallest_batch(self) -> int:
-        """Smallest number of samples in a step: two with a trained BatchNorm, because one sample has no variance."""
+        """Minimum number of samples in a step: two with a trained BatchNorm, because one sample has no variance."""
         trained = {entry.name for entry in self.layout.entries}
         kind = nn.modules.batchnorm._BatchNorm
         norms = [(name, module) for name, module in self.template.named_modules() if isinstance(module, kind)]
@@ -61,28 +61,28 @@ class Network:
 
     @cached_property
     def linear_layers(self) -> list[str]:
-        """Linear layers of a perceptron with cross-entropy and no fixed tensor, or an empty list for other networks."""
+        """Linear layers of a perceptron with cross-entropy and no fixed tensors, or an empty list otherwise."""
         layers = linear_layers(self.template) if self.criterion is None else []
         tensors = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
         return layers if tensors <= {entry.name for entry in self.layout.entries} else []
 
     def closed_form(self, work: Train) -> ClosedForm | None:
-        """Return the gradients of a training in closed form, or None if autograd is necessary."""
+        """Return the closed-form gradients for a training request, or None if it needs autograd."""
         names = trainable_names(self.layout, work.rates)
         return ClosedForm(self.linear_layers, names) if self.is_closed(work) and names else None
 
     def is_closed(self, work: Train) -> bool:
-        """Return whether the gradients of a training have a closed form."""
+        """Return whether the gradients for a training request have a closed form."""
         return work.objective is classification and bool(self.linear_layers)
 
     @cached_property
     def has_buffers(self) -> bool:
-        """Whether training also changes buffers, such as BatchNorm's running statistics, which vmap would lose."""
+        """Whether training also changes buffers (such as BatchNorm's running statistics), which vmap would lose."""
         return not all(entry.trainable for entry in self.layout.entries)
 
     @cached_property
     def dropouts(self) -> dict[str, slice]:
-        """For each dropout layer, the name of its tensor of random numbers, and its columns in a batch's numbers."""
+        """Each dropout layer's columns in a batch's random numbers, keyed by the name of the layer's number tensor."""
         layers = {name: module for name, module in self.template.named_modules() if isinstance(module, Dropout)}
         ends = list(accumulate((layer.features for layer in layers.values()), initial=0))
         return {f"{name}.numbers": slice(*columns) for name, columns in zip(layers, pairwise(ends), strict=True)}
@@ -112,8 +112,8 @@ class Network:
 class LoopedModels:
     """K models of one client as resident modules, differentiated one after the other on each batch.
 
-    ``count`` is K. ``flat`` contains all parameters ``(P, K, d)`` of the models of P = 1 client. ``parameters`` are its
-    trained tensors, and ``rates`` are the factors of their learning rates.
+    ``count`` is K. ``flat`` ``(P, K, d)``, with P = 1, contains all parameters of the client's models. ``parameters``
+    lists their trained tensors, and ``rates`` the learning-rate factors of these tensors.
     """
 
     def __init__(self, network: Network, work: Train) -> None:
@@ -152,13 +152,13 @@ class LoopedModels:
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the vector ``(d,)`` or ``(K, d)`` of one client in the shapes of ``parameters``."""
+        """Split one client's vector ``(d,)`` or ``(K, d)`` into tensors with the shapes of ``parameters``."""
         rows = values[0].expand(len(self._nets), -1)
         views = [self.layout.views(row) for row in rows]
         return [view[name] for view in views for name in self._names]
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``. Other entries are 0."""
+        """Join tensors with the shapes of ``parameters`` into ``(P, K, d)``. All other entries are 0."""
         rows = torch.zeros_like(self.flat)
         for number, row in enumerate(rows[0]):
             views = self.layout.views(row)
@@ -167,7 +167,7 @@ class LoopedModels:
         return rows
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
+        """Return a batch's losses ``(P, K)`` and gradients, the latter with the shapes of ``parameters``."""
         if self._closed is not None and not autocasts(batch):
             of_client = Batch(batch.x[None], batch.y[None], None if batch.weight is None else batch.weight[None])
             results = [
@@ -190,7 +190,7 @@ class LoopedModels:
         return torch.stack([torch.linalg.vector_norm(torch.stack(norms)) for norms in tensor_norms]).unsqueeze(0)
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, with each model's scaled down to an L2 norm, or to exactly this norm if ``enlarge``."""
+        """Scale each model's gradient down to at most this L2 norm or, with ``enlarge``, to exactly this norm."""
         resized: list[Tensor] = []
         for number, length in enumerate(self.norms(gradients)[0]):
             resized += torch._foreach_mul(self.of_model(gradients, number), _factor(norm, length, enlarge))
@@ -205,14 +205,14 @@ class LoopedModels:
 class StackedModels:
     """K models of each of P clients, differentiated as one computation.
 
-    Each tensor of the models is one tensor ``(P, K, ...)``. The class has the attributes and methods of
-    :class:`LoopedModels`.
+    Each tensor ``(P, K, ...)`` stacks the corresponding tensors of all models. The class has the same attributes and
+    methods as :class:`LoopedModels`.
     """
 
     def __init__(self, network: Network, works: Sequence[Train]) -> None:
         first, starts = works[0], rows_of([work.start for work in works])
         self.layout = network.layout
-        # Views of the vectors are not contiguous, and each matrix product would copy them again.
+        # Views of the vectors are not contiguous, so each matrix product would copy them again.
         views = self.layout.views(starts)
         self._tensors = {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
         self._names = trainable_names(self.layout, first.rates)
@@ -243,12 +243,12 @@ class StackedModels:
         return torch.cat([self._tensors[entry.name].flatten(2) for entry in self.layout.entries], dim=-1)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return P vectors ``(d,)`` or ``(K, d)`` in the shapes of ``parameters``."""
+        """Split P vectors ``(d,)`` or ``(K, d)`` into tensors with the shapes of ``parameters``."""
         views = by_tensor(self.layout, rows_of(values, self.count))
         return [views[name] for name in self._names]
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``. Other entries are 0."""
+        """Join tensors with the shapes of ``parameters`` into ``(P, K, d)``. All other entries are 0."""
         rows = torch.zeros_like(self.flat)
         views = self.layout.views(rows)
         for name, tensor in zip(self._names, tensors, strict=True):
@@ -256,7 +256,7 @@ class StackedModels:
         return rows
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Differentiate the models of the first A clients on their batch ``(A, B, ...)``."""
+        """Differentiate the models of the first A clients on their batches ``(A, B, ...)``."""
         active = len(batch.y)
         if self._closed is not None and not autocasts(batch):
             samples = (batch.x, batch.y) if batch.weight is None else (batch.x, batch.y, batch.weight)
@@ -278,7 +278,7 @@ class StackedModels:
         return torch.stack([gradient.flatten(2).square().sum(dim=-1) for gradient in gradients]).sum(dim=0).sqrt()
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Scale the gradients of all models at once."""
+        """Scale all models' gradients at once."""
         factor = _factor(norm, self.norms(gradients), enlarge)
         return [gradient * factor.view(*factor.shape, *[1] * (gradient.dim() - 2)) for gradient in gradients]
 
@@ -301,7 +301,7 @@ def _numbers_of(batch: Batch) -> Tensor:
 
 
 def _factor(norm: float, lengths: Tensor, enlarge: bool) -> Tensor:
-    """Return the factors that scale vectors of these lengths to a norm. A zero vector has the factor 1."""
+    """Return the factors that scale vectors of the given lengths to a norm. A zero vector gets the factor 1."""
     factor = norm / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
     return torch.where(lengths > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
 
@@ -312,14 +312,14 @@ def autocasts(batch: Batch) -> bool:
 
 
 def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
-    """Return the names of the tensors that a training changes."""
+    """Return the names of the tensors that training changes."""
     if unknown := set(rates) - set(layout.layers):
         raise KeyError(f"rates name layers {sorted(unknown)}; the model has {layout.layers}")
     return [e.name for e in layout.entries if e.trainable and rates.get(e.layer, 1.0) != 0.0]
 
 
 def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
-    """Return P tensors ``(d,)`` or ``(K, d)``, one for each client, as ``(P, K, d)``. A shared tensor is not copied.
+    """Stack P tensors ``(d,)`` or ``(K, d)``, one per client, into ``(P, K, d)``. A shared tensor is not copied.
 
     With ``models`` = K, a single vector is repeated for all K models.
     """
@@ -330,12 +330,12 @@ def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
 
 
 def by_tensor(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Return the contiguous tensors ``(P, K, ...)`` of vectors ``(P, K, d)`` by name."""
+    """Return the contiguous tensors ``(P, K, ...)`` in vectors ``(P, K, d)``, keyed by name."""
     return {name: view.contiguous() for name, view in layout.views(rows).items()}
 
 
 def _bound(module: nn.Module, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace a module's parameters and buffers with views, and return the new tensors by name."""
+    """Replace a module's parameters and buffers with views, and return the new tensors, keyed by name."""
     tensors: dict[str, Tensor] = {}
     for name, view in views.items():
         owner, _, attribute = name.rpartition(".")

@@ -16,13 +16,15 @@ class Optimiser:
 
     A step clips the gradient of the loss, adds the weight decay, the gradient of the proximal term
     (:class:`~posy.client_app.training.work.Pull`) and the offset, and applies the mask. The sum enters momentum or
-    Adam's moments, so decay and proximal term are parts of the objective. Only AdamW decays separately.
+    Adam's moments, so weight decay and the proximal term are part of the objective. Only AdamW decays the weights
+    separately.
 
-    A ``plain`` training is SGD without momentum, decay and clipping, because its method prescribes the steps. A rule
+    ``plain`` training is SGD without momentum, decay or clipping, because the method prescribes the exact steps. A rule
     that ``regularises`` applies decay and clipping itself.
 
-    Each step is one fused call per group, because PyTorch's optimiser takes longer than a small model's backward pass.
-    The gradients of A clients update the first A stacked models. Jobs with moments continue from these moments.
+    Each step makes one fused call per group, because PyTorch's own optimisers take longer than a small model's backward
+    pass. The gradients of A clients update the models of the first A stacked clients. Jobs with moments continue from
+    them.
     """
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
@@ -54,12 +56,12 @@ class Optimiser:
         self._steps = 0
         self._buffers = _copied(models, [moments.means for moments in stored_moments])
         self._squares = _copied(models, [moments.squares for moments in stored_moments])
-        if self._masks and self._buffers:  # the moments may come from a round with another mask
+        if self._masks and self._buffers:  # the moments may come from a round with a different mask
             torch._foreach_mul_(self._buffers, self._masks)
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether all steps after the first are the same computation. Adam's steps depend on their number."""
+        """Whether all steps after the first are the same computation. Adam's steps depend on the step number."""
         return not self._adaptive
 
     @torch.no_grad()
@@ -126,7 +128,7 @@ class Optimiser:
 
 
 def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
-    """Divide tensors in place by one number, or each client's rows by the number of this client."""
+    """Divide tensors in place by one number, or each client's rows by that client's number."""
     if isinstance(divisor, float):
         torch._foreach_div_(tensors, divisor)
         return
@@ -135,7 +137,7 @@ def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
 
 
 def _copied(models: Models, rows: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return writable tensors of the clients' rows, with zeros for missing rows, or an empty list without any rows."""
+    """Return writable copies of the clients' rows, with zeros for missing rows, or an empty list if there are none."""
     known_rows = [row for row in rows if row is not None]
     if not known_rows:
         return []

@@ -1,7 +1,7 @@
-"""Gradients of perceptrons under the cross-entropy, in closed form and for many models at a time.
+"""Closed-form gradients of perceptrons with cross-entropy loss, for many models at a time.
 
-A step of a small network consists mostly of autograd's bookkeeping. Its few matrix products take less than half as
-long, and one batched product computes the products of several models.
+A step of a small network consists mostly of autograd's bookkeeping. The few matrix products alone take less than half
+as long as the step, and one batched product serves several models.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ def linear_layers(module: nn.Module) -> list[str]:
 def gradients(
     layers: Sequence[tuple[Tensor, Tensor]], x: Tensor, y: Tensor, weight: Tensor | None, first: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Differentiate the mean cross-entropy of P perceptrons, each over a separate batch.
+    """Differentiate the mean cross-entropy of P perceptrons, each on its own batch.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def gradients(
     y : torch.Tensor, int64, (P, B)
         Labels.
     weight : torch.Tensor or None, (P, B)
-        Weights of the samples' losses. The weighted losses are averaged over B, not over the sum of the weights.
+        Weights of the samples' losses. The sum of the weighted losses is divided by B, not by the sum of the weights.
     first : int
         The first layer whose gradients are returned.
 
@@ -54,7 +54,7 @@ def gradients(
     torch.Tensor, (P,)
         The losses.
     list of torch.Tensor
-        Gradients of the weight and the bias of each layer from ``first`` on.
+        Gradients of each layer's weight and bias, from layer ``first`` on.
     """
     inputs, hidden = list[Tensor](), x.flatten(2)
     for number, (matrix, bias) in enumerate(layers, start=1):
@@ -78,7 +78,7 @@ def gradients(
 
 
 class ClosedForm:
-    """The gradients of a perceptron in closed form.
+    """Closed-form gradients of a perceptron.
 
     ``layers`` are its linear layers from input to output. ``names`` are the tensors whose gradients are returned.
     """
@@ -95,7 +95,7 @@ class ClosedForm:
         shaped: Callable[[Tensor], Tensor],
         batch: Batch,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the losses ``(P,)`` and the gradients in the order of the names.
+        """Return the losses ``(P,)``, and the gradients in the order of ``names``.
 
         ``shaped`` reshapes a tensor to ``(P, ...)`` for P models. The batch is ``(P, B, ...)``.
         """

@@ -1,12 +1,13 @@
-"""DP-SGD (Abadi et al., 2016, Algorithm 1): clipped gradients of single samples, with noise on their sum.
+"""DP-SGD (Abadi et al., 2016, Algorithm 1): per-sample gradients are clipped, and noise is added to their sum.
 
-A step contains each sample with probability q, drawn from the operating system's randomness. The server knows the run's
-seed, so a seeded draw would reveal the batch and cancel the amplification by subsampling. The gradient of each sample
-is clipped to the norm C over all trained tensors. Their sum, with Gaussian noise of standard deviation zC, is divided
-by the expected batch size. The optimiser, momentum, Adam, weight decay and proximal terms act on the result.
+Each step includes each sample with probability q, using the operating system's source of randomness. The server knows
+the run's seed, so a seeded draw would reveal the batch and cancel the amplification by subsampling. Each sample's
+gradient is clipped to the norm C over all trained tensors. Gaussian noise of standard deviation zC is added to the sum
+of the clipped gradients, which is then divided by the expected batch size. Momentum, Adam, weight decay and proximal
+terms act on the result.
 
-Rounding makes float32 sums exceed their bound, and :func:`posy.noise.perturb` rounds the sum to its grid. The noise is
-larger by the fraction :data:`SLACK`, which covers both effects for networks of up to 10⁹ parameters.
+Rounding can make float32 sums exceed their bound, and :func:`posy.noise.perturb` rounds the sum to a grid. The noise is
+larger than zC by the fraction :data:`SLACK`, which covers both effects for networks of up to 10⁹ parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +25,11 @@ from posy.strategies.privacy import Sampling
 SLACK = 2.0**-8
 """Fraction by which the noise exceeds zC."""
 CHUNK_NUMBERS = 1 << 26
-"""Largest number of elements of per-sample gradients in memory at a time."""
+"""Maximum number of per-sample gradient elements in memory at a time."""
 
 
 def check_job(job: Job) -> None:
-    """Raise ``ValueError`` for a local training whose result depends on more than each sample's gradient."""
+    """Raise ``ValueError`` for a job whose result depends on more than the gradient of each sample."""
     work = job.work
     unsupported = {
         "a step rule": work.rule is not None,
@@ -44,20 +45,20 @@ def check_job(job: Job) -> None:
 def steps(
     job: Job, sampling: Sampling, network: Network, parameters: Sequence[Tensor], step: Callable[[list[Tensor]], None]
 ) -> Tensor:
-    """Run the steps of a local training, and return the mean loss ``()`` of the samples in the last expected epoch.
+    """Run the steps of a job, and return the mean loss ``()`` of the samples in the last expected epoch.
 
     Parameters
     ----------
     job : Job
-        The local training.
+        The job.
     sampling : Sampling
-        The steps of DP-SGD and their noise.
+        The steps of DP-SGD, how they sample, and their noise.
     network : Network
         The resident network.
     parameters : sequence of Tensor
-        The trained tensors of the resident network, in the order of the layout.
+        The trained tensors of the resident network, in layout order.
     step : callable
-        Updates the parameters with gradients of the same shapes.
+        Updates the parameters from gradients with the same shapes.
     """
     generator = SecureGenerator()
     per_sample = gradients_of_samples(job, network)

@@ -1,7 +1,6 @@
 """Step directions other than the gradient at the parameters.
 
-BatchNorm's running statistics follow the forward passes at the parameters of a model. A pass at displaced parameters
-(:func:`displaced`) does not change them.
+Forward passes update BatchNorm's running statistics, except at displaced parameters (:func:`displaced`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +21,14 @@ Gradients = tuple[Tensor, Sequence[Tensor]]
 class SharpnessAware:
     """The gradient at the worst point near the parameters, w + ρ g / ||g|| (SAM, Foret et al., 2021, Eqs. 2, 3).
 
-    Clipping, weight decay and the optimiser then use this gradient at w.
+    Clipping, weight decay and the optimiser then apply to this gradient, at w.
     """
 
     regularises: ClassVar[bool] = False
     radius: float
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the gradient at the displaced point and the losses at the parameters."""
+        """Return the losses at the parameters and the gradient at the displaced point."""
         losses, uphill = models.gradients(batch)
         with displaced(models, models.resized(uphill, self.radius, enlarge=True)):
             return losses, models.gradients(batch)[1]
@@ -40,9 +39,9 @@ class MetaGradient:
     """The gradient of the loss after one step of adaptation (Per-FedAvg, Fallah et al., 2020, Eqs. 5, 7 and Section 5).
 
     Each mini-batch is divided into a part for the adaptation, a part for the loss after adaptation, and a third part
-    for the product with the Hessian. Without ``hessian`` the product is omitted (FO). Otherwise it is the difference of
-    two gradients over 2 ``hessian`` times their distance (HF). Clipping, weight decay and the optimiser act on the
-    meta-gradient, and the adaptation is a plain step.
+    for the product with the Hessian. Without ``hessian``, the product is omitted (FO). Otherwise, it is the
+    difference of the gradients at two points, displaced by ± ``hessian`` times the outer gradient, divided by
+    2 ``hessian`` (HF). Clipping, weight decay and the optimiser act on the meta-gradient; adaptation is a plain step.
     """
 
     regularises: ClassVar[bool] = False
@@ -50,7 +49,7 @@ class MetaGradient:
     hessian: float = 0.0
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the gradient and the losses after adaptation."""
+        """Return the losses after adaptation and the meta-gradient."""
         parts = divided(batch, 3 if self.hessian else 2)
         _, adapting = models.gradients(parts[0])
         with displaced(models, adapting, -self.rate):
@@ -69,11 +68,12 @@ class MetaGradient:
 class MoreauEnvelope:
     """The gradient λ (w − θ) of the Moreau envelope (pFedMe, T. Dinh et al., 2020, Eqs. 3, 5 and 8).
 
-    θ is the result of some steps on the mini-batch that minimise f(θ) + λ/2 ||θ − w||². The paper does not say where
-    these steps start. As in the authors' program, they start at the θ of the previous mini-batch, and first at w.
+    θ results from a few steps on the mini-batch that minimise f(θ) + λ/2 ||θ − w||². The paper does not say where these
+    steps start. As in the authors' program, they start at the previous mini-batch's θ or, on the first mini-batch, at
+    w.
 
-    Weight decay is a part of f, and clipping applies to the gradient of f. This rule therefore applies both instead of
-    the optimiser. All forward passes are at θ. The running statistics therefore belong to θ, and w shares them.
+    Weight decay is part of f, and clipping applies to the gradient of f, so this rule applies both instead of the
+    optimiser. All forward passes are at θ, so the running statistics belong to θ, and w shares them.
     """
 
     regularises: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class MoreauEnvelope:
     max_norm: float = 0.0
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the gradient and the losses before the last step. ``models.auxiliary`` holds θ."""
+        """Return the losses before the last step, and the gradient of the envelope. ``models.auxiliary`` holds θ."""
         parameters = models.parameters
         with torch.no_grad():
             w = [parameter.clone() for parameter in parameters]
@@ -115,7 +115,8 @@ class MoreauEnvelope:
 class Mixed:
     """The gradients of f(w) and, with respect to v, of f(α v + (1 − α) w) (APFL, Deng et al., 2020, Eq. 5).
 
-    The second model has the parameters v and the running statistics of the mixture, because the mixture predicts.
+    The second model has the parameters v and the running statistics of the mixture, because the mixture makes the
+    predictions.
     """
 
     regularises: ClassVar[bool] = False
@@ -136,16 +137,16 @@ class Mixed:
 
 @dataclass(frozen=True)
 class FisherTrace:
-    """A measurement without a step, whose loss is the squared norm of the gradient (FedAS, Yang et al., 2024).
+    """A measurement that takes no step and reports the gradient's squared norm as its loss (FedAS, Yang et al., 2024).
 
-    The mean over mini-batches is the trace of the empirical Fisher information of mini-batches. The running statistics
-    do not change either.
+    The mean over mini-batches is the trace of the empirical Fisher information, with one gradient per mini-batch. The
+    running statistics do not change either.
     """
 
     regularises: ClassVar[bool] = False
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the squared norms, and gradients that are zero."""
+        """Return the squared gradient norms, and zero gradients."""
         with frozen_statistics(models):
             _, gradients = models.gradients(batch)
         return models.norms(gradients).square(), [torch.zeros_like(gradient) for gradient in gradients]
@@ -153,7 +154,7 @@ class FisherTrace:
 
 @contextmanager
 def displaced(models: Models, by: Sequence[Tensor], scale: float = 1.0) -> Iterator[None]:
-    """Move the parameters within a context. Forward passes in the context do not change the running statistics."""
+    """Displace the parameters within a context. Forward passes in the context do not change the running statistics."""
     parameters = leading(models.parameters, by)
     with torch.no_grad():
         original = [parameter.clone() for parameter in parameters]
@@ -179,18 +180,18 @@ def frozen_statistics(models: Models) -> Iterator[None]:
 
 
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading rows of stacked tensors, whose clients are still in training. ``like`` has only these rows."""
+    """Return the leading rows of stacked tensors: as many as ``like`` has, one for each client still in training."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]
 
 
 def divided(batch: Batch, parts: int) -> list[Batch]:
-    """Divide mini-batches ``(B, ...)`` or ``(A, B, ...)`` into parts, sample by sample in turn.
+    """Divide mini-batches ``(B, ...)`` or ``(A, B, ...)`` into parts by dealing out the samples in turn.
 
-    A part without samples is a copy of the first part. A sample keeps its weight in the loss. In stacked mini-batches,
-    whose rows are padded with samples of weight 0, the weights are scaled so that the mean over a part's row stays
-    the mean over its samples.
+    A part that would be empty is a copy of the first part. Each sample keeps its weight in the loss. In stacked
+    mini-batches, whose rows are padded with samples of weight 0, the weights are rescaled so that the mean over a
+    part's row remains the mean over its samples.
     """
     axis = batch.y.dim() - 1
     index = torch.arange(batch.y.shape[axis], device=batch.y.device)
@@ -213,12 +214,12 @@ def divided(batch: Batch, parts: int) -> list[Batch]:
 
 
 def _where(empty: Tensor, first: Tensor, part: Tensor) -> Tensor:
-    """Return a part ``(A, B, ...)``, with the first part's samples for the clients with an ``empty`` part ``(A,)``."""
+    """Return a part ``(A, B, ...)``, with the first part's samples for clients whose part is ``empty`` ``(A,)``."""
     return torch.where(empty.view(-1, *[1] * (part.dim() - 1)), first[:, : part.shape[1]], part)
 
 
 def _rescaled(piece: Batch, fraction: Tensor) -> Batch:
-    """Return a part with rescaled weights. ``fraction`` ``(A, 1)`` is the share of samples in the full row."""
+    """Return a part with rescaled weights. ``fraction`` ``(A, 1)`` is the share of the full row that is not padding."""
     assert piece.weight is not None
     part_fraction = (piece.weight > 0).to(piece.weight).mean(dim=1, keepdim=True)
     return piece._replace(

@@ -1,8 +1,8 @@
-"""Local training and inference, written once for every method.
+"""Local training and inference, implemented once for all methods.
 
 An objective is a function of (network, batch, context), so the same code trains one model or K models. K models are
-trained in turn with resident modules, or as one stacked computation under :func:`torch.func.vmap`. Several clients add
-an axis to the computation.
+trained in turn with resident modules, or as one stacked computation under :func:`torch.func.vmap`. Training several
+clients together adds another axis.
 """
 
 from collections.abc import Sequence
@@ -34,25 +34,26 @@ from posy.strategies.run_settings import SAMPLE, TrainSettings
 
 EVALUATION_BATCH = 512
 TF32_CAPABILITY = (8, 0)
-"""Lowest compute capability of a GPU with TF32 arithmetic."""
+"""Minimum compute capability of a GPU with TF32 arithmetic."""
 STACK_BYTES = 2 << 30
-"""Bytes of memory that stacked models may use on a CPU."""
+"""Maximum memory for stacked models on a CPU, in bytes."""
 STACK, STACK_PARAMETERS = 16, 1 << 20
-"""Size of a group of stacked clients on a CPU: 16 clients, or more while their models have at most 2²⁰ parameters.
+"""Size of a group of stacked clients on a CPU: 16, or more if their models have at most 2²⁰ parameters in total.
 
 Beyond 16 clients, the cost of a step per client hardly decreases. Each new group starts with cold caches, which
-dominate the cost of small models. Small models therefore form larger groups, whose parameters still fit into the cache.
+dominate the cost of small models. Small models are therefore stacked in larger groups, as long as their parameters fit
+into the cache.
 """
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
-"""Largest number of parameters of a stacked network without convolutions on a CPU. The second number applies if the
-gradients have a closed form."""
+"""Maximum number of parameters at which a network without convolutions is stacked on a CPU. The second number applies
+if the gradients have a closed form."""
 
 
 class Trainer:
     """Runs :class:`Train` and :class:`Forward` requests on a device.
 
-    ``min_batch`` is the smallest number of samples in a mini-batch. If a client's last mini-batch
-    would be smaller, all mini-batches of this client are larger.
+    ``min_batch`` is the minimum number of samples in a mini-batch. If a client's last mini-batch would be smaller, this
+    client's batch size is increased.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device, min_batch: int = 1) -> None:
@@ -80,21 +81,21 @@ class Trainer:
     def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:
         """Return whether models are trained as one stacked computation.
 
-        The setting ``stack`` decides. `auto` stacks on a GPU. On a CPU it stacks small networks without
-        convolutions, which spend their time in calls rather than arithmetic.
+        The setting ``stack`` decides. `auto` stacks on a GPU. On a CPU, it stacks only small networks without
+        convolutions, which spend more time on call overhead than on arithmetic.
 
         Parameters
         ----------
         network : Network
-            The network of all models.
+            The network that all models share.
         models : int
             Number of models.
         work : Train, optional
-            The training, whose gradients may have a closed form. None means the default objective.
+            The request, whose gradients may have a closed form. None means the default objective.
         """
         if models < 2 or network.has_buffers or self.settings.stack == "loop":
             return False
-        if self.settings.dp == SAMPLE and (work is None or not work.measures):  # batches of DP-SGD vary in size
+        if self.settings.dp == SAMPLE and (work is None or not work.measures):  # DP-SGD's batches vary in size
             return False
         if self.settings.stack == "vmap" or self.device.type == "cuda":
             return True
@@ -102,10 +103,10 @@ class Trainer:
         return not network.convolves and network.size <= (SMALL_PERCEPTRON if is_closed_form else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
-        """Return the number of clients in a stack. On a CPU, a larger stack would not be faster.
+        """Return the number of clients in a stack. On a CPU, larger stacks would not be faster.
 
-        On a CPU, more than two clients form at least two stacks, for two cores. The size of a stack cannot depend on
-        the number of cores, because stacks of different sizes round differently.
+        On a CPU, more than two clients form at least two stacks, so that two cores have work. The stack size must not
+        depend on the number of cores, because stacks of different sizes round differently.
         """
         limit = self.capacity(network)
         if self.device.type == "cuda":
@@ -113,7 +114,7 @@ class Trainer:
         return min(limit, max(STACK, STACK_PARAMETERS // network.size), max(2, -(-clients // 2)))
 
     def capacity(self, network: Network) -> int:
-        """Return the number of models of a network that fit into memory at the same time.
+        """Return how many models of a network fit into memory at the same time.
 
         The estimate covers parameters, gradients, momentum, anchor and result, and as much memory again for
         activations.
@@ -132,16 +133,17 @@ class Trainer:
         return result
 
     def train_together(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Run the local SGD of several clients, each with the same steps as in a separate training.
+        """Run several clients' local SGD, each with the same steps as if it were trained alone.
 
-        All jobs have the same :attr:`Train.kind` and learning rate. Two or more jobs run as one stacked computation.
+        All jobs must have the same :attr:`Train.kind` and learning rate. Two or more jobs run as one stacked
+        computation.
 
         Raises
         ------
         ValueError
-            If a client has no batch to train on, or no random numbers for a network with dropout.
+            If a client has too few samples for a batch, or if its network has dropout but its job lacks random numbers.
         TrainingInterruptedError
-            If :attr:`interrupted` is set during the training.
+            If :attr:`interrupted` is set during training.
         """
         for job in jobs:
             _check_job(job, network)
@@ -187,7 +189,7 @@ class Trainer:
         return results
 
     def _train_separately(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Train K models of each client on separate batches, as K trainings of one model."""
+        """Train each client's K models on separate batches, as K jobs with one model each."""
         count = len(jobs[0].models)
         singles = [single for job in jobs for single in job.models]
         stacked = len(jobs) > 1 or self.stacks(network, count, jobs[0].work)
@@ -235,7 +237,7 @@ class Trainer:
     def _run(
         self, network: Network, models: Models, jobs: Sequence[Job], schedule: Share | Schedule, optimiser: Optimiser
     ) -> Tensor:
-        """Train all steps, and return the sums ``(P, K)`` of the losses in the last epoch."""
+        """Run all training steps, and return the sums ``(P, K)`` of the losses in the last epoch."""
         total = torch.zeros(len(jobs), models.count, device=self.device)
         work = jobs[0].work
 
@@ -263,7 +265,7 @@ class Trainer:
         return total
 
     def share(self, job: Job, smallest: int = 1) -> Share:
-        """Return the batches of a job, with the epochs or steps of the job, or else of the settings."""
+        """Return a job's batches. The job's own epochs or steps take precedence over the settings."""
         work, size = job.work, full_batches(self.settings.batch_size, job.samples.y.shape[0], self.min_batch)
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
@@ -283,7 +285,7 @@ class Trainer:
     def forward_together(self, works: Sequence[Forward], network: Network, samples: Sequence[Samples]) -> list[Any]:
         """Return the outputs for several clients.
 
-        If all clients have the same parameters, one model processes all samples. Otherwise the models, which have the
+        If all clients have the same parameters, one model processes all samples. Otherwise, the models, which have the
         same shape, run as one stacked computation.
         """
         with self._autocast():
@@ -349,7 +351,7 @@ def _tuple(output: Any) -> tuple[Tensor, ...]:
 
 
 def _check_job(job: Job, network: Network) -> None:
-    """Check that a client has a batch to train on, and random numbers for a network with dropout.
+    """Check that a client has enough samples for a batch, and random numbers if its network has dropout.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Convolutions as matrix products, for many models side by side on a GPU.
 
-Convolutions of several models with different weights form one grouped convolution, which cuDNN runs group by group.
-With unfolded inputs they form one batched matrix product.
+Normally, the convolutions of several models with different weights form one grouped convolution, which cuDNN runs group
+by group. With unfolded inputs, they form one batched matrix product.
 """
 
 import math
@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COLUMNS = 2 << 20
-"""Largest number of elements in a model's unfolded batch. A larger batch would take too much memory, and a GPU
-is busy without unfolding."""
+"""Maximum number of elements in a model's unfolded batch. A larger batch would take too much memory, and keeps a GPU
+busy even without unfolding."""
 FEW = 8
-"""Smallest ratio of an unfolded sample's size to the weights' size at which each sample has a separate product.
+"""Minimum ratio of an unfolded sample's size to the weights' size at which each sample gets a separate product.
 
-The gradient of a few weights is a small matrix, summed over many rows. A single product leaves most of a GPU idle.
+The gradient of a few weights is a small matrix, summed over many rows. Computed as a single product, it would leave
+most of a GPU idle.
 """
 
 

@@ -1,4 +1,4 @@
-"""The requests of a method: local trainings, and outputs of networks."""
+"""A method's requests: local training, and network outputs."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from posy.strategies.run_settings import OFF, TrainSettings
 Split = Literal["train", "test", "validation"]
 V = TypeVar("V", Tensor, Tensor | None)
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""A function of logits ``(B, C)`` and labels ``(B,)`` that returns the loss of each sample ``(B,)``."""
+"""A function of logits ``(B, C)`` and labels ``(B,)`` that returns each sample's loss ``(B,)``."""
 
 
 class TrainingDivergedError(ArithmeticError):
@@ -26,14 +26,14 @@ class TrainingDivergedError(ArithmeticError):
 
 
 def advice_on_divergence(train: TrainSettings, lr: float = 0.0) -> str:
-    """Return a clause that advises on the settings that may have made a training diverge.
+    """Return a clause with advice on the settings that may have made training diverge.
 
     Parameters
     ----------
     train : TrainSettings
         The settings of the run.
     lr : float
-        The learning rate of the round, or 0 for the setting ``lr``.
+        The round's learning rate, or 0 for the setting ``lr``.
     """
     rate = f"a smaller lr than {lr or train.lr:g}"
     if train.dp == OFF:
@@ -52,16 +52,16 @@ class TrainingInterruptedError(Exception):
 
 @dataclass(frozen=True)
 class Net:
-    """A model as an objective uses it: ``net(x)`` returns its outputs for a batch, and ``net[name]`` a tensor."""
+    """A model as objectives see it: ``net(x)`` returns its outputs for a batch, and ``net[name]`` one tensor."""
 
     module: nn.Module
     tensors: Mapping[str, Tensor]
     resident: bool = False
     """Whether ``tensors`` are the parameters and buffers of the module itself."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    """The batch's random numbers for dropout, by name, if they are not buffers of the module."""
+    """The batch's random numbers for dropout, keyed by name, unless they are buffers of the module."""
     criterion: Criterion | None = None
-    """The loss of each sample, or None for the cross-entropy."""
+    """The per-sample loss, or None for cross-entropy."""
 
     def __call__(self, x: Tensor, *options: Any) -> Any:
         """Return the outputs for a batch of inputs. ``options`` are further arguments of the module's ``forward``."""
@@ -105,27 +105,27 @@ def mean_over(values: Tensor, batch: Batch) -> Tensor:
 
 
 def classification(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the default objective: the mean of the run's loss, which is the cross-entropy by default."""
+    """Return the value of the default objective: the mean of the run's loss, by default cross-entropy."""
     return net.loss(net(batch.x), batch)
 
 
 class Models(Protocol):
-    """The models in training, as a rule uses them: K models of each of P clients."""
+    """The models in training, as seen by a :class:`Rule`: K models for each of P clients."""
 
     parameters: list[Tensor]
     auxiliary: list[Tensor]
-    """Tensors that a rule updates from batch to batch, in the shapes of ``parameters``. The list is empty at first."""
+    """Tensors that a rule updates from batch to batch, shaped like ``parameters``. The list is initially empty."""
     statistics: list[Tensor]
     """BatchNorm's running statistics, which a forward pass changes in place. The list is empty without BatchNorm."""
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
+        """Return a batch's losses ``(P, K)`` and gradients, the latter with the shapes of ``parameters``."""
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, with each model's scaled down to an L2 norm, or to exactly this norm if ``enlarge``."""
+        """Scale each model's gradient down to at most this L2 norm or, with ``enlarge``, to exactly this norm."""
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
         """Return the tensors of one of the K models of each client."""
@@ -135,10 +135,10 @@ class Rule(Protocol):
     """A step direction other than the gradient at the parameters. Rules are hashable."""
 
     regularises: ClassVar[bool]
-    """Whether the rule, not the optimiser, applies ``weight-decay`` and ``max-grad-norm``."""
+    """Whether the rule, rather than the optimiser, applies ``weight-decay`` and ``max-grad-norm``."""
 
     def gradients(self, models: Models, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return losses and directions in the form of :meth:`Models.gradients`, without changing the parameters."""
+        """Return losses and directions shaped as in :meth:`Models.gradients`, without changing the parameters."""
 
 
 class Pull(NamedTuple):
@@ -152,12 +152,12 @@ class Pull(NamedTuple):
 class Train:
     """A request for local SGD on one model ``(d,)`` or on K models ``(K, d)``.
 
-    ``objective(net, batch, context)`` is differentiated with respect to the parameters of ``net``. The context is
-    constant. With ``resample``, samples are drawn in proportion to their weights, with replacement, and their losses
+    ``objective(net, batch, context)`` is differentiated with respect to the parameters of ``net``. The context is held
+    constant. With ``resample``, samples are drawn with replacement, in proportion to their weights, and their losses
     are not weighted. The expected objective is the same, but a large weight does not make a step larger.
     """
 
-    start: Tensor  # not changed by the training
+    start: Tensor  # not changed by training
     objective: Objective = classification
     context: Context = field(default_factory=dict)
     sample_weight: Tensor | None = None  # (n,)
@@ -165,17 +165,17 @@ class Train:
     pull: Pull | None = None  # or a pair of anchor w_0 and strength s, for the term s / 2 * ||w - w_0||^2
     rule: Rule | None = None  # from posy.client_app.training.rules, or None for the gradient
     offset: Tensor | None = None  # (d,), added to each gradient
-    notes: Tensor | None = None  # (n, ...), constants of the samples: the objective's ``batch.notes``
+    notes: Tensor | None = None  # (n, ...), per-sample constants: the objective's ``batch.notes``
     bounds: tuple[float, float] | None = None  # lower and upper bound of the parameters
-    plain: bool = False  # without the settings momentum, weight-decay and max-grad-norm
+    plain: bool = False  # ignores the settings momentum, weight-decay and max-grad-norm
     measures: bool = False  # evaluation mode: no augmentation, dropout or class weights; samples are not counted
-    rates: Mapping[str, float] = field(default_factory=dict)  # factors of the learning rate by layer; 0 freezes a layer
+    rates: Mapping[str, float] = field(default_factory=dict)  # learning-rate factor per layer; 0 freezes a layer
     mask: Tensor | None = None  # (d,), 0 or 1; parameters with entry 0 do not change
     epochs: int | None = None  # instead of the setting local-epochs
     steps: int | None = None  # instead of the setting local-steps
     lr: float | None = None  # instead of the round's learning rate
     network: Any = None  # which of the client's networks to train
-    stream: int = 0  # number of the training in the round, which determines the random order of the batches
+    stream: int = 0  # number of the request in the round, which determines the random order of the batches
     own_batches: bool = False  # whether each of K models draws its batches separately
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Train:
 
     @property
     def kind(self) -> Hashable:
-        """Key that is equal for trainings that can be stacked, if they also have the same network and learning rate."""
+        """Key that is equal for requests that can be stacked, provided that network and learning rate also match."""
         return (
             self.objective,
             self.start.shape,
@@ -198,7 +198,7 @@ class Train:
         )
 
     def of_model(self, number: int) -> "Train":
-        """Return the training of one of the K models."""
+        """Return the request for one of the K models."""
 
         def row(values: V) -> V:
             return values[number] if isinstance(values, Tensor) and values.dim() > 1 else values
@@ -209,7 +209,7 @@ class Train:
 
 
 class Trained(NamedTuple):
-    """Result of :class:`Train`: parameters in the shape of ``start``, and last epoch's mean loss ``()`` or ``(K,)``.
+    """Result of :class:`Train`: parameters shaped like ``start``, and the last epoch's mean loss ``()`` or ``(K,)``.
 
     ``auxiliary`` is the second set of parameters that some rules update, or None. ``steps`` is the number of steps.
     """
@@ -224,7 +224,7 @@ class Trained(NamedTuple):
 class Forward:
     """A request for the outputs of one model ``(d,)`` or K models ``(K, d)`` on a split: ``(n, C)`` or ``(K, n, C)``.
 
-    With ``features`` the head's inputs, ``(n, D)`` or ``(K, n, D)``, precede the outputs.
+    With ``features``, the head's inputs, ``(n, D)`` or ``(K, n, D)``, precede the outputs.
     """
 
     parameters: Tensor
@@ -238,7 +238,7 @@ class Moments:
     """State of an optimiser between rounds: number of steps, mean of the gradients and mean of their squares.
 
     Both means have the shape of the trained parameters, ``(d,)`` or ``(K, d)``, and are None before the first step. SGD
-    has no mean of squares. A training with a finite result replaces the state.
+    has no mean of squares. Training replaces the state if its result is finite.
     """
 
     steps: int = 0
@@ -246,12 +246,12 @@ class Moments:
     squares: Tensor | None = None
 
     def follow(self, steps: int, means: Tensor | None, squares: Tensor | None) -> None:
-        """Add the steps of a training and replace the means."""
+        """Add the steps of a job, and replace the means."""
         self.steps, self.means, self.squares = self.steps + steps, means, squares
 
 
 class Job(NamedTuple):
-    """One client's local training.
+    """One client's local training job.
 
     The generator draws the order of the samples on the CPU, so that every device uses the same batches. Augmentation
     and dropout have separate generators. If the work has ``own_batches``, ``models`` contains a job for each of the K
