@@ -111,7 +111,7 @@ def store(folder: Path, cells: Iterable[Place]) -> None:
 
 
 def add(folder: Path, cell: Place) -> None:
-    """Append a cell to the archive, which then survives an interruption of the table."""
+    """Append a cell to the archive, so that the cell survives an interruption of the table."""
     with (folder / FILE).open("ab") as file:
         file.write(gzip.compress(_line(cell), mtime=0))
 
@@ -134,9 +134,9 @@ def _line(cell: Place) -> bytes:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the last line of each cell of an archive, by the name of the cell.
+    """Return each cell's last line in an archive, by cell name.
 
-    Ignore an incomplete line from an interrupted process.
+    Ignore an incomplete line left by an interrupted process.
     """
     last_lines: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error), gzip.open(folder / FILE) as file:

@@ -30,7 +30,7 @@ def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int
     since : str
         Print only the events since this UTC time; empty: all events.
     anchor : str
-        An anchor of an earlier check, whose events the log must still contain; empty: none.
+        An anchor from an earlier check, whose events the log must still contain; empty: none.
     as_json : bool
         Whether to print each event as JSON.
 
@@ -110,7 +110,7 @@ def _is_wanted(event: Mapping[str, Any], run: str, first: datetime | None) -> bo
 
 
 def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of an event, without unprintable characters, because all texts come from the log."""
+    """Return the cells of an event without unprintable characters, because all strings come from the log."""
     sent_records = event.get("sent", {})
     total = sum(record["bytes"] for record in sent_records.values())
     decision = event.get("decision", event["event"]) + (f" ({event['error']})" if "error" in event else "")

@@ -25,7 +25,7 @@ from posy.paths import expanded
 FAR = 10.0
 """Distance of a value from the mean of its feature, in standard deviations, above which Posy lists the feature."""
 SHOWN = 20
-"""Maximum number of lines of a list that Posy prints."""
+"""Maximum number of lines that Posy prints from a list."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Report:
     """Facts and warnings about a site's data."""
 
     facts: dict[str, str]
-    """Texts by name. Posy does not print empty texts."""
+    """Strings by name. Posy does not print empty ones."""
     classes: dict[str, tuple[int, int]]
-    """Numbers of training and test samples of each class at the site."""
+    """Number of training samples and of test samples at the site, by class."""
     features: list[tuple[str, str, str, str]]
     """Unusual features: name or number of the column, smallest value, largest value, and reason."""
     statistics: list[tuple[str, str, str]]
@@ -46,7 +46,7 @@ class Report:
 
 
 def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report:
-    """Describe a site's data and load it for the task, as its node does, and return a report.
+    """Load a site's data for the task, as its node does, and return a report on it.
 
     The node config holds ``data``, and optionally ``policy``, ``name`` and ``skip-unreadable``. The site's data
     determines the values of empty settings.
@@ -134,7 +134,7 @@ def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
 
 
 def _unusual_features(content: Content, dataset: Dataset) -> list[tuple[str, str, str, str]]:
-    """Return the features that are constant, or have a value far from the mean of the run or the training samples."""
+    """Return the features that are constant or have a value far from the mean in the run or the training samples."""
     low, high = dataset.x.min(0), dataset.x.max(0)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
     lines = []

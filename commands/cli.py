@@ -32,9 +32,9 @@ from posy.strategies.registry import declared, groups, merge_experiment, parse_w
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""Exception for wrong use of a command, from click or from the copy of click in newer versions of Typer."""
+"""Exception for incorrect use of a command, from click or from the copy of click in newer versions of Typer."""
 USAGE_ERROR = 2
-"""Exit status for a wrong command or a wrong setting."""
+"""Exit status for an invalid command or setting."""
 
 typer.core.HAS_RICH = False  # plain help: with rich installed, Typer escapes brackets (`\\[default: 1]`)
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""Run an experiment in this process, and share code between the commands that start processes or runs."""
+"""Runs in this process, and code shared by the commands that start processes or runs."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""Environment variables of all Flower processes, so that they contact no server on the internet."""
+"""Environment variables that keep all Flower processes from contacting servers on the internet."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
@@ -75,7 +75,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
 def record_in_process(
     settings: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
 ) -> "Recorder":
-    """Run in this process and return the record of the run; call ``begun`` with its directory once it exists."""
+    """Run in this process and return the run's record; call ``begun`` with the run's directory once it exists."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch

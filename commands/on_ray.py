@@ -22,11 +22,11 @@ from posy.forked import CORES
 from posy.settings import LaunchError, Scalar
 
 RETRIES = 10
-"""Number of retries of a cell whose worker is lost."""
+"""Number of times that a cell is retried if its worker is lost."""
 CONNECT_SECONDS = 10.0
-"""Timeout in seconds for a connection to the head node of a cluster."""
+"""Timeout in seconds for connecting to the head node of a cluster."""
 STOP_SECONDS = 10.0
-"""Seconds to wait for the end of a cancelled run."""
+"""Seconds to wait for a cancelled run to end."""
 RUN = "run"
 
 
@@ -118,7 +118,7 @@ class RemoteRun:
         self._cell, self._result = cell, result
 
     def poll(self) -> int | None:
-        """Return the exit status and store the files in the cell's folder, or return None while the run continues."""
+        """Store the files of an ended run in the cell's folder; return the exit status, or None if it still runs."""
         if self.returncode is None and ray.wait([self._result], timeout=0)[0]:
             try:
                 self.returncode, output, files = ray.get(self._result)
@@ -135,6 +135,6 @@ class RemoteRun:
         ray.cancel(self._result)
 
     def wait(self) -> int:
-        """Wait at most ``STOP_SECONDS`` for the end of the run, and return the exit status, or 0 if there is none."""
+        """Wait at most ``STOP_SECONDS`` for the run to end, and return the exit status, or 0 if there is none."""
         ray.wait([self._result], timeout=STOP_SECONDS)
         return self.returncode or 0

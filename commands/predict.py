@@ -1,4 +1,4 @@
-"""`posy predict` and `posy route`: predictions of a finished run's models for new samples."""
+"""`posy predict` and `posy route`: predictions by a finished run's models for new samples."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from posy.server_app.record import Record
 from posy.words import title
 
 MOST = 5
-"""Maximum number of probabilities in a row of a table."""
+"""Maximum number of probabilities per table row."""
 MOST_WARNED = 10
 """Maximum number of warnings about values far from the training samples."""
 SMALLEST = 0.0005
@@ -128,7 +128,7 @@ def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a table with a header, with the model's columns if the model stores their names."""
+    """Yield the rows of a table with a header, with only the model's columns if the model stores their names."""
     rows = rows_of(path)
     _, header = next(rows, (0, []))
     texts = preprocessing.sample_kind == "text"
@@ -154,7 +154,7 @@ def _number(cell: str, where: str) -> float:
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    """Return the largest shares with their names, without shares of 0.0 %."""
+    """Return the largest shares with their names, leaving out shares of 0.0 %."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     texts = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
     return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)

@@ -14,7 +14,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_ERROR = re.compile(
     r"\s|$|Traceback \(|The above exception|During handling|[\w.]*(Error|Exception|Exit|Interrupt)(\(\w+\))?(:|$)"
 )
-"""Lines that continue an error: its traceback and the names of exceptions."""
+"""Pattern for lines that continue an error: its traceback and the names of exceptions."""
 _KNOWN = re.compile(r"^[\w.]+\.(SettingsError|DataError|NothingTrainedError|TrainingDivergedError): ", re.MULTILINE)
 """Errors whose messages Posy also shows at the end of the run or with the dropped replies."""
 _NOISE = re.compile(
@@ -29,13 +29,13 @@ _REASON = re.compile(r"ERROR\s*: +ServerApp raised an exception: (.+)")
 
 
 class RunLog:
-    """Receives the lines of a run's log, and prints the lines that are relevant to the user.
+    """A filter that receives the lines of a run's log and prints those that are relevant to the user.
 
     It hides Flower's INFO lines, and a few of Flower's warnings that are not about the run. It prints other warnings,
     errors, and all lines without a log level, such as Posy's output. It prints or hides the lines of a traceback
-    together, and prints identical tracebacks once. If ``verbose`` is true, it prints every line immediately. The text
-    that ``suffix`` returns follows the line of a finished round. In a terminal, the line of the next round then
-    replaces this line.
+    together, and prints identical tracebacks once. If ``verbose`` is true, it prints every line immediately. With
+    ``suffix``, the string that it returns is appended to the line of each finished round. In a terminal, the line of
+    the next round then replaces this line.
     """
 
     def __init__(self, verbose: bool, suffix: Callable[[], str] | None = None) -> None:
@@ -111,7 +111,7 @@ class RunLog:
             self._print("\n")
 
     def _show_error(self) -> None:
-        """Print the current error, unless an equal error was printed or another line explains it."""
+        """Print the current error, unless an identical error was printed or another line explains it."""
         error, self._error = self._error, []
         if not error:
             return

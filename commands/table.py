@@ -201,9 +201,9 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     jobs : int
         Number of parallel runs.
     only_print : bool
-        Whether to start no run.
+        Whether to print the table without starting any runs.
     begin : callable, optional
-        Starts a run. By default it starts a process on this machine.
+        Function that starts a run. By default, it starts a process on this machine.
 
     Raises
     ------
@@ -235,7 +235,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
 
 
 def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]:
-    """Run the missing cells of a table and add them to its archive; return the reason of each failure by cell name.
+    """Run the missing cells of a table and add them to its archive; return the reasons for failures by cell name.
 
     Raises
     ------
@@ -278,7 +278,7 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     Each entry of ``variants`` has a ``name`` and ``settings``.
 
     A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
-    override all three. The settings ``overrides`` of the command line override the file, as does ``output``.
+    override all three. The settings ``overrides`` from the command line override the file, as does ``output``.
 
     Each group of settings applies to several cells. A cell skips settings that have no effect in it, such as
     ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in any of its cells is
@@ -304,10 +304,10 @@ def plan_of(
     reduced: Mapping[str, Scalar] | None = None,
     strict: bool = True,
 ) -> Plan:
-    """Return the runs of a table file's content; see :func:`read_plan`.
+    """Return the runs that a table file's content describes; see :func:`read_plan`.
 
-    The settings ``reduced`` of a reduced run override the content, and ``command_line`` overrides them. Unless
-    ``strict``, an override may have no effect in any cell.
+    The settings ``reduced`` of a reduced run override the content, and ``command_line`` overrides both. Unless
+    ``strict``, an override need not have an effect in any cell.
     """
     overrides = {**(reduced or {}), **command_line}
     if content.get("runs") == ALL:
@@ -360,12 +360,12 @@ def _cell_config(
     sources: Mapping[str, str],
     effects: "Effects",
 ) -> dict[str, Any]:
-    """Return the settings of a cell without the settings that have no effect in it, and record their effects.
+    """Return a cell's settings without those that have no effect in it, and record which have an effect.
 
     Parameters
     ----------
     groups : mapping
-        Groups of settings by their source, each of which overrides the groups before it. The last source is the cell.
+        Groups of settings, keyed by source. Each group overrides the earlier ones. The last source is the cell itself.
     overrides : mapping
         Settings that override all groups.
     sources : mapping
@@ -392,7 +392,7 @@ def _cell_config(
 
 @dataclass
 class Effects:
-    """The settings of a table with an effect in a cell, and the settings without one, by source and key."""
+    """The settings of a table that have an effect in some cell, and those that lack one, by source and key."""
 
     useful: set[tuple[str, str]] = field(default_factory=set)
     idle: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -451,9 +451,9 @@ def plan_as_yaml(
 
 
 def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
-    """Run the unfinished cells, ``jobs`` at a time; return the reason of each failure by cell name.
+    """Run the unfinished cells, ``jobs`` at a time; return the reason for each failure, keyed by cell name.
 
-    Run all cells of a seed before the next seed, so that an interrupted table has complete seeds.
+    Run all cells of one seed before those of the next, so that an interrupted table has complete seeds.
     """
     seed_order = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
     unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)
@@ -522,7 +522,7 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
     ``X`` is the mean over the seeds, or NaN if no seed has a value. ``X-seeds-std`` is the sample standard deviation
     over the seeds (NaN for one seed). ``X-clients-std`` is the mean over the seeds of the standard deviation over the
     clients. ``X-measured`` is the number of seeds with a value of ``X``, and ``X-scored`` the number of clients that it
-    covers in these seeds. ``members`` is the number of clients that a round can evaluate. ``last`` uses only the last
+    covers for these seeds. ``members`` is the number of clients that a round can evaluate. ``last`` uses only the last
     round, never an earlier one.
     """
     columns: dict[str, Any] = {"seeds": ("seconds", "size")}
@@ -577,7 +577,7 @@ def markdown(
 
 
 def _check_parts(content: Mapping[str, Any], file: Path) -> None:
-    """Raise :class:`SettingsError` for an unknown key, a value of another type, or wrong seeds in a table file."""
+    """Raise :class:`SettingsError` for an unknown key, a value of the wrong type, or invalid seeds in a table file."""
     for key, value in content.items():
         if key not in PARTS:
             raise SettingsError(f"{key} in {file} is not part of a table; use only {', '.join(PARTS)}")
@@ -642,9 +642,9 @@ def run_file(file: str) -> int:
 
 
 def prepared(cell: Cell) -> Path:
-    """Clear the directory of a cell's run, write its settings into a file next to it, and return the file.
+    """Clear the directory of a cell's run, write the cell's settings into a file next to it, and return the file.
 
-    An interrupted run with a checkpoint keeps its directory, and the settings resume it.
+    An interrupted run with a checkpoint keeps its directory, and the written settings resume it.
     """
     config = cell.resume_settings
     if config is None:
@@ -680,7 +680,7 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _std(values: "pd.Series[float]") -> float:
-    """Return the sample standard deviation of the values without NaN; pandas' function has rounding errors."""
+    """Return the sample standard deviation of the values other than NaN; pandas' function has rounding errors."""
     return statistics.stdev(numbers) if len(numbers := values.dropna()) > 1 else float("nan")
 
 

@@ -25,9 +25,9 @@ FRACTION = 0.2
 DIGITS = 3
 """Significant digits of a tuned number."""
 FIRST_TRIALS = 4
-"""Trials of a study that run to completion before the study prunes any trial."""
+"""Number of trials that a study runs to completion before it prunes any trial."""
 FIRST_ROUNDS = 2
-"""Rounds of a trial before the study may prune it."""
+"""Number of rounds that a trial runs before the study may prune it."""
 SEED = 0
 
 
@@ -36,7 +36,7 @@ class Search:
     """The search for the settings of one row in one variant."""
 
     cell: Cell
-    """The run that every trial repeats with other settings; its seed is the table's first seed."""
+    """The run that every trial repeats with different settings; its seed is the table's first seed."""
     space: Mapping[str, BaseDistribution]
     study: optuna.Study
 
@@ -67,10 +67,10 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
 
     Notes
     -----
-    Optuna's journal in ``tuning/`` of the table's output directory stores the studies. Posy does not repeat finished
-    trials. A lock keeps other processes from tuning the table at the same time. The score of a trial is the mean
-    accuracy on the validation splits in its last round, as in a table, at the evaluation point of its method. A trial
-    is pruned if its best accuracy so far is below the median of the earlier trials in the same round.
+    The studies are stored in Optuna's journal, in ``tuning/`` in the table's output directory. Posy does not repeat
+    finished trials. A lock keeps other processes from tuning the table at the same time. A trial's score is the mean
+    accuracy on the validation splits in its last round, as in a table, at its method's evaluation point. A trial is
+    pruned if its best accuracy so far is below the median of the earlier trials in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
@@ -198,7 +198,7 @@ def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
 def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Search | None:
     """Return the search with the fewest finished and running trials, or None if no search needs more.
 
-    If several searches have the fewest, prefer the one with the fewest running trials.
+    If there is a tie, prefer the search with the fewest running trials.
     """
 
     def trials_of(search: Search) -> tuple[int, int]:

@@ -23,7 +23,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class WarmProcess:
-    """A process that calls a function, uses its result as exit status, and writes its output to the file ``log``.
+    """A process that calls a function, uses the result as its exit status, and writes its output to the file ``log``.
 
     The process uses at most ``cores`` cores. The function must be at the top level of a module, and its arguments
     must be picklable.
@@ -66,7 +66,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _call(target: Callable[..., int], arguments: tuple[Any, ...], log: str, cores: int) -> None:
-    """Call a function in this process, and end the process with its result as exit status."""
+    """Call a function in this process, and end the process with the result as its exit status."""
     os.environ[CORES] = str(cores)
     with open(os.devnull) as null_device, open(log, "w", encoding="utf-8") as file:  # noqa: PTH123
         os.dup2(null_device.fileno(), 0)

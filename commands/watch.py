@@ -1,4 +1,4 @@
-"""Watch a run on this machine through the files that it writes after each round."""
+"""Watch a run on this machine by reading the files that it writes after each round."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from posy.storage import is_locked
 from posy.strategies.run_settings import RunSettings
 
 LOOK_SECONDS = 0.5
-"""Seconds between two reads of the files."""
+"""Seconds between reads of the files."""
 
 
 def directory_of(word: str) -> Path:

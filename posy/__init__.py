@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# NumPy's idle threads otherwise keep the cores busy for about 50 ms, which slows down the training of clients.
-# OpenBLAS reads the variable when NumPy is loaded. It has an effect only if Posy is imported first, as in its commands.
+# Otherwise, NumPy's idle threads keep the cores busy for about 50 ms, which slows down the clients' training.
+# OpenBLAS reads the variable when NumPy is loaded, so Posy must be imported before NumPy, as in Posy's commands.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 _HERE = Path(__file__).resolve().parent
@@ -35,12 +35,12 @@ def run(**settings: "Scalar") -> "Record":
     Returns
     -------
     Record
-        The record, as from :func:`load`. Its ``strategy`` also has the server's state.
+        The record, as returned by :func:`load`. Its ``strategy`` also holds the server's state.
 
     Raises
     ------
     SettingsError, DataError
-        If a setting or the data is wrong. Posy raises it before the first round.
+        If a setting or the data is wrong. Posy raises the error before the first round.
     """
     from posy.commands.launch import record_in_process  # noqa: PLC0415 - imports PyTorch
 
@@ -67,17 +67,17 @@ def load(run: "str | Path") -> "Record":
 
 
 def network(module: "nn.Module", layers: "Sequence[str]" = (), head: str = "") -> "Described":
-    """Describe a custom network. The function that ``model="file:function"`` names returns this description.
+    """Describe a custom network. The function named in ``model="file:function"`` must return this description.
 
     Parameters
     ----------
     module : torch.nn.Module
         The network, which maps samples ``(B, *input_shape)`` to logits ``(B, C)``.
     layers : sequence of str
-        Names of its modules, as in ``named_modules``, from input to output and without the head. Together they contain
+        Names of its modules, as in ``named_modules``, from input to output, excluding the head. Together they contain
         all parameters except the head's. By default, the module's children in order.
     head : str
-        Name of the linear layer at the output. By default, the last ``nn.Linear``.
+        Name of the linear output layer. By default, the last ``nn.Linear``.
     """
     from posy.models.own import Described  # noqa: PLC0415 - imports PyTorch
 

@@ -1,11 +1,12 @@
 """The privacy accountant: (ε, δ) of Gaussian mechanisms, their composition, and a ledger of past uses.
 
 An :class:`Event` is one use of a mechanism, for example the noise of one reply. Uses without subsampling compose
-exactly: the mechanisms with noise multipliers z_1, …, z_T together are one Gaussian mechanism with the noise multiplier
-(Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives its (ε, δ). Events with
-Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra `privacy` installs.
+exactly: together, mechanisms with the noise multipliers z_1, …, z_T are equivalent to one Gaussian mechanism with the
+noise multiplier (Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives its (ε, δ).
+Events with Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra `privacy`
+installs.
 
-A ledger is a text file in JSON lines with one event in each line, see :func:`ledger_line`. All functions are pure.
+A ledger is a file in JSON Lines format with one event per line; see :func:`ledger_line`. All functions are pure.
 """
 
 import json
@@ -23,11 +24,11 @@ import numpy.typing as npt
 from posy.settings import SettingsError
 
 Unit = Literal["client", "sample"]
-"""The difference between two neighbouring data sets: all data of a client, or one sample."""
+"""What two neighbouring data sets differ in: all the data of one client, or one sample."""
 MODES = ("local", "central", "sample")
 """Modes of differential privacy, as in the setting ``dp``."""
 CANCELLATION = 1e-6
-"""Relative difference of two probabilities below which their subtraction needs 50 digits."""
+"""Relative difference between two probabilities below which subtracting them needs 50 digits."""
 ORDERS = (*np.arange(1.25, 5, 0.25), *range(5, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Orders of the Rényi divergences. A coarser grid is safe: each order gives a valid ε, and Posy takes the smallest."""
 TOLERANCE = 1e-9
@@ -35,24 +36,24 @@ TOLERANCE = 1e-9
 
 
 class BudgetError(ValueError):
-    """A line of a ledger that is not an event."""
+    """A line of a ledger is not a valid event."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One or several equal uses of a mechanism.
+    """One or more identical uses of a mechanism.
 
     Parameters
     ----------
     mode : str
-        ``local``: the noise of a client's reply hides any change of the client's data. ``central``: the noise of a sum
-        hides whether the client is in it. ``sample``: the noise of a gradient step hides whether a sample is in it.
+        ``local``: noise on a client's reply hides any change to the client's data. ``central``: noise on a sum hides
+        whether the sum includes a client. ``sample``: noise on a gradient step hides whether it includes a sample.
     noise_multiplier : float
-        Standard deviation of the noise over the sensitivity.
+        Standard deviation of the noise, divided by the sensitivity.
     count : int
         Number of uses.
     sampling : float
-        Probability with which each sample takes part in a use; 1 without subsampling.
+        Probability that a use includes a given sample; 1 without subsampling.
     """
 
     mode: str
@@ -71,7 +72,7 @@ class Event:
 
 
 def log_delta(noise_multiplier: float, epsilon: float) -> float:
-    """Return ln δ of the Gaussian mechanism for ε (Balle & Wang, 2018, Theorem 8).
+    """Return ln δ of the Gaussian mechanism at ε (Balle & Wang, 2018, Theorem 8).
 
     δ = Φ(1/(2z) − εz) − e^ε Φ(−1/(2z) − εz) for the noise multiplier z = σ/Δ.
     """
@@ -86,7 +87,7 @@ def log_delta(noise_multiplier: float, epsilon: float) -> float:
 
 
 def _log_delta_exact(noise_multiplier: float, epsilon: float) -> float:
-    """Compute :func:`log_delta` with 50 digits or more."""
+    """Compute :func:`log_delta` with at least 50 digits."""
     import mpmath  # noqa: PLC0415 - rarely needed; a dependency of PyTorch
 
     digits = 50 + 2 * int(abs(math.log10(noise_multiplier)) + abs(math.log10(epsilon or 1)))
@@ -99,24 +100,24 @@ def _log_delta_exact(noise_multiplier: float, epsilon: float) -> float:
 
 @lru_cache(maxsize=4096)
 def noise_multiplier_for(epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier of the Gaussian mechanism for (ε, δ) (Balle & Wang, 2018, Algorithm 1).
+    """Return the smallest noise multiplier that gives the Gaussian mechanism (ε, δ) (Balle & Wang, 2018, Algorithm 1).
 
-    The standard deviation of the noise is this number times the L2 sensitivity. The number is exact for every ε, and it
-    satisfies the condition on δ.
+    The standard deviation of the noise is this number times the L2 sensitivity. The number is exact for every ε, except
+    that it is rounded up, so that δ is never exceeded.
     """
     return _least(lambda z: log_delta(z, epsilon) - math.log(delta))
 
 
 @lru_cache(maxsize=4096)
 def epsilon_of(noise_multiplier: float, delta: float) -> float:
-    """Return the smallest ε ≥ 0 of the Gaussian mechanism for δ."""
+    """Return the smallest ε ≥ 0 that the Gaussian mechanism satisfies at δ."""
     if noise_multiplier == math.inf or log_delta(noise_multiplier, 0.0) <= math.log(delta):
         return 0.0
     return _least(lambda epsilon: log_delta(noise_multiplier, epsilon) - math.log(delta))
 
 
 def _least(excess: Callable[[float], float]) -> float:
-    """Return the smallest number above 0 at which a decreasing function is at most 0, to 13 digits, rounded up."""
+    """Return the smallest positive number at which a decreasing function is at most 0, rounded up to 13 digits."""
     low = high = 1.0
     while excess(low) <= 0:
         low, high = low / 4, low
@@ -131,7 +132,7 @@ def _least(excess: Callable[[float], float]) -> float:
 
 
 def composed(events: Iterable[Event]) -> float:
-    """Return the noise multiplier of the single Gaussian mechanism that is equal to events without subsampling."""
+    """Return the noise multiplier of the one Gaussian mechanism that is equivalent to events without subsampling."""
     precision = math.fsum(event.count / event.noise_multiplier**2 for event in events)
     return precision**-0.5 if precision > 0 else math.inf
 
@@ -142,9 +143,10 @@ def composed(events: Iterable[Event]) -> float:
 def as_unit(event: Event, unit: Unit) -> Event | None:
     """Convert an event to a unit of privacy; return None if the event gives no guarantee for this unit.
 
-    A client's reply with local noise hides any change of its data, and therefore also the change of one sample. A
-    central event hides whether a client takes part, at distance C. The change of one sample may reverse the client's
-    update, at distance 2C, so the noise multiplier is half as large. Noise for single samples does not hide a client.
+    A client's reply with local noise hides any change to its data, and therefore also a change to one sample. A central
+    event hides whether a client takes part, which moves the sum by up to C. Changing one sample may reverse the
+    client's update and move the sum by up to 2C, so the noise multiplier is halved. Noise for single samples does not
+    hide a client.
     """
     if unit == "client":
         return None if event.mode == "sample" else event
@@ -152,16 +154,16 @@ def as_unit(event: Event, unit: Unit) -> Event | None:
 
 
 def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float:
-    """Return the ε that events have spent together at δ; infinity if one of them gives no guarantee.
+    """Return the total ε that events have spent at δ, or infinity if one of them gives no guarantee.
 
     Parameters
     ----------
     events : iterable of Event
-        All uses of the data of one client.
+        All uses of one client's data.
     delta : float
-        δ of the whole sequence.
+        δ for all events together.
     unit : {"client", "sample"}
-        The difference between two neighbouring data sets.
+        What two neighbouring data sets differ in.
     """
     counts: Counter[Event] = Counter()
     for event in events:
@@ -238,7 +240,7 @@ def sampled_noise_multiplier(epsilon: float, delta: float, sampling: float, coun
 
 
 def ledger_line(event: Event, **facts: Any) -> str:
-    """Return an event as a line of a ledger, with further facts such as the run and the round."""
+    """Return an event as a ledger line, with additional facts such as the run and the round."""
     entry = {
         "mode": event.mode,
         "noise-multiplier": event.noise_multiplier,
@@ -249,15 +251,15 @@ def ledger_line(event: Event, **facts: Any) -> str:
 
 
 def read_ledger(text: str) -> list[tuple[Event, Mapping[str, Any]]]:
-    """Return the events of a ledger with their further facts.
+    """Return the events of a ledger with their additional facts.
 
-    An interrupted write may leave an incomplete last line. The caller writes each line before the release that the line
-    describes. An incomplete line therefore describes no release, and the function ignores it.
+    An interrupted write may leave an incomplete last line. Callers write each line before the release that it
+    describes, so an incomplete line describes no release and is ignored.
 
     Raises
     ------
     BudgetError
-        If another line is not an event. A budget cannot be computed from a damaged ledger.
+        If any other line is not an event. A budget cannot be computed from a damaged ledger.
     """
     events: list[tuple[Event, Mapping[str, Any]]] = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
@@ -278,17 +280,17 @@ def read_ledger(text: str) -> list[tuple[Event, Mapping[str, Any]]]:
 
 
 def fits(past: Sequence[Event], planned: Sequence[Event], epsilon: float, delta: float, unit: Unit = "sample") -> bool:
-    """Return whether a budget (ε, δ) covers the past events of a site and the events of a planned run.
+    """Return whether a budget (ε, δ) covers a site's past events and the events of a planned run.
 
     Parameters
     ----------
     past : sequence of Event
-        The events in the ledger of the site.
+        The events in the site's ledger.
     planned : sequence of Event
         The events of the planned run; see ``planned_events`` in :mod:`posy.strategies.privacy`.
     epsilon, delta : float
-        The budget of all runs together.
+        The budget for all runs together.
     unit : {"client", "sample"}
-        The difference between two neighbouring data sets.
+        What two neighbouring data sets differ in.
     """
     return spent([*past, *planned], delta, unit) <= epsilon * (1 + TOLERANCE)

@@ -5,19 +5,19 @@ import os
 from functools import cache
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Options of glibc's ``mallopt`` (malloc.h): freed bytes to keep, and the size from which it maps blocks."""
+"""Options of glibc's ``mallopt`` (malloc.h): how many freed bytes to keep, and the minimum size of a mapped block."""
 THRESHOLD_BYTES = 1 << 30
 """Value of both options in bytes. This process keeps freed memory up to this size."""
 USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables with which a user sets these options of glibc."""
+"""Environment variables with which users can set these glibc options."""
 
 
 @cache
 def keep_freed_memory() -> bool:
     """Make this process and its forks keep freed memory, and return whether the C library accepts the options.
 
-    By default, glibc returns large blocks to the system. The system then clears every page again in the next step.
-    The function changes nothing for another C library, or if the user has set one of the environment variables
+    By default, glibc returns large blocks to the system, which must then clear every page again in the next step.
+    The function changes nothing with another C library, or if the user has set one of the environment variables
     :data:`USER_VARIABLES`.
     """
     if any(name in os.environ for name in USER_VARIABLES):

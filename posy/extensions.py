@@ -16,7 +16,7 @@ from posy.settings import CUSTOM_NAME, SettingsError, quoted
 BUNDLED = "own"
 """Folder for custom files in the app's bundle, which a run sends to the SuperLink and the nodes."""
 CUSTOM_MODULE = "posy_own_"
-"""Prefix of the names of modules that Posy imports from a file."""
+"""Prefix of the module names of code that Posy imports from a file."""
 _BUNDLE = Path(__file__).resolve().parent.parent
 
 
@@ -26,16 +26,16 @@ def is_custom(text: str) -> bool:
 
 
 def key_prefix(method: str) -> str:
-    """Return the prefix of the keys of a method's settings: its name, or a custom class's name in lower case."""
+    """Return the key prefix of a method's settings: its name, or a custom class's name in lower case."""
     return method.rpartition(":")[2].lower()
 
 
 def located(text: str) -> str:
     """Return ``file.py:name`` with the absolute path of the file that contains ``module:name``.
 
-    Posy looks for the file in the directory where the run was started. If the file does not exist, the text names an
-    installed module, and the function returns it unchanged. ``own/file.py:name`` names a file in the bundle on every
-    machine. Outside the bundle, for example when a user loads the models of the run, it names the user's ``file.py``.
+    Posy looks for the file in the directory where the run was started. If the file does not exist, ``text`` names an
+    installed module and is returned unchanged. ``own/file.py:name`` names a file in the bundle on every machine.
+    Outside the bundle, for example when a user loads the run's models, it names the user's ``file.py``.
     """
     module, _, name = text.rpartition(":")
     if module.startswith(f"{BUNDLED}/"):
@@ -47,10 +47,10 @@ def located(text: str) -> str:
 
 
 def bundle_files(text: str) -> tuple[str, dict[str, Path]]:
-    """Return the name of ``module:name`` in the app's bundle, and the files to bundle by their paths in the bundle.
+    """Return the name of ``module:name`` in the app's bundle, and the files to bundle, keyed by their paths in it.
 
-    The files are the named file and the modules in its folder that it imports. The name of an installed module stays
-    the same, and every machine of the run must have that module installed.
+    The files are the named file and the modules that it imports from its folder. The name of an installed module stays
+    the same, and that module must be installed on every machine of the run.
     """
     origin, _, name = located(text).rpartition(":")
     file = Path(origin)
@@ -94,7 +94,7 @@ def load(text: str, key: str) -> Any:
     Raises
     ------
     SettingsError
-        As in :func:`module_of`, and if the module does not define the name.
+        As in :func:`module_of`, or if the module does not define the name.
     """
     module, name = module_of(text, key), text.rpartition(":")[2]
     if not hasattr(module, name):
@@ -105,14 +105,14 @@ def load(text: str, key: str) -> Any:
 
 
 def format_error(error: Exception) -> str:
-    """Return an exception's type and message on one line, with file and line if custom code raised it."""
+    """Return an exception's type and message on one line, with the file and line if custom code raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_custom_frame(frame)]
     return f"{text} ({Path(frames[-1].f_code.co_filename).name}, line {frames[-1].f_lineno})" if frames else text
 
 
 _LONGEST = 300
-"""Largest number of characters to quote from an exception."""
+"""Maximum number of characters to quote from an exception."""
 _BUNDLED_HINT = (
     "; it was submitted with the run: to use the models of the run, change to the folder of this file; to resume the "
     "run on a SuperLink, repeat the settings that name custom code"
@@ -131,7 +131,7 @@ def _module(name: str, setting: str) -> ModuleType:
             problem = f"the file {path.name if is_bundled else path} does not exist"
             raise SettingsError(f"{setting}: {problem}{_BUNDLED_HINT * is_bundled}")
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # last, so that local modules replace no installed module
+            sys.path.append(str(path.parent))  # last, so that local modules do not shadow installed ones
         spec = importlib.util.spec_from_file_location(f"{CUSTOM_MODULE}{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

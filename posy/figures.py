@@ -1,7 +1,7 @@
-"""Figures of a run, as PNG files with a width of 1200 pixels (more for rows of panels).
+"""Figures of a run, as PNG files that are 1200 pixels wide (wider for rows of panels).
 
-Every function takes data and a path, and writes one file. It writes no file if the data is empty or contains only None
-and NaN. The functions use matplotlib's objects, never pyplot, so they keep no global state.
+Every function takes data and a path and writes one file, unless the data is empty or contains only None and NaN. The
+functions use matplotlib's objects, never pyplot, so they keep no global state.
 """
 
 import math
@@ -28,7 +28,7 @@ Curve = Sequence[tuple[float, float | None]]
 """Points (x, y) of a line. Points whose y is None or NaN are skipped."""
 
 Band = Sequence[tuple[float, float, float]]
-"""Points (x, y, half the height of the band) of a line."""
+"""Points of a line: x, y, and half the height of the band."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """The colour-blind-safe palette of Okabe and Ito, without yellow, which is too light for lines."""
@@ -56,9 +56,9 @@ _STYLE: Any = {
     "grid.color": _FAINT,
     "legend.frameon": False,
 }
-_COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # makes 1 sample visible
+_COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample is visible
 MOST_TICKS = 8
-"""Largest number of values on a logarithmic axis that each have a label."""
+"""Maximum number of values on a logarithmic axis; with more, matplotlib chooses the labels."""
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
 
 
@@ -81,7 +81,7 @@ class Panel:
 
 
 def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:
-    """Draw the clients' mean accuracy or loss by round, with the bands mean ± std and min to max.
+    """Draw the clients' mean accuracy or loss per round, with bands for mean ± std and for min to max.
 
     ``points`` contains the evaluations of the served models and of the local models. With secure aggregation, the
     figure shows only the mean over all samples, without bands.
@@ -130,7 +130,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
 def client_accuracies(served: Sequence[float | None], local: Sequence[float | None], path: Path) -> None:
     """Draw each client's accuracy before and after its training, with clients sorted by accuracy.
 
-    ``served`` and ``local`` ``(M,)`` contain None for models without an evaluation.
+    ``served`` and ``local`` ``(M,)`` contain None for models that were not evaluated.
     """
     before, after = _numbers(served), _numbers(local)
     ranked = np.where(np.isnan(after), before, after)
@@ -161,13 +161,13 @@ def client_accuracies(served: Sequence[float | None], local: Sequence[float | No
 
 
 def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] = ()) -> None:
-    """Draw the number of samples by client and class, ``counts`` ``(M, C)``."""
+    """Draw the number of samples per client and class, ``counts`` ``(M, C)``."""
     panel = Panel(np.transpose(counts), "", "client", "class", "samples", yticks=class_names, counts=True)
     heatmaps([panel], path, title="Samples of each class on each client")
 
 
 def routing(matrix: npt.NDArray[Any], path: Path) -> None:
-    """Draw the number of pooled test samples ``(M, M)`` by true client and by chosen client."""
+    """Draw the number of pooled test samples ``(M, M)`` per pair of true and chosen client."""
     panel = Panel(matrix, xlabel="chosen client", ylabel="true client", label="samples")
     heatmaps([panel], path, title="Routing of the pooled test samples")
 
@@ -239,8 +239,8 @@ def small_multiples(
     """Draw a small panel for each group of lines, with bands around the lines.
 
     The panels share one y-axis, unless ``apart`` is true. They share one x-axis, unless the lines of one panel are more
-    than four times as long as the lines of another. ``log`` makes the x-axes logarithmic, and ``y_log`` the y-axes.
-    Series named in ``points`` are drawn as separate points. ``dashed`` contains horizontal lines by panel and name.
+    than four times as long as those of another. ``log`` makes the x-axes logarithmic, and ``y_log`` the y-axes. Series
+    named in ``points`` are drawn as separate points. ``dashed`` contains horizontal lines, keyed by panel and name.
     """
     drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
     if not drawn:
@@ -272,7 +272,7 @@ def small_multiples(
             _draw_bands(axes, lines, styles, points)
             for label, level in levels[name].items():
                 axes.axhline(level, label=label, **styles[label] | {"linewidth": 1.6, "linestyle": "--", "marker": ""})
-        for axes in grid[-1]:  # the legend would cover a label of the whole figure
+        for axes in grid[-1]:  # the legend would cover a figure-wide label
             axes.set_xlabel(xlabel, fontsize=10)
         figure.supylabel(ylabel, fontsize=10)
         handles = {
@@ -289,7 +289,7 @@ def bars(
     ylabel: str = "",
     marks: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
-    """Draw a bar with an error bar for each name in each group, and the marks, whose keys are (group, name)."""
+    """Draw a bar with an error bar for each name in each group, and ``marks``, which are keyed by (group, name)."""
     if not groups:
         return
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
@@ -333,7 +333,7 @@ def named_points(
 def scatter(
     x: npt.ArrayLike, y: npt.ArrayLike, path: Path, *, title: str = "", xlabel: str = "", ylabel: str = ""
 ) -> None:
-    """Draw y against x, arrays of equal shape, with their correlation and the line y = x."""
+    """Draw y against x (arrays of equal shape), with their correlation and the line y = x."""
     a, b = _numbers(x).ravel(), _numbers(y).ravel()
     finite = np.isfinite(a) & np.isfinite(b)
     if not finite.any():
@@ -388,10 +388,10 @@ def networks(
     title: str = "",
     columns: int = 4,
 ) -> None:
-    """Draw a panel for each small network, with a line for each weight, whose width shows the weight's magnitude.
+    """Draw a panel for each small network, with one line per weight; the width shows the weight's magnitude.
 
     Each layer is a pair of its weights ``(out, in)`` and a mask of the same shape. Weights in the mask are green if
-    positive and red if not. All other weights are grey. The outputs are numbered.
+    positive, otherwise red. All other weights are grey. The outputs are numbered.
     """
     if not panels:
         return
@@ -499,7 +499,7 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
     if matrix.size <= 1000 and len(values):
         decimals = 0 if (values == np.rint(values)).all() or np.abs(values).max() >= 100 else 2
         texts = [f"{value:.{decimals}f}" for value in values]
-        # The width of a digit is about 0.6 of the font size. An inch has 72 points.
+        # A digit is about 0.6 times as wide as the font size. An inch has 72 points.
         size = 72 * min(width / matrix.shape[1] / (0.75 * max(map(len, texts))), height / len(matrix) / 1.4)
         light = image.to_rgba(values)[:, :3] @ [0.299, 0.587, 0.114] > 0.5
         for (row, column), text, is_light in zip(np.argwhere(~hidden), texts, light, strict=True):
@@ -544,7 +544,7 @@ def _whole_numbers() -> MaxNLocator:
 
 
 def _line_style(index: int, count: int, points: int) -> dict[str, Any]:
-    """Return the style of a line among ``count``. The last tenth of viridis is too light for lines."""
+    """Return the style of line ``index`` out of ``count``. The last tenth of viridis is too light for lines."""
     return {
         "color": COLOURS[index] if count <= len(COLOURS) else colormaps["viridis"](0.9 * index / (count - 1)),
         "linestyle": ("-", "--", "-.")[index % 3] if 3 < count <= len(COLOURS) else "-",
@@ -556,7 +556,7 @@ def _line_style(index: int, count: int, points: int) -> dict[str, Any]:
 
 @contextmanager
 def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Yield a figure, whose size is in inches, and write it to the path."""
+    """Yield a figure of the given size in inches, then write it to the path."""
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         yield figure
@@ -583,7 +583,7 @@ def _legend(axes: Axes, columns: int, markerscale: float = 1.0) -> None:
 
 
 def _numbers(values: npt.ArrayLike | Sequence[Any]) -> npt.NDArray[np.float64]:
-    """Return values as floats, NaN for None and infinity."""
+    """Return values as floats, with NaN for None and infinity."""
     array = np.array(values, dtype=np.float64)
     array[~np.isfinite(array)] = np.nan
     return array

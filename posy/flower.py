@@ -35,15 +35,15 @@ from posy.words import one_line
 R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRecord)
 
 FLOWER = "1.39"
-"""Version of Flower for Posy's warm nodes and SuperLink. With other versions, Posy starts Flower's own."""
+"""Version of Flower that Posy's warm nodes and SuperLink need. With other versions, Posy starts Flower's own."""
 LOWEST, HIGHEST = (1, 39), (1, 42)
-"""Lowest and highest release of Flower that Posy supports."""
+"""Lowest and highest Flower releases that Posy supports."""
 CLOCK_SECONDS = 60.0
 """Tolerated clock skew between two machines. Messages live this much longer than round-timeout."""
 MAX_REASON = 300
-"""Largest number of characters of a reason in a message."""
+"""Maximum number of characters of a reason in a message."""
 UNANSWERED = 1000
-"""Code of Posy's own errors, for messages without a reply."""
+"""Code of Posy's own errors, for messages that get no reply."""
 PING = "ping"
 """Key in the config of a message that only asks a node for a reply."""
 EXIT_CODE = "Exit Code: "
@@ -51,7 +51,7 @@ EXIT_CODE = "Exit Code: "
 
 
 class ErrorCode(IntEnum):
-    """Codes of the errors in replies, as Flower's network protocol numbers them."""
+    """Codes of the errors in replies, as defined by Flower's network protocol."""
 
     LOAD_CLIENT_APP_EXCEPTION = 1
     CLIENT_APP_RAISED_EXCEPTION = 2
@@ -74,19 +74,19 @@ FAILURES = {
     ErrorCode.INVALID_FAB: "its copy of the app is not valid: {}",
     ErrorCode.CLIENT_APP_CRASHED: "its app crashed: {}",
 }
-"""Descriptions of Flower's errors for a client; ``{}`` is Flower's message."""
+"""Descriptions of a client's error, by code; ``{}`` is replaced by the message in the error."""
 
 
 class ErrorsOnOneLine(logging.Filter):
-    """Log an error with one line, without a traceback and without an exit code.
+    """A log filter that reduces an error to one line, without a traceback or an exit code.
 
-    Flower logs the traceback of each exception of a ServerApp. It then logs an exit code and calls the exception
-    unhandled. If the message is for the user, for example about a wrong setting, this output hides the message.
+    Flower logs the traceback of each exception that a ServerApp raises, then an exit code, and calls the exception
+    unhandled. This output buries a message that is meant for the user, for example about a wrong setting.
 
     Parameters
     ----------
     kinds : tuple of type
-        The classes of exceptions whose messages are for the user.
+        The exception classes whose messages are meant for the user.
     """
 
     def __init__(self, kinds: tuple[type[Exception], ...]) -> None:
@@ -111,7 +111,7 @@ PLAIN: dict[type, set[type]] = {
     flwr.app.ConfigRecord: {bool, int, float, str, bytes},
     flwr.app.MetricRecord: {int, float},
 }
-"""Types of entries that Posy puts into Flower's records without Flower's checks."""
+"""Types of entries that Posy puts into each kind of Flower record without Flower's checks."""
 
 
 @cache
@@ -131,7 +131,7 @@ def isolate_simulation() -> None:
 
     The actors' import path begins with the working directory of the process that starts Ray. In a simulation, this is
     the directory of the first ``flwr run``. A ``client_app/`` in this directory would run in place of the submitted
-    app. An environment variable stores the directory for relative paths.
+    app. An environment variable stores this directory, against which relative paths are resolved.
     """
     if in_simulation():
         os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))
@@ -139,17 +139,17 @@ def isolate_simulation() -> None:
 
 
 def in_simulation() -> bool:
-    """Return whether this process simulates a federation: server and clients then share a file system."""
+    """Return whether this process simulates a federation, in which server and clients share a file system."""
     return Path(sys.argv[0]).name.startswith("flwr-simulation")
 
 
 def of_simulation() -> bool:
-    """Return whether this process is part of a simulation, such as a Ray worker: it shares the server's files."""
+    """Return whether this process is part of a simulation, such as a Ray worker, and thus shares the server's files."""
     return in_simulation() or Path(sys.argv[0]).name == "default_worker.py"
 
 
 def raised(reason: str) -> str:
-    """Return the message of a client's exception from the reason in Flower's error.
+    """Extract the message of a client's exception from the reason in Flower's error.
 
     A node packs the exception as ``<class 'name'>:<'message'>``. With Ray, the message is the end of a traceback.
     """
@@ -158,18 +158,18 @@ def raised(reason: str) -> str:
 
 
 def failure(error: Error) -> str:
-    """Return the reason why a message has no proper reply, without ids, so that equal failures have equal texts."""
+    """Return the reason why a message has no proper reply, without ids, so that equal failures have equal reasons."""
     template = FAILURES.get(error.code, f"error {error.code}: {{}}")
     return template.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
 
 
 def retries_of(grid: Grid) -> Any:
-    """Return the object that retries the failed calls of a grid; None for a grid in this process."""
+    """Return the object that retries a grid's failed calls, or None for a grid in this process."""
     return getattr(grid, "_retry_invoker", None)
 
 
 class Outages:
-    """Count the failed connections of a grid to its SuperLink, which the grid retries.
+    """A counter of a grid's failed connections to its SuperLink, which the grid retries.
 
     A slow or refused reply is not an outage, because the SuperLink still has its state. A grid in this process has no
     outages.
@@ -189,7 +189,7 @@ class Outages:
 
 
 PushError = ObjectPushError
-"""Raised by a grid if the SuperLink does not accept a part of a message."""
+"""Exception that a grid raises if the SuperLink does not accept part of a message."""
 
 
 def identity() -> int:
@@ -208,7 +208,7 @@ def with_id(message: Message, message_id: str) -> Message:
 
 
 def unanswered(message: Message, reason: str) -> Message:
-    """Return an error in place of the missing reply to a message, which Flower may not even have sent."""
+    """Return an error in place of the missing reply to a message; Flower may not even have sent the message."""
     if not message.metadata.message_id:
         with_id(message, str(uuid4()))
     return Message(Error(UNANSWERED, reason), reply_to=message)
@@ -232,13 +232,13 @@ def with_error(message: Message, error: Error) -> Message:
 
 
 def encoded(content: RecordDict) -> bytes:
-    """Return the bytes of records."""
+    """Serialise records."""
     data: bytes = recorddict_to_proto(content).SerializeToString(deterministic=True)
     return data
 
 
 def decoded(data: bytes) -> RecordDict:
-    """Return the records in the bytes that :func:`encoded` returns."""
+    """Deserialise records from the output of :func:`encoded`."""
     return recorddict_from_proto(_RecordDictProto.FromString(data))
 
 
@@ -250,7 +250,7 @@ ClientAppCallable = Callable[[Message, Context], Message]
 class Array(flwr.app.Array):
     """A Flower array that is serialised only when a transport asks for its bytes, and only once.
 
-    A strategy and the clients of one process share the array without a copy, so readers must not write to it. On the
+    A strategy and the clients in one process share the array without copying it, so they must not modify it. On the
     wire it is an ordinary ``Array``, so the class must have the same name. A scalar keeps its shape ``()``.
     """
 
@@ -279,11 +279,11 @@ class Array(flwr.app.Array):
         return ndarray
 
 
-_name_of = cache(str)  # of a data type; NumPy rebuilds the text at every call
+_name_of = cache(str)  # of a data type; NumPy rebuilds the string on every call
 
 
 def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
-    """Return a record of a message; raise :class:`KeyError` without a record of this name and kind.
+    """Return a record of a message; raise :class:`KeyError` if there is none of this name and kind.
 
     Flower's ``array_records`` and similar properties first check all records, which takes longer than a training step.
     """
@@ -301,10 +301,10 @@ def record_of(arrays: Mapping[str, npt.NDArray[Any] | Array]) -> flwr.app.ArrayR
 
 
 def with_entries(record: R, values: Mapping[str, Any]) -> R:
-    """Return a copy of a Flower record with further entries.
+    """Return a copy of a Flower record with additional entries.
 
-    Flower checks each new entry, which takes longer than a small training step. This function checks numbers and texts
-    by their types. Flower checks all other values, and raises :class:`TypeError` for an invalid entry.
+    Flower checks each new entry, which takes longer than a small training step. This function checks only the types of
+    numbers, strings and bytes. Flower checks all other values, and raises :class:`TypeError` for an invalid entry.
     """
     record = record.copy()
     entries, plain_types = entries_of(record), PLAIN[type(record)]
@@ -314,7 +314,7 @@ def with_entries(record: R, values: Mapping[str, Any]) -> R:
 
 
 def content_of(**records: flwr.app.ArrayRecord | flwr.app.ConfigRecord | flwr.app.MetricRecord) -> flwr.app.RecordDict:
-    """Return the content of a message."""
+    """Build the content of a message from records, keyed by name."""
     content = flwr.app.RecordDict()
     entries_of(content).update(records)
     return content

@@ -17,14 +17,14 @@ from posy.flower import Array as SharedArray
 APART_BYTES = 1 << 16
 """Size in bytes from which Posy divides an array into pieces. Clients that receive the same array share its pieces."""
 PIECE_BYTES = 1_800_000
-"""Size of a piece in bytes. A failed call restarts from the beginning. Larger pieces would therefore never arrive on a
+"""Size of a piece in bytes. A failed call restarts from the beginning, so larger pieces would never get through a
 connection that breaks every 2 MB."""
 REST = "folded"
-"""Name of the record with all content except the large arrays, and of its only key."""
+"""Name of the record that holds everything except the large arrays, and also its only key."""
 
 
 def fold(content: RecordDict) -> RecordDict:
-    """Return a content in few records, without compressing or changing its arrays."""
+    """Pack content into few records, without compressing or changing its arrays."""
     small_parts, pieces = RecordDict(), dict[str, ConfigRecord]()
     for name, record in content.items():
         small_parts[name] = record
@@ -40,7 +40,7 @@ def fold(content: RecordDict) -> RecordDict:
 
 
 def _pieces(array: Array) -> list[ConfigRecord]:
-    """Return the bytes of an array in pieces, which all messages with this array share."""
+    """Return an array's bytes in pieces, which all messages with this array share."""
     if "_pieces" not in vars(array):
         data = memoryview(array.data)
         starts = range(0, len(data), PIECE_BYTES)
@@ -57,7 +57,7 @@ def is_folded(message: Message) -> bool:
 
 
 def unfold(content: RecordDict) -> RecordDict:
-    """Return the content as it was before :func:`fold`. Malformed content raises errors of many types."""
+    """Restore the content that :func:`fold` packed. Malformed content may raise almost any exception."""
     records = content.config_records
     unfolded_content = decoded(records[REST][REST])  # type: ignore[arg-type]
     for name, record in unfolded_content.array_records.items():

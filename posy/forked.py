@@ -36,11 +36,11 @@ ALIGNMENT = 64
 BUNDLES_PER_WORKER = 2
 """Number of bundles that a process has at the same time: it works on the first, and the others wait."""
 MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
-"""Limits of a bundle: parcels, and bytes after which it is full. Bundles exist because waking a process takes time."""
+"""Maximum number of parcels in a bundle, and bytes at which it is full. Bundles save the time to wake a process."""
 
 
 CORES = "POSY_CORES"
-"""Environment variable: the number of cores that a process may use. Without it, all available cores."""
+"""Environment variable with the number of cores that a process may use. By default, it uses all available cores."""
 
 
 def cores() -> int:
@@ -58,7 +58,7 @@ class WorkerDiedError(RuntimeError):
 
 
 class Parcel(NamedTuple):
-    """Arrays, and a head with all other data, which can be any object that can be pickled."""
+    """Arrays, and a head with all other data, which can be any picklable object."""
 
     head: Any
     arrays: Sequence[Array]
@@ -100,7 +100,7 @@ class Shelf:
         return locations
 
     def view(self, location: Place) -> Array:
-        """Return an array of the shelf without copying it."""
+        """Return an array on the shelf without copying it."""
         if not location.nbytes:
             return np.empty(location.shape, location.dtype)
         if self._memory is None or location.end > len(self._memory):
@@ -108,15 +108,15 @@ class Shelf:
         return np.ndarray(location.shape, location.dtype, self._memory, location.begin)
 
     def close(self) -> None:
-        """Release the memory when no array refers to it."""
+        """Release the memory once no array refers to it any more."""
         self._memory = None
         os.close(self._file)
 
 
 Finish = Callable[[int, Parcel | Exception], None]
-"""Receives the number of a parcel and its answer."""
+"""Type of a function that receives a parcel's number and its answer."""
 Work = Callable[[Sequence[Parcel]], Sequence[Parcel | Exception]]
-"""Processes a group of parcels together, and returns their answers in the same order."""
+"""Type of a function that processes a group of parcels together and returns their answers in the same order."""
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ class Worker:
         return next(shelf for shelf in range(BUNDLES_PER_WORKER) if shelf not in used)
 
     def end(self) -> int:
-        """Kill the process if it runs, release its pipe and shelves, and return its exit code."""
+        """Kill the process if it is still running, release its pipe and shelves, and return its exit code."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -150,7 +150,7 @@ class Worker:
 
 @dataclass
 class _Job:
-    """The groups of parcels of one call of :meth:`Workers.run`, its functions, and the shared arrays by identity."""
+    """One call of :meth:`Workers.run`: its groups of parcels, its functions, and the shared arrays by identity."""
 
     waiting: deque[list[int]]
     prepare: Callable[[int], Parcel]
@@ -159,7 +159,7 @@ class _Job:
     end: float
 
     def next_bundle(self, num_workers: int) -> list[dict[int, Parcel]]:
-        """Return groups to send together: few if they are large, and fewer towards the end."""
+        """Return groups to send together: fewer if they are large, and fewer towards the end."""
         bundle: list[dict[int, Parcel]] = []
         most, size = min(MAX_BUNDLE_PARCELS, 1 + len(self.waiting) // (4 * num_workers)), 0
         while self.waiting and sum(map(len, bundle)) < most and size < MAX_BUNDLE_BYTES:
@@ -190,7 +190,7 @@ class Workers:
         self._common = Shelf()
         self._workers: list[Worker] = []
         self.end = weakref.finalize(self, _end_all, self._workers, self._common)
-        """Ends all workers. Otherwise they end with this process."""
+        """A function that ends all workers. If nothing calls it, they end with this process."""
 
     @staticmethod
     def possible() -> bool:
@@ -205,11 +205,11 @@ class Workers:
         common: Sequence[Array] = (),
         end: float = float("inf"),
     ) -> None:
-        """Process groups of parcels in their order. ``prepare`` makes each parcel just before Posy sends it.
+        """Process groups of parcels in order. ``prepare`` makes each parcel just before Posy sends it.
 
-        ``finish`` receives each answer, or the :class:`Exception` that ``prepare`` or the work has raised. Other
-        exceptions of the work, such as :class:`KeyboardInterrupt`, are raised here. The arrays ``common`` are part of
-        several parcels, and are copied once. After the monotonic time ``end``, no group is started.
+        ``finish`` receives each answer, or the :class:`Exception` that ``prepare`` or the work raised. Other exceptions
+        that the work raises, such as :class:`KeyboardInterrupt`, are raised here. The arrays in ``common`` belong to
+        several parcels and are copied only once. No group starts after the monotonic time ``end``.
         """
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
         job = _Job(deque(map(list, groups)), prepare, finish, shelved, end)
@@ -226,7 +226,7 @@ class Workers:
                 for connection in wait(list(busy)):
                     assert isinstance(connection, Connection)
                     answers = self._receive(busy[connection], job.waiting)
-                    self._fill(job)  # before processing the answers, which may take long
+                    self._fill(job)  # before processing the answers, which may take a while
                     for number, answer in answers.items():
                         finish(number, answer)
         except BaseException:
@@ -234,7 +234,7 @@ class Workers:
             raise
 
     def _fill(self, job: "_Job") -> None:
-        """Send each worker a bundle, and further ones while enough groups remain for all workers."""
+        """Send each worker a bundle, and more bundles while enough groups remain for all workers."""
         for most in range(1, BUNDLES_PER_WORKER + 1):
             for worker in self._workers:
                 while len(worker.bundles) < most and len(job.waiting) > (len(self._workers) if most > 1 else 0):
@@ -272,7 +272,7 @@ class Workers:
             unshared = [location for _, locations in parcels for shared, location in locations if not shared]
             end = max((location.end for location in unshared), default=0)
             for group in bundle:
-                if time.monotonic() >= until:  # all processes have the same clock
+                if time.monotonic() >= until:  # all processes share this clock
                     answers += [None] * len(group)
                     continue
                 group_answers: Sequence[Any]
@@ -283,7 +283,7 @@ class Workers:
                             for head, locations in group
                         ]
                     )
-                except BaseException as error:  # any exception is the answer of the whole group
+                except BaseException as error:  # any exception is the answer for the whole group
                     group_answers = [error] * len(group)
                 for answer in group_answers:
                     try:
@@ -316,7 +316,7 @@ class Workers:
         worker.bundles.append(([list(group) for group in groups], shelf))
 
     def _receive(self, worker: Worker, waiting: deque[list[int]]) -> dict[int, Parcel | Exception]:
-        """Receive the answers to a worker's first bundle, and return them by the numbers of their parcels."""
+        """Receive the answers to a worker's first bundle, and return them keyed by parcel number."""
         groups, shelf = worker.bundles[0]
         try:
             answers = worker.connection.recv()

@@ -1,4 +1,4 @@
-"""Print tables: fitted to the width of a terminal, or with one line for each row in a pipe."""
+"""Print tables: fitted to the width of a terminal, or with one line per row if the output goes into a pipe."""
 
 import io
 import sys
@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100
-"""Characters in a line of wrapped text."""
+"""Width of wrapped text in characters."""
 UNLIMITED = 100_000
 """Width of a console without line breaks in rows."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. Each row has a text for every column."""
+    """Print a table. Each row has a string for every column."""
     if sys.stdout.isatty():
         Console().print(laid_out(title, columns, rows))
         return
@@ -48,5 +48,5 @@ def as_lines(table: Table) -> list[str]:
 
 
 def shortened(text: str, length: int = WIDTH // 2) -> str:
-    """Return a text, shortened to ``length`` characters with an ellipsis at the end if it is longer."""
+    """Return text, shortened to ``length`` characters if it is longer, with an ellipsis at the end."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

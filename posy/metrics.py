@@ -12,7 +12,7 @@ class Spread(TypedDict):
     """Summary of a measure over M clients, with one value a_i for each client. ``clients`` is M.
 
     ``std`` is the population standard deviation (divided by M). ``tenth`` is the mean of the lowest tenth of the values
-    (at least one value). ``weighted`` is the mean with the clients' weights. ``jain`` is Jain's index
+    (at least one value). ``weighted`` is the mean, weighted by the clients' weights. ``jain`` is Jain's index
     J = (Σ a_i)² / (M Σ a_i²), or None if every a_i is 0.
 
     With secure aggregation, the values of single clients are not available. ``mean`` is then the mean over all samples,
@@ -31,7 +31,7 @@ class Spread(TypedDict):
 
 
 def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
-    """Return a summary of a measure over clients, or None without clients.
+    """Return a summary of a measure over clients, or None if there are no clients.
 
     Parameters
     ----------
@@ -91,10 +91,10 @@ class Evaluation(NamedTuple):
 
 
 def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation with the highest mean, or None without evaluations. Ties go to the earliest round.
+    """Return the evaluation with the highest mean, or None if there is none. Ties go to the earliest round.
 
-    The function skips evaluations with fewer than nine tenths of the largest number of clients. The best of many small
-    cohorts would depend more on the cohort than on the models.
+    The function skips evaluations that cover fewer than nine tenths as many clients as the largest evaluation. The best
+    of many small cohorts would depend more on the cohort than on the models.
     """
     most = max((e.over_clients["clients"] for e in evaluations), default=0)
     comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]
@@ -102,13 +102,13 @@ def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
 
 
 def chosen(evaluations: Sequence[Evaluation], validation: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation of the round that is best on the validation splits, or None if it does not exist."""
+    """Return the evaluation of the round that is best on the validation splits, or None if there is none."""
     selected = best(validation)
     return None if selected is None else next((e for e in evaluations if e.round == selected.round), None)
 
 
 def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any] | None:
-    """Return the mean of each measure over the evaluations of the last rounds, or None without evaluations.
+    """Return the mean of each measure over the evaluations of the last rounds, or None if there are none.
 
     The entry ``evaluations`` is the number of these evaluations. ``deviation`` contains the standard deviations of
     ``mean`` and ``weighted`` over these evaluations. A measure is None if one of its values is None.
@@ -118,7 +118,7 @@ def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any
     evaluations : sequence of Evaluation
         In the order of the rounds.
     rounds : int
-        Number of rounds up to the round of the last evaluation, including rounds without evaluation.
+        Number of rounds, counted back from the round of the last evaluation, including rounds without an evaluation.
     """
     last: list[dict[str, Any]] = [dict(e.over_clients) for e in evaluations if e.round > evaluations[-1].round - rounds]
     if not last:

@@ -1,9 +1,9 @@
 """Mistakes in the code of a method, which its author sees as a traceback.
 
 A client may fail: its training diverges, its data cannot be read, or its memory is full. The server then drops its
-reply, and the run continues. Any other exception of a client is a mistake in the code of the method. In process and in
-a simulation, the exception ends the run with a traceback. On a real node, the node's log has the traceback, and the
-server receives the type of the exception with file and line.
+reply, and the run continues. Any other exception on a client is a mistake in the code of the method. If the whole run
+is in one process or a simulation, the exception ends the run with a traceback. On a real node, the traceback goes to
+the node's log, and the server receives the exception's type with the file and line.
 """
 
 import traceback
@@ -19,7 +19,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class MethodError(RuntimeError):
-    """The code of a method raised an exception on a client. The message contains file and line, or the traceback."""
+    """A method's code raised an exception on a client. The message contains the file and line, or the traceback."""
 
 
 def is_failure(error: BaseException) -> bool:
@@ -34,7 +34,7 @@ def is_failure(error: BaseException) -> bool:
 def place_of(error: BaseException, *, outside: bool = True) -> str:
     """Return the file and line in Posy or in custom code that raised an exception, without the file's folder.
 
-    With ``outside`` False, the function skips files outside Posy and the bundle: names of a site's files stay private.
+    With ``outside`` False, files outside Posy and the bundle are skipped, so that a site's file names stay private.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
@@ -46,14 +46,14 @@ def place_of(error: BaseException, *, outside: bool = True) -> str:
 
 
 def method_error(error: Exception) -> MethodError:
-    """Return the exception that reports a mistake to the server: in a simulation its traceback, else its place."""
+    """Return the exception that reports a mistake to the server: its traceback in a simulation, else its location."""
     if of_simulation():
         return MethodError("".join(traceback.format_exception(error)))
     return MethodError(f"{type(error).__name__} at {place_of(error)}: {error}")
 
 
 def raise_mistake(client: int, error: Error) -> None:
-    """Raise the mistake that a client of a simulation reports; do nothing for another error."""
+    """Raise the mistake that a client in a simulation reports; do nothing for any other error."""
     reason = str(error.reason or "")
     if in_simulation() and MethodError.__name__ in reason and TRACEBACK in reason:
         _, _, text = reason.rpartition(MethodError.__name__)
@@ -62,6 +62,6 @@ def raise_mistake(client: int, error: Error) -> None:
 
 
 def with_traceback(error: BaseException) -> BaseException:
-    """Return an exception with a note that contains its traceback, which another process does not receive."""
+    """Add an exception's traceback to it as a note, which other processes do receive, and return the exception."""
     error.add_note("".join(traceback.format_exception(error)))
     return error

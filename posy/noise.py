@@ -3,15 +3,15 @@
 The sampler avoids two weaknesses of floating-point noise. A seeded generator such as PCG64 can be predicted from its
 outputs. The last bits of floating-point sums reveal which noise was added to which value (Mironov, 2012).
 
-The keystream of AES-256, under a key from the operating system, supplies all random bits. :func:`perturb` rounds the
+The AES-256-CTR keystream, under a key from the operating system, supplies all random bits. :func:`perturb` rounds the
 values to multiples of σ/2²⁴, towards zero, so that no norm grows. It adds ⌊N⌋, where N is Gaussian and ⌊·⌋ rounds down
 to the same grid. For x on the grid, x + ⌊N⌋ = ⌊x + N⌋. The result is therefore a function of x + N for a real Gaussian
-N, and the analysis of the continuous mechanism holds without change for all dimensions (post-processing).
+N, and the analysis of the continuous mechanism holds unchanged in any dimension (post-processing).
 
 ⌊N⌋ has two parts. A table of 128-bit integers gives the probability of each interval [m/256, (m + 1)/256) of |N|/σ,
-and a 128-bit uniform number selects one. Rejection sampling selects one of 2¹⁶ cells in the interval. The probability
-of each multiple differs from its exact value by a factor within 1 ± 2⁻⁴⁵, up to 13 σ. Beyond 13 σ the table ends,
-which changes the distribution by less than 2⁻¹²⁵. For 10⁷ parameters and 100 rounds both change ε by less than 10⁻⁸.
+and a 128-bit uniform number selects one. Rejection sampling selects one of 2¹⁶ cells in the interval. Up to 13 σ, the
+probability of each multiple differs from its exact value by a factor within 1 ± 2⁻⁴⁵. The table ends at 13 σ, which
+changes the distribution by less than 2⁻¹²⁵. For 10⁷ parameters and 100 rounds, both effects change ε by less than 10⁻⁸.
 """
 
 import math
@@ -25,9 +25,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 Steps = npt.NDArray[np.int64]
 """Multiples of the grid."""
 INTERVALS, CELLS = 256, 2**16
-"""Number of intervals in a standard deviation, and of cells in an interval."""
+"""Number of intervals per standard deviation, and of cells per interval."""
 GRID = INTERVALS * CELLS
-"""Number of grid steps in a standard deviation: 2²⁴."""
+"""Number of grid steps per standard deviation: 2²⁴."""
 LAST = 13 * INTERVALS
 """Number of intervals in the table."""
 BLOCK = 2**20
@@ -35,7 +35,7 @@ BLOCK = 2**20
 
 
 class SecureGenerator:
-    """Random bits from the keystream of AES-256 in counter mode.
+    """A generator of random bits from the AES-256-CTR keystream.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class SecureGenerator:
         return np.frombuffer(self._encryptor.update(bytes(8 * count)), "<u8").astype(np.uint64, copy=False)
 
     def chosen(self, count: int, probability: float) -> npt.NDArray[np.int64]:
-        """Return a Poisson sample of the indices below ``count``, which contains each index with ``probability``."""
+        """Return a Poisson sample of the indices below ``count``, which includes each index with ``probability``."""
         if probability >= 1:
             return np.arange(count)
         return np.flatnonzero(self.words(count) < np.uint64(int(probability * 2**64)))
@@ -79,7 +79,7 @@ class SecureGenerator:
         return np.where(negative, -magnitude - 1, magnitude)
 
     def _intervals(self, count: int) -> Steps:
-        """Return the interval of each |N| ``(count,)``: the number of bounds whose tail exceeds a 128-bit number."""
+        """Return the interval of each |N| ``(count,)``: the number of tails that exceed a random 128-bit number."""
         tails = tail_table()
         high = _high_words()
         words = self.words(count)
@@ -103,14 +103,14 @@ def tail_table() -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def _high_words() -> npt.NDArray[np.uint64]:
-    """Return the upper 64 bits of the table's entries, the smallest first."""
+    """Return the upper 64 bits of the table's entries in ascending order."""
     return np.array([tail >> 64 for tail in reversed(tail_table())], np.uint64)
 
 
 def perturb(
     values: npt.NDArray[np.float64], deviation: float, generator: SecureGenerator | None = None
 ) -> npt.NDArray[np.float64]:
-    """Return the values ``(n,)`` with Gaussian noise, as odd multiples of half a grid step.
+    """Add Gaussian noise to the values ``(n,)``; the results are odd multiples of half a grid step.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def to_steps(values: npt.NDArray[np.float64], deviation: float) -> Steps:
     Raises
     ------
     OverflowError
-        If a value is more than 2³⁸ standard deviations.
+        If a value is larger in magnitude than 2³⁸ standard deviations.
     """
     steps = np.trunc(values / (deviation / GRID))
     if steps.size and not np.abs(steps).max() < 2.0**62:

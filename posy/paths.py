@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.settings import SettingsError, quoted
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
-"""Environment variable: the directory where a run was started, for a process that has changed its directory."""
+"""Environment variable with the directory where a run was started, for processes that have changed directory."""
 
 
 def expanded(text: str) -> Path:
@@ -28,7 +28,7 @@ def absolute(text: str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists. Return False for a name that is too long, where pathlib raises."""
+    """Return whether a path exists, or False if a name is too long, for which pathlib raises an error."""
     try:
         return path.exists()
     except OSError:
@@ -36,7 +36,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file. Return False for a name that is too long, where pathlib raises."""
+    """Return whether a path is a file, or False if a name is too long, for which pathlib raises an error."""
     return exists(path) and path.is_file()
 
 
@@ -47,7 +47,7 @@ def found_at(named: str, folder: str) -> Path | None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Raise :class:`SettingsError` if it cannot be read."""
+    """Return the SHA-256 hash of a file in hexadecimal. Raise :class:`SettingsError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Declare and check settings. The package of each topic declares its group of settings.
+"""Declare and check settings. Each topic's package declares its own group of settings.
 
 A setting is a field of a frozen dataclass, declared with :func:`setting`. The declaration is the only source of its
 flat kebab-case key, default, range and other properties.
@@ -18,17 +18,17 @@ Scalar = bool | int | float | str
 P = ParamSpec("P")
 T = TypeVar("T")
 LARGEST = float.fromhex("0x1.fffffep127")
-"""The largest allowed number, because models are trained in float32."""
+"""The largest allowed number: the largest float32, because models are trained in float32."""
 MOST = 1_000_000_000
-"""Default maximum of a setting with whole numbers: downstream code may use 32-bit integers."""
+"""Default maximum of an integer setting: downstream code may use 32-bit integers."""
 CUSTOM_NAME = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
-"""Format of a name of custom code: ``file:function`` or ``package.module:function``."""
+"""Format in which a setting names custom code: ``file:function`` or ``package.module:function``."""
 COMPARISON = re.compile(r"([a-z][\w-]*) (=|!=|<|>) ([^\s|]+(?: \| [^\s|]+)*)")
-"""One comparison of a condition, for example ``optimizer = adam | adamw``."""
+"""One comparison in a condition, for example ``optimizer = adam | adamw``."""
 LIMIT = re.compile(r"([a-z][\w-]*)(?: - ([0-9]+))?")
 """A limit that another setting imposes, for example ``num-clients - 1``."""
 LONGEST = 120
-"""Largest number of characters of a value in an error message."""
+"""Maximum number of characters of a value in an error message."""
 COMMAND_LINE = "the command line"
 """Source of settings from the command line, for error messages."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -54,7 +54,7 @@ class SettingsError(ValueError):
     """A setting is unknown, of the wrong type, or outside its range."""
 
     shareable = True
-    """Whether a node with data may send the message to the server: it repeats only settings of the run."""
+    """Whether a node with data may send the message to the server: the message quotes only settings of the run."""
 
 
 class NodeConfigError(SettingsError):
@@ -64,13 +64,13 @@ class NodeConfigError(SettingsError):
 
 
 class Comparison(NamedTuple):
-    """A comparison of a setting with constants, a part of a condition in :attr:`Setting.needs`."""
+    """A comparison of a setting with constants, which is part of a condition in :attr:`Setting.needs`."""
 
     key: str
     sign: str
     """``=``, ``!=``, ``<`` or ``>``."""
     alternatives: tuple[str, ...]
-    """The constants as text. Only ``=`` and ``!=`` allow several. ``""`` means the empty text."""
+    """The constants as strings. Only ``=`` and ``!=`` allow several. ``""`` means the empty string."""
 
     def holds(self, value: Scalar) -> bool:
         """Return whether the comparison is true for a value of its setting."""
@@ -83,7 +83,7 @@ class Comparison(NamedTuple):
 
 
 def _equals(value: Scalar, text: str) -> bool:
-    """Return whether a value equals a constant of a condition."""
+    """Return whether a value equals a constant in a condition."""
     if isinstance(value, str):
         return value == ("" if text == '""' else text)
     if isinstance(value, bool):
@@ -96,9 +96,9 @@ def _equals(value: Scalar, text: str) -> bool:
 
 @lru_cache(maxsize=512)
 def parse_condition(condition: str) -> tuple[tuple[Comparison, ...], ...]:
-    """Return the alternatives of a condition, which ``or`` separates.
+    """Return the alternatives of a condition, which are separated by ``or``.
 
-    Each alternative is a tuple of the comparisons that ``and`` joins. Raises ``ValueError`` for another form.
+    Each alternative is a tuple of the comparisons that ``and`` joins. Raise ``ValueError`` for a malformed condition.
     """
     return tuple(
         tuple(_parse_comparison(text, condition) for text in alternative.split(" and "))
@@ -107,7 +107,7 @@ def parse_condition(condition: str) -> tuple[tuple[Comparison, ...], ...]:
 
 
 def _parse_comparison(text: str, condition: str) -> Comparison:
-    """Return a comparison of a condition, or raise ``ValueError``."""
+    """Return a comparison in a condition, or raise ``ValueError``."""
     match = COMPARISON.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} in the condition {condition!r} is not a comparison such as `dp-clip > 0`")
@@ -117,7 +117,7 @@ def _parse_comparison(text: str, condition: str) -> Comparison:
 
 @lru_cache(maxsize=512)
 def parse_limit(limit: str) -> tuple[str, int]:
-    """Return the key and the number to subtract in a limit. Raise ``ValueError`` for another form."""
+    """Return the key in a limit and the number to subtract. Raise ``ValueError`` for a malformed limit."""
     match = LIMIT.fullmatch(limit)
     if match is None:
         raise ValueError(f"the limit {limit!r} is not of the form `num-clients - 1`")
@@ -137,26 +137,25 @@ class Setting:
     """The declaration of a setting."""
 
     default: Any
-    """The default value, which also sets the type of all values."""
+    """The default value, which also determines the type of all values."""
     help: str
     source: str = field(default="", kw_only=True)
-    """Source of the default: the paper's section or table, or a file of the authors' program."""
+    """Source of the default: the paper's section or table, or a file in the authors' code."""
     needs: str = field(default="", kw_only=True)
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
     ``optimizer = adam | adamw and local-steps = 0``. It combines comparisons of a key (``=``, ``!=``, ``>`` or ``<``)
     with ``and`` and ``or``; ``and`` binds more tightly. ``|`` separates alternatives of one comparison, and ``""`` is
-    the empty text.
-    ``{method}`` in a key means the method's name, for a setting that several methods inherit. Any value but the default
-    is an error while the condition is false."""
+    the empty string. In a setting that several methods inherit, ``{method}`` in a key is replaced by the method's name.
+    While the condition is false, any value other than the default is an error."""
     limit: str = field(default="", kw_only=True)
-    """The largest value that has an effect in a run, from another setting: its key, or for example
-    ``num-clients - 1``. Any larger value but the default is an error."""
+    """The largest value that has an effect in a run, as given by another setting: that setting's key, or for example
+    ``num-clients - 1``. Any larger value other than the default is an error."""
     samples: Literal["", "image", "text", "table"] = field(default="", kw_only=True)
-    """The kind of samples without which the setting has no effect. Empty if it suits all kinds."""
+    """The only kind of samples for which the setting has an effect. Empty if it has one for all kinds."""
     choices: tuple[str, ...] = ()
-    """The allowed values. Empty if the setting has no list of values."""
+    """The allowed values. Empty if the setting is not restricted to a list."""
     custom_kind: str = ""
-    """Meaning of a custom ``file:function`` in place of a choice. Empty if the setting allows none."""
+    """What a custom ``file:function`` in place of a choice must be. Empty if the setting allows no custom code."""
     number_or: str = ""
     """A word that the setting allows in place of a number. The word is then the default."""
     minimum: float = -math.inf
@@ -164,21 +163,21 @@ class Setting:
     maximum: float = math.inf
     """The range, which includes ``minimum`` and ``maximum`` but not ``above``."""
     place: bool = False
-    """Whether the value is a path. A relative path starts in the working directory of the run."""
+    """Whether the value is a path. A relative path is resolved against the working directory of the run."""
     path_or: str = ""
     """A word that the setting allows in place of a path."""
     resumable: bool = False
-    """Whether a resumed run may have another value."""
+    """Whether a resumed run may have a different value."""
     once: bool = False
     """Whether the value applies to a single start of a run. A resumed or repeated run does not inherit it."""
     synonyms: tuple[str, ...] = ()
     """Names of the setting in other tools, which users may type by mistake."""
     search: Search | None = None
-    """Search range of `posy tune`. None if it does not tune the setting."""
+    """Search range for `posy tune`, or None if `posy tune` does not tune the setting."""
     earlier: Any = None
-    """Value in runs from before the setting existed. None means the default."""
+    """Value that runs from before the setting existed are taken to have. None means the default."""
     affects_results: bool = True
-    """Whether the results depend on it. False for settings about where and how Posy executes the run."""
+    """Whether the results depend on it. False for settings that control only where and how Posy executes the run."""
 
     @property
     def decides(self) -> bool:
@@ -187,7 +186,7 @@ class Setting:
 
     @property
     def before(self) -> Any:
-        """Its value in runs from before the setting existed."""
+        """The value that runs from before the setting existed are taken to have."""
         return self.default if self.earlier is None else self.earlier
 
     @property
@@ -201,7 +200,7 @@ class Setting:
         return MOST if self.kind is int and self.maximum == math.inf else self.maximum
 
     def unmet(self, values: Mapping[str, Scalar]) -> str:
-        """Return the assignments that make its condition false, such as ``dp-clip = 0.0``, or an empty text.
+        """Return the assignments that make its condition false, such as ``dp-clip = 0.0``, or an empty string.
 
         Parameters
         ----------
@@ -256,7 +255,7 @@ class Setting:
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above
 
     def checked(self, key: str, value: Any, where: str) -> Any:
-        """Return a value in the type of the setting, or raise :class:`SettingsError`, as :func:`checked` does."""
+        """Check a value and return it as the setting's type, or raise :class:`SettingsError` like :func:`checked`."""
         if self.number_or and value == self.number_or:
             return value
         if self.kind is float and type(value) is int and abs(value) <= LARGEST:
@@ -279,11 +278,11 @@ def _declares(make_setting: Callable[P, Setting]) -> Callable[P, Any]:
 
 
 setting = _declares(Setting)
-"""Declare a field of a settings dataclass. It has the parameters of :class:`Setting`."""
+"""A function that declares a field of a settings dataclass. It takes the parameters of :class:`Setting`."""
 
 
 def key_of(name: str, prefix: str = "") -> str:
-    """Return the kebab-case key of a field: ``mu`` of ``fedfew`` is ``fedfew-mu``."""
+    """Return the kebab-case key of a field: ``mu`` with the prefix ``fedfew`` becomes ``fedfew-mu``."""
     return "-".join(filter(None, (prefix, name.replace("_", "-"))))
 
 
@@ -313,7 +312,7 @@ def check_keys(config: Iterable[str], declarations: Mapping[str, Setting], where
 
 
 def check_conditions(settings: Mapping[str, Setting], declarations: Mapping[str, Setting]) -> None:
-    """Check the conditions and limits of some settings, :attr:`Setting.needs` and :attr:`Setting.limit`.
+    """Check the conditions (:attr:`Setting.needs`) and limits (:attr:`Setting.limit`) of some settings.
 
     Parameters
     ----------
@@ -325,7 +324,7 @@ def check_conditions(settings: Mapping[str, Setting], declarations: Mapping[str,
     Raises
     ------
     ValueError
-        For a condition or limit of another form, or with an unknown key or a value that its setting cannot have.
+        For a malformed condition or limit, an unknown key, or a value that the compared setting does not allow.
     """
     for key, setting in settings.items():
         if setting.limit and (limiting := parse_limit(setting.limit)[0]) not in declarations:
@@ -352,19 +351,19 @@ def _is_constant(text: str, setting: Setting, sign: str) -> bool:
 
 
 def checked(config: Mapping[str, Any], declarations: Mapping[str, Setting], where: str) -> dict[str, Scalar]:
-    """Return settings in the types of their declarations.
+    """Check settings and return them as their declared types.
 
     Raises
     ------
     SettingsError
-        For an unknown key, a wrong type, or a value outside its range. The message contains ``where``, the source.
+        For an unknown key, a wrong type, or a value outside its range. The message names ``where``, their source.
     """
     check_keys(config, declarations, where)
     return {key: declarations[key].checked(key, value, where) for key, value in config.items()}
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Return a settings dataclass with checked values. Missing keys have their defaults, and other keys are ignored."""
+    """Build a settings dataclass from checked values. Missing keys get their defaults, and other keys are ignored."""
     names = {key_of(f.name, prefix): f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: values[key] for key, name in names.items() if key in values})
 
@@ -380,7 +379,7 @@ def set_in(where: str) -> str:
 
 
 def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
-    """Return an error message that names the sources of the settings that it quotes as ``key = value``.
+    """Add to an error message the sources of the settings that it quotes as ``key = value``.
 
     The function adds each source once, after the first setting from it. If the message quotes no setting but begins
     with the key of a setting, the source of this setting follows the message.
@@ -392,7 +391,7 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
     values : mapping
         The values of the settings by key.
     sources : mapping
-        The sources of some settings by key. The message names no source of other settings, which have their defaults.
+        The sources of some settings by key. The others have their defaults, so the message names no source for them.
     """
     quotations = []
     for key in values.keys() & sources.keys():
@@ -418,26 +417,26 @@ def _forms(value: Any) -> set[str]:
 
 
 def quoted(value: Any) -> str:
-    """Return a value for a message: on one line, true and false as users type them, and long texts shortened."""
+    """Format a value for a message: on one line, with true and false as users type them, and shortened if long."""
     if isinstance(value, bool):
         return str(value).lower()
     try:
         text = repr(value)
-    except ValueError:  # Python converts integers of at most 4,300 digits
+    except ValueError:  # by default, Python converts no integer of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the most similar candidate, or an empty text. ``cutoff`` (0..1) is the least similarity."""
+    """Return the most similar candidate, or an empty string. ``cutoff`` (0..1) is the minimum similarity."""
     near = difflib.get_close_matches(word.lower().replace("_", "-"), list(candidates), 1, cutoff)
     return near[0] if near else ""
 
 
 def suggestions(word: str, candidates: Iterable[str], most: int = 3, cutoff: float = 0.6) -> str:
-    """Return the candidates that resemble a word, joined by `or`, or an empty text.
+    """Return the candidates that resemble a word, joined by `or`, or an empty string.
 
-    Candidates that begin with the word are first. The comparison ignores case.
+    Candidates that begin with the word come first. The comparison ignores case.
 
     Parameters
     ----------
@@ -446,9 +445,9 @@ def suggestions(word: str, candidates: Iterable[str], most: int = 3, cutoff: flo
     candidates : iterable of str
         The possible words.
     most : int
-        Largest number of suggestions.
+        Maximum number of suggestions.
     cutoff : float
-        Least similarity, 0 to 1.
+        Minimum similarity, from 0 to 1.
     """
     by_lower = {name.lower(): name for name in candidates}
     lower = word.lower().replace("_", "-")
@@ -458,7 +457,7 @@ def suggestions(word: str, candidates: Iterable[str], most: int = 3, cutoff: flo
 
 
 def suggest_keys(key: str, declarations: Mapping[str, Setting]) -> str:
-    """Return the settings that an unknown key may mean, joined by `or`, or an empty text."""
+    """Return the settings that the user may have meant by an unknown key, joined by `or`, or an empty string."""
     word = key.lower().replace("_", "-")
     exact_matches = [name for name, setting in declarations.items() if word == name or word in setting.synonyms]
     suffix_matches = [name for name in declarations if name.endswith(f"-{word}")]  # the user may omit the method

@@ -1,4 +1,4 @@
-"""Caches by identity: Posy processes a model once if many clients receive the same object."""
+"""Caches keyed by identity: Posy processes a model only once if many clients receive the same object."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ def is_shared(objects: Sequence[object]) -> bool:
 
 
 class IdentityCache(Generic[S, T]):
-    """A cache by identity: calls ``make`` once for each object, and keeps the ``most`` recently used results."""
+    """A cache keyed by identity: it calls ``make`` once per object and keeps the ``most`` most recently used results."""
 
     def __init__(self, make: Callable[[S], T], most: int | None = None) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Signals that end a command: Posy treats them like Ctrl-C, and defers them during an indivisible operation."""
+"""Signals that end a command: Posy treats them like Ctrl-C, and defers them during operations that must be atomic."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _interrupted: list[int] = []
-"""Signals that have raised KeyboardInterrupt, which Python drops in a finaliser or a weak reference's callback.
+"""Signals that have raised KeyboardInterrupt; Python drops this exception in finalisers and weak-reference callbacks.
 
 This is a list, because an Event can deadlock: a second signal may arrive while the first one holds the Event's lock.
 """
@@ -37,9 +37,9 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Defer Ctrl-C, `kill` and a closed terminal to the end of a block. A second signal ends the block at once.
+    """Defer Ctrl-C, `kill` and a closed terminal until the end of a block. A second signal ends the block at once.
 
-    At the end of the block, raise again any interrupt that Python has dropped.
+    At the end of the block, re-raise any interrupt that Python has dropped.
     """
     if current_thread() is not main_thread():  # only the main thread receives signals
         yield
@@ -54,7 +54,7 @@ def deferred_signals() -> Iterator[None]:
 
     for ending in ENDING:
         handler = signal.getsignal(ending)
-        if callable(handler):  # neither the default action nor ignored
+        if callable(handler):  # the signal is not ignored, and has no default action
             handlers[ending] = handler
             signal.signal(ending, note)
     try:

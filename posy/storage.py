@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 load_arrays = safetensors.numpy.load_file
-"""Reads the arrays of a ``.safetensors`` file, including files from other programs."""
+"""A function that reads the arrays of a ``.safetensors`` file, which may come from another program."""
 CHECKSUMS = "crc32"
 
 
@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with the types of JSON and YAML: no NumPy types, no tuples, and None for NaN and infinity."""
+    """Convert a value to the types of JSON and YAML: no NumPy types, no tuples, and None for NaN and infinity."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, float):
@@ -174,7 +174,7 @@ def plain(value: Any) -> Any:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a text is a plain file or folder name that cannot refer to another folder."""
+    """Return whether a string is a plain file or folder name that cannot refer to another folder."""
     return (
         name not in ("", ".", "..")
         and name == name.strip()

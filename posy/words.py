@@ -12,7 +12,7 @@ def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: in
     """Return the subject and verb of a sentence about clients, with the names of at most the first ``most`` clients.
 
     Examples: ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.
-    ``names`` contains the names of clients that have one, and ``total`` is the number of clients of the run.
+    ``names`` contains the names of clients that have one, and ``total`` is the number of clients in the run.
     """
     indices = list(clients)
     if len(indices) > most:

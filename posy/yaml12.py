@@ -1,6 +1,6 @@
-"""Read and write YAML with the scalars of YAML 1.2. A hostile file can neither cause harm nor block the reader.
+"""Read and write YAML with YAML 1.2 scalars. A malicious file can neither do harm nor block the reader.
 
-By default, PyYAML reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a text.
+By default, PyYAML reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a string.
 """
 
 import re
@@ -17,10 +17,10 @@ from yaml.constructor import ConstructorError
 from posy.settings import SettingsError
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 4 << 20, 50, 200_000
-"""Limits of a file. The content of an anchor counts once for each alias."""
+"""Limits for a file. The content of an anchor counts once for each alias."""
 
 _TAG = "tag:yaml.org,2002:"
-# The type of a plain scalar is the first pattern that matches it completely. Without a match it is a text.
+# A plain scalar has the type of the first pattern that matches all of it. If none matches, it is a string.
 _KINDS = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -28,11 +28,11 @@ _KINDS = {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
 _WRONG = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-"""Exceptions of PyYAML. A tag such as !!int or !!timestamp can raise any of them for text of another type."""
+"""Exceptions that PyYAML may raise, for example for a tag such as !!int or !!timestamp on text that does not fit."""
 
 
 class _Loader(Composer, yaml.CSafeLoader):
-    """Loads the core schema of YAML 1.2 with libyaml's parser, and rejects duplicate keys and excessive nesting."""
+    """Loader for the YAML 1.2 core schema with libyaml's parser, which rejects duplicate keys and excessive nesting."""
 
     def __init__(self, text: str) -> None:
         yaml.CSafeLoader.__init__(self, text)
@@ -70,7 +70,7 @@ class _Loader(Composer, yaml.CSafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Construct a whole number: 010 is ten."""
+        """Construct a whole number; 010 is ten."""
         text = str(self.construct_scalar(node))
         return int(text[2:], {"0o": 8, "0x": 16}[text[:2]]) if text[:2] in ("0o", "0x") else int(text)
 
@@ -81,7 +81,7 @@ _Loader.add_constructor(_TAG + "int", _Loader.construct_yaml_int)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts so that readers of YAML 1.1 and 1.2 load them as texts."""
+    """Dumper that writes strings so that both YAML 1.1 and YAML 1.2 readers load them as strings."""
 
 
 for _tag, _pattern in _PATTERNS:
@@ -104,7 +104,7 @@ def parse(text: str) -> Any:
 
 
 def dump(content: Any) -> str:
-    """Return an object as YAML, with keys in their order."""
+    """Return an object as YAML, keeping the order of keys."""
     return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
@@ -131,4 +131,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 _parsed = lru_cache(maxsize=1024)(parse)
-"""Cached content of YAML, which callers must not change. A table reads the file of a run several times."""
+"""Cached version of :func:`parse`, whose results callers must not change. A table reads a run's file several times."""

@@ -23,20 +23,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 Band = Sequence[tuple[float, float, float]]
-"""Points (x, y, half the height of the band) of a line, sorted by x."""
+"""Points of a line, sorted by x: x, y, and half the height of the band."""
 
 INK, SOFT, RULE, PAPER = "#1c1c1c", "#5b5b5b", "#dcdcdc", "#ffffff"
 COLOURS = ("#0072b2", "#c04a00", "#007a58", "#a8447c", "#966500", "#2a7fb0", INK)
 VARIABLES = {colour: f"var(--c{index})" for index, colour in enumerate(COLOURS)}
 VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", PAPER: "var(--paper)"}
-"""Variables of the style sheet, by colour. They also have values for dark pages."""
+"""Style-sheet variables, by colour. The style sheet also gives them values for dark mode."""
 DASHES, MARKERS = ("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5))), "osD^"
 SMALL, LARGE = (240, 140), (360, 200)
 """Width and height of a small and of a large chart."""
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
-"""Number of points up to which every point has a marker, and the height of a line of text."""
+"""Maximum number of points of a line that marks all its points, and the height of a line of text."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
@@ -61,7 +61,7 @@ _STYLE: Any = {
 _FADE = LinearSegmentedColormap.from_list("fade", [to_rgba(COLOURS[0], 0), to_rgba(COLOURS[0], 1)])
 """Colours of a heat map, from transparent to opaque."""
 _TEXT = ("fill", "font-weight", "text-anchor")
-"""Properties of a text that the style sheet does not set."""
+"""Text properties that the style sheet does not set."""
 _DECIMALS = re.compile(r"\d+\.\d{2,}")
 
 
@@ -86,7 +86,7 @@ class Series:
 
     @rc_context(_STYLE)
     def key(self) -> Markup:
-        """Return the line with a marker for legends: a symbol with the id ``key-`` and the index of the series."""
+        """Return the key for legends, a line with a marker, as an SVG symbol with the id ``key-INDEX``."""
         axes = _axes((34, 14))
         axes.set(xlim=(0, 34), ylim=(0, 14))
         axes.set_axis_off()
@@ -103,9 +103,9 @@ def lines(
     scale: Sequence[float] = (),
     size: tuple[int, int] = LARGE,
 ) -> Markup:
-    """Return a chart of numbers over the rounds, with bands for spreads, or an empty text if there are no points.
+    """Return a chart of numbers over the rounds, with bands for spreads, or an empty string if there are no points.
 
-    ``about`` describes the chart in words, and is unique on a page. The y-axis also contains the values of ``scale``.
+    ``about`` describes the chart in words and must be unique on a page. The y-axis also covers the values in ``scale``.
     """
     points = {item: np.array(band, np.float64).T for item, band in series.items() if band}
     if not points:
@@ -140,7 +140,7 @@ def lines(
 
 @rc_context(_STYLE)
 def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Sequence[str], about: str) -> Markup:
-    """Return a heat map ``(rows, columns)`` with the value of each cell as shade and number. ``names`` label the rows.
+    """Return a heat map that shows each cell's value as a shade and a number. ``names`` contains the row labels.
 
     Small cells have no numbers.
     """
@@ -165,7 +165,7 @@ def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Seq
 
 @rc_context(_STYLE)
 def bars(values: Sequence[float], names: Sequence[str], about: str) -> Markup:
-    """Return small bars that begin at 0, with their names below if there is room."""
+    """Return a small bar chart that starts at 0, with the bars' names below if there is room."""
     axes = _axes((SMALL[0], 62), (8, 8, 0, 18))
     rectangles = axes.bar(range(len(values)), values, 0.84, color=COLOURS[0], clip_on=False)
     for bar, value, name in zip(rectangles, values, names, strict=True):
@@ -177,7 +177,7 @@ def bars(values: Sequence[float], names: Sequence[str], about: str) -> Markup:
 
 
 def _axes(size: tuple[int, int], margins: tuple[int, int, int, int] = (0, 0, 0, 0)) -> Axes:
-    """Return the axes of a new figure with a size and margins (left, right, top, bottom) in units of the page."""
+    """Return the axes of a new figure; its size and margins (left, right, top, bottom) are in the page's units."""
     (width, height), (west, east, top, bottom) = size, margins
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
     figure.patch.set_visible(False)
@@ -187,7 +187,7 @@ def _axes(size: tuple[int, int], margins: tuple[int, int, int, int] = (0, 0, 0, 
 
 
 def _widened(low: float, high: float, percent: bool) -> tuple[float, float]:
-    """Return a non-empty range for an axis, which is within 0 and 1 for percentages."""
+    """Widen a range for an axis so that it is not empty; for percentages, keep it between 0 and 1."""
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         room = abs(low) / 20 or 0.05
         low, high = low - room, high + room
@@ -195,13 +195,13 @@ def _widened(low: float, high: float, percent: bool) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
-    """Return round ticks; the first and the last enclose a range."""
+    """Return ticks at round numbers, from at most ``low`` to at least ``high``."""
     locator = MaxNLocator(5, steps=[1, 2, 5, 10], integer=integer, min_n_ticks=1)
     return [float(tick) for tick in locator.tick_values(low, high)]
 
 
 def _number(value: float, _: float | None = None, *, percent: bool = False, digits: int = 4) -> str:
-    """Return a number as the label of an axis or a line."""
+    """Format a number as a label of an axis or a line."""
     if percent:
         return f"{100 * value:.{digits}g} %"
     unit, name = next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))
@@ -214,7 +214,7 @@ def _label(name: str, length: int | None = None) -> str:
 
 
 def _spread(heights: Sequence[float], highest: float) -> list[float]:
-    """Return ascending heights of labels, moved so that the labels do not overlap, as far as there is room."""
+    """Move the ascending heights of labels so that, as far as there is room, the labels do not overlap."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + _LINE) if placed else height)
@@ -225,9 +225,9 @@ def _spread(heights: Sequence[float], highest: float) -> list[float]:
 
 
 def _markup(axes: Axes, about: str, tag: str = "svg", root_attributes: Mapping[str, str] | None = None) -> Markup:
-    """Return a figure as inline SVG in the colours of the page, without matplotlib's style sheet and ids of groups.
+    """Return a figure as inline SVG in the page's colours, without matplotlib's style sheet and group ids.
 
-    A group whose id was set gets this id as its title, which browsers show as a tooltip.
+    If a group's id was set explicitly, it becomes the group's title, which browsers show as a tooltip.
     """
     assert isinstance(axes.figure, Figure)
     file, titles = io.BytesIO(), {child.get_gid() for child in axes.get_children()} - {None}

@@ -1,4 +1,4 @@
-"""Compares the rows of a table: clients' gains, costs, and significant differences."""
+"""Compare the rows of a table: clients' gains, costs, and significant differences."""
 
 import statistics
 import warnings
@@ -17,11 +17,11 @@ from posy.report.recorded import client_rows, point_of
 from posy.server_app.progress import coverage, members_of, size
 
 ALPHA = 0.05
-"""Level of significance."""
+"""Significance level."""
 FEWEST_BLOCKS = 3
-"""Fewest blocks for a rank test."""
+"""Minimum number of blocks for a rank test."""
 FULL = 0.9
-"""Smallest share of the fullest row's clients that a ranked row covers, the same as for the best round of a run."""
+"""Minimum share of the fullest row's clients that a ranked row must cover, as in :func:`posy.metrics.best`."""
 
 LEGEND = (
     "Last round, for the model that each method is scored by (`at`). `lowest tenth`: mean over the tenth of the "
@@ -47,13 +47,13 @@ def client_accuracies(path: Path, point: str, server_round: int) -> dict[int, fl
 
 
 class Gain(NamedTuple):
-    """The clients' gain by a method over another method: a paired comparison, client by client."""
+    """The clients' gain from one method over another: a paired comparison, client by client."""
 
     mean: float
     """Mean difference of the accuracies."""
     losing: int
     clients: int
-    """Number of clients with a lower accuracy, and of all clients. A client counts once for each seed."""
+    """Number of clients with a lower accuracy, and number of all clients. A client counts once per seed."""
     p: float
     """p-value of Wilcoxon's signed-rank test; 1 if all differences are 0."""
 
@@ -64,7 +64,7 @@ def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
     Parameters
     ----------
     pairs : sequence of (Mapping, Mapping)
-        For each seed, the accuracies by client of the method and of the other method.
+        For each seed, the method's and the other method's accuracies, both by client.
 
     Returns
     -------
@@ -92,7 +92,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str, dict[int, dict[int, float]]]:
-    """Return the accuracies of the clients that all rows cover, without the rows that cover too few clients.
+    """Return the accuracies of the clients that all rows cover, after dropping rows that cover too few clients.
 
     Means over different clients, such as a cohort and all clients, are not comparable.
 
@@ -134,7 +134,7 @@ class Ranks:
     """Ranks of methods over blocks; each block is a seed of a data set.
 
     ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value of Friedman's test that all methods
-    are equal. ``pairs`` contains the p-values of the pairs (Nemenyi's test).
+    are equal. ``pairs`` contains the p-value of each pair of methods (Nemenyi's test).
     """
 
     mean: "pd.Series[float]"
@@ -226,12 +226,12 @@ class Run(NamedTuple):
 
 
 def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
-    """Compare the rows of each variant client by client, each at the point at which its method is scored.
+    """Compare the rows of each variant client by client, each row at its method's evaluation point.
 
     Returns
     -------
     pandas.DataFrame
-        A line for each variant and row, with these columns:
+        One line per variant and row, with these columns:
 
         - ``mean``, ``worst``, ``tenth``, ``std`` and ``jain`` over the clients that all rows cover
           (:func:`over_same_clients`), as means over the seeds
@@ -239,7 +239,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         - ``members``: number of clients that took part
         - ``ranked``: whether the row covers enough clients
         - ``gain-local`` and ``gain-fedavg``: gain over local training and over FedAvg, if the variant has such a row
-        - ``losing-local`` and ``losing-fedavg``: number of clients that lose
+        - ``losing-local`` and ``losing-fedavg``: how many clients lose, out of how many, such as ``3/20``
         - ``newcomers-served`` and ``newcomers-local``: accuracies of hold-out clients
         - ``alike``: whether the row does not differ significantly from the variant's best row (Wilcoxon, Holm)
         - ``served-beats-local`` and ``local-beats-local``: whether clients gain significantly over local training at
@@ -276,7 +276,7 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
     lines = {name: _summarise_clients(row_runs, of_rows[name], same.get(name)) for name, row_runs in rows.items()}
     best = max(same, key=lambda name: -1.0 if np.isnan(lines[name]["mean"]) else lines[name]["mean"])
     different = _significant({name: gain_over(name, points[name], best) for name in same}, lower=True)
-    # Reversed, so that the first row of each method remains.
+    # Reversed, so that the first row of each method is kept.
     by_method = {row_runs[0].method: name for name, row_runs in reversed(rows.items())}
     baselines = {method: by_method.get(method) for method in ("local", "fedavg")}
     beats = {
@@ -329,8 +329,8 @@ def _average_extras(runs: Sequence[Run]) -> dict[str, float]:
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
     """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its method's point.
 
-    The means are over the clients that all rows cover. The function drops a row that covers too few of them in a
-    variant. ``diverged`` lists diverged runs by variant, seed and row; they score -1, so they rank last.
+    The means are over the clients that all rows cover. A row that covers too few of them in any variant is dropped.
+    ``diverged`` lists diverged runs as (variant, seed, row); they score -1, so they rank last.
     """
     blocks: dict[tuple[str, int], dict[str, float]] = {}
     for variant, seed, row in diverged:
@@ -391,7 +391,7 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
 
 
 def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, bool]:
-    """Return whether each comparison shows a significant loss (``lower``) or gain, adjusted for their number."""
+    """Return whether each comparison shows a significant loss (``lower``) or gain, adjusted for multiple tests."""
     tested = {name: result for name, result in gains.items() if result is not None}
     adjusted = holm([result.p for result in tested.values()])
     return {
@@ -401,13 +401,13 @@ def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, 
 
 
 def average(values: Iterable[Any]) -> float:
-    """Return the mean of the values that are not NaN, or NaN without any; pandas would round intermediate sums."""
+    """Return the mean of the values that are not NaN, or NaN if there are none; pandas would round partial sums."""
     numbers = [float(value) for value in values if not pd.isna(value)]
     return statistics.fmean(numbers) if numbers else float("nan")
 
 
 def _spread_over(accuracies: Accuracies) -> Spread | None:
-    """Return the spread over clients of equal weight, or None without clients."""
+    """Return the spread over clients of equal weight, or None if there are no clients."""
     return spread([*accuracies.values()], [1.0] * len(accuracies))
 
 

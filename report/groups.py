@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in their seed, named by their differing settings."""
+"""Groups of runs that differ only in their seed, named after the settings in which the groups differ."""
 
 import statistics
 from collections import Counter
@@ -14,9 +14,9 @@ from posy.settings import settings_of
 from posy.strategies.registry import declared, owner
 
 MOST_DIFFERENCES = 4
-"""Largest number of differing settings in the name of a run. With more, the run is named by its folder."""
+"""Maximum number of differing settings in the name of a group. With more, the group is named after a run's folder."""
 NOT_A_SETTING = "not one of its settings"
-"""Text for a setting that a method does not have."""
+"""Text shown for a setting that a method does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +32,14 @@ class Group:
         return self.runs[0]
 
     def curve(self, key: str, of: str = "mean") -> Band:
-        """Return the mean of a number over the seeds by round, with its standard deviation (0 for a single seed)."""
+        """Return a number's mean over the seeds in each round, with its standard deviation (0 for a single seed)."""
         curves = [dict(run.curve(key, of)) for run in self.runs]
         shared = sorted(set.intersection(*map(set, curves)))
         return [(n, *_mean([curve[n] for curve in curves])) for n in shared]
 
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
-    """Return groups of runs in the order of the runs. Runs with equal settings and seed form separate groups."""
+    """Group runs, in the order of the runs. If runs have the same settings and seed, each becomes its own group."""
     posy_settings = declared()
     defaults = {key: item.default for key, item in posy_settings.items() if item.decides and key != "seed"}
     defaults |= {key: None for run in runs for key in run.settings if key not in posy_settings}  # of custom methods
@@ -77,7 +77,7 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def by_data(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups by their clients' data, named by its differing settings."""
+    """Return the groups by their clients' data, which is named after the data settings that differ."""
     declared_settings = settings_of(DataSettings)
     keys = [key for key, item in declared_settings.items() if item.decides]
     data = [{key: group.first.settings.get(key, declared_settings[key].default) for key in keys} for group in groups]

@@ -1,4 +1,4 @@
-"""Writes a report on runs as a self-contained HTML file, which works offline."""
+"""Write a report on runs as a self-contained HTML file that works offline."""
 
 import base64
 import io
@@ -20,19 +20,19 @@ from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
 
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
-"""Largest number of clients with a chart on a page, and number of charts that are initially visible."""
+"""Maximum number of clients with a chart on a page, and number of these charts that are initially visible."""
 TENTH = 11
-"""Smallest number of clients whose lowest tenth has more than one client."""
+"""Minimum number of clients at which the lowest tenth has more than one client."""
 MOST_ROWS = 40
-"""Largest number of rows of a heat map."""
+"""Maximum number of rows of a heat map."""
 RECORDED = (*MEASURES, "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
-"""Numbers that every run records for a round. All other numbers are quantities of the method."""
+"""Numbers that every run records for each round. All other numbers are quantities of the method."""
 DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
 """Pictures of a run that the page draws itself."""
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
 SPREAD = {"min": "worst client", "tenth": "lowest tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
-"""Number of colours of a picture on the page: enough for charts, with a much smaller file."""
+"""Number of colours in a picture on the page: enough for charts, and it makes the file much smaller."""
 AT = {"served": "served model", "local": "local model"}
 
 
@@ -229,7 +229,7 @@ def _client(
     curves: Mapping[Series, Mapping[int, Points]],
     mix: tuple[list[str], list[list[int]]] | None,
 ) -> Markup:
-    """Return the accuracy of a client over the rounds, and its samples of each class."""
+    """Return charts of a client's accuracy over the rounds and of its number of samples per class."""
     among = f", {data}" if data else ""
     lines = {series: [(n, y, 0.0) for n, y in by_client.get(client, [])] for series, by_client in curves.items()}
     content = charts.lines(lines, f"Accuracy of {name}{among}", percent=True, scale=(0, 1), size=SMALL)
@@ -284,7 +284,7 @@ def _vector(group: Group, key: str, values_by_round: Sequence[tuple[int, Sequenc
 
 
 def _picture(group: Group, file: Path) -> Markup:
-    """Return a picture of a run as HTML with embedded data, in few colours."""
+    """Return a run's picture as HTML with embedded data and a reduced number of colours."""
     small = io.BytesIO()
     with Image.open(file) as image:
         image.convert("RGB").quantize(COLOURS).save(small, "PNG", optimize=True)

@@ -15,7 +15,7 @@ from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
-"""Rounds and their values, without rounds that have no value."""
+"""Rounds and their values; rounds without a value are left out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +62,19 @@ class Recorded:
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
-        """Finished rounds of the run, as in ``rounds.jsonl``; empty without the file."""
+        """Finished rounds of the run, as in ``rounds.jsonl``; empty if the file is missing."""
         file = self.path / "rounds.jsonl"
         return parsed_rounds(file.read_text(encoding="utf-8")) if file.is_file() else []
 
     @cached_property
     def clients(self) -> list[dict[str, str]]:
-        """A row for each client and round, as in ``clients.csv``; empty without the file."""
+        """A row for each client and round, as in ``clients.csv``; empty if the file is missing."""
         file = self.path / "clients.csv"
         return _csv(file) if file.is_file() else []
 
     @cached_property
     def partition(self) -> tuple[list[str], list[list[int]]] | None:
-        """Names of the classes ``(C,)`` and samples of each class on each client ``(M, C)``, if recorded."""
+        """Names of the classes ``(C,)`` and number of samples per client and class ``(M, C)``, if recorded."""
         file = self.path / "partition.csv"
         if not file.is_file():
             return None
@@ -83,7 +83,7 @@ class Recorded:
         return header[1:], [[int(cell) for cell in row[1:]] for row in rows]
 
     def curve(self, key: str, of: str = "mean") -> Points:
-        """Return a value of each round. ``of`` selects a statistic over the clients."""
+        """Return a number over the rounds. ``of`` selects a statistic over the clients."""
         points = []
         for row in self.rounds:
             value = row.get(key)
@@ -113,9 +113,9 @@ class Recorded:
 def point_of(summary: Mapping[str, Any]) -> str:
     """Return the evaluation point at which a run's method is scored.
 
-    For one of Posy's methods, it is the point in the current code. A run records the accuracies at both points, so
-    reports score older and newer runs by the same model. For a custom method it is the recorded point, because the file
-    of the method may be missing.
+    For one of Posy's own methods, the current code defines the point. Runs record the accuracies at both points, so
+    reports can score older and newer runs by the same model. For a custom method it is the recorded point, because the
+    method's file may be missing.
     """
     method = str(summary["method"])
     recorded = None if method in METHODS else summary.get("point")
@@ -123,7 +123,7 @@ def point_of(summary: Mapping[str, Any]) -> str:
 
 
 LISTS = ("missing", "dropped", *LIMITED)
-"""Lists of a round that are not quantities of the method."""
+"""Lists in a round's record that are not quantities of the method."""
 
 
 def parsed_rounds(text: str) -> list[dict[str, Any]]:

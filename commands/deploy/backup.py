@@ -25,7 +25,7 @@ def locked_state(state: Path) -> Iterator[int]:
     Raises
     ------
     SettingsError
-        If another user owns the directory, or another SuperLink or a process that it left running uses it.
+        If another user owns the directory, or it is in use by another SuperLink or a process that one left running.
     """
     try:
         state.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     Raises
     ------
     LaunchError
-        If the app is missing or does not declare a setting. Flower would refuse such a setting without a reason.
+        If the app is missing or does not declare a setting. Flower would refuse such a setting without giving a reason.
     SettingsError
         If Posy cannot import one of the user's files on this machine.
     """

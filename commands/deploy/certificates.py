@@ -53,9 +53,9 @@ def make_certificates(
 ) -> list[Path]:
     """Make the missing files of a directory: an authority, the SuperLink's certificate, and a key pair for each node.
 
-    Without ``server``, as on a site, make only the key pairs: the authority is on another machine. Nodes connect to
-    the SuperLink by the names and IP addresses ``hosts``, or ``localhost``. Existing files stay unchanged. Return the
-    written files.
+    Without ``server``, as on a site, make only the key pairs: the authority is on another machine. ``hosts`` contains
+    the names and IP addresses by which nodes reach the SuperLink, in addition to ``localhost``. Existing files stay
+    unchanged. Return the written files.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iter
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
-    """Return whether a pair is missing; the public half is enough if it is ``or_only``."""
+    """Return whether a pair is missing; the public half alone suffices if it is ``or_only``."""
     existing = [path for path in (public, private) if path.exists()]
     if len(existing) == 1 and existing != [or_only]:
         raise SettingsError(f"{existing[0]} exists without its other half; delete it, or add {public} and {private}")
@@ -217,7 +217,7 @@ def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
 
 
 def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> dict[Path, bytes]:
-    """Return a new key of the SuperLink, and a certificate signed by the existing authority."""
+    """Return a new key for the SuperLink, and a certificate signed by the existing authority."""
     if not files.ca_key.exists():
         raise SettingsError(f"{files.ca_key} is missing, and {files.server.name} must be signed with it; copy it there")
     signer = read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
@@ -230,7 +230,7 @@ def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> d
 
 
 def _new_pair(files: Files, node: str) -> dict[Path, bytes]:
-    """Return a new key pair of a node."""
+    """Return a new key pair for a node."""
     key = ec.generate_private_key(ec.SECP256R1())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return {files.node_key(node): _key(key, ssh=True), files.node_public(node): public}
@@ -243,7 +243,7 @@ def _certificate(
     signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
     hosts: Iterable[x509.GeneralName] = (),
 ) -> bytes:
-    """Return a server's certificate for some hosts, signed by ``signer``, or an authority's if it is None."""
+    """Return a server's certificate for some hosts, signed by ``signer``, or an authority's if ``signer`` is None."""
     start = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, issuer_key = signer or (subject, key)

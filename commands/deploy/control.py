@@ -37,7 +37,7 @@ from posy.strategies.run_settings import RunSettings
 OUTAGE_SECONDS = 600.0
 """Seconds for which a SuperLink may be unreachable while Posy follows a run, because runs can survive an outage."""
 CALL_SECONDS = 30.0
-"""Timeout of a call in seconds."""
+"""Timeout for a call in seconds."""
 LOOK_SECONDS = 1.0
 """Seconds between two attempts to reach a SuperLink, or between two checks of a run that has not ended."""
 
@@ -113,7 +113,7 @@ class Control:
         return self._client.build_request("POST", http_path("control", name), content=content, headers=headers)
 
     def nodes(self) -> list[Any]:
-        """Return the registered nodes, sorted by name; a node without a name has its number as name."""
+        """Return the registered nodes, sorted by name; a node without a name gets its number as its name."""
         nodes = self.call("ListNodes").nodes_info
         for node in nodes:
             node.name = node.name or str(node.node_id)
@@ -204,14 +204,14 @@ class Control:
 
 
 class Online:
-    """Describes how many nodes are online, and queries the SuperLink at most once per :data:`LOOK_SECONDS`."""
+    """A callable that describes how many nodes are online, with at most one query per :data:`LOOK_SECONDS`."""
 
     def __init__(self, api: Control) -> None:
         self._api = api
         self._text, self._queried_at = "", -math.inf
 
     def __call__(self) -> str:
-        """Return a text such as ``3 of 4 nodes online``."""
+        """Return a string such as ``3 of 4 nodes online``."""
         if time.monotonic() - self._queried_at > LOOK_SECONDS:
             nodes = self._api.nodes()
             online = sum(node.status == "online" for node in nodes)
@@ -294,7 +294,7 @@ def show_run(superlink: Connection, word: str, *, verbose: bool = False, nodes: 
 
 
 def local_time(time: str) -> str:
-    """Convert a time of the SuperLink to local time; an empty text stays empty."""
+    """Convert a time from the SuperLink to local time; an empty string stays empty."""
     return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else ""
 
 

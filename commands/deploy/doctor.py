@@ -44,7 +44,7 @@ SOON = datetime.timedelta(days=30)
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
 """Free disk space, in bytes and as a share of the disk, below which Posy warns."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
-"""Largest clock errors of a node, ahead of and behind the SuperLink's clock, with which Flower accepts signatures."""
+"""Maximum clock errors of a node, ahead of and behind the SuperLink, at which Flower accepts the node's signatures."""
 REACH_SECONDS = 5.0
 """Timeout for a reply from the SuperLink, in seconds."""
 
@@ -146,7 +146,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_disk(directories: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
-    """Check that the disks of directories have free space; each directory comes with a description of its content."""
+    """Check that the disks of some directories have free space; each directory has a description of its content."""
     for content, path in (*directories, ("temporary files", Path(tempfile.gettempdir()))):
         free, total = free_disk(path)
         is_low = free < LITTLE_BYTES or free < LITTLE_SHARE * total
@@ -215,7 +215,7 @@ def check_mode(private: Path) -> Iterator[Finding]:
 
 
 def check_node_key(key: Path) -> Iterator[Finding]:
-    """Check the private key of a node, and that the public key in the same directory belongs to it."""
+    """Check a node's private key, and that the public key in the same directory, if any, belongs to it."""
     public_half(key)
     yield Finding("ok", f"{key} is a private key")
     if (public := key.with_suffix(".pub")).exists():

@@ -46,7 +46,7 @@ def connection(superlink: str, root_certificates: Path | None, insecure: bool) -
 
 
 def node_config(words: Sequence[str]) -> str:
-    """Return key=value words in the form of Flower's node config: TOML values, separated by spaces.
+    """Convert key=value words to the format of Flower's node config: TOML values, separated by spaces.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     """Return the node config of each node that a command starts, in the order of ``names``.
 
     The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` get the partitions 0 to n - 1
-    of n. With ``partition-id``, they get consecutive partitions, starting with this one. Without a name, as with
+    of n. With ``partition-id``, they get consecutive partitions, starting with that one. Without a name, as with
     --insecure, the command starts one node, and its config stays unchanged.
 
     Raises

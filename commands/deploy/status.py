@@ -18,11 +18,11 @@ RUN_COLUMNS = (
 )
 NODE_COLUMNS = ("name", "status", "since", "does", "clock", *VERSIONS)
 TOLERATED = 2.0
-"""Largest clock error of a node, in seconds, that Posy does not report."""
+"""Maximum clock error of a node, in seconds, that Posy does not report."""
 
 
 def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print runs and nodes; ``statuses`` contains the status that each run has written, by run number."""
+    """Print runs and nodes; ``statuses`` contains the status that each run has written, keyed by run number."""
     rows = []
     for run in runs:
         status = statuses.get(run.number, {})
@@ -45,7 +45,7 @@ def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mappi
 
 
 def facts_of_nodes(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the latest facts that each node has reported to a run, by node number."""
+    """Return the latest facts that each node has reported to a run, keyed by node number."""
     newest: dict[str, Mapping[str, Any]] = {}
     for status in statuses.values():
         for number, facts in status.get("nodes", {}).items():
@@ -55,7 +55,7 @@ def facts_of_nodes(statuses: Mapping[str, Mapping[str, Any]]) -> dict[str, Mappi
 
 
 def doing(node: Any, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a node's current activity, or an empty text if no run reports it."""
+    """Return a node's current activity, or an empty string if it is not known."""
     active_runs = [run for run in runs if not run.ended]
     reported = [(run, statuses[run.number]) for run in active_runs if run.number in statuses]
     for run, status in reported:
@@ -87,7 +87,7 @@ def offset(clock: float | None) -> str:
 
 
 def free_disk(path: Path) -> tuple[int, int]:
-    """Return free and total bytes of the disk that holds a directory, which need not exist yet."""
+    """Return the free and total bytes of the disk that holds a directory, which need not exist yet."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -23,7 +23,7 @@ WANTED = {name: files for name, _, files, _ in describe()}
 REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn"
 """States of a number. ``DRAWN`` means that the paper prints no number."""
 HUNDREDTH = 0.01
-"""Tolerance of a number that is not a percentage, such as an entropy or Jain's index: one hundredth."""
+"""Tolerance for a number that is not a percentage, such as an entropy or Jain's index: one hundredth."""
 COUNTED = 5e-4
 """Relative tolerance for a number of parameters, which the papers round."""
 
@@ -65,7 +65,7 @@ class Comparison:
         self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
         """Finished runs by scale, the larger scale last, then by variant and row.
 
-        It includes additional seeds, from the runs of other tables, only if all rows have them.
+        Additional seeds, from the runs of other tables, are included only if all rows have them.
         """
         for scale, plan in self.plans.items() if item.has_runs else ():
             runs = self.finished.setdefault(scale, {})
@@ -75,7 +75,7 @@ class Comparison:
                 if cell.seed in seeds and summary["status"] == "completed":
                     runs.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """The drawn runs with their scale: the larger scale of each row, or in a picture one scale per variant."""
+        """The drawn runs with their scale: each row's larger scale, or, in a picture, one scale per variant."""
         for variant in self.item.variants:
             for scale in self._drawn_at(variant):
                 runs = self.finished[scale]
@@ -87,7 +87,7 @@ class Comparison:
         """Return the scales at which the rows of a variant are drawn, the larger scale last.
 
         A table compares each number with the paper's. A picture compares rows with each other, so all its rows have the
-        scale at which most of them ran. On a tie, it is the larger scale.
+        scale at which most of them ran. In a tie, the larger scale wins.
         """
         rows = {scale: sum(name == variant for name, _ in runs) for scale, runs in self.finished.items()}
         return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
@@ -95,7 +95,7 @@ class Comparison:
     def values(
         self, variant: str, row: str, measure: str, scale: str = "", *, same_point: bool = False
     ) -> dict[int, float]:
-        """Return the values of a row by seed, at a scale; by default at the drawn scale.
+        """Return a row's values at a scale, by default the drawn scale, keyed by seed.
 
         The values are measured at the row's evaluation point. Some rows replace a default measure of the item with
         another measure. With ``same_point``, all rows use ``measure`` unchanged.
@@ -127,7 +127,7 @@ class Comparison:
         return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == variant_row]
 
     def counts_of(self, variant: str) -> Counts | None:
-        """Return the class counts of the clients, at the scale of the variant's runs if there are any."""
+        """Return the clients' class counts, at the scale of the variant's runs if there are any."""
         scales = {scale for (name, _), (scale, _) in self.cells.items() if name == variant}
         counts = [
             self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not scales or s in scales)
@@ -136,7 +136,7 @@ class Comparison:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """Every row in every column, in the order of the paper."""
+        """An entry for every row in every column, in the paper's order."""
         if not self.item.rows:
             return [] if self.item.draws_alone else [self._without_rows(variant) for variant in self.item.variants]
         entries = [
@@ -170,7 +170,7 @@ class Comparison:
         return [scale for scale in SCALES if any(drawn == scale for drawn, _ in self.cells.values())]
 
     def needed(self) -> str:
-        """Return the command and the data that produce a picture without runs."""
+        """Return the command that draws a picture without runs, and the data that the command needs."""
         return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
@@ -215,7 +215,7 @@ class Comparison:
         return Entry(variant, "", "", None, None, "", NOT_RUN, self._command("", _dataset(cells[0])))
 
     def _needs(self, variant: str, row: str) -> str:
-        """Return the command and the data that a row without runs needs."""
+        """Return the command that produces a row without runs, and the data that the command needs."""
         planned = self.planned(variant, row)
         if not planned:
             return str(self.item.content.get("needs", f"Posy has no {row}"))
@@ -224,7 +224,7 @@ class Comparison:
         return self._command(f" --scale {scale}", _dataset(planned[0])) + (f" and {weights} there" if weights else "")
 
     def _command(self, options: str, dataset: str) -> str:
-        """Return the command for the missing runs, and the data that they need."""
+        """Return the command that starts the missing runs, and the data that they need."""
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         if any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells):
             return f"{command}, and the time that its runs take; the data is available"
@@ -233,7 +233,7 @@ class Comparison:
     def _verdict(self, claim: Claim) -> Verdict:
         """Return the verdict on a claim, from runs at the same scale.
 
-        Choose the scale that compares the most rows, then the most variants, then the larger scale.
+        Choose the scale at which the most pairs of rows can be compared, then the most variants, then the larger one.
         """
         by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
         scale = max(
@@ -246,9 +246,9 @@ class Comparison:
         return replace(verdict(differences, claim.by, claim.within, claim.but), scale=scale)
 
     def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str], list[float]]:
-        """Return the differences between the higher and the lower rows of a claim, by the two rows and the variant.
+        """Return the differences between a claim's higher and lower rows, keyed by pair of rows and variant.
 
-        Each list holds one difference per seed of both rows.
+        Each list holds one difference per seed that both rows share.
         """
         differences: dict[tuple[str, str], list[float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
@@ -267,7 +267,7 @@ class Comparison:
 
 
 def _shared_seeds(ended: Iterable[Cell]) -> set[int]:
-    """Return the seeds of ended runs that all rows with runs have in common."""
+    """Return the seeds for which every row with any ended runs has one."""
     seeds_of_rows: dict[tuple[str, str], set[int]] = {}
     for cell in ended:
         seeds_of_rows.setdefault((cell.variant, cell.row), set()).add(cell.seed)
@@ -279,6 +279,6 @@ def _dataset(cell: Cell) -> str:
 
 
 def _place(name: str, variant: str) -> tuple[str, str]:
-    """Return the variant and the row of a name ``variant / row``; for a row alone, ``variant`` and the row."""
+    """Split a name ``variant / row`` into its variant and row; for a row alone, return ``variant`` and the row."""
     named_variant, slash, row = name.partition(" / ")
     return (named_variant, row) if slash else (variant, name)

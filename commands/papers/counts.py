@@ -1,4 +1,4 @@
-"""Count the samples of each class on each client, for tables and figures. The counts need data but no runs."""
+"""Count the samples per client and class, for tables and figures. Counting needs the data but no runs."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ FILE = "counts.json"
 """File next to the archive of a table or figure, with the data settings and the class counts of each variant."""
 
 Counts = npt.NDArray[np.int64]
-"""Number of training samples of each class on each client ``(M, C)``."""
+"""Number of training samples per client and class ``(M, C)``."""
 
 
 def first_cells(plan: Plan) -> dict[str, Cell]:
@@ -31,9 +31,9 @@ def first_cells(plan: Plan) -> dict[str, Cell]:
 
 
 def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
-    """Count the classes of the partitions without stored counts; return the reason of each failure by variant.
+    """Count the classes in partitions without stored counts; return the reason for each failure, keyed by variant.
 
-    Record in ``absent`` why data sets are unreadable, by data set.
+    Record in ``absent`` why data sets are unreadable, keyed by data set.
     """
     stored, failures = _read(plan.output), {}
     for variant, cell in first_cells(plan).items():
@@ -74,7 +74,7 @@ def _data_settings(cell: Cell) -> dict[str, Any]:
 
 
 def _matches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Return whether stored counts have the wanted settings; a setting that is missing had its earlier value."""
+    """Return whether stored counts belong to the expected settings; a missing setting has its earlier value."""
     declarations = declared()
     earlier_values = {key: declarations[key].before for key in expected if key in declarations}
     return "data" in stored and normalised({**earlier_values, **stored["data"]}) == expected

@@ -1,4 +1,4 @@
-"""Draw tables and figures in the form of the originals, with the papers' numbers and Posy's."""
+"""Draw tables and figures in the style of the originals, with the papers' numbers and Posy's."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def table(comparison: Comparison) -> str:
-    """Return the table in Markdown: in each cell the paper's number, Posy's number, and whether they agree."""
+    """Return the table in Markdown; each cell shows the paper's number, Posy's number, and whether they agree."""
     entries = {(entry.variant, entry.measure, entry.row): entry for entry in comparison.entries}
     columns = [column for column in comparison.item.columns if any(column == key[:2] for key in entries)]
     several = len(comparison.item.measures) > 1
@@ -63,7 +63,7 @@ def text_of(value: Number, digits: int) -> str:
 def _cell(entry: Entry | None, measure: str, marked: bool, seeds: int) -> str:
     """Return an entry as text.
 
-    Add the number of seeds unless it is ``seeds``, and with ``marked`` the scale if it is small.
+    Add the number of seeds unless it is ``seeds``, and, with ``marked``, the scale if it is small.
     """
     if entry is None:
         return ""
@@ -110,10 +110,10 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
 
 
 def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw numbers of each row against one of its settings, over the seeds that all runs of a line share.
+    """Draw numbers of the rows against one of their settings, averaged over the seeds that a line's runs all share.
 
-    A line is a variant, or, with ``lines: rows``, a row, whose runs have different settings in the variants. The
-    paper's numbers are points. A row without the setting is a dashed line.
+    Each line is a variant or, with ``lines: rows``, a row whose setting differs between the variants. The paper's
+    numbers are drawn as points, and a row without the setting as a dashed line.
     """
     setting, panels, points = form["setting"], {}, set()
     dashed: dict[str, dict[str, float]] = {}
@@ -156,7 +156,7 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw one bar per row and variant with its standard deviation over the seeds, and the paper's numbers as marks."""
+    """Draw a bar per row and variant with the standard deviation over the seeds, and the paper's numbers as marks."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for entry in comparison.entries:
         if entry.ours is not None and entry.measure == comparison.item.measures[0]:
@@ -170,9 +170,9 @@ def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the norms of the rows of the clients' output layers for the first seed, one panel per row.
+    """Draw each class's norm in the clients' output layers, one panel per row of the figure, for the first seed.
 
-    With ``counts``, the first panel shows the clients' class counts. The titles then give the correlation r between the
+    With ``counts``, the first panel shows the clients' class counts, and the titles give the correlation r between the
     class shares in the counts and in the norms. With ``difference: [A, B]``, a panel after row A shows A minus B.
     """
     panels = []
@@ -199,7 +199,7 @@ def _shares(counts: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def _head_norms(comparison: Comparison, variant: str) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the norms of the rows of the clients' output layers ``(M, C)`` of the first seed, by row of the figure."""
+    """Return each class's norm in the clients' output layers ``(M, C)`` for the first seed, by row of the figure."""
     norms = {}
     for row in comparison.item.rows:
         _, cells = comparison.runs_of(variant, row)
@@ -223,7 +223,7 @@ def _clients(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
 
 
 def _trade_off(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw a number of each row against another number, with the row's name."""
+    """Draw one number of each row against another, labelled with the row's name."""
     points = {}
     for variant in comparison.item.variants:
         for row in comparison.item.rows:
@@ -234,7 +234,7 @@ def _trade_off(comparison: Comparison, form: Mapping[str, Any], path: Path) -> N
 
 
 def _measures(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw several numbers of each row, one group of bars per number."""
+    """Draw several numbers of each row as bars, one group per number."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for measure in form["measures"]:
         for variant in comparison.item.variants:
@@ -263,7 +263,7 @@ def _samples(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
 
 
 def _sharing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the blocks that FedDRM's branches share at each level, with the number of parameters."""
+    """Draw the blocks that FedDRM's branches share in each variant, with the number of parameters."""
     panels = {}
     for variant in comparison.item.variants:
         settings = comparison.item.settings_of(variant, comparison.overrides)
@@ -289,7 +289,7 @@ def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw PPFE's test error on linear regression against K and r_p: above with FedAvg, below without FedAvg.
+    """Draw PPFE's test error on linear regression against K and r_p, with FedAvg in the top row and without it below.
 
     FedAvg's error is far above the other errors. The point at 1.2 has a separate r_p for each client.
     """
@@ -316,7 +316,7 @@ def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _point(x: float, values: Sequence[float]) -> tuple[float, float, float]:
-    """Return a point of a line with its band, or a gap without values."""
+    """Return a point of a line with its band, or a gap if there are no values."""
     summary = number(values)
     return (float(x), summary.mean, summary.std or 0.0) if summary else (float(x), math.nan, math.nan)
 
@@ -332,7 +332,7 @@ def _pathways(comparison: Comparison, form: Mapping[str, Any], path: Path) -> No
 
 
 def _partition(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the number of training samples of each class on each client, one panel per variant."""
+    """Draw the number of training samples per client and class, one panel per variant."""
     counts_by_variant = {variant: comparison.counts_of(variant) for variant in comparison.item.variants}
     panels = [
         figures.Panel(np.transpose(counts), variant, "client", "class", "samples", counts=True)
@@ -343,7 +343,7 @@ def _partition(comparison: Comparison, form: Mapping[str, Any], path: Path) -> N
 
 
 def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the class shares read off the clients' output layers against the class shares of their samples."""
+    """Draw the class shares read off the clients' output layers against the class shares in their samples."""
     groups = {}
     for variant in comparison.item.variants:
         counts = comparison.counts_of(variant)
@@ -355,7 +355,7 @@ def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) ->
 
 
 def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Copy the picture ``of`` from the run of a ``row`` with the first seed."""
+    """Copy the picture named by ``of`` from the first-seed run of the row ``row``."""
     for variant in comparison.item.variants:
         _, cells = comparison.runs_of(variant, form["row"])
         file = _find_picture(cells[0], f"{form['of']}.png") if cells else None
@@ -393,4 +393,4 @@ FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
     "picture": _picture,
     "memory": _nothing,
 }
-"""Functions that draw a table or figure, by the kind of its form."""
+"""Functions that draw a table or figure, keyed by the kind of its form."""

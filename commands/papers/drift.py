@@ -1,6 +1,6 @@
 """FedDRM's Figure 3: the drift between the clients' gradients, for its class loss and for its client loss.
 
-The paper states only a classification task with 10 classes, 3 clients, a randomly generated embedding and FedAvg
+The paper specifies only a classification task with 10 classes, 3 clients, a randomly generated embedding and FedAvg
 (Section 2.4). Posy chooses the other parameters: dimension, number of samples, learning rate and number of local
 steps. Embeddings of client i come from N(m_i, I), with m_i from N(0, I / 4). Labels come from the same
 multinomial logistic model for all clients (Eq. 1), so that the clients differ by covariate shift.
@@ -19,10 +19,10 @@ ROUNDS, STEPS, RATE = 50, 10, 0.1
 
 
 class Drift(NamedTuple):
-    """Gradient drift of a loss in each round, at the server's model.
+    """Gradient drift of a loss in each round, evaluated at the server's model.
 
-    ``drift`` is G of the paper's footnote 1. ``relative_drift`` is its share of the clients' mean squared gradient,
-    G^2 / sum_i (n_i / N) ||grad l_i||^2: 0 if all gradients are equal, 1 if their mean vanishes.
+    ``drift`` is G in the paper's footnote 1. ``relative_drift`` is G^2 as a share of the clients' mean squared
+    gradient, G^2 / sum_i (n_i / N) ||grad l_i||^2: 0 if all gradients are equal, 1 if their mean vanishes.
     """
 
     drift: Array
@@ -30,7 +30,7 @@ class Drift(NamedTuple):
 
 
 def simulate(seed: int, rounds: int = ROUNDS) -> dict[str, Drift]:
-    """Train both heads by FedAvg on fixed embeddings, and return the drift of the losses ``class`` and ``client``."""
+    """Train both heads with FedAvg on fixed embeddings, and return the drift of the losses ``class`` and ``client``."""
     rng = np.random.default_rng(seed)
     truth = rng.normal(size=(CLASSES, DIMENSION))
     means = 0.5 * rng.normal(size=(CLIENTS, 1, DIMENSION))
@@ -59,7 +59,7 @@ def squared_drift(gradients: Array, shares: Array) -> tuple[float, float]:
 
 
 def _over_rounds(x: Array, y: npt.NDArray[np.int64], outputs: int, rounds: int) -> Drift:
-    """Train a head with ``outputs`` by FedAvg and return its drift at the start of each round."""
+    """Train a head with ``outputs`` output units by FedAvg, and return its drift at the start of each round."""
     server = np.zeros((outputs, x.shape[-1]))
     shares = np.full(len(x), 1 / len(x))
     squares = np.empty((rounds, 2))

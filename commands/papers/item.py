@@ -39,7 +39,7 @@ variants, which override the common settings."""
 ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
 """Forms of pictures without runs. Posy draws them from their settings."""
 SELDOM = 1_000_000
-"""``checkpoint-every`` of runs at scale ``full``, so that they write only checkpoints that take little time."""
+"""``checkpoint-every`` for runs at scale ``full``, so large that they write only checkpoints that take little time."""
 TITLE = "Table 1: accuracy"
 """Example of a title."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
@@ -49,7 +49,7 @@ PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 
 
 class Printed(NamedTuple):
-    """A printed number of a paper, its ±, and both as text."""
+    """A number printed in a paper, its ± if it has one, and both as printed."""
 
     value: float
     spread: float | None
@@ -60,8 +60,8 @@ class Printed(NamedTuple):
 class Claim:
     """A paper's statement about its numbers: some rows are higher than others, or close to them.
 
-    The claim covers ``variants``, or all variants if it names none. It states a difference of more than ``by``, or with
-    ``within`` an absolute difference of less than ``within``. Up to ``but`` of the lower rows may be higher. With
+    The claim covers ``variants``, or all variants if it names none. It states a difference of more than ``by``, or, if
+    ``within`` is set, an absolute difference of less than that. Up to ``but`` of the lower rows may be higher. With
     ``same_point``, all rows use the evaluation point of ``measure`` instead of their method's point. With ``spread``,
     the claim compares the distances of the numbers from their mean over the seeds. ``why`` explains a claim that the
     runs do not confirm.
@@ -96,7 +96,7 @@ class Item:
 
     @cached_property
     def measures(self) -> list[str]:
-        """Its measures, in the form of :func:`posy.commands.papers.record.measured`."""
+        """Its measures, in the format of :func:`posy.commands.papers.record.measured`."""
         names = self.content.get("measure", "served last")
         return [check_measure(str(name), str(self.file)) for name in (names if isinstance(names, list) else [names])]
 
@@ -112,14 +112,14 @@ class Item:
 
     @cached_property
     def rows(self) -> list[str]:
-        """Names of its rows, in the paper's order if it prints a number in each, else in the order of runs."""
+        """Names of its rows, in the paper's order if the paper prints all of them, else in the order of ``runs``."""
         run, printed = ([entry["name"] for entry in self.content.get("runs", [])], [*self.content.get("printed", {})])
         both = [*printed, *run] if set(run) <= set(printed) else [*run, *printed]
         return list(dict.fromkeys([*both, *self.content.get("read", {})]))
 
     @cached_property
     def readings(self) -> dict[str, tuple[str, str]]:
-        """The row whose runs it uses, and the measure, for each row with a separate measure or another row's runs."""
+        """For each row with its own measure or another row's runs: the row that provides the runs, and the measure."""
         run = {entry["name"] for entry in self.content.get("runs", [])}
         readings = {}
         for row, entry in self.content.get("read", {}).items():
@@ -165,7 +165,7 @@ class Item:
 
     @property
     def in_paper(self) -> bool:
-        """Whether it is in the paper. The names of additional experiments do not start with table or figure."""
+        """Whether it is in the paper. Names of additional experiments do not start with ``table`` or ``figure``."""
         return self.name.startswith(("table", "figure"))
 
     @property
@@ -199,14 +199,14 @@ class Item:
         return self.content.get("form", {"kind": "table"})
 
     def reason(self, variant: str, row: str) -> str:
-        """Return the known reason why a number differs from the paper's, or an empty text."""
+        """Return the known reason why a number differs from the paper's, or an empty string."""
         for entry in self.content.get("reasons", []):
             if variant in entry.get("variants", [variant]) and row in entry.get("rows", [row]):
                 return str(entry["say"])
         return ""
 
     def settings_of(self, variant: str, overrides: Mapping[str, Scalar] | None = None) -> Settings:
-        """Return the settings of a variant of a picture without runs."""
+        """Return a variant's settings, for a picture without runs."""
         of_variants = {entry["name"]: entry.get("settings", {}) for entry in self.content.get("variants", [])}
         changes = of_variants.get(variant, {})
         config = {"seed": 0, **self.content.get("settings", {}), **changes, **(overrides or {})}
@@ -225,10 +225,10 @@ class Item:
         seeds: int | None = None,
         strict: bool = True,
     ) -> Plan:
-        """Return its runs at a scale, with overrides; results go into ``folder``, or :func:`results_of` the paper.
+        """Return its runs at a scale, with overrides; results go into ``folder``, by default :func:`results_of`.
 
-        The runs have the seeds of the file, the seeds 0 to ``seeds`` - 1, and all seeds in the archives of the paper.
-        Unless ``strict``, the overrides may have no effect.
+        The seeds are those of the file, 0 to ``seeds`` - 1, and all seeds in the paper's archives. Unless ``strict``,
+        the overrides need not have an effect.
         """
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
@@ -242,7 +242,7 @@ class Item:
         common = dict(small.get("settings", {}))
         for part in ("runs", "variants"):
             changed = small.get(part, {})
-            # Move each common setting that some rows or variants change into all rows or variants.
+            # If some rows or variants change a common setting, move it into all rows or variants.
             mentioned = dict.fromkeys(itertools.chain(*changed.values()))
             shared = {key: common.pop(key) for key in mentioned if key in common}
             if changed and part in table:
@@ -258,7 +258,7 @@ def papers() -> list[str]:
 
 
 def items(paper: str) -> list[Item]:
-    """Return the tables and figures of a paper, tables first, in the order of their numbers."""
+    """Return the tables and figures of a paper, tables first, each in numerical order."""
     if paper not in papers():
         similar = nearest(paper, papers())
         hint = f"did you mean {similar}?" if similar else f"choose from {', '.join(papers())}"
@@ -337,7 +337,7 @@ def results_of(paper: str) -> Path:
 
 
 def missing_results(names: Iterable[str]) -> str:
-    """Return a message with the searched folders if the papers' runs have no archive, else an empty text."""
+    """Return a message that names the searched folders if the papers' runs have no archive, else an empty string."""
     if any(_archives(results_of(name)) for name in names):
         return ""
     folders = dict.fromkeys(map(str, (Path("papers").absolute(), PAPERS)))
@@ -385,7 +385,7 @@ def _seeds_in(results: Path) -> list[int]:
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of an archive; read the file again only after a change."""
+    """Return the lines of an archive; re-read the file only if it has changed."""
     stamp = (folder / archive.FILE).stat()
     return _lines_at(folder, stamp.st_mtime_ns, stamp.st_size)
 

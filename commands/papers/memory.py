@@ -1,11 +1,11 @@
-"""Compute the number of parameters on a server from a network, without a run (Table 7 of cwFedAvg)."""
+"""Compute how many parameters a server stores for a network, without a run (Table 7 of cwFedAvg)."""
 
 from functools import cache
 
 import torch
 
 WITHOUT = "none"
-"""Value for no class-wise layers: FedAvg."""
+"""Value for no class-wise layers, as in FedAvg."""
 LAYERS = (WITHOUT, "output", "all")
 
 
@@ -15,9 +15,9 @@ def stored_parameters(size: int, classwise: int, num_classes: int) -> int:
     Parameters
     ----------
     size : int
-        Parameters of the whole network.
+        Number of parameters of the whole network.
     classwise : int
-        Parameters of the layers that have a copy for each class.
+        Number of parameters of the layers that have a copy for each class.
     num_classes : int
     """
     return size - classwise + num_classes * classwise

@@ -57,14 +57,14 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
 
 
 def states(comparison: Comparison, pictures: Sequence[str]) -> str:
-    """Return how many of its numbers have each state, or the state of a picture without runs."""
+    """Return how many of a comparison's numbers have each state, or the state of a picture without runs."""
     if comparison.item.draws_alone:
         return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
     return count_words(entry.state for entry in comparison.entries)
 
 
 def claims(comparison: Comparison) -> str:
-    """Return how many of its claims have each outcome."""
+    """Return how many of a comparison's claims have each outcome."""
     return count_words(_outcome(verdict) for _, verdict in comparison.verdicts)
 
 
@@ -123,7 +123,7 @@ def pictures_in(folder: Path) -> list[str]:
 
 
 def overview(papers: Mapping[str, Sequence[Comparison]]) -> list[list[str]]:
-    """Return a row for each paper: the numbers of its claims, in total and by outcome, and of its numbers by state."""
+    """Return a row for each paper: how many claims it has, in total and by outcome, and how many numbers, by state."""
     rows = []
     for paper, all_comparisons in papers.items():
         comparisons = [comparison for comparison in all_comparisons if comparison.item.in_paper]
@@ -198,7 +198,7 @@ def _more_seeds(comparison: Comparison, scale: str) -> str:
 
 
 def _filled(text: str) -> str:
-    """Wrap a text at 120 characters, without breaks in file names."""
+    """Wrap text at 120 characters without breaking file names."""
     return fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
@@ -232,7 +232,7 @@ def _seeds(comparison: Comparison) -> str:
 
 
 def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
-    """Return the total seconds of the distinct runs at scale small, with the seeds of the files."""
+    """Return the total time in seconds of the distinct runs at scale small with the seeds of the files."""
     summaries = {
         frozenset(cell.decisive.items()): cell.summary() or {}
         for comparison in comparisons
@@ -266,12 +266,12 @@ def _outcome(verdict: Verdict) -> str:
 
 
 def _shown(key: str, value: Scalar) -> str:
-    """Return a setting's value in readable form."""
+    """Format a setting's value for readers."""
     return "all" if key == "max-samples" and value == 0 else _typed(value)
 
 
 def _typed(value: Scalar) -> str:
-    """Return a setting's value as on the command line."""
+    """Format a setting's value as on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

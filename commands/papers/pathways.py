@@ -5,9 +5,9 @@ dimensions, their distribution over three clients, and a network with four ReLU 
 network's 20 weights. Learning rate, batch size and lambda come from its experiments with ten classes (Section 5.1).
 
 Posy chooses the other parameters. The centres come from N(0, I) and the samples from N(centre, I). The layers have
-biases, which are trained and averaged but not drawn. All clients start from the same initial weights, drawn as PyTorch
-does by default. Each client takes the same number of steps, on batches drawn with replacement. There is one round. It
-averages all layers class-wise, with class shares from the output weights.
+biases, which are trained and averaged but not drawn. All clients start from the same weights, from PyTorch's default
+initialisation. Each client takes the same number of steps, on batches sampled with replacement. There is only one
+round, which averages all layers class-wise, with class shares from the output weights.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ BoolArray = npt.NDArray[np.bool_]
 A = TypeVar("A", FloatArray, BoolArray)
 
 COUNTS = np.array([(2700, 300), (200, 1800), (500, 500)])
-"""Number of samples of each class on each client."""
+"""Number of samples per client and class."""
 INPUTS, NEURONS, CLASSES = 3, 4, 2
 LARGEST = 8
 """Number of weights in the critical pathways of a network."""
@@ -51,7 +51,7 @@ PANELS = {
 
 
 class Layers(NamedTuple, Generic[A]):
-    """An array for each layer of a network, with a value per weight and a row per target node."""
+    """An array for each layer of a network, with one value per weight and one row per target node."""
 
     hidden: A
     """``(4, 3)``, from the inputs to the neurons."""
@@ -122,7 +122,7 @@ def weights_of(model: FloatArray) -> Layers[FloatArray]:
 
 
 def critical(weights: Layers[FloatArray], number: int = LARGEST) -> Layers[BoolArray]:
-    """Return masks of the ``number`` largest weights by magnitude; of equal weights, the first."""
+    """Return masks of the ``number`` weights that are largest in magnitude; ties go to the earlier weight."""
     sizes = np.abs(np.concatenate([weights.hidden.ravel(), weights.output.ravel()]))
     mask = np.zeros(len(sizes), bool)
     mask[np.argsort(-sizes, kind="stable")[:number]] = True
@@ -174,7 +174,7 @@ def _trained(start: list[Tensor], batches: Batch, shares: Tensor, strengths: Ten
     batches : Batch
         Inputs ``(N, steps, B, 3)`` and labels ``(N, steps, B)``.
     shares : torch.Tensor, (N, 2)
-        Class distributions of their clients.
+        Class distributions of the networks' clients.
     strengths : torch.Tensor, (N,)
         lambda of the regulariser; 0 disables it.
     """

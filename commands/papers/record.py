@@ -27,7 +27,7 @@ SYSTEM_AVERAGE = "system average"
 POOLED = ("system", "routing", SYSTEM_AVERAGE)
 """Accuracies on the pooled test samples; the last is the mean over the last rounds (``average-rounds``)."""
 PARAMETERS = "parameters"
-"""A measure without a run: the number of parameters on the server, in millions."""
+"""A measure that needs no run: the number of parameters on the server, in millions."""
 TOTALS = ("rounds", "seconds", "bytes-up", "bytes-down", "samples", "peak-memory")
 
 
@@ -132,7 +132,7 @@ def in_percent(measure: str) -> bool:
 
 
 def curve(path: Path, key: str) -> list[tuple[int, float]]:
-    """Return the values of a number by round, as pairs of round and value, without missing values."""
+    """Return a number over the rounds, as pairs of round and value, without missing values."""
     values = recorded_numbers(path).get("rounds", {})
     numbers = values.get("round", [])
     return [(n, value) for n, value in zip(numbers, values.get(key, []), strict=False) if value is not None]

@@ -1,11 +1,11 @@
-"""PPFE's Figure 3: test error of PPFE, of local training and of FedAvg on linear regression (Section 6.1).
+"""PPFE's Figure 3: test error of PPFE, local training and FedAvg on linear regression (Section 6.1).
 
 A linear model has no layers to personalise one by one. Here a model is a shared part plus a personal deviation. The
-ridge penalty of the deviation is the complexity parameter alpha_t, which decreases from stage to stage: stage 1 is
-FedAvg, and the last stage is nearly local training. Each stage fits y itself on reweighted samples. The sum of Eq. 8 is
-therefore replaced by the members' mean, weighted by beta.
+ridge penalty on the deviation is the complexity parameter alpha_t, which decreases from stage to stage: stage 1 is
+FedAvg, and the last stage is nearly local training. Each stage fits y itself on reweighted samples, so the members'
+mean, weighted by beta, replaces the sum in Eq. 8.
 
-The paper prints only the four stages, K, and, for Figure 3b, n. Posy chooses the dimension, the covariances, all
+The paper states only the four stages, K, and, for Figure 3b, n. Posy chooses the dimension, the covariances, all
 variances, r_p and n of Figure 3a, the grid of penalties, and alpha_t. The true weights are known, so the errors are
 expected errors.
 """
@@ -55,11 +55,11 @@ class Errors(NamedTuple):
 def simulate(
     seed: int, clients: int = USUAL_CLIENTS, ratio: float | None = USUAL_RATIO, noise: float = NOISE
 ) -> Errors:
-    """Return the error of each method with the penalty that has the least error on the validation samples.
+    """Return the error of each method with the penalty that has the lowest error on the validation samples.
 
-    With ``ratio`` None, each client draws a separate ratio from U(0, 1). In local training, each client chooses a
-    penalty. PPFE and FedAvg use the same penalty for all clients, with the least mean error. Training never uses the
-    validation samples.
+    With ``ratio`` None, each client draws a separate ratio from U(0, 1). In local training, each client chooses its own
+    penalty. PPFE and FedAvg each use one penalty for all clients, the one with the lowest mean error. Training never
+    uses the validation samples.
     """
     federation = draw_federation(seed, clients, ratio, noise)
     num_validation = round(VALIDATION * SAMPLES)
@@ -83,7 +83,7 @@ def simulate(
 
 
 def draw_federation(seed: int, clients: int, ratio: float | None, noise: float = NOISE) -> Federation:
-    """Draw clients by Eq. 15 and 16, with Wishart covariances of 2 d degrees of freedom and mean identity.
+    """Draw clients by Eqs. 15 and 16, with Wishart covariances with 2 d degrees of freedom and the identity as mean.
 
     A seed gives the same inputs and components for every ``ratio``.
     """
@@ -134,8 +134,8 @@ def average(weights: Array) -> Array:
 def personalise(gram: Array, moment: Array, penalty: float) -> Array:
     """Return the clients' weights ``(K, d)`` that minimise Eq. 6, with ``penalty`` on their deviation.
 
-    The deviation is the difference from the shared weights. These are the clients' mean, to which rounds of exact local
-    training and averaging converge.
+    The deviation is the difference from the shared weights. The shared weights are the clients' mean, to which rounds
+    of exact local training and averaging converge.
     """
     inverse = _inverse(gram, penalty)
     solutions, shrinkage = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram
@@ -161,7 +161,7 @@ def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> A
 
     The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Larger squared
     errors count as this maximum, so beta measures the accuracy of all stages on the same scale. The coefficient of a
-    stage depends on the error of the ensemble with this stage (line 21). To compute this error, the stage gets the
+    stage depends on the error of the ensemble including this stage (line 21). To compute this error, the stage gets the
     coefficient that follows from its own error, as in Posy's PPFE.
     """
     bound = (y**2).max(axis=1, keepdims=True)
@@ -189,7 +189,7 @@ def _combined(members: Sequence[Array], betas: Sequence[Array]) -> Array:
 
 
 def _inverse(gram: Array, penalty: float) -> Array:
-    """Return ``(G_k + penalty I)^-1`` ``(K, d, d)``, or without a penalty the pseudoinverse, which always exists."""
+    """Return ``(G_k + penalty I)^-1`` ``(K, d, d)``, or, without a penalty, the pseudoinverse, which always exists."""
     if penalty == 0:
         return np.asarray(np.linalg.pinv(gram, hermitian=True), np.float64)
     return np.asarray(np.linalg.inv(gram + penalty * np.eye(gram.shape[-1])), np.float64)

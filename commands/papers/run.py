@@ -21,7 +21,7 @@ from posy.strategies.registry import PAPERS, declared, read_settings
 PAGES = Path("docs/papers")
 """Folder of the papers' pages, relative to the working directory."""
 OWN = Path("results/papers")
-"""Folder for runs and pages with command-line settings that affect the results."""
+"""Folder for runs and pages whose command-line settings affect the results."""
 COLUMNS = (
     *("claims", *OUTCOMES),
     *("numbers reproduced", "differ", "drawn", "not run"),
@@ -69,8 +69,8 @@ def run_part(
     """Run the missing runs of a paper's table or figure, or of all, then draw the paper's page.
 
     With ``seeds``, use the seeds 0 to ``seeds`` - 1 instead of the file's. Skip and list runs whose data set is
-    missing. With settings that affect the results, runs and page go into a separate folder. Return the exit status,
-    which is 1 if a run failed.
+    missing. If ``overrides`` affect the results, the runs and the page go into a separate folder. Return the exit
+    status, which is 1 if a run failed.
     """
     if scale not in SCALES:
         raise SettingsError(f"--scale {scale}: it must be {' or '.join(SCALES)}")
@@ -108,7 +108,7 @@ def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict
     possible = {cell for cell in requested if _data_is_there(cell, absent)}
     print(f"{title}: {len(possible)} of {len(requested)} runs are available", flush=True)
     stored, elsewhere = archive.read(plan.output), archived_elsewhere(plan)
-    # Runs of other tables stay in the archives of these tables. Runs with other seeds or names stay in this archive.
+    # Runs of other tables stay in those tables' archives. Runs with other seeds or names stay in this archive.
     cells = tuple(
         cell
         for cell in plan.cells
@@ -119,7 +119,7 @@ def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict
 
 
 def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
-    """Return whether a run has finished, or its data and word vectors are readable."""
+    """Return whether a run has finished, or else whether its data and word vectors are readable."""
     if cell.summary() is not None:
         return True
     settings = read_settings(cell.config, cell.name)

@@ -1,4 +1,4 @@
-"""Compare a paper's numbers with the runs, and test the paper's claims."""
+"""Compare a paper's numbers with those of the runs, and test the paper's claims."""
 
 import itertools
 import math
@@ -13,9 +13,9 @@ LEVEL = 0.05
 ROUNDING = 1e-12
 """Posy treats numbers as equal if their standard deviation is at most this fraction of their mean."""
 SPREADS, UNITS = 2.0, 2.0
-"""Largest distance at which a number agrees with the paper's: in standard deviations, and in units."""
+"""Maximum distance at which a number agrees with the paper's: in standard deviations, and in units."""
 FEW = 3
-"""Fewest pairs for the outcome ``within the noise``: two pairs are significant only at 13 standard errors."""
+"""Minimum number of pairs for ``within the noise``; with two, only 13 standard errors or more are significant."""
 OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
 """Possible outcomes of a claim."""
 
@@ -37,7 +37,7 @@ def number(values: Sequence[float]) -> Number | None:
 
 
 def distances(values: Mapping[int, float]) -> dict[int, float]:
-    """Return the distance of a number from its mean over the seeds, by seed; empty for a single seed.
+    """Return each seed's distance from the mean over the seeds; empty for a single seed.
 
     Levene's test of two spreads compares the means of these distances.
     """
@@ -46,10 +46,10 @@ def distances(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
-    """Return whether a number agrees with the paper's, within one unit, or two units if the noise is large enough.
+    """Return whether a number agrees with the paper's: within one unit, or within two if the noise is large enough.
 
-    Two units are enough if they are within two standard deviations. The standard deviation combines Posy's and the
-    paper's over its runs (``spread``; None if the paper prints none): their squares add.
+    A distance of up to two units suffices if it is at most two standard deviations. The variance is the sum of Posy's
+    variance and the paper's over its runs (``spread`` is its square root, or None if the paper prints none).
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
     return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
@@ -57,7 +57,7 @@ def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> b
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a claim, as a word of ``OUTCOMES``.
+    """The outcome of a claim; ``word`` is one of ``OUTCOMES``.
 
     ``difference``, ``std`` and ``pairs`` describe the two rows that decide the outcome, and ``of`` names these rows.
     The claim holds for ``confirmed`` of ``compared`` pairs of rows. ``scale`` is the scale of the runs.
@@ -90,10 +90,10 @@ def verdict(
     Parameters
     ----------
     differences : mapping of str to sequence of float
-        Differences by the names of the two rows. Each is between two runs with the same seed and variant.
+        Differences, keyed by the names of the two rows. Each is between two runs with the same seed and variant.
     but : int
-        Number of lower rows that may be above the row; the test ignores the highest ones. With 1, the claim is that the
-        row is first or second.
+        Number of lower rows that may be above the row; the test ignores the ones that are highest. With 1, the claim is
+        that the row is first or second.
     """
     means = sorted((statistics.fmean(values), pair) for pair, values in differences.items() if values)
     results = {pair: _compared(differences[pair], by, within) for _, pair in means[but:]}
@@ -127,12 +127,12 @@ def _compared(differences: Sequence[float], by: float, within: float | None) -> 
 
 
 def _undecided(pairs: int) -> str:
-    """Return the outcome of a claim that no test with this number of pairs decides."""
+    """Return the outcome of a claim that the tests on this many pairs do not decide."""
     return "within the noise" if pairs >= FEW else "too few runs"
 
 
 def _less(differences: Sequence[float], than: float) -> float:
-    """Return the p-value of the hypothesis that the mean is less than ``than`` (one-sided t-test)."""
+    """Return the p-value of a one-sided t-test of whether the mean is less than ``than``."""
     mean = statistics.fmean(differences)
     if statistics.stdev(differences) <= ROUNDING * abs(mean):  # a t-test needs a variance
         return float(mean >= than)
@@ -140,5 +140,5 @@ def _less(differences: Sequence[float], than: float) -> float:
 
 
 def _greater(differences: Sequence[float], than: float) -> float:
-    """Return the p-value of the hypothesis that the mean is greater than ``than``."""
+    """Return the p-value of a one-sided t-test of whether the mean is greater than ``than``."""
     return _less([-difference for difference in differences], -than)
