@@ -1,1 +1,1 @@
-"""Data sets, their partition over clients, and the tensors that a client trains on."""
+"""Data sets, their partition among clients, and the tensors that a client trains on."""

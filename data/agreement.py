@@ -1,7 +1,7 @@
-"""The task of a run over sites: the settings give it, or else the sites agree on it.
+"""The task of a run over sites: the settings specify it, or else the sites agree on it.
 
 The server has no samples. It asks each site to describe its data and writes the agreed task into the run's settings
-(:func:`agreed`). Afterwards the settings alone give the task (:func:`task_of`).
+(:func:`agreed`). From then on, the settings alone determine the task (:func:`task_of`).
 """
 
 import json
@@ -29,12 +29,12 @@ MODES = {1: "L", 3: "RGB"}
 _MAX_SIZE = 1 << 28  # numbers in one sample
 _MAX_NAME = 300
 UNLIKE_MEAN, UNLIKE_SPREAD = 2.0, 10.0
-"""The server warns above these limits: the distance between a site's mean of a feature and the other sites' mean, in
-standard deviations, and the ratio of the standard deviations."""
+"""The server warns about a feature above these limits: on the distance between a site's mean and the other sites' mean,
+in standard deviations, and on the ratio of the standard deviations."""
 MIN_SHOWN = 10
-"""Smallest number of a site's training samples for a warning with numbers: fewer could reveal a person's value."""
+"""Minimum number of training samples at a site for a warning to show numbers: fewer could reveal a person's value."""
 MAX_UNLIKE = 20
-"""Largest number of features that the server warns about."""
+"""Maximum number of features that the server warns about."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Description:
     """A site's description of its data, from which the sites agree on a task.
 
     ``kind`` and ``columns`` are as in :class:`posy.data.dataset.Content`. ``mean`` and ``squares``, float64 ``(F,)``,
-    are empty if the samples are not features, or if the settings give the mean and the standard deviation.
+    are empty if the samples are not features, or if the settings specify the mean and the standard deviation.
     """
 
     kind: str
     shape: tuple[int, ...]  # of one sample, as in the setting input-shape
     fixed: bool  # False for image files and texts, which take any shape
     classes: tuple[str, ...]  # names; empty if the settings name the run's classes
-    count: int  # training samples that the next two attributes summarise
+    count: int  # number of training samples that the next two attributes summarise
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
     columns: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # notes on the data; from_answer ignores them, and skipped
+    warnings: tuple[str, ...] = ()  # notes on the data; from_answer ignores these and skipped
     skipped: int = 0  # number of unreadable files
 
     def as_answer(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Description:
         DataError
             If a value is implausible.
         KeyError, TypeError, ValueError
-            If the answer does not have the form that :meth:`as_answer` returns.
+            If the answer does not have the format that :meth:`as_answer` returns.
         """
         kind, shape = answer["kind"], tuple(int(size) for size in answer["shape"])
         mean, squares = (np.array(answer[key], np.float64) for key in ("mean", "squares"))
@@ -95,7 +95,7 @@ class Description:
 
 
 def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
-    """Return the warnings about a site's data for other machines, at most 20 of 300 characters each."""
+    """Return the warnings about a site's data for other machines: at most 20, each of at most 300 characters."""
     return {"warnings": [warning[:_MAX_NAME] for warning in shared_notes(warnings)[:20]], "skipped": skipped}
 
 
@@ -103,7 +103,7 @@ def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
 
 
 def open_settings(settings: DataSettings, kind: str) -> list[str]:
-    """Return the keys of the task's unset settings for samples of a kind; the sites must agree on their values."""
+    """Return the keys of the task settings left unset for this kind of sample; the sites must agree on their values."""
     keys = ["sample-kind", "input-shape", "classes"]
     keys += ["feature-mean", "feature-std"] if kind == "features" else []
     values = as_config(settings)
@@ -111,17 +111,17 @@ def open_settings(settings: DataSettings, kind: str) -> list[str]:
 
 
 def is_complete(settings: DataSettings) -> bool:
-    """Return whether the settings alone give the task, so that no site has to describe its data."""
+    """Return whether the settings alone determine the task, so that no site has to describe its data."""
     return not open_settings(settings, settings.sample_kind)
 
 
 def open_statistics(settings: DataSettings, kind: str) -> bool:
-    """Return whether the settings leave the mean or the standard deviation of the features to the sites."""
+    """Return whether the settings leave the features' mean or standard deviation to the sites."""
     return kind == "features" and not (settings.feature_mean and settings.feature_std)
 
 
 def task_of(settings: DataSettings) -> Task:
-    """Return the task that complete settings define, or raise :class:`SettingsError` for invalid values."""
+    """Return the task defined by complete settings, or raise :class:`SettingsError` for invalid values."""
     kind, classes = TASK_KINDS[settings.sample_kind], names_in("classes", settings.classes)
     if len(classes) < 2:
         raise SettingsError(f"classes = {settings.classes!r}: expected two or more names, without duplicates")
@@ -134,7 +134,7 @@ def task_of(settings: DataSettings) -> Task:
 
 
 def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
-    """Return the shape in ``input-shape``, or raise :class:`SettingsError` if it does not suit the kind of samples."""
+    """Return the shape in ``input-shape``, or raise :class:`SettingsError` if it does not suit this kind of sample."""
     try:
         shape = tuple(int(size) for size in settings.input_shape.split("x"))
     except ValueError:
@@ -180,7 +180,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def difference(columns: Sequence[str], names: Sequence[str]) -> str:
-    """Describe which names have no column, and which columns are unknown; empty if they agree."""
+    """Describe which names have no column and which columns are unknown; the result is empty if they agree."""
     missing = [name for name in names if name not in set(columns)]
     unknown = [name for name in columns if name not in set(names)]
     lists = {"missing": missing, "unknown": unknown}
@@ -201,11 +201,11 @@ def agreed(
     names: Sequence[str],
     pool: Callable[[DataSettings, list[str]], Pooled] | None = None,
 ) -> tuple[DataSettings, list[str]]:
-    """Return the settings with the task that the sites agree on, and warnings that name sites, a sentence each.
+    """Return the settings with the task that the sites agree on, and one-sentence warnings that name sites.
 
-    The settings override the sites. Otherwise the run takes the kind, the shape and the columns that most sites have.
-    It takes the sorted classes of these sites, and the mean and the standard deviation of each feature over their
-    training samples.
+    The settings override the sites. Otherwise the run uses the kind, the shape and the columns that most sites have,
+    the sorted classes of these sites, and the mean and the standard deviation of each feature over their training
+    samples.
 
     Parameters
     ----------
@@ -214,15 +214,15 @@ def agreed(
     descriptions, names : sequence
         The description of each site, and its name.
     pool : callable, optional
-        Returns the classes and the statistics over all sites. Its arguments are the settings with kind, shape and
-        columns, and the names of the sites that fit them. By default the descriptions contain classes and statistics.
+        Function that returns the classes and the statistics over all sites. Its arguments are the settings with kind,
+        shape and columns, and the names of the sites that fit them. By default, both come from the descriptions.
 
     Raises
     ------
     SettingsError
-        If the user must decide: the sites have no majority for a kind, a shape or a set of columns, images of a site
-        would lose their colours, or only one of several sites has a class. Also if no site fits the settings, or the
-        sites have only one class.
+        If the user must decide: there is no majority for a kind, a shape or a set of columns, a site's images would
+        lose their colours, or only one of several sites has a class. Also if no site fits the settings, or the sites
+        have only one class.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
     kind, shape = _agreed_form(sites, settings)
@@ -247,9 +247,9 @@ def agreed(
 
 
 def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
-    """Return the kind and the shape of the run's samples, and remove the sites with other samples.
+    """Return the kind and the shape of the run's samples, and remove sites whose samples differ.
 
-    Raise :class:`SettingsError` if no site remains, or the sites have no majority.
+    Raise :class:`SettingsError` if no site remains, or there is no majority.
     """
     kind, shape = settings.sample_kind, settings.input_shape
     if kind == "auto":
@@ -280,7 +280,7 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
 def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
     """Return the settings with the mean and standard deviation of each feature over all samples, unless they are set.
 
-    A constant feature has the standard deviation 1.
+    A constant feature gets a standard deviation of 1.
     """
     if not descriptions:
         return settings
@@ -298,16 +298,16 @@ def with_statistics(settings: DataSettings, descriptions: Sequence[Description] 
 def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[str] = ()) -> list[str]:
     """Return a warning for each feature that differs between a site and the other sites, for example in its unit.
 
-    The function compares each site's mean with the other sites' mean, in units of their standard deviation, and its
-    standard deviation with the geometric mean of their standard deviations. All sites have the same weight, so a large
-    site with a different unit cannot hide the difference. A warning about two sites does not say which one is wrong.
+    The function compares each site's mean with the other sites' mean, in units of their standard deviation, and the
+    site's standard deviation with the geometric mean of theirs. All sites have the same weight, so a large site with a
+    different unit cannot hide the difference. With only two sites, a warning does not say which one is wrong.
 
     Parameters
     ----------
     sites : sequence of (str, Description)
         Names and descriptions of the sites. ``mean`` and ``squares`` ``(F,)`` list the features in the same order.
     columns : sequence of str
-        Names of the features; empty: warnings number the features from 0.
+        Names of the features; if empty, warnings number the features from 0.
     """
     if len(sites) < 2:
         return []
@@ -327,7 +327,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
 def _outliers(
     sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
 ) -> dict[int, list[str]]:
-    """Describe, by feature, which of three or more sites differ from the others; see :func:`_pair_differences`."""
+    """Describe, for each feature, which of three or more sites differ; the arguments are as in _pair_differences."""
     warnings: dict[int, list[str]] = {}
     for site, (name, described) in enumerate(sites):
         other_sites = np.arange(len(sites)) != site
@@ -354,14 +354,14 @@ def _outliers(
 def _pair_differences(
     sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
 ) -> dict[int, list[str]]:
-    """Describe each feature that differs between two sites, without naming either site as the cause.
+    """Describe each feature that differs between two sites, without blaming either of them.
 
     Parameters
     ----------
     sites : sequence of (str, Description)
         Names and descriptions of the sites.
     means, variances, logs : numpy.ndarray
-        Means, variances and logarithms of the standard deviations at the sites, ``(S, F)``. The logarithm of 0 is 0.
+        Means, variances and log standard deviations at the sites, ``(S, F)``. The logarithm of 0 is set to 0.
     """
     both = f"{sites[0][0]} and {sites[1][0]}"
     shows_numbers = min(described.count for _, described in sites) >= MIN_SHOWN
@@ -385,7 +385,7 @@ def _pair_differences(
 
 
 class _Sites:
-    """The sites that still participate, with their names, and the warnings about all sites."""
+    """The sites still participating, with their names, and the warnings about all sites."""
 
     def __init__(self, entries: list[tuple[str, Description]]) -> None:
         self.entries, self.warnings = entries, list[str]()
@@ -396,7 +396,7 @@ class _Sites:
         self.entries = [(name, d) for name, d in self.entries if fits(d)]
 
     def most(self, key: str, problem: str, value_of: Callable[[Description], str]) -> str:
-        """Return the most common value of the sites, or raise :class:`SettingsError` for a tie."""
+        """Return the most common value among the sites, or raise :class:`SettingsError` for a tie."""
         counts = Counter(value_of(d) for _, d in self.entries).most_common()
         if len(counts) > 1 and counts[0][1] == counts[1][1]:
             values = [
@@ -406,7 +406,7 @@ class _Sites:
         return counts[0][0] if counts else ""
 
     def shape(self) -> str:
-        """Return the most common shape of the sites with a fixed shape, or of all sites if no shape is fixed."""
+        """Return the most common shape among the sites with a fixed shape, or among all sites if none has one."""
         deciding = _Sites([entry for entry in self.entries if entry[1].fixed] or self.entries)
         shape = deciding.most("input-shape", "have samples of different shapes", lambda d: shape_text(d.shape))
         channels = int(shape.split("x")[0]) if shape else 0
@@ -419,7 +419,7 @@ class _Sites:
         return shape
 
     def having(self, label: str) -> str:
-        """Return the names of the sites with a label, in parentheses; empty if the sites do not name their labels."""
+        """Return the names of the sites with a label, in parentheses; empty if no site lists the label."""
         names = [name for name, d in self.entries if label in d.classes]
         return f" ({_shown(names)})" if names else ""
 
@@ -433,7 +433,7 @@ class _Sites:
             )
 
     def check_classes(self, classes: Iterable[str]) -> None:
-        """Raise :class:`SettingsError` if only one site has a class, which may be another name for a common class."""
+        """Raise :class:`SettingsError` if only one site has a class, which may be another name for a shared class."""
         lone_labels: dict[str, list[str]] = {}
         for label in sorted_names(set(classes)):
             sites = [name for name, d in self.entries if label in d.classes]
@@ -449,7 +449,7 @@ class _Sites:
     def most_columns(self) -> tuple[str, ...]:
         """Return the most common columns in their most common order, or no columns if no site names its columns.
 
-        A tie raises :class:`SettingsError`.
+        Raise :class:`SettingsError` for a tie.
         """
         named = [(name, d) for name, d in self.entries if d.columns]
         if not named:
@@ -484,7 +484,7 @@ class _Sites:
 
 
 def check_common(classes: Mapping[str, int], sites: int) -> None:
-    """Raise :class:`SettingsError` if only one of several sites has a class; ``classes`` counts sites by class."""
+    """Raise :class:`SettingsError` if only one of several sites has a class; ``classes`` counts the sites per class."""
     lone_labels = sorted_names({label for label, count in classes.items() if count == 1})
     if lone_labels and sites > 1:
         raise _alone(listed(lone_labels[:5]) + " …" * (len(lone_labels) > 5), classes)
@@ -499,13 +499,13 @@ def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
 
 
 def _shown(sites: Iterable[str]) -> str:
-    """Return the names of the first five sites for a message."""
+    """Return the names of the first five sites, and the number of others, for a message."""
     names = list(sites)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _in_order(description: Description, columns: tuple[str, ...]) -> Description:
-    """Return a description with its features in the order of the run."""
+    """Return a description with its features in the run's order."""
     if not description.columns:
         return description
     order = [description.columns.index(name) for name in columns]

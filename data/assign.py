@@ -17,11 +17,11 @@ from posy.settings import SettingsError
 
 Parts = list[np.ndarray]
 
-_FEW = 10  # samples that each client of a Dirichlet partition should have at least
-_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that Posy tries for _FEW samples, and in total; each draws _TRIES times
+_FEW = 10  # minimum number of samples that each client of a Dirichlet partition should have
+_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that Posy tries with _FEW samples, and in total; each draws _TRIES times
 _TRIES = 11
 _HOPELESS = 1e-3
-"""Expected number of successes in all draws below which Posy gives up after the first partitioner."""
+"""Posy gives up after the first partitioner if the expected number of successes in all draws is below this."""
 _SIMULATED = 100_000
 """Number of clients that the estimate simulates over all its draws."""
 
@@ -29,8 +29,9 @@ _SIMULATED = 100_000
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Divide each class in Dirichlet proportions.
 
-    The function draws until each client has 10 samples, or fewer for small data. If this fails, it draws until each
-    client has 2. ``dirichlet_balanced`` selects the rule of PFLlib and FedLab, which assigns one class after another.
+    The function draws until each client has at least 10 samples, or fewer if the data set is small. If this fails, it
+    draws until each client has at least 2. ``dirichlet_balanced`` selects the rule of PFLlib and FedLab, by which a
+    client that already has 1/M of all samples gets none of the later classes.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
@@ -52,7 +53,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 
 
 def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
-    """Raise :class:`SettingsError` if hardly any draw gives each client ``least`` samples."""
+    """Raise :class:`SettingsError` if hardly any draw would give each client ``least`` samples."""
     clients = settings.num_clients
     share = share_below(np.bincount(dataset.y), settings, least)
     if share == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-share)) < _HOPELESS:
@@ -64,7 +65,7 @@ def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
 
 
 def share_below(counts: np.ndarray, settings: DataSettings, least: int) -> float:
-    """Estimate the share of the clients that get fewer than ``least`` samples in a draw.
+    """Estimate the share of clients that get fewer than ``least`` samples in a draw.
 
     If the clients were independent, a draw would succeed with probability (1 - share)^M. This is an upper bound,
     because the clients' sizes have a fixed sum and are therefore negatively associated.
@@ -72,7 +73,7 @@ def share_below(counts: np.ndarray, settings: DataSettings, least: int) -> float
     Parameters
     ----------
     counts : numpy.ndarray
-        Samples of each class, ``(C,)``.
+        Number of samples per class, ``(C,)``.
     """
     clients = settings.num_clients
     draws = max(1, _SIMULATED // clients)
@@ -90,7 +91,7 @@ def share_below(counts: np.ndarray, settings: DataSettings, least: int) -> float
 
 
 def iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Divide all samples at random into parts of nearly equal size."""
+    """Divide all samples at random into parts of (nearly) equal size."""
     return np.array_split(rng.permutation(len(dataset)), settings.num_clients)
 
 
@@ -110,7 +111,7 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
     """Give each client S classes in uneven shares, as PFLlib does.
 
     Each class in turn goes to the first M S / C clients that have fewer than S classes, so consecutive clients have the
-    same classes. Each client of a class gets 10 to 100 % of an even share at random, and the last one gets the
+    same classes. Each client of a class gets a random 10 to 100 % of an even share, except the last one, which gets the
     remainder. If M S is less than C, the last C - M S classes are not used.
     """
     clients, per_client, num_classes = settings.num_clients, settings.classes_per_client, dataset.task.num_classes
@@ -135,7 +136,7 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
 
 
 def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Sort by label, cut into equal shards, and give each client some at random (FedDRM, section 5).
+    """Sort samples by label, cut them into equal shards, and give each client some at random (FedDRM, section 5).
 
     Samples after the last complete shard are not used.
     """
@@ -150,7 +151,7 @@ def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
 
 
 def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
-    """Give each client one of the M largest groups, ordered by number; the first ones if sizes are equal."""
+    """Give each client one of the M largest groups, in group order; ties in size go to the lower group number."""
     assert dataset.groups is not None
     groups, sizes = np.unique(dataset.groups, return_counts=True)
     chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]
@@ -175,11 +176,11 @@ class _Labels(datasets.Dataset):  # type: ignore[misc]
         return values[:] if isinstance(key, str) else values
 
     def select(self, indices: Any) -> Any:
-        """Return the row numbers instead of a table, which would take most of the time of a draw."""
+        """Return the row numbers; building a table instead would take up most of a draw's time."""
         return np.asarray(indices, np.int64)
 
     def sort(self, _: str) -> Any:
-        """Return the labels as they are: a partitioner that sorts receives sorted labels."""
+        """Return the labels unchanged: a partitioner that sorts them receives sorted labels anyway."""
         return self
 
 
@@ -193,9 +194,9 @@ def _divide(
     shuffled: bool = True,
     ordered: bool = False,
 ) -> Parts:
-    """Divide samples by label with a partitioner, and return their indices.
+    """Divide samples by label with a partitioner, and return their indices per client.
 
-    ``shuffled`` shuffles the samples first, and ``ordered`` then sorts them by label.
+    With ``shuffled``, the samples are shuffled first; with ``ordered``, they are then sorted by label.
     """
     seed = int(rng.integers(2**32))
     order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))

@@ -1,4 +1,4 @@
-"""Augmentation of images, batched on their device."""
+"""Augmentation of image batches on their device."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from posy.data.transforms import SEED_NUMBERS, Transforms, check_transforms
 from posy.settings import SettingsError
 
 Draw = Callable[[int, torch.Generator], Tensor]
-"""Draws the random numbers of some images ``(B, k)``."""
+"""Draws the random numbers ``(B, k)`` for a batch of images."""
 Change = Callable[[Tensor, Tensor], Tensor]
 """Changes images according to their random numbers."""
 
-_SMALLEST = 0.9  # smallest fraction of the image's area in a crop (FedDRM)
+_SMALLEST = 0.9  # minimum fraction of the image's area that a crop covers (FedDRM)
 _PAD = 4  # padding around an image, in pixels, before a crop of the image's size (FedRep)
 _WIDEST = 4 / 3  # largest aspect ratio of a box relative to the image; the smallest is its inverse
-_TRIES = 10  # boxes drawn to find a box that fits into the image
+_TRIES = 10  # boxes drawn to find one that fits into the image
 
 
 def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ...], name: str = "the data") -> None:
@@ -46,9 +46,9 @@ def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ..
 
 
 def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tuple[Draw, Change] | None:
-    """Return the functions that draw random numbers and change training images; None without augmentation.
+    """Return the functions that draw random numbers and augment training images, or None without augmentation.
 
-    Images are normalised by ``mean`` and ``std`` ``(C,)``.
+    The images are normalised with ``mean`` and ``std`` ``(C,)``.
     """
     custom = Transforms(transforms, mean, std) if transforms else None
     if augment == "none" and custom is None:
@@ -71,7 +71,7 @@ def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tu
 
 
 def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
-    """Draw boxes for :func:`crop` with 90 to 100 % of the images' area and their aspect ratio: ``(count, 4)``."""
+    """Draw boxes ``(count, 4)`` for :func:`crop` with 90 to 100 % of an image's area and with its aspect ratio."""
     size, *position = torch.rand(3, count, generator=generator)
     side = _side(size)
     return torch.stack([side, side, *position], dim=1)
@@ -80,8 +80,8 @@ def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
 def draw_resized_boxes(count: int, generator: torch.Generator) -> Tensor:
     """Draw boxes ``(count, 4)`` as torchvision's RandomResizedCrop does, which FedDRM's program uses.
 
-    The area is uniform, and so is the logarithm of the aspect ratio, which is between 3:4 and 4:3. The function draws
-    ten boxes and takes the first that fits into the image. If no box fits, it takes the full image.
+    The area is uniformly distributed, and so is the logarithm of the aspect ratio, which is between 3:4 and 4:3. The
+    function draws ten boxes and uses the first that fits into the image. If none fits, it uses the full image.
     """
     size, ratio = torch.rand(2, count, _TRIES, generator=generator)
     stretch = torch.exp((ratio - 0.5) * math.log(_WIDEST))  # the square root of the aspect ratio
@@ -128,7 +128,7 @@ def crop(x: Tensor, boxes: Tensor) -> Tensor:
 
 
 def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
-    """Pad each image with 4 black pixels, crop a random box of the image's size, and mirror half of the images.
+    """Pad each image with 4 black pixels, crop a box of the original size, and mirror half of the images.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
     numbers : Tensor, (B, 3)
         Vertical and horizontal position of the box in [0, 1). A third number below one half mirrors the image.
     black : Tensor, (C,)
-        Pixel of value 0 after normalisation.
+        Normalised value of a black pixel.
     """
     height, width = x.shape[2:]
     padded = black.view(1, 1, 1, -1).expand(len(x), height + 2 * _PAD, width + 2 * _PAD, -1).clone()
@@ -152,7 +152,7 @@ def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
 
 
 def flip(x: Tensor, numbers: Tensor) -> Tensor:
-    """Mirror the images ``(B, C, H, W)`` with a number ``(B, 1)`` below one half from left to right."""
+    """Mirror left to right those images ``(B, C, H, W)`` whose number ``(B, 1)`` is below one half."""
     return torch.where(numbers[:, :, None, None] < 0.5, x.flip(3), x)
 
 
@@ -165,7 +165,7 @@ def _identity(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
 
 
 def _side(size: Tensor) -> Tensor:
-    """Map numbers in [0, 1) to areas of 90 to 100 % and return their square roots."""
+    """Map numbers in [0, 1) to areas of 90 to 100 %, and return the square roots of these areas."""
     return (_SMALLEST + (1 - _SMALLEST) * size).sqrt()
 
 

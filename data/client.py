@@ -47,8 +47,8 @@ def client_data(
 ) -> ClientData:
     """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if it does not exist.
 
-    With `resized-crop` the function crops test and validation images once, at random from the seed. Training draws a
-    new crop of each training image in every epoch.
+    With `resized-crop`, the function crops each test and validation image once; the seed determines the crops. Training
+    draws a new crop of each training image in every epoch.
     """
     if not 0 <= client < len(part.train):
         raise IndexError(f"client {client}: the partition has {len(part.train)} clients, numbered from 0")

@@ -1,4 +1,4 @@
-"""Assigns the columns of a table to the label, the samples and the groups."""
+"""Decides which columns of a table contain the label, the samples and the groups."""
 
 import json
 from collections.abc import Sequence
@@ -10,50 +10,50 @@ from posy.data.labels import label_name, nearly_equal
 from posy.data.settings import DataSettings
 from posy.settings import SettingsError
 
-_SHOWN = 20  # names of columns that a message lists
+_SHOWN = 20  # maximum number of column names that a message lists
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that the settings name. The names in the table determine the other columns."""
+    """The columns that the settings name. Any other columns are determined by their names in the table."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
     group: str = ""
     offered: tuple[str, ...] | None = None
     """The columns that the site's policy offers as inputs, or None without a policy. With a policy, the label is one of
-    the other columns. It does not depend on the columns that the run uses, so a run cannot choose the label."""
+    the remaining columns, whichever columns the run uses, so a run cannot choose the label."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
-        """Return the columns that settings name, or raise :class:`SettingsError` for a malformed list."""
+        """Return the columns that the settings name, or raise :class:`SettingsError` for a malformed list."""
         inputs = names_in("input-columns", settings.input_columns) if settings.input_columns else ()
         return cls(label_name(settings.label_column), inputs, label_name(settings.group_column))
 
     def named(self) -> list[tuple[str, str]]:
-        """Return the names in the settings, each with the key of its setting."""
+        """Return pairs of a setting's key and a column name that the setting contains."""
         pairs = [("label-column", self.label), ("group-column", self.group)]
         return [(key, name) for key, name in pairs if name] + [("input-columns", name) for name in self.inputs]
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of the columns of a table, by their indices in its header."""
+    """The roles of a table's columns, which are given by their indices in the header."""
 
     label: int
     inputs: tuple[int, ...]
     group: int | None
-    is_text: bool  # the only input is a column of texts, even if all of them are numbers
+    is_text: bool  # whether the only input is a column of texts, even if every text is a number
     notes: tuple[str, ...]
 
 
 def roles(
     header: Sequence[str], columns: Columns, where: str, coded: Sequence[int] = (), images: Sequence[int] = ()
 ) -> Roles:
-    """Return the roles of the columns of a table.
+    """Return the roles of a table's columns.
 
     The label is the named column, else ``label``, else the only column in ``coded``, else the last column, with a note.
-    ``coded`` are the columns that contain numbers of named classes. The samples are the named columns, else a column
+    ``coded`` lists the columns whose numbers refer to named classes. The samples are the named columns, else a column
     ``text``, else the only column in ``images``, else all columns except the label and the groups.
 
     Raises
@@ -97,7 +97,7 @@ def roles(
 
 
 def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
-    """Raise :class:`DataError` if a named column does not exist, or two settings name it."""
+    """Raise :class:`DataError` if a named column does not exist, or if two settings name the same column."""
     named = columns.named()
     for key, name in named:
         if name not in header:
@@ -113,7 +113,7 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
 
 
 def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: Sequence[int]) -> tuple[int, list[str]]:
-    """Return the index of the label, and a note if no name determines it."""
+    """Return the index of the label column, and a note if no name determines it."""
     if columns.label:
         return header.index(columns.label), []
     eligible: Sequence[int] = free
@@ -128,13 +128,13 @@ def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: 
 
 
 def name_notes(names: Sequence[str], header: Sequence[str]) -> list[str]:
-    """Return notes on possible mistakes in the names of features."""
+    """Return notes on possible mistakes in the feature names."""
     notes = [Note(f"column {1 + header.index('')} has no name and is a feature")] if "" in names else []
     return [*notes, *(Note(f"columns with nearly equal names: {', '.join(twins)}") for twins in nearly_equal(names))]
 
 
 def names_in(key: str, text: str) -> tuple[str, ...]:
-    """Return the names in a setting: separated by commas, or a JSON list."""
+    """Return the names in a setting, which is a comma-separated list or a JSON list."""
     names: Any = text.split(",")
     if text.lstrip().startswith("["):
         try:

@@ -1,4 +1,4 @@
-"""A data set in memory: the content of a file or folder, and the task and samples made from it."""
+"""Data sets in memory: the content of a file or folder, and the task and samples derived from it."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -20,31 +20,31 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """All samples of a data set, for training and for tests.
+    """All training and test samples of a data set.
 
-    ``x``, which may be mapped from a file, contains ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)``
-    features, float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
-    :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``: float32 per channel of
-    pixels/255 for uint8 images, float64 per feature for features. They are 0 and 1 for values without
-    normalisation, and for features before :func:`fitted`.
+    ``x``, which may be memory-mapped, contains ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)`` features,
+    float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
+    :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``. Images have one float32 of
+    each per channel (of pixels/255 if they are uint8), and features have one float64 of each per feature. Both are 0
+    and 1 if values need no normalisation, and for features before :func:`fitted`.
     """
 
-    name: str  # or path of the data
+    name: str  # name or path of the data
     task: Task
     x: np.ndarray
     y: np.ndarray  # (N,) int64 labels 0..C-1
     mean: np.ndarray
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
-    group_names: tuple[str, ...] = ()  # by the group's number; empty if the data has no names
-    is_test: np.ndarray | None = None  # (N,) bool: samples of the supplied test set, if there is one
-    given: Indices | None = None  # if the data is already partitioned
-    notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
+    group_names: tuple[str, ...] = ()  # indexed by group number; empty if the groups have no names
+    is_test: np.ndarray | None = None  # (N,) bool: whether a sample belongs to the supplied test set, if any
+    given: Indices | None = None  # set if the data is already partitioned
+    notes: tuple[str, ...] = ()  # one-sentence warnings about the data
     skipped: int = 0  # number of unreadable files
     sample_kind: str = ""  # as in :class:`Content`
-    words: tuple[str, ...] = ()  # of texts, in the order of their tokens from 2; empty if words are hashed
+    words: tuple[str, ...] = ()  # vocabulary, in the order of its tokens from 2; empty if words are hashed
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
-    order_seed: int = 0  # secret of a site for the order of its samples in batches; 0: the seed of the run decides
+    order_seed: int = 0  # a site's secret seed for the order of its samples in batches; 0: use the run's seed
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -53,25 +53,25 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """The content of a file or a folder, before it belongs to a task."""
+    """The content of a file or folder, before it is assigned to a task."""
 
     path: Path  # for messages
-    kind: str  # image (uint8), image-float, features, text or tokens (numbers of words)
+    kind: str  # image (uint8), image-float, features, text or tokens (word indices)
     x: Any  # as in Dataset; for text, the N texts
     labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
     groups: np.ndarray | None = None  # this and the next two are as in Dataset
     is_test: np.ndarray | None = None
     given: Indices | None = None
-    class_names: tuple[str, ...] = ()  # if the data has them; the labels are then their numbers 0..C-1
+    class_names: tuple[str, ...] = ()  # if the data has them; the labels are then class indices 0..C-1
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
     group_names: tuple[str, ...] = ()  # as in Dataset
-    read_notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
-    unreadable: tuple[str, ...] = ()  # an error message for each unreadable file
+    read_notes: tuple[str, ...] = ()  # one-sentence warnings about the data
+    unreadable: tuple[str, ...] = ()  # one error message per unreadable file
     resized: bool = False  # whether image files were resized to one size, and can be resized to any
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Labels as numbers of the classes that occur, ``(N,)`` int64, and the names of these classes."""
+        """Labels as indices of the classes that occur, ``(N,)`` int64, and the names of these classes."""
         return distinct_labels(self.labels)
 
     @cached_property
@@ -96,7 +96,7 @@ class Content:
 
 
 def bytes_of(array: np.ndarray) -> Iterator[memoryview]:
-    """Yield the bytes of an array in blocks, to avoid loading an array on disk as a whole."""
+    """Yield the bytes of an array in blocks, so that an array on disk is never loaded as a whole."""
     for row in range(0, len(array), 1024):
         yield np.ascontiguousarray(array[row : row + 1024]).data
 
@@ -115,8 +115,8 @@ def make_dataset(
     """Build a data set from samples and labels, as in :class:`Dataset`, and the parts of its :class:`Task`.
 
     uint8 pixels are scaled to [-1, 1], as in PFLlib, to make curves comparable. Other pixels and tokens do not change.
-    ``scale`` is the mean and the standard deviation of the features. Without it :func:`fitted` computes them.
-    ``text_length`` is the number of tokens of a text after :func:`fitted`. ``sample_kind`` is as in :class:`Content`.
+    ``scale`` is the mean and the standard deviation of the features; without it, :func:`fitted` computes them.
+    ``text_length`` is the number of tokens per text after :func:`fitted`. ``sample_kind`` is as in :class:`Content`.
     ``attributes`` are further attributes of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
@@ -135,20 +135,20 @@ def make_dataset(
 
 
 def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dataset:
-    """Return a data set whose statistics and vocabulary come from training samples alone.
+    """Return the data set with statistics and a vocabulary derived from training samples alone.
 
-    The mean and the standard deviation of each feature are over the training samples of all clients. A constant feature
-    is only centred. Texts become tokens: each of the ``max_words`` most frequent words of the training texts gets a
-    number. Images and tokens need no statistics.
+    The mean and the standard deviation of each feature are taken over the training samples of all clients. A constant
+    feature is only centred. Texts become tokens: each of the ``max_words`` most frequent words in the training texts
+    gets a number. Images and tokens need no statistics.
 
     Parameters
     ----------
     dataset : Dataset
-        As :func:`posy.data.datasets.load_dataset` returns it.
+        A data set returned by :func:`posy.data.datasets.load_dataset`.
     train : sequence of numpy.ndarray
         Indices ``(n_i,)`` of each client's training samples, without test and validation samples.
     max_words : int
-        Largest number of words in the vocabulary.
+        Maximum number of words in the vocabulary.
 
     Raises
     ------

@@ -23,10 +23,10 @@ from posy.settings import SettingsError
 
 
 def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dataset, Partition]:
-    """Return a data set, ready for training, and its partition over the clients.
+    """Return a data set, ready for training, and its partition among the clients.
 
-    The statistics and the vocabulary come only from the training samples of the partition. The function raises the
-    errors of :func:`load_dataset` and :func:`posy.data.partitions.partition`.
+    The statistics and the vocabulary come only from the training samples of the partition. The function raises the same
+    errors as :func:`load_dataset` and :func:`posy.data.partitions.partition`.
     """
     dataset = load_dataset(settings, data_dir, seed)
     part = partition(dataset, settings, seed)
@@ -34,10 +34,10 @@ def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dat
 
 
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
-    """Load a data set by name or path. The seed selects the subset of ``max_samples``.
+    """Load a data set by name or path; if ``max_samples`` limits it, the seed selects the subset.
 
-    Features are not standardised yet, and texts are not tokens yet: :func:`posy.data.dataset.fitted` needs the
-    partition for both.
+    Features are not yet standardised, and texts are not yet tokenised: :func:`posy.data.dataset.fitted`, which does
+    both, needs the partition.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
 
 
 def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
-    """Raise :class:`SettingsError` if settings name columns, but the data has none."""
+    """Raise :class:`SettingsError` if the settings name columns, but the data has none."""
     if (named := columns.named()) and not has_columns:
         raise SettingsError(
             f"{named[0][0]} = {named[0][1]!r} cannot go with dataset = {name!r}, which has no columns: they are for "

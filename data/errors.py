@@ -1,4 +1,4 @@
-"""Errors and notes about data, and the part of their text that other machines may receive."""
+"""Errors and notes about data, and the part of each that other machines may receive."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ CODES = {
     "too-few-rows": "it has too few rows",
     "changed-data": "its data has changed during the run; start a new run",
 }
-"""The errors that another machine receives, by code."""
+"""The error messages that other machines receive, keyed by code."""
 
 
 class DataError(ValueError):
@@ -43,7 +43,7 @@ class DataError(ValueError):
         self.code, self.column, self.count = code, column, count
 
     def shared(self, min_rows: int) -> str:
-        """Return the message for other machines: code, column and count. A count below ``min_rows`` is not exact."""
+        """Return the message for other machines: code, column and count, which is inexact below ``min_rows``."""
         column = f", column {self.column}" if self.column else ""
         counted = str(self.count) if self.count >= min_rows else f"below {min_rows}"
         count = f", count {counted}" if self.count else ""
@@ -51,13 +51,13 @@ class DataError(ValueError):
 
 
 class Note(str):
-    """A warning about data. ``shared`` is the text that other machines receive; it is empty if they receive none."""
+    """A warning about data. ``shared`` is the text that other machines receive, or empty if they receive none."""
 
     __slots__ = ("shared",)
     shared: str
 
     def __new__(cls, text: str, shared: str | None = None) -> "Note":
-        """Return a note. By default other machines receive the full text."""
+        """Return a note. By default, other machines receive its full text."""
         note = super().__new__(cls, text)
         note.shared = text if shared is None else shared
         return note

@@ -1,4 +1,4 @@
-"""Checks of user files: Posy opens only regular files, and reads only data that fits into memory."""
+"""Checks on user files: Posy opens only regular files, and reads only data that fits into memory."""
 
 import contextlib
 import json
@@ -9,12 +9,12 @@ from typing import Any
 
 from posy.data.errors import DataError
 
-_MEMORY_SHARE = 0.8  # fraction of the free memory that data may take
-_JSON_GROWTH = 4  # smallest factor by which JSON grows in memory as Python objects
+_MEMORY_SHARE = 0.8  # fraction of the free memory that data may occupy
+_JSON_GROWTH = 4  # minimum factor by which JSON grows when it is loaded as Python objects
 
 
 def check_regular(path: Path) -> int:
-    """Return the size in bytes of a regular file, after following links.
+    """Return the size in bytes of a regular file, following links.
 
     Raise :class:`DataError` for any other file, such as a pipe, which may never end.
     """
@@ -28,14 +28,14 @@ def check_regular(path: Path) -> int:
 
 
 def check_fits(size: float, where: str) -> None:
-    """Raise :class:`DataError` if data of ``size`` bytes would take too much of the free memory."""
+    """Raise :class:`DataError` if data of ``size`` bytes would take up too much of the free memory."""
     free = free_memory()
     if size > _MEMORY_SHARE * free:
         raise DataError(f"{where}: more than fits into memory ({size / 1e9:.3g} GB; {free / 1e9:.3g} GB are free)")
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, or raise :class:`DataError` if it is invalid or too large for the memory."""
+    """Return the content of a JSON file, or raise :class:`DataError` if it is invalid or too large for memory."""
     check_fits(_JSON_GROWTH * check_regular(path), str(path))
     try:
         return json.loads(path.read_bytes())
@@ -44,7 +44,7 @@ def read_json(path: Path) -> Any:
 
 
 def free_memory() -> float:
-    """Return the bytes of memory still available to this process, or infinity if the system does not report it."""
+    """Return the bytes of memory still available to this process, or infinity if the system does not report them."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError):  # not Linux, or no cgroup limit
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

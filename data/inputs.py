@@ -1,4 +1,4 @@
-"""Turns a user's image, text or row of numbers into the input of a network, with the preprocessing of its training."""
+"""Turns a user's image, text or row of numbers into a network's input, with the same preprocessing as in training."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from posy.data.values import as_features
 
 
 def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tensor:
-    """Return samples in a network's input form: images ``(n, C, H, W)``, features or tokens.
+    """Return samples in a network's input format: images ``(n, C, H, W)``, features or tokens.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
     if kind == "text":
         return x
     centre, width = torch.from_numpy(mean).to(x.device), torch.from_numpy(std).to(x.device)
-    if kind == "features":  # rounded last: samples may differ only in the last digits of a value
+    if kind == "features":  # round last, because samples may differ only in the last digits of a value
         return x.double().sub_(centre).div_(width).float()
     scale = 255.0 if x.dtype == torch.uint8 else 1.0
     return x.float().sub_(centre * scale).div_(width * scale).permute(0, 3, 1, 2)
@@ -44,7 +44,7 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
 
 @dataclass(frozen=True, eq=False)
 class Preprocessing:
-    """Preprocessing of a sample for a network; the attributes have the same names as in a data set."""
+    """Preprocessing of samples for a network; its attributes are named as in :class:`posy.data.dataset.Dataset`."""
 
     task: Task
     sample_kind: str
@@ -55,7 +55,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, dataset: Dataset) -> Self:
-        """Return the preprocessing of a data set's samples."""
+        """Return the preprocessing for a data set's samples."""
         return cls(dataset.task, dataset.sample_kind, dataset.mean, dataset.std, dataset.words, dataset.columns)
 
     def to_json(self) -> str:
@@ -74,13 +74,13 @@ class Preprocessing:
         return cls(task, kind, mean, std, tuple(stored["words"]), tuple(stored["columns"]))
 
     def __call__(self, sample: Any) -> Tensor:
-        """Return a sample in the network's input form, ``(1, *input_shape)``.
+        """Return a sample in the network's input format, ``(1, *input_shape)``.
 
         Parameters
         ----------
         sample
-            An image: a path, a PIL image, or pixels ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)``. A text, or the path of
-            a text file. Features ``(F,)``, or a mapping from their names to values. Tokens ``(L,)``.
+            An image: a path, a PIL image, or pixels ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)``; a text, or the path of
+            a text file; features ``(F,)``, or a mapping from their names to values; or tokens ``(L,)``.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class Preprocessing:
         return normalised(torch.from_numpy(np.array(read(sample)[None])), self.task.kind, self.mean, self.std)
 
     def describe(self) -> str:
-        """Describe a valid sample, for messages."""
+        """Describe valid samples, for messages."""
         shape = self.task.input_shape
         if self.task.kind == "image":
             how = "" if self.sample_kind == "image" else " as arrays of floating-point pixels"

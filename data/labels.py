@@ -1,4 +1,4 @@
-"""Labels: their meaning in cells and arrays, and the names of the classes."""
+"""Labels, as read from cells and arrays, and the names of the classes."""
 
 import re
 import unicodedata
@@ -18,16 +18,16 @@ _ABSENT = frozenset({"nan", "na", "n/a", "none", "null", "missing", "?"})
 
 
 def as_labels(y: np.ndarray, where: str) -> np.ndarray:
-    """Return labels ``(N,)`` without merging any: as int64, or as texts if int64 cannot hold all of them.
+    """Return labels ``(N,)`` without merging any: as int64, or as strings if int64 cannot represent all of them.
 
-    Whole numbers of every type, including whole floats, keep their values. Beyond int64 they become texts of their
-    digits. The function strips spaces around texts, normalises accents (NFC), and reads bytes as UTF-8.
+    Whole numbers of every type, including whole floats, keep their values. If they exceed int64, they become strings of
+    digits. The function strips spaces around strings, normalises accents (NFC), and decodes bytes as UTF-8.
 
     Raises
     ------
     DataError
-        If the number of labels differs from the number of samples. Also if a label is empty or NaN, has a fraction, or
-        is a float that its type cannot distinguish from the next whole number.
+        If there is not exactly one label per sample. Also if a label is empty or NaN, has a fraction, or is a float
+        that its type cannot distinguish from the next whole number.
     """
     y = np.asarray(y)
     if y.ndim > 1 and y.size == len(y):
@@ -69,14 +69,14 @@ def _as_names(y: np.ndarray, where: str) -> np.ndarray:
 
 
 def joined_labels(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join labels as :func:`as_labels` returns them; if some are texts, numbers become texts."""
+    """Join label arrays returned by :func:`as_labels`; if some are strings, numbers become strings."""
     if len({part.dtype.kind for part in parts}) > 1:
         parts = [part.astype(str) for part in parts]
     return np.concatenate(parts)
 
 
 def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
-    """Return the labels of data with known classes as int64; :class:`DataError` unless all are 0..C-1."""
+    """Return the labels of data with C known classes as int64; raise :class:`DataError` unless all are 0..C-1."""
     labels = as_labels(y, where)
     if labels.dtype.kind != "i":
         raise DataError(f"{where}: the label {labels[0]!s:.60} is a text; allowed: 0 to {num_classes - 1}")
@@ -87,7 +87,7 @@ def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
 
 
 def distinct_labels(labels: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return labels as numbers 0..C-1, ``(N,)`` int64, and the C names, sorted by :func:`sorted_names`."""
+    """Return labels as indices 0..C-1, ``(N,)`` int64, and the C names in the order of :func:`sorted_names`."""
     values, indices = np.unique(labels, return_inverse=True)
     texts = [str(value) for value in values]
     names = tuple(sorted_names(texts))
@@ -95,22 +95,22 @@ def distinct_labels(labels: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 def renumbered(indices: np.ndarray, labels: Sequence[str], names: Sequence[str]) -> np.ndarray:
-    """Return ``(N,)`` indices into one list of names as indices into a list with all names, int64."""
+    """Convert ``(N,)`` indices into ``labels`` to int64 indices into ``names``, which contains all labels."""
     number = {name: index for index, name in enumerate(names)}
     return np.array([number[name] for name in labels], np.int64)[indices]
 
 
 def sorted_names(names: Collection[str]) -> list[str]:
-    """Sort names of classes: by value if all are whole numbers, else alphabetically."""
+    """Sort class names: by value if all are whole numbers, else alphabetically."""
     if all(_INTEGER.fullmatch(name) for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)
 
 
 def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return natural groups ``(N,)`` as numbers from 0 in their order, int64, and their names.
+    """Return natural groups ``(N,)`` as int64 numbers from 0 in sorted order, and the groups' names.
 
-    If all names are whole numbers, ``kind`` precedes them, as in ``group 3``, because a plain number means a client.
+    If all names are whole numbers, ``kind`` precedes each, as in ``group 3``, because a plain number denotes a client.
     """
     names, numbers = np.unique(values, return_inverse=True)
     texts = [str(name) for name in names]
@@ -120,16 +120,16 @@ def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray
 
 
 def label_name(text: str) -> str:
-    """Return a text as the name of a class, without surrounding spaces and with normalised accents (NFC)."""
+    """Return ``text`` as a class name, without surrounding spaces and with normalised accents (NFC)."""
     return unicodedata.normalize("NFC", text.strip())
 
 
 def written_label(cell: str) -> str:
     """Return the label in a cell of a table.
 
-    A whole number has one name, also if it is written as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are the class 1.
-    Every other text, without surrounding spaces, is a class name by itself: ``01`` is not 1. The meaning of a cell does
-    not depend on other cells, so it is the same at every site.
+    A whole number has one name, even if it is written as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are all class 1.
+    Any other string, without surrounding spaces, is a class name of its own: ``01`` is not 1. The meaning of a cell
+    does not depend on other cells, so it is the same at every site.
     """
     name = label_name(cell)
     if integer := _CANONICAL.fullmatch(name):
@@ -142,7 +142,7 @@ def written_label(cell: str) -> str:
 
 
 def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None = None) -> list[str]:
-    """Return warnings about labels 0..C-1, ``(N,)``, and their names; ``is_test`` is as in ``Content``."""
+    """Return warnings about labels ``(N,)`` in 0..C-1 and their names; ``is_test`` is as in ``Content``."""
     notes: list[str] = []
     if all(map(_INTEGER.fullmatch, names)) and (negative := [name for name in names if name.startswith("-")]):
         notes.append(
@@ -177,7 +177,7 @@ def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None 
 
 
 def nearly_equal(names: Collection[str]) -> list[list[str]]:
-    """Return the groups of names that differ only in case, spaces or spelling, such as Cat and cat, or 1 and 01."""
+    """Return groups of names that differ only in case, spacing or notation, such as Cat and cat, or 1 and 01."""
     names_by_key = defaultdict(list)
     for name in sorted(set(names)):
         key = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf").casefold()
@@ -187,6 +187,6 @@ def nearly_equal(names: Collection[str]) -> list[list[str]]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for a message, with invisible characters escaped."""
+    """Return quoted names for a message, with non-ASCII characters escaped."""
     quoted = [ascii(name) if len(name.encode("ascii", "ignore")) < len(name) else repr(name) for name in names]
     return ", ".join(quoted[:-1]) + (" and " if len(quoted) > 1 else "") + quoted[-1]

@@ -1,4 +1,4 @@
-"""Assigns samples to clients."""
+"""Assigns samples to clients and splits them into training, test and validation samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ from posy.settings import SettingsError
 class Partition:
     """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in ascending order.
 
-    A test split is empty only for a client with a single sample, or if a given partition has an empty one. A validation
-    split is empty only for a client with a single training sample, or if ``validation_fraction`` is 0.
+    A test split is empty only if the client has a single sample, or if a given partition leaves it empty. A validation
+    split is empty only if the client has a single training sample, or if ``validation_fraction`` is 0.
     """
 
     train: tuple[np.ndarray, ...]
@@ -35,17 +35,17 @@ class Partition:
     """Names of the clients' groups, if the partition is ``natural`` and the data names its groups."""
 
     def __post_init__(self) -> None:
-        """Set empty validation splits if there are none."""
+        """Add empty validation splits if there are no validation splits."""
         if not self.validation:
             object.__setattr__(self, "validation", tuple(train[:0] for train in self.train))
 
     def counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
-        """Return the samples (of all splits) of each class on each client, ``(M, C)`` int64."""
+        """Return the number of samples per client and class over all splits, ``(M, C)`` int64."""
         evaluated = (_class_counts(split, y, num_classes) for split in (self.test, self.validation))
         return sum(evaluated, self.train_counts(y, num_classes))
 
     def train_counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
-        """Return the training samples of each class on each client, ``(M, C)`` int64."""
+        """Return the number of training samples per client and class, ``(M, C)`` int64."""
         return _class_counts(self.train, y, num_classes)
 
 
@@ -54,14 +54,14 @@ def _class_counts(parts: Sequence[np.ndarray], y: np.ndarray, num_classes: int) 
 
 
 def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
-    """Assign the samples of a data set to clients, and split them into train and test.
+    """Assign the samples of a data set to clients, and split each client's samples.
 
-    The same data, settings and seed give the same partition in every process. flwr-datasets assigns samples by their
-    labels alone, except with ``samples_per_client``. Data that is already partitioned keeps its partition.
+    The same data, settings and seed give the same partition in every process. Data that is already partitioned keeps
+    its partition.
 
-    A supplied test set is used for tests, unless ``test_set`` pools it. Posy then assigns the training samples, and
-    each client gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, the test samples of
-    its group. Without a test set, each client's samples are split by ``test_fraction``.
+    A supplied test set is used for tests, unless ``test_set`` pools it. In the former case, Posy assigns the training
+    samples, and each client gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, its
+    group's test samples. Without a test set, ``test_fraction`` of each client's samples are set aside for tests.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
             )
         rows = np.flatnonzero(~is_test)
         groups = None if dataset.groups is None else dataset.groups[rows]
-        # Partition rules read labels and groups alone.
+        # The partition rules use only labels and groups.
         training = replace(dataset, y=dataset.y[rows], groups=groups, is_test=None)
         _check(kind, training, settings)
         pairs = _with_test_set(kind, dataset, is_test, training, settings, rng)
@@ -104,9 +104,9 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 
 
 def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
-    """Return the (train, test) indices of clients as a partition, with at most ``train_samples`` training samples.
+    """Return clients' (train, test) indices as a partition with at most ``train_samples`` training samples per client.
 
-    A fraction ``validation_fraction`` of the training samples is held out for validation.
+    A fraction ``validation_fraction`` of them is held out for validation.
     """
     if settings.train_samples:
         pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
@@ -121,7 +121,7 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -
 
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
-    """Check the settings against the data before the assignment."""
+    """Check the settings against the data before assigning samples."""
     clients, num_classes = settings.num_clients, dataset.task.num_classes
     if kind == "given":
         if settings.test_set == "pooled" and dataset.given is not None:
@@ -189,7 +189,7 @@ def _with_test_set(
     settings: DataSettings,
     rng: np.random.Generator,
 ) -> Indices:
-    """Return the (train, test) indices of each client; ``training`` has the training samples' labels and groups."""
+    """Return each client's (train, test) indices; ``training`` contains the training samples' labels and groups."""
     rows, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
     if kind == "file":
         pairs = _from_file(dataset, settings, rng, is_test)
@@ -211,19 +211,19 @@ def _with_test_set(
 
 
 def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the number of test samples of each class that each client gets from a test set, ``(M, C)`` int64.
+    """Return the number of test samples that each client gets from a test set, per class, ``(M, C)`` int64.
 
-    Each class is divided in proportion to the clients' training samples of it, so that a client is tested on the class
-    proportions that it trains on. Each sample goes to one client. The largest remainders get the samples that
-    remain after rounding, and equal remainders get them in random order. A client without a test sample takes a sample
-    of its most frequent class from the client with the most samples of this class.
+    Each class is divided in proportion to the clients' training samples of that class, so that a client is tested on
+    the class proportions that it trains on. Each sample goes to one client. Samples left over after rounding down go to
+    the clients with the largest remainders, with ties broken at random. A client that would get no test sample takes
+    one of its most frequent class from the client with the most test samples of this class.
 
     Parameters
     ----------
     counts : numpy.ndarray
-        Training samples of each class on each client, ``(M, C)``.
+        Number of training samples per client and class, ``(M, C)``.
     available : numpy.ndarray
-        Samples of each class in the test set, ``(C,)``. Classes without a training sample are not used.
+        Number of samples per class in the test set, ``(C,)``. Classes without a training sample are not used.
     rng : numpy.random.Generator
         Breaks ties between equal remainders.
     """
@@ -246,7 +246,7 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
 def _divided(
     dataset: Dataset, test: np.ndarray, train: Sequence[np.ndarray], rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide the indices of a test set among clients by their training samples, with :func:`share_test_set`."""
+    """Divide the indices of a test set among clients as :func:`share_test_set` determines."""
     num_classes, y = dataset.task.num_classes, dataset.y
     available = np.bincount(y[test], minlength=num_classes)
     shares = share_test_set(_class_counts(train, y, num_classes), available, rng)
@@ -264,8 +264,8 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
     """Give each client the same number of samples, equally from each of its S classes (PPFE, appendix A.2).
 
     Each client gets ``samples_per_client`` training samples. If ``tested``, it also gets test samples from the same
-    pool and classes: ``test_fraction`` of all its samples. Each client takes the S classes that the fewest clients have
-    so far, in random order. With ``partition = "iid"`` all samples count as one class.
+    pool and classes, which make up ``test_fraction`` of all its samples. Each client takes the S classes that the
+    fewest clients have so far, with ties broken at random. With ``partition = "iid"``, all samples count as one class.
     """
     by_class = settings.partition == "classes"
     y, num_classes = (dataset.y, dataset.task.num_classes) if by_class else (np.zeros(len(dataset)), 1)
@@ -276,7 +276,7 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
         raise SettingsError(
             f"samples-per-client = {train} cannot hold classes-per-client = {per_client}; at least {per_client} needed"
         )
-    # The two remainders of the division go to different classes if there are enough classes.
+    # The remainders of the two divisions go to different classes if there are enough classes.
     class_numbers = np.arange(per_client)
     take_train = train // per_client + (class_numbers < train % per_client)
     take_test = test // per_client + (class_numbers[::-1] < test % per_client)
@@ -308,7 +308,7 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
 def _from_file(
     dataset: Dataset, settings: DataSettings, rng: np.random.Generator, is_test: np.ndarray | None = None
 ) -> Indices:
-    """Read a file with a list of index lists, or with {"train": [...], "test": [...]} of two such lists.
+    """Read a file that contains a list of index lists, or two such lists as {"train": [...], "test": [...]}.
 
     With ``is_test``, a client may not train on samples of the supplied test set.
     """
@@ -344,7 +344,7 @@ def _from_file(
 
 
 def _listed_clients(path: Path, size: int, settings: DataSettings) -> tuple[list[Any], bool]:
-    """Return each client's lists of indices in a partition file, and whether the file names training and test."""
+    """Return each client's index lists from a partition file, and whether the file separates training and test."""
     content = read_json(path)
     splits: dict[str, Any] = content if isinstance(content, dict) else {"all": content}
     if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
@@ -369,7 +369,7 @@ def count_aside(count: int, fraction: float) -> int:
 
 
 def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator) -> Indices:
-    """Set a random fraction of each client's samples aside. With two or more samples, both parts are non-empty."""
+    """Set aside a random fraction of each client's samples; with two or more samples, neither part is empty."""
     pairs = []
     for part in parts:
         shuffled = rng.permutation(part)

@@ -1,6 +1,6 @@
-"""The policy of a site: one file on its node that limits the use of the site's data by runs.
+"""The policy of a site: one file on its node that limits how runs may use the site's data.
 
-Only the node reads the file (``policy`` in its node config). A node with data but without a file uses the defaults.
+Only the node reads the file (``policy`` in its node config). A node with data but no such file uses the defaults.
 :mod:`posy.client_app.policy` checks a run against the policy before the node works on any message.
 """
 
@@ -22,12 +22,12 @@ class Policy:
     )
     label: str = setting("", "column that a run may use as label; empty: `label`, else the last column")
     min_rows: int = setting(
-        10, "smallest number of rows for a statistic, a label, a gradient or a score that leaves the site", minimum=2
+        10, "minimum number of rows behind any statistic, label, gradient or score that leaves the site", minimum=2
     )
     test_fraction: float = setting(
         0.25,
         "fraction of the rows that the site keeps for tests; the site draws them once for each version of its data, "
-        "and no setting of a run selects rows",
+        "and no run setting can select rows",
         above=0,
         maximum=0.5,
     )
@@ -45,15 +45,15 @@ class Policy:
         choices=("installed", "signed", "any"),
     )
     weights: str = setting(
-        "", "directory of the files with initial weights that a run may use; empty: a run may name no file", place=True
+        "", "directory of the initial-weight files that a run may use; empty: a run may not name a file", place=True
     )
-    max_local_epochs: int = setting(100, "largest number of passes over the data in a round", minimum=1)
-    max_rounds: int = setting(1000, "largest number of rounds of a run", minimum=1)
-    max_parameters: int = setting(100_000_000, "largest number of parameters of a model", minimum=1)
-    max_runs_per_day: int = setting(50, "largest number of runs that begin on one day (UTC)", minimum=1)
+    max_local_epochs: int = setting(100, "maximum number of passes over the data in a round", minimum=1)
+    max_rounds: int = setting(1000, "maximum number of rounds in a run", minimum=1)
+    max_parameters: int = setting(100_000_000, "maximum number of parameters in a model", minimum=1)
+    max_runs_per_day: int = setting(50, "maximum number of runs that begin on one day (UTC)", minimum=1)
     min_clients: int = setting(
         0,
-        "smallest number of clients in a round; 0: two, or with trusted-keys more than half of the trusted sites",
+        "minimum number of clients in a round; 0: two, or with trusted-keys, more than half of the trusted sites",
         minimum=0,
     )
     secure_aggregation: str = setting(
@@ -63,13 +63,13 @@ class Policy:
     )
     scores: str = setting(
         "rounded",
-        "accuracy and loss in replies; `rounded`: to two decimals, at most three digits and at most 1000; "
+        "accuracy and loss in replies; `rounded`: to two decimals and at most three digits, capped at 1000; "
         "`withheld`: only in masked sums",
         choices=("exact", "rounded", "withheld"),
     )
     epsilon: float = setting(
         0.0,
-        "privacy budget of the site over all runs, per row; a run needs `dp=local`, `dp=sample`, or "
+        "the site's privacy budget per row over all runs; a run needs `dp=local`, `dp=sample`, or "
         "`dp=central` with secure-aggregation; 0: runs without noise are allowed",
         minimum=0,
     )
@@ -77,12 +77,12 @@ class Policy:
 
     @cached_property
     def allowed_methods(self) -> tuple[str, ...]:
-        """The names of the allowed methods; empty: all methods of Posy."""
+        """The names of the allowed methods; empty if all methods of Posy are allowed."""
         return names_in("methods", self.methods) if self.methods else ()
 
     @cached_property
     def allowed_columns(self) -> tuple[str, ...]:
-        """The names of the columns that may be inputs; empty: all columns."""
+        """The names of the columns that may be inputs; empty if all columns may be."""
         return names_in("columns", self.columns) if self.columns else ()
 
 

@@ -1,7 +1,7 @@
-"""Statistics of the task as sums over sites: each site adds whole numbers to a masked sum.
+"""Task statistics as sums over sites, where each site adds whole numbers to a masked sum.
 
-With secure aggregation a site sends neither its labels nor its means. The server learns the number of sites with each
-label, and the mean and the squared deviations of each feature over all sites.
+With secure aggregation, a site sends neither its labels nor its means. The server learns only the number of sites with
+each label, and the mean and the sum of squared deviations of each feature over all sites.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from posy.data.labels import label_name
 from posy.settings import SettingsError
 
 WORD_BITS = 64
-"""Bits of each whole number of the masked sum."""
+"""Number of bits of each whole number in the masked sum."""
 SCALE_BITS = 200
-"""Sites send n · mean in units of 2^-200, and the sum of squares in units of 2^-400."""
+"""Sites send n · mean in units of 2^-200, and sums of squares in units of 2^-400."""
 SUM_WORDS, SQUARE_WORDS = 6, 11
-"""Words for n · mean and for the sum of squares, with n < 2^40 and values within float32: 368 and 696 bits."""
+"""Number of words for n · mean and for the sum of squares: 368 and 696 bits if n < 2^40 and values fit float32."""
 CELLS, CHOICES, NAME_BYTES = 768, 3, 120
-"""Number of cells of the label table, cells for each label, and largest number of bytes of a label in UTF-8."""
+"""Number of cells in the label table, number of cells per label, and maximum number of UTF-8 bytes in a label."""
 _NAME_WORDS = NAME_BYTES // 8 + 1  # one spare word: the sum of names over sites does not overflow
 _CELL_WORDS = 1 + 2 + _NAME_WORDS
 
@@ -34,17 +34,17 @@ class Pooled:
 
     sites: int
     classes: dict[str, int]
-    """Number of sites with each label; empty if the settings name the classes."""
+    """Number of sites that have each label; empty if the settings name the classes."""
     count: int
-    """Number of rows; 0 without statistics of features."""
+    """Number of rows; 0 without feature statistics."""
     mean: np.ndarray
     """Mean of each feature, float64 ``(F,)``."""
     squares: np.ndarray
-    """Sum of the squared deviations of each feature from its mean, float64 ``(F,)``."""
+    """Sum of each feature's squared deviations from its mean, float64 ``(F,)``."""
 
 
 def numbers_of(classes: Sequence[str] | None, count: int, mean: np.ndarray, squares: np.ndarray) -> list[int]:
-    """Return the numbers of a site for the masked sum, each below 2^64.
+    """Return the numbers that a site adds to the masked sum, each below 2^64.
 
     Parameters
     ----------
@@ -75,12 +75,13 @@ def count_of(features: int, *, classes: bool) -> int:
 def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
     """Return the statistics over all sites from the sums of their numbers.
 
-    The sums of squares are exact, so no digits cancel, even if a mean is far larger than its deviation.
+    The arithmetic is exact, so no digits are lost to cancellation, even if a mean is far larger than the deviation.
 
     Raises
     ------
     SettingsError
-        If the labels cannot be read from the sums, because there are too many, or a site has sent wrong numbers.
+        If the sums cover no rows, or the labels cannot be recovered from them, because there are too many labels or a
+        site has sent wrong numbers.
     """
     sites, count = sums[:2]
     if not count:
@@ -98,7 +99,7 @@ def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
 
 
 def _words(number: int, words: int) -> list[int]:
-    """Return a whole number modulo 2^(64 ``words``) as words, the lowest word first."""
+    """Return a whole number modulo 2^(64 · ``words``) as words, lowest word first."""
     if abs(number) >> (WORD_BITS * words - 1):
         raise DataError("a feature is too large for a masked sum; set feature-mean and feature-std", "extreme-value")
     return _split(number % (1 << (WORD_BITS * words)), words)
@@ -120,13 +121,13 @@ def _signed(sums: Sequence[int]) -> int:
 
 # -- labels ------------------------------------------------------------------------------------------------
 #
-# An invertible Bloom lookup table (Goodrich and Mitzenmacher, 2011) lists the union of sets from the sum of their
-# tables. Each label adds 1, its checksum and its name to three cells. The checksum shows whether a cell contains a
-# single label, from any number of sites. The server reads this label and subtracts it from all three cells.
+# Invertible Bloom lookup tables (Goodrich and Mitzenmacher, 2011) allow the union of sets to be listed from the sum of
+# their tables. Each label adds 1, its checksum and its name to three cells. The checksum shows whether a cell contains
+# only one label, from any number of sites. The server reads this label and subtracts it from all three cells.
 
 
 def _table_of(names: Iterable[str]) -> list[int]:
-    """Return the table of a set of labels: ``CELLS`` cells with a count, a checksum and a name."""
+    """Return the table for a set of labels: ``CELLS`` cells, each with a count, a checksum and a name."""
     cells = [[0, 0, 0] for _ in range(CELLS)]
     for name in names:
         text = name.encode()
@@ -145,7 +146,7 @@ def _table_of(names: Iterable[str]) -> list[int]:
 
 
 def _names_in(sums: Sequence[int]) -> dict[str, int]:
-    """Return the labels in a sum of tables, with the number of tables that contain each."""
+    """Return each label in a sum of tables with the number of tables that contain it."""
     cells = []
     for start in range(0, len(sums), _CELL_WORDS):
         row = sums[start : start + _CELL_WORDS]

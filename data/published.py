@@ -37,25 +37,25 @@ DIGITS = tuple(string.digits)
 
 @dataclass(frozen=True)
 class Published:
-    """A published data set; if it has class names and ``<name>.npz`` exists, Posy reads this file instead."""
+    """A published data set. If ``classes`` is set and ``<name>.npz`` exists, Posy reads this file instead."""
 
     about: str
-    classes: tuple[str, ...] = ()  # names in the order of the labels
+    classes: tuple[str, ...] = ()  # class names in label order
     shape: tuple[int, int, int] | None = None  # (H, W, C) of its images; None: any
-    words: int | None = None  # words per text unless `text-length` is set; None: the default of custom texts
+    words: int | None = None  # words per text unless `text-length` is set; None: not texts
     torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and its download folder
     reader: str = "read_torchvision"  # function in posy.data.readers.published
-    has_test_set: bool = True  # whether any of its forms includes a test set
+    has_test_set: bool = True  # whether any form of the data set includes a test set
     where: str = ""  # files needed in the data directory; empty: an .npz file or torchvision's folder
 
     @property
     def kind(self) -> str:
-        """The kind of its samples, ``image`` or ``text``."""
+        """The kind of its samples: ``image`` or ``text``."""
         return "image" if self.words is None else "text"
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """Return a row for each data set: name, content, files needed in the data directory, whether Posy downloads it."""
+    """Return, for each data set, its name, content and files needed in the data directory, and if Posy downloads it."""
     rows = []
     for name, s in DATASETS.items():
         folder = s.torchvision[1] if s.torchvision else ""

@@ -1,4 +1,4 @@
-"""The settings of the data: the samples, and their assignment to the clients."""
+"""The data settings: which samples a run uses, and how they are assigned to clients."""
 
 import difflib
 from dataclasses import dataclass, replace
@@ -10,19 +10,19 @@ from posy.paths import absolute, exists, expanded
 from posy.settings import SettingsError, setting
 
 SITES = "sites"
-"""The `dataset` of a run whose nodes hold their own data."""
+"""The value of `dataset` for a run whose nodes hold their own data."""
 WITHOUT_TEST_SET = " | ".join(name for name, published in DATASETS.items() if not published.has_test_set)
-"""The published data sets that never come with a test set, in the format of a condition of a setting."""
+"""The published data sets that never come with a test set, in the format of a setting's condition."""
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Settings of the samples and their assignment to clients. Some require ``dataset=sites``, others exclude it."""
+    """Settings for the samples and their assignment to clients. Some require ``dataset=sites``; others exclude it."""
 
     dataset: str = setting(
         "digits",
-        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images, of .npy files, of "
-        "`datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` of the Hugging Face Hub, a custom "
+        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images or .npy files, one "
+        "from `datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` on the Hugging Face Hub, a custom "
         f"function (`file:function`), or `{SITES}`: each node reads the data that its node config names",
         custom_kind="a function that returns the data",
         synonyms=("data",),
@@ -38,20 +38,20 @@ class DataSettings:
     )
     label_column: str = setting(
         "",
-        "tables: name of the column with the classes; empty: `label`, else the last column",
+        "tables: name of the column that contains the classes; empty: `label`, else the last column",
         synonyms=("target-column",),
         samples="table",
     )
     input_columns: str = setting(
         "",
-        "tables: names of the columns with the samples, separated by commas, or a JSON list: one column of images or "
-        "texts, or the columns of the features; empty: `text`, the only column of images, or all other columns",
+        "tables: names of the columns that contain the samples, separated by commas, or a JSON list: one column of "
+        "images or texts, or the feature columns; empty: `text`, else the only image column, else all other columns",
         synonyms=("feature-columns", "text-column", "image-column"),
         samples="table",
     )
     group_column: str = setting(
         "",
-        "tables: name of the column with the natural groups; empty: `group`, if the table has it",
+        "tables: name of the column that contains the natural groups; empty: `group`, if the table has one",
         samples="table",
     )
     partition: str = setting(
@@ -78,83 +78,83 @@ class DataSettings:
     )
     classes_per_client: int = setting(
         2,
-        "number of classes S of a client in the partitions `classes` and `pathological`",
+        "number of classes S per client in the partitions `classes` and `pathological`",
         needs="partition = classes | pathological and dataset != sites",
         minimum=1,
     )
     samples_per_client: int = setting(
         0,
-        "`classes` and `iid`: training samples of each client, in addition to its test samples; 0: all",
+        "`classes` and `iid`: number of training samples per client, not counting its test samples; 0: use all samples",
         needs="partition = classes | iid and dataset != sites",
         minimum=0,
     )
     shards_per_client: int = setting(
         2,
-        "label-homogeneous shards per client of the partition `shards`",
+        "number of shards per client in the partition `shards`, which sorts samples by label before cutting shards",
         needs="partition = shards and dataset != sites",
         minimum=1,
     )
     partition_file: str = setting(
         "",
-        "JSON file of the partition `file`: a list of sample indices for each client",
+        "JSON file for the partition `file`: a list of sample indices for each client",
         needs="partition = file and dataset != sites",
         place=True,
     )
     max_samples: int = setting(
         0,
-        "number of samples, drawn at random from the data set; 0: all",
+        "number of samples to draw at random from the data set; 0: all",
         minimum=0,
         needs="dataset != sites",
     )
     train_samples: int = setting(
         0,
-        "largest number of training samples of a client (FedACS: 50); 0: no limit",
+        "maximum number of training samples per client (FedACS: 50); 0: no limit",
         minimum=0,
         needs="dataset != sites",
     )
     test_set: str = setting(
         "supplied",
-        "a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for tests and "
-        "divides it among the clients, each class in proportion to their training samples; `pooled` joins it with the "
-        "training samples before they are assigned",
+        "use of a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for "
+        "tests and divides each class among the clients in proportion to their training samples of it; `pooled` merges "
+        "it with the training samples before they are assigned",
         choices=("supplied", "pooled"),
         needs=f"dataset != sites | {WITHOUT_TEST_SET}",
         earlier="pooled",
     )
     test_fraction: float = setting(
         0.25,
-        "fraction of each client's samples that is kept for tests, unless a test set is supplied; sites use the "
-        "fraction in their policy",
+        "fraction of each client's samples kept for tests, unless a test set is supplied; sites use the fraction in "
+        "their policy",
         needs="partition != given and dataset != sites",
         above=0,
         maximum=0.9,
     )
     validation_fraction: float = setting(
         0.0,
-        "fraction of each client's training samples that is held out for validation, which selects the best round",
+        "fraction of each client's training samples held out for validation, which selects the best round",
         minimum=0,
         maximum=0.9,
         synonyms=("val-fraction", "val-split", "validation-split"),
     )
     shift: str = setting(
         "none",
-        "FedDRM's covariate shift of client i's images",
+        "FedDRM's covariate shift, which alters each client's images differently",
         choices=("none", "low", "mid", "high", "grid"),
         needs="dataset != sites",
         samples="image",
     )
     augment: str = setting(
         "none",
-        "augmentation of images; `crop`: training images to 90-100 % of their area; `resized-crop`: also to other "
-        "aspect ratios, and test images once (FedDRM's program); `crop-flip`: a crop of the original size after "
-        "padding with 4 black pixels, half of them mirrored (FedRep's program); `flip`: half of them mirrored",
+        "augmentation of images; `crop`: crop training images to 90-100 % of their area; `resized-crop`: also to other "
+        "aspect ratios, and crop test images once (FedDRM's program); `crop-flip`: pad by 4 black pixels, crop to the "
+        "original size, and mirror half of the images (FedRep's program); `flip`: mirror half of the images",
         choices=("none", "crop", "resized-crop", "crop-flip", "flip"),
         samples="image",
     )
     transforms: str = setting(
         "",
-        "transforms of torchvision.transforms.v2 on training images, after `augment`, as in `RandomRotation(15), "
-        "ColorJitter(brightness=0.2)`; they process one image after the other, which is slower",
+        "torchvision.transforms.v2 transforms for training images, applied after `augment`, as in `RandomRotation(15), "
+        "ColorJitter(brightness=0.2)`; they process one image at a time, which is slower",
         samples="image",
     )
     image_size: int = setting(
@@ -167,7 +167,7 @@ class DataSettings:
     )
     text_length: int = setting(
         0,
-        "number of words used from each text; 0: the length in the data set",
+        "number of words used from each text; 0: the data set's default",
         minimum=0,
         maximum=10_000,
         needs="dataset != sites",
@@ -175,14 +175,14 @@ class DataSettings:
     )
     sample_kind: str = setting(
         "auto",
-        "sites: kind of the samples; image: whole-number pixels, tokens: numbers of words; `auto`: the kind "
-        "of most sites",
+        "sites: kind of the samples; `image`: whole-number pixels; `tokens`: word indices; `auto`: the kind "
+        "that most sites have",
         choices=("auto", "image", "image-float", "features", "text", "tokens"),
         needs="dataset = sites",
     )
     input_shape: str = setting(
         "",
-        "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: the shape of most sites",
+        "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: the most common shape",
         needs="dataset = sites",
     )
     classes: str = setting(
@@ -192,7 +192,8 @@ class DataSettings:
     )
     vocabulary: int = setting(
         20_000,
-        "number of the most frequent words that get a token each; sites: number of tokens that words are hashed to",
+        "number of words that get a token of their own, most frequent first; sites: size of the vocabulary that words "
+        "are hashed into",
         minimum=3,
         maximum=10_000_000,
         samples="text",
@@ -205,23 +206,24 @@ class DataSettings:
     )
     feature_std: str = setting(
         "",
-        "sites: divisor of each feature, one number for all or one for each; empty: standard deviation over all sites",
+        "sites: divisor for each feature, one number for all or one for each; empty: the standard deviation over all "
+        "sites",
         needs="dataset = sites",
     )
     feature_names: str = setting(
         "",
-        "sites: names of the features in their order, separated by commas, or a JSON list; empty: columns of a .csv",
+        "sites: names of the features in order, separated by commas, or a JSON list; empty: the sites' column names",
         needs="dataset = sites",
     )
     share_class_counts: bool = setting(
-        False, "sites: send the server the number of samples of each class at a site", needs="dataset = sites"
+        False, "sites: send each site's number of samples per class to the server", needs="dataset = sites"
     )
 
 
 def path_of(name: str, data_dir: str | Path) -> Path:
-    """Return the path of a data set, searched in ``data_dir`` first, then in the working directory of the run.
+    """Return the path of a data set, looked up first in ``data_dir``, then in the run's working directory.
 
-    Raises :class:`SettingsError` if no path exists.
+    Raise :class:`SettingsError` if neither path exists.
     """
     candidates = dict.fromkeys(absolute(str(folder)) / expanded(name) for folder in (data_dir, "."))
     existing = next((path for path in candidates if name and exists(path)), None)
@@ -236,9 +238,9 @@ def path_of(name: str, data_dir: str | Path) -> Path:
 
 
 def located(settings: DataSettings) -> DataSettings:
-    """Return the settings with the absolute path of the data set, and the partition that comes with the data.
+    """Return the settings with the data set's absolute path, and with the partition that comes with the data, if any.
 
-    A name stays unchanged, and so does a path that does not exist here: it may exist on the nodes.
+    A name stays unchanged, and so does a path that does not exist here, because it may exist on the nodes.
     """
     if settings.dataset in (*DATASETS, SITES):
         return settings

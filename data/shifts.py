@@ -1,4 +1,4 @@
-"""FedDRM's covariate shift: each client's images have different colours."""
+"""FedDRM's covariate shift, which alters the colours of each client's images differently."""
 
 import itertools
 from typing import NamedTuple
@@ -23,7 +23,7 @@ _LEVELS = {
     "high": ((0.6, 1.4), (-0.1, 0.1), (0.5, 1.5), (8,)),
     "grid": ((0.6, 1.0, 1.4), (-0.15, 0.0, 0.15), (0.4, 1.0, 1.6), (8, 2)),
 }
-# Gamma changes fastest: bit 0 of the client's index selects gamma, bit 1 the hue, bit 2 the saturation.
+# Gamma varies fastest with the client's index, then the hue, the saturation, and the number of bits.
 SHIFTS = {
     name: tuple(
         Shift(gamma, hue, saturation, bits)
@@ -34,7 +34,7 @@ SHIFTS = {
 
 
 def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
-    """Raise :class:`SettingsError` unless the level has a shift for each client and the images are RGB."""
+    """Raise :class:`SettingsError` unless the level has a shift for each client, and the images are RGB."""
     if level == "none":
         return
     if channels != 3:
@@ -47,7 +47,7 @@ def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
 
 
 def apply_shift(images: Tensor, shift: Shift) -> Tensor:
-    """Apply a client's shift to its images, ``(n, 3, H, W)`` uint8; n may be 0 (FedDRM, section 5)."""
+    """Apply a client's shift to its images ``(n, 3, H, W)``, uint8, where n may be 0 (FedDRM, section 5)."""
     from torchvision.transforms.v2 import functional  # noqa: PLC0415 - takes seconds to import
 
     if not len(images):

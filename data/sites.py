@@ -1,7 +1,7 @@
 """Reads and describes a site's data, and loads it for the task of the run.
 
 Every site checks its data against the run's settings and rejects data that does not fit (see
-:mod:`posy.data.agreement`). The site's policy decides which rows are test samples, so no setting of a run selects rows.
+:mod:`posy.data.agreement`). The site's policy decides which rows are test samples, so no run setting can select rows.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from posy.paths import exists
 
 
 def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadable: bool = False) -> Content:
-    """Read the data of a site in the columns that its policy allows. Resize image files to the run's shape.
+    """Read the columns of a site's data that its policy allows, and resize image files to the run's shape.
 
     Raises
     ------
@@ -59,10 +59,10 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
 
 
 def describe_site(content: Content, settings: DataSettings, policy: Policy, *, masked: bool = False) -> Description:
-    """Describe the data of a site for the parts of the task that the settings leave open.
+    """Describe a site's data with respect to the parts of the task that the settings leave open.
 
-    The mean and the variance of the features are over all rows outside the test split. The settings of a run do not
-    change these rows. The description lists only labels with at least ``policy.min_rows`` of them. With ``masked`` it
+    The mean and the variance of the features are taken over all rows outside the test split, which do not depend on the
+    run's settings. The description lists only labels of at least ``policy.min_rows`` of these rows. With ``masked``, it
     has neither statistics nor labels, because the site adds :func:`site_numbers` to a masked sum.
 
     Raises
@@ -91,9 +91,9 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
 
 
 def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> list[int]:
-    """Return a site's labels and statistics as numbers for a masked sum, unless they are in the settings.
+    """Return a site's labels and statistics as numbers for a masked sum, except those that the settings specify.
 
-    The numbers cover the same rows as :func:`describe_site`. The settings give the kind, the shape and the columns.
+    The numbers cover the same rows as :func:`describe_site`. The settings specify the kind, the shape and the columns.
 
     Raises
     ------
@@ -111,16 +111,16 @@ def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> li
 
 
 def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple[Dataset, Partition]:
-    """Return the samples that a site trains on in the run, and a partition with this one client.
+    """Return a site's samples for the run, and a partition with the site as its only client.
 
-    :func:`site_split` gives the test samples. The function puts columns into the order of the run.
+    :func:`site_split` selects the test samples. The function puts columns into the run's order.
 
     Raises
     ------
     DataError
         If the data does not fit the task. The message names the file and the reason.
     SettingsError
-        If the settings do not give a task.
+        If the settings do not determine a task.
     """
     task, kind, path = task_of(settings), settings.sample_kind, content.path
     check_suits(content, settings)
@@ -148,10 +148,10 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
 
 
 def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of a site for training (and validation), and for tests, int64.
+    """Return the indices of a site's rows for training (including validation) and for tests, int64.
 
     The test rows are the supplied test set, else ``policy.test_fraction`` of the rows. A hash of the data seeds the
-    draw, so each version of the data has one split, and no setting of a run changes it.
+    draw, so each version of the data has exactly one split, which no run setting can change.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray
 
 
 def _seed(content: Content, purpose: str) -> int:
-    """Return a seed for one purpose from the hash of a site's data, which other machines cannot compute."""
+    """Derive a seed for one purpose from the hash of a site's data, which other machines cannot compute."""
     return int.from_bytes(hashlib.blake2b(content.digest, digest_size=8, key=purpose.encode()).digest(), "big") >> 1
 
 
@@ -183,10 +183,10 @@ def _columns(settings: DataSettings, policy: Policy) -> Columns:
 def _check_scale(
     x: np.ndarray, rows: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, columns: tuple[str, ...]
 ) -> None:
-    """Raise :class:`DataError` if a feature may exceed the range of float32 with the run's statistics.
+    """Raise :class:`DataError` if a feature standardised with the run's statistics may exceed the range of float32.
 
-    The bound |x_i - m| <= |mean(x) - m| + sqrt(N) std(x) uses only statistics over the N rows of all splits of the run.
-    A run therefore cannot find an extreme value by trying statistics.
+    The bound |x_i - m| <= |mean(x) - m| + sqrt(N) std(x) uses only statistics over the N rows in the run's splits.
+    A run therefore cannot find an extreme value by trying out different statistics.
     """
     centre, squares = moments(x, rows)
     spread = np.sqrt(squares)
@@ -204,7 +204,7 @@ def _check_rows(content: Content, count: int, policy: Policy) -> None:
 
 
 def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tuple[tuple[str, ...], list[Note]]:
-    """Return the labels that at least ``min_rows`` of the rows have, and a note if the site has other labels."""
+    """Return the labels that occur in at least ``min_rows`` of the rows, and a note if the site has other labels."""
     y, names = content.distinct
     counts = np.bincount(y[rows], minlength=len(names))
     frequent = tuple(name for name, count in zip(names, counts, strict=True) if count >= policy.min_rows)
@@ -220,7 +220,7 @@ def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tup
 def _far_notes(
     x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...], min_rows: int
 ) -> list[Note]:
-    """Return a note for each feature whose mean at this site is far from the run's mean, for example in other units."""
+    """Return a note for each feature whose mean at this site is far from the run's, which may indicate other units."""
     distances = np.abs(moments(x, train)[0] - mean) / std
     notes = []
     for feature in np.flatnonzero(distances > UNLIKE_MEAN)[:MAX_UNLIKE]:
@@ -232,7 +232,7 @@ def _far_notes(
 
 
 def check_suits(content: Content, settings: DataSettings) -> None:
-    """Raise :class:`DataError` if kind, columns or shape of the data differ from the settings."""
+    """Raise :class:`DataError` if the kind, columns or shape of the data differ from the settings."""
     if settings.sample_kind not in ("auto", content.kind):
         raise DataError(
             f"{content.path}: {content.kind} samples; the run's sample-kind is {settings.sample_kind}",
@@ -255,7 +255,7 @@ def check_suits(content: Content, settings: DataSettings) -> None:
 
 
 def fingerprint(dataset: Dataset, part: Partition) -> str:
-    """Return 16 hexadecimal digits that change with any sample, any label, and the split of a site's data."""
+    """Return 16 hexadecimal digits that change with any sample or label of a site's data, and with its split."""
     digest = hashlib.blake2b(digest_size=8)
     for array in (dataset.x, dataset.y, part.train[0], part.test[0], part.validation[0]):
         digest.update(f"{array.dtype} {array.shape}".encode())
@@ -272,11 +272,11 @@ def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
 
 
 def _partition(content: Content, settings: DataSettings, policy: Policy) -> tuple[Partition, list[Note]]:
-    """Return the split of a site with the run's validation samples, and notes on splits that are too small for scores.
+    """Return a site's split with the run's validation samples, and notes on splits that are too small for scores.
 
-    A test or validation split of fewer than ``min_rows`` rows is empty, because its scores could reveal a row. The rows
-    of such a validation split stay in training. Otherwise two runs, one of them without validation, would train on data
-    that differs by these few rows.
+    A test or validation split that would have fewer than ``min_rows`` rows is left empty, because its scores could
+    reveal a row. The rows of such a validation split stay in training. Otherwise, runs with and without validation
+    would train on data that differs by just these few rows.
     """
     pair = site_split(content, policy)
     part, notes = finished((pair,), settings, np.random.default_rng(_seed(content, "validation"))), []
@@ -292,7 +292,7 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
 
 
 def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
-    """Return a site's labels as numbers of the run's classes, ``(N,)`` int64."""
+    """Return a site's labels as indices of the run's classes, ``(N,)`` int64."""
     (y, site_names), classes = content.distinct, set(names)
     if unknown := [number for number, name in enumerate(site_names) if name not in classes]:
         number = unknown[0]
@@ -305,7 +305,7 @@ def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
 
 
 def _in_columns(content: Content, settings: DataSettings) -> np.ndarray:
-    """Return a site's features in the order of the run's columns."""
+    """Return a site's features in the run's column order."""
     names = columns_in(settings, content.x.shape[1])
     x: np.ndarray = content.x
     if not names or content.columns in ((), names):

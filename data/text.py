@@ -1,4 +1,4 @@
-"""Texts as tokens: numbers of words, from a vocabulary or by a hash that is the same everywhere."""
+"""Converts texts to tokens: word indices from a vocabulary, or from a hash that is the same everywhere."""
 
 import re
 import zlib
@@ -13,19 +13,19 @@ PADDING, UNKNOWN = 0, 1
 MAX_WORDS = 20_000
 MAX_LENGTH = 200
 _UNCHECKED = 1 << 26
-"""Largest size of the tokens, in bytes, for which Posy does not check the free memory."""
+"""Maximum size of the tokens, in bytes, for which Posy does not check the free memory."""
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
 def tokenise(
     texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Turn N texts into numbers of lower-case words.
+    """Turn N texts into tokens for their lower-cased words.
 
-    Texts longer than L words are cut, and shorter texts are padded with 0. A text without words becomes one unknown
-    word. The vocabulary contains the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), with
-    equally frequent words in alphabetical order. The function returns ``(N, L)`` int64 tokens (0 padding, 1 unknown,
-    words from 2), and the words in the order of their numbers.
+    Texts longer than L words are truncated, and shorter texts are padded with 0. A text without words becomes one
+    unknown word. The vocabulary contains the ``max_words`` most frequent words of the texts at ``rows`` (``None``: all
+    texts), with equally frequent words in alphabetical order. The function returns ``(N, L)`` int64 tokens (0: padding,
+    1: unknown, from 2: words), and the words in token order.
     """
     lines = [_words(text) for text in texts]
     counted = lines if rows is None else [lines[row] for row in rows.tolist()]
@@ -35,16 +35,16 @@ def tokenise(
 
 
 def tokens_of(text: str, length: int, words: Sequence[str]) -> np.ndarray:
-    """Return the tokens ``(L,)`` of a text with the vocabulary that :func:`tokenise` has returned."""
+    """Return the tokens ``(L,)`` of a text for a vocabulary returned by :func:`tokenise`."""
     tokens: np.ndarray = _padded([_words(text)], length, _numbers(words))[0]
     return tokens
 
 
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
-    """Turn texts into numbers of lower-case words by a hash that is the same everywhere.
+    """Turn texts into tokens for their lower-cased words with a hash that is the same everywhere.
 
-    The sites need no common vocabulary, so no site reveals its words. Different words may share a number. The
-    function returns int64 tokens ``(N, L)`` as in :func:`tokenise`, with words from 2 to V-1.
+    The sites need no common vocabulary, so no site reveals its words. Different words may share a token. The function
+    returns int64 tokens ``(N, L)`` as :func:`tokenise` does, with tokens 2 to V-1 for words.
     """
     lines = [_words(text)[:length] for text in texts]
     return _padded(lines, length, lambda word: 2 + zlib.crc32(word.encode()) % (vocabulary - 2))

@@ -1,4 +1,4 @@
-"""Torchvision transforms by name, applied to training images individually."""
+"""Torchvision transforms, selected by name and applied to each training image individually."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +15,16 @@ from posy.settings import SettingsError, suggestions
 SEED_NUMBERS = 2
 """Number of random numbers in [0, 1) that seed the transforms of an image."""
 TRIES = 16
-"""Number of draws of the random transforms that the check of a setting makes."""
+"""Number of times that the check of a setting applies its random transforms."""
 Transform = Callable[[Any], Any]
 _STEPS = 2**24  # float32 numbers in [0, 1) that PyTorch draws
 
 
 class Transforms:
-    """The transforms of a setting, on images that are normalised by ``mean`` and ``std`` ``(C,)``.
+    """The transforms in a setting, for images that are normalised with ``mean`` and ``std`` ``(C,)``.
 
-    They receive images without normalisation, with numbers from 0 to 1 if the data set stores bytes. Their random
-    numbers come from PyTorch's global generator, which the numbers ``(B, 2)`` seed for each image.
+    The transforms themselves receive unnormalised images, with values from 0 to 1 if the data set stores bytes. Their
+    random numbers come from PyTorch's global generator, which is seeded for each image from the numbers ``(B, 2)``.
     """
 
     def __init__(self, text: str, mean: Tensor, std: Tensor) -> None:
@@ -32,7 +32,7 @@ class Transforms:
         self._mean, self._std = mean.view(-1, 1, 1), std.view(-1, 1, 1)
 
     def __call__(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Return the changed images ``(B, C, H, W)``."""
+        """Return the transformed images ``(B, C, H, W)``."""
         plain = x * self._std + self._mean
         high, low = (numbers.double() * _STEPS).long().T.tolist()
         with own_generator(x.device) as seed:
@@ -58,7 +58,7 @@ def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") 
     ------
     SettingsError
         If the setting names no transforms, or a transform fails, or changes the shape or the type of an image. A random
-        transform may fail in some draws only, so the function checks :data:`TRIES` draws.
+        transform may fail only in some draws, so the function checks :data:`TRIES` draws.
     """
     chain = transforms_in(text)
     image = torch.linspace(0, 1, torch.Size(shape).numel()).view(shape)
@@ -92,7 +92,7 @@ def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") 
 def _problem(chain: tuple[Transform, ...], image: Tensor) -> tuple[Transform, Any, Exception | None] | None:
     """Return the transform that fails, or the last one that changes the shape or the type of an image.
 
-    The tuple also contains its result and its error. The function returns None if the chain suits the image.
+    The tuple also contains the result and any error. The function returns None if the chain suits the image.
     """
     current: Any = image.clone()
     changing = None
@@ -130,7 +130,7 @@ def transforms_in(text: str) -> tuple[Transform, ...]:
     Raises
     ------
     SettingsError
-        If the text has a different form, a name is not a transform, or a transform does not accept its arguments.
+        If the text has a different format, a name is not a transform, or a transform does not accept its arguments.
     """
     source = f"transforms = {text!r}"
     example = (
@@ -168,7 +168,7 @@ def _transform(node: ast.expr, source: str, example: str) -> Transform:
 
 @cache
 def kinds() -> Mapping[str, Callable[..., Transform]]:
-    """Return torchvision's transforms by name."""
+    """Return torchvision's transforms, keyed by name."""
     from torchvision.transforms import v2  # noqa: PLC0415 - takes seconds to import
 
     return {k: kind for k, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform)}

@@ -1,4 +1,4 @@
-"""The numbers in samples: allowed ranges, arrays that can be pooled, and precision."""
+"""Checks on the numbers in samples: their range, their precision, and whether arrays can be pooled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from posy.data.errors import DataError, Note
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LOST = 1e-3
-"""Fraction of a feature's range by which rounding may move a value before a warning."""
-_BLOCK = 1 << 22  # numbers that are copied at once while an array is scanned
-_ROUNDING = 4 * float(np.finfo(np.float64).eps)  # standard deviation, relative to the mean, of a constant feature
+"""Fraction of a feature's range by which rounding may move a value without a warning."""
+_BLOCK = 1 << 22  # numbers copied at once while an array is scanned
+_ROUNDING = 4 * float(np.finfo(np.float64).eps)  # a feature with at most this std/mean counts as constant
 
 
 def check_lengths(where: str, **lengths: int) -> None:
-    """Raise :class:`DataError` unless all lengths are equal and above 0."""
+    """Raise :class:`DataError` unless all lengths are equal and positive."""
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         raise DataError(f"{where}: arrays of unequal length ({counts}); each sample needs one entry in each")
@@ -25,7 +25,7 @@ def check_lengths(where: str, **lengths: int) -> None:
 
 
 def check_shape(shape: tuple[int, ...], where: str) -> None:
-    """Raise :class:`DataError` for an array ``(N, ...)`` with empty samples."""
+    """Raise :class:`DataError` if the samples of an array ``(N, ...)`` are empty."""
     if 0 in shape[1:]:
         raise DataError(f"{where}: samples of shape {shape[1:]}; at least one number in each is needed")
 
@@ -35,8 +35,8 @@ def check_alike(
 ) -> None:
     """Raise :class:`DataError` unless arrays to be pooled contain numbers of one kind, and pixels of one scale.
 
-    ``parts`` are the arrays by name, each with the type in which it is stored. ``pixels`` rejects 0 to 255 together
-    with 0 to 1, even if both have one type. ``strict`` rejects floats together with whole numbers, even whole floats.
+    ``parts`` maps names to arrays, each with the type in which it is stored. ``pixels`` rejects a mix of 0 to 255 and 0
+    to 1, even within one type. ``strict`` rejects a mix of floats and integers, even if all floats are whole numbers.
     """
     texts, integral, scales = [], [], []
     for name, (dtype, x) in parts.items():
@@ -58,18 +58,18 @@ def check_alike(
 
 
 def as_float32(x: np.ndarray, where: str) -> np.ndarray:
-    """Return numbers as float32, or raise :class:`DataError` with the index of a NaN, infinite or too large number."""
+    """Return numbers as float32; :class:`DataError` names the index of a number that is NaN, infinite or too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = x.astype(np.float32, copy=False)
-        if not np.isfinite(result.sum(dtype=np.float64)):  # a NaN or infinity carries over to the sum
+        if not np.isfinite(result.sum(dtype=np.float64)):  # a NaN or infinity propagates to the sum
             _check_range(x, np.isfinite(result), where)
     return result
 
 
 def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
-    """Return ``(N, F)`` numbers as float32 if no value changes, else as float64, and warnings.
+    """Return ``(N, F)`` numbers as float32 if this changes no value, else as float64, and warnings.
 
-    A whole number beyond 2**53 is rounded to the nearest float64. A warning names features in which rounding moves a
+    A whole number beyond 2**53 is rounded to the nearest float64. A warning names features for which rounding moves a
     value by more than a thousandth of the feature's range.
 
     Raises
@@ -87,7 +87,7 @@ def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
 
 
 def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = ()) -> list[str]:
-    """Return a warning if a floating-point type cannot distinguish values of ``(N, F)`` features."""
+    """Return a warning if a floating-point type cannot distinguish some values of ``(N, F)`` features."""
     if np.can_cast(x.dtype, kind) and x.dtype.kind not in "iu":
         return []
     coarse = []
@@ -107,9 +107,9 @@ def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = (
 
 
 def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of each of ``(N, F)`` features and the sum of its squared deviations, float64 ``(F,)`` each.
+    """Return the mean and the sum of squared deviations of each feature in ``(N, F)``, float64 ``(F,)`` each.
 
-    For a constant feature they are exactly its value and 0. ``rows`` are the samples to use; ``None``: all.
+    For a constant feature, they are exactly its value and 0. ``rows`` selects the samples to use; ``None``: all.
     """
     mean, squares = np.empty(x.shape[1]), np.empty(x.shape[1])
     for first, columns in _columns(x):
@@ -122,13 +122,13 @@ def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, 
 
 
 def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of each feature; 1 if the feature is constant within rounding."""
+    """Return the standard deviation of each feature, or 1 if the feature is constant up to rounding."""
     std = np.sqrt(variance)
     return np.where(std <= _ROUNDING * np.abs(mean), 1.0, std)
 
 
 def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, names: Sequence[str] = ()) -> None:
-    """Raise :class:`DataError` if a standardised feature of ``(N, F)`` exceeds the range of float32."""
+    """Raise :class:`DataError` if a feature in ``(N, F)`` exceeds the range of float32 when standardised."""
     check_reach(x.min(0), x.max(0), mean, std, where, names, ("exceeds", "remove its extreme values"))
 
 
@@ -141,9 +141,9 @@ def check_reach(
     names: Sequence[str],
     words: tuple[str, str],
 ) -> None:
-    """Raise :class:`DataError` if a standardised bound of a feature ``(F,)`` exceeds the range of float32.
+    """Raise :class:`DataError` if a feature's bounds ``(F,)`` exceed the range of float32 when standardised.
 
-    ``words`` are the verb and the advice of the message.
+    ``words`` contains the verb and the advice for the message.
     """
     with np.errstate(over="ignore"):
         reach = np.maximum(np.abs((low - mean) / std), np.abs((high - mean) / std))
@@ -174,14 +174,14 @@ def _has_fractions(x: np.ndarray) -> bool:
 
 
 def _columns(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield blocks of columns, each with the index of its first column."""
+    """Yield blocks of columns, each preceded by the index of its first column."""
     width = max(1, _BLOCK // max(1, len(x)))
     for first in range(0, x.shape[1], width):
         yield first, x[:, first : first + width]
 
 
 def _rows(x: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield blocks of rows. The first block is small, because it is usually enough for the answer."""
+    """Yield blocks of rows; the first one is small, because it usually suffices for the answer."""
     yield x[:64]
     height = max(1, _BLOCK // max(1, x[:1].size))
     for first in range(64, len(x), height):

@@ -1,1 +1,1 @@
-"""Read users' files, folders and functions, and published data sets."""
+"""Readers of users' files, folders and functions, and of published data sets."""

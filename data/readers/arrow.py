@@ -1,4 +1,4 @@
-"""Arrow tables: .parquet files, and data sets of the `datasets` library, saved or from the Hugging Face Hub."""
+"""Arrow tables: .parquet files, and `datasets` data sets, saved locally or from the Hugging Face Hub."""
 
 import os
 import re
@@ -20,21 +20,21 @@ from posy.data.values import FLOAT32_MAX, precision_notes
 from posy.extensions import format_error
 
 HUB = "hf:"
-"""Prefix of a data set of the Hugging Face Hub."""
+"""Prefix of data sets on the Hugging Face Hub."""
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::(.+))?")
 _FORMATS = frozenset({"arrow", "cache", "csv", "imagefolder", "json", "parquet", "text"})
-"""File formats that the library reads without unpickling. It would unpickle pandas' formats."""
+"""File formats that the library reads without unpickling. Reading pandas' formats would require unpickling."""
 _INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds to a .parquet file
 _TESTS = ({"test"}, {"validation", "valid", "val", "dev"})
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a table that contains one split after another."""
+    """The rows of a table in which splits follow one another."""
 
     table: Any  # pyarrow.Table
     features: Mapping[str, Any]  # types of the columns in `datasets`, if known
-    splits: Sequence[tuple[str, int]]  # names and numbers of rows
+    splits: Sequence[tuple[str, int]]  # name and number of rows of each split
     where: str
 
     def at(self, row: int, column: str) -> str:
@@ -48,12 +48,12 @@ class _Rows:
         return f"{self.where}: {split}row {row + 1}, column {column}"
 
     def kind(self, column: str) -> str:
-        """Return the name of a column's type in `datasets`; empty if it is unknown."""
+        """Return the name of a column's type in `datasets`, or an empty string if it is unknown."""
         return type(self.features[column]).__name__ if column in self.features else ""
 
 
 def is_saved(path: Path) -> bool:
-    """Return whether a directory was written by ``save_to_disk`` of `datasets`."""
+    """Return whether a directory was written by ``save_to_disk`` from `datasets`."""
     # Unlike pathlib, os.path returns False for an invalid path or one without read permission.
     is_single = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))  # noqa: PTH113
     return is_single or os.path.isfile(path / "dataset_dict.json")  # noqa: PTH113
@@ -62,7 +62,7 @@ def is_saved(path: Path) -> bool:
 def read_saved(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
-    """Read a folder of ``save_to_disk`` of `datasets`; arguments are as in :func:`posy.data.readers.own.read_own`."""
+    """Read a folder that ``save_to_disk`` wrote; the arguments are as in :func:`posy.data.readers.own.read_own`."""
     import datasets  # noqa: PLC0415 - takes seconds to import
 
     try:
@@ -98,9 +98,10 @@ def read_parquet(
 
 
 def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download: bool) -> Content:
-    """Read ``hf:owner/name`` or ``hf:owner/name:config`` of the Hugging Face Hub, as the library `datasets` caches it.
+    """Read ``hf:owner/name`` or ``hf:owner/name:config`` from the Hugging Face Hub with the library `datasets`.
 
-    Without ``download`` Posy reads the library's cache. It never runs code of the data set, and never unpickles data.
+    Without ``download``, Posy reads the library's cache. It never runs code that comes with the data set, and never
+    unpickles data.
 
     Raises
     ------
@@ -142,10 +143,10 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
 
 
 def _pooled(loaded: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str]]:
-    """Return the rows of a data set or of its splits, whether each row is a test row, and warnings.
+    """Return the rows of a data set or of its splits, a mask of the test rows, and warnings.
 
-    The test set is the split ``test``, else the validation split. If a split ``train`` exists, the function skips
-    splits with other names, such as ``unsupervised``.
+    The test set is the split ``test``, else the validation split. If a split ``train`` exists, the function skips any
+    further splits, such as ``unsupervised``.
     """
     import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
 
@@ -221,7 +222,7 @@ def _content(
 
 
 def _names(rows: _Rows) -> tuple[list[str], list[str]]:
-    """Return the stored names of the columns and their titles, or raise :class:`DataError` for an unusable table."""
+    """Return the columns' stored and normalised names, or raise :class:`DataError` for an unusable table."""
     names = [name for name in rows.table.column_names if not _INDEX.fullmatch(name)]
     header = [label_name(name) for name in names]
     if len(set(header)) < len(header) or len(header) < 2:
@@ -232,7 +233,7 @@ def _names(rows: _Rows) -> tuple[list[str], list[str]]:
 
 
 def _features(rows: _Rows, inputs: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Return columns of numbers as features ``(N, F)``, float64, and notes on lost digits."""
+    """Return numeric columns as features ``(N, F)``, float64, and notes on lost digits."""
     values = [_column(rows, name).to_numpy() for name in inputs]
     notes: list[str] = []
     for name, value in zip(inputs, values, strict=True):
@@ -259,7 +260,7 @@ def _column(rows: _Rows, name: str) -> Any:
 
 
 def _labels(rows: _Rows, name: str) -> np.ndarray:
-    """Return the labels or groups in a column; numbers of named classes become their names."""
+    """Return the labels or groups in a column; indices of named classes become class names."""
     column = _column(rows, name)
     where = f"{rows.where}: column {name}"
     if rows.kind(name) == "ClassLabel":
@@ -291,7 +292,7 @@ def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
 
 
 def _nested(values: Any, lists_per_row: int, locate: Callable[[int], str]) -> np.ndarray:
-    """Return lists of numbers, all of one shape, as an array; each row has ``lists_per_row`` lists."""
+    """Return nested lists of numbers, all of one shape, as an array; each row has ``lists_per_row`` entries."""
     import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
     from pyarrow import compute  # noqa: PLC0415
 

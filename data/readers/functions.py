@@ -18,18 +18,18 @@ PARTS = ("x", "y", "groups", "test")
 
 
 def read_function(name: str) -> Content:
-    """Call a function without arguments that returns ``(x, y)``, or a mapping of :data:`PARTS`, and return its content.
+    """Call a function without arguments that returns ``(x, y)`` or a mapping of :data:`PARTS`, and return the content.
 
-    ``x`` contains images, ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, whole numbers from 0 to 255 or floats;
-    features ``(N, F)``; or N texts. ``y`` ``(N,)`` contains numbers or names of classes, and ``groups`` ``(N,)``
-    natural groups. ``test`` ``(N,)`` is true for the samples of the supplied test set. Tensors are read like arrays.
+    ``x`` contains images, ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, as whole numbers from 0 to 255 or as
+    floats; features ``(N, F)``; or N texts. ``y`` ``(N,)`` contains class numbers or names, and ``groups`` ``(N,)``
+    natural groups. ``test`` ``(N,)`` is true for samples in the supplied test set. Tensors are read like arrays.
 
     Raises
     ------
     SettingsError
         If the function does not exist.
     DataError
-        If the function raises an exception, or returns a value of a different type.
+        If the function raises an exception, or what it returns cannot be used.
     """
     source, function = f"dataset = {name!r}", load(name, "dataset")
     if not callable(function):
@@ -50,12 +50,12 @@ def read_function(name: str) -> Content:
 
 
 def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Content:
-    """Return the content of arrays with the names of :data:`PARTS`; ``source`` names their origin in messages.
+    """Return the content made from arrays keyed by :data:`PARTS`; ``source`` names their origin in messages.
 
     Raises
     ------
     DataError
-        As :func:`read_function` does.
+        If the arrays cannot be used.
     """
     check_lengths(source, **{key: len(value) for key, value in parts.items()})
     x, test = parts["x"], parts.get("test")

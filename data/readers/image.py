@@ -27,10 +27,10 @@ _SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image file within another file."""
+    """An image file embedded in another file."""
 
     where: str
-    content: Any  # a buffer, which may be mapped from the disk
+    content: Any  # a buffer, which may be memory-mapped
 
     def __str__(self) -> str:
         """Return the location of the file, for messages."""
@@ -38,10 +38,10 @@ class Encoded:
 
 
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
-    """Return images as ``(N, H, W, C)``: whole numbers 0..255 as uint8, other numbers as float32.
+    """Return images as ``(N, H, W, C)``: integers 0..255 as uint8, floats as float32.
 
-    ``(N, H, W)`` is grey. Otherwise the channels are the last axis or the axis after N: the axis with 1 or 3 entries,
-    else the axis with 2 or 4. If both fit, the last axis has the channels. A pixel must be finite and in range.
+    ``(N, H, W)`` is grey. Otherwise, the channel axis is the last axis or the one after N, whichever has 1 or 3
+    entries, else whichever has 2 or 4; if both fit, it is the last axis. Pixels must be finite and in range.
     """
     if x.ndim == 3:
         x = x[..., None]
@@ -68,11 +68,11 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
 
 
 def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
-    """Return the images in class folders, or in train and test folders with class folders.
+    """Return the images in class folders, or in train and test folders that contain class folders.
 
     The function skips hidden folders, and files that are not images. It returns the N files, the names of their class
-    folders ``(N,)``, and whether each file is in the test folder, ``(N,)`` bool. A validation folder replaces a missing
-    test folder. Without both, the last value is ``None``.
+    folders ``(N,)``, and whether each file is in the test folder, ``(N,)`` bool. If there is no test folder, a
+    validation folder is used instead; if there is neither, the last value is ``None``.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:
@@ -87,7 +87,7 @@ def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | No
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the image files of a folder, sorted by name, or raise :class:`DataError` if there are none."""
+    """Return the image files in a folder, sorted by name, or raise :class:`DataError` if there are none."""
     paths = folder.iterdir() if folder.is_dir() else ()
     files = sorted(p for p in paths if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
     if not files:
@@ -106,22 +106,22 @@ def read_images(files: Sequence[Path], size: tuple[int, int] | None = None, mode
 def readable_images(
     files: Sequence[Path | Encoded], size: tuple[int, int] | None = None, mode: str | None = None
 ) -> tuple[np.ndarray, dict[int, DataError]]:
-    """Decode the readable image files to one uint8 array.
+    """Decode the readable image files into one uint8 array.
 
     Parameters
     ----------
     files : sequence of Path or Encoded
         N files.
     size : tuple of int, optional
-        (width, height): images of another size are cropped to its aspect ratio around their centre, then resized.
-        ``None``: the size of all files, or 64 x 64 if they differ.
+        (width, height). Images of any other size are centre-cropped to its aspect ratio, then resized. ``None``: the
+        common size of all files, or 64 x 64 if their sizes differ.
     mode : str, optional
         ``L`` (one channel) or ``RGB``; ``None``: ``L`` if all files are grey.
 
     Returns
     -------
     tuple
-        Images ``(n, H, W, C)``, and the errors of the unreadable files by file number.
+        Images ``(n, H, W, C)``, and the errors for the unreadable files, keyed by file index.
     """
     problems: dict[int, DataError] = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -152,7 +152,7 @@ def readable_images(
     if not decode_errors:
         return out, problems
     remaining = [files[number] for number in usable if number not in decode_errors]
-    # Repeat without the damaged files, because their size and colours would affect the size and mode of all images.
+    # Repeat without the damaged files, because their size and colours affected the size and mode of all images.
     return readable_images(remaining, size, mode)[0], dict(sorted((problems | decode_errors).items()))
 
 
@@ -165,9 +165,9 @@ def image_content(
     skip_unreadable: bool | None,
     **attributes: np.ndarray | None,
 ) -> Content:
-    """Return the content of N image files and their ``(N,)`` labels.
+    """Return the content made from N image files and their ``(N,)`` labels.
 
-    ``attributes`` are the groups and the test set of the content. The other parameters are as in
+    ``attributes`` contains the groups and the test mask of the content. The other parameters are as in
     :func:`posy.data.readers.own.read_own`.
     """
     x, problems = readable_images(files, size, mode)
@@ -203,7 +203,7 @@ def image_content(
 
 
 def pixels_of(image: Image.Image, size: tuple[int, int], mode: str) -> np.ndarray:
-    """Return the pixels ``(H, W, C)`` of an image, uint8, with ``size`` (width, height) and ``mode``."""
+    """Return the uint8 pixels ``(H, W, C)`` of an image, converted to ``size`` (width, height) and ``mode``."""
     check_mode(image, "the image")
     converted = image.convert(mode)
     if converted.size != size:
@@ -218,7 +218,7 @@ def check_mode(image: Image.Image, where: str) -> None:
 
 
 def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") -> DataError:
-    """Return the error for unreadable image files, with the first three errors and the number of files."""
+    """Return the error for unreadable image files, with their first three errors and their number."""
     first = "; ".join(str(error) for error in list(problems.values())[:3])
     if len(problems) == 1:
         return DataError(f"{first}{hint}", "unreadable-images", count=1)
@@ -239,7 +239,7 @@ def _kind(path: Path | Encoded) -> tuple[tuple[int, int], str] | DataError:
 
 @contextmanager
 def _opened(path: Path | Encoded) -> Iterator[Image.Image]:
-    """Open an image file, and turn every error into :class:`DataError`."""
+    """Open an image file, turning every error into :class:`DataError`."""
     if isinstance(path, Path):
         check_regular(path)
     try:

@@ -1,6 +1,6 @@
-"""Reads the arrays of .npz files directly into their final memory.
+"""Reads the arrays in .npz files directly into their final memory.
 
-NumPy's reader would trust the sizes in a file's headers, and would copy the arrays to join them.
+NumPy's reader would trust the sizes given in a file's headers, and joining its arrays would require a copy.
 """
 
 import lzma
@@ -19,7 +19,7 @@ from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
 
 _CHUNK = 1 << 22
-_MAX_RATIO = 100  # largest compression ratio of an array of more than _MAX_COMPRESSED bytes, far above real data
+_MAX_RATIO = 100  # maximum compression ratio for arrays of more than _MAX_COMPRESSED bytes; real data is far below
 _MAX_COMPRESSED = 1 << 30
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -30,22 +30,22 @@ _DAMAGE = (
     OSError,
     ValueError,
     KeyError,
-    RuntimeError,  # an encrypted file, an endless header (RecursionError), or a rare compression (NotImplementedError)
+    RuntimeError,  # encryption, a deeply nested header (RecursionError), or rare compression (NotImplementedError)
     OverflowError,
 )
 
 
 class NpzFile:
-    """The arrays of an .npz file.
+    """The arrays in an .npz file.
 
-    ``unpickle`` receives the pickle stream of an object array and the length of the stream, and returns the array.
+    ``unpickle`` receives an object array's pickle stream and the length of this stream, and returns the content.
 
     Raises
     ------
     DataError
-        If the file is damaged or not a regular file, or holds Python objects while ``unpickle`` is ``None``. Also if
-        an array's header claims more bytes than the file holds or than fit into memory, or if its compression ratio is
-        implausible.
+        If the file is damaged or not a regular file, or contains Python objects although ``unpickle`` is ``None``. Also
+        if an array's header claims more bytes than the file contains or than fit into memory, or if the array's
+        compression ratio is implausible.
     """
 
     def __init__(self, path: Path, unpickle: Callable[[IO[bytes], int], Any] | None = None) -> None:
@@ -57,13 +57,13 @@ class NpzFile:
         self.names = tuple(name.removesuffix(".npy") for name in self._members)
 
     def shape(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype of an array without reading it."""
+        """Return an array's shape and dtype without reading the array."""
         with self._open(name) as stream:
             shape, _, dtype = self._header(stream, name)
         return shape, dtype
 
     def read(self, name: str, out: np.ndarray | None = None) -> Any:
-        """Return an array, in ``out`` if it is set. For an object array, return the result of ``unpickle``."""
+        """Return an array, read into ``out`` if that is set, or, for an object array, the result of ``unpickle``."""
         with self._open(name) as stream:
             shape, fortran, dtype = self._header(stream, name)
             if dtype.hasobject:
@@ -80,7 +80,7 @@ class NpzFile:
         return out
 
     def pooled(self, names: Sequence[str]) -> np.ndarray:
-        """Return arrays joined along their first axis. Read them into one block of memory if their types agree."""
+        """Return arrays joined along their first axis; if their types agree, read them into one block of memory."""
         shapes, dtypes = zip(*map(self.shape, names), strict=True)
         if len({shape[1:] for shape in shapes}) > 1:
             text = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
@@ -95,7 +95,7 @@ class NpzFile:
         return pool
 
     def _header(self, stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-        """Return shape, order and dtype from the header of an array, after checks against the file and the memory."""
+        """Return an array's shape, order and dtype after checking its size against the file and the free memory."""
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         try:
@@ -129,7 +129,7 @@ class NpzFile:
             yield
         except DataError:
             raise
-        except MemoryError as error:  # for example, a header claims more than the file holds
+        except MemoryError as error:  # for example, if a header claims more than the file contains
             raise DataError(f"{self.path}: more than fits into memory ({error})") from error
         except _DAMAGE as error:
             raise DataError(f"{self.path}: not a complete .npz file ({error}); rewrite it with numpy.savez") from error

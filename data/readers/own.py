@@ -1,4 +1,4 @@
-"""Custom data: .npz, .csv, .parquet, folders of images, of .npy files, of `datasets`, and PFLlib directories."""
+"""Custom data: .npz, .csv, .parquet, folders of images or .npy files, saved `datasets`, and PFLlib directories."""
 
 from collections.abc import Sequence
 from logging import getLogger
@@ -25,9 +25,9 @@ _LOG = getLogger("flwr")  # the logger of a run
 
 
 def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
-    """Build a data set from the content of a reader. ``length`` is the number of tokens of a text.
+    """Build a data set from a reader's content; ``length`` is the number of tokens per text.
 
-    Features and texts still need :func:`posy.data.dataset.fitted`. The function logs warnings about the data.
+    Features and texts still need :func:`posy.data.dataset.fitted`. The function logs any warnings about the data.
 
     Raises
     ------
@@ -56,10 +56,10 @@ def read_own(
     skip_unreadable: bool | None = None,
     columns: Columns = Columns(),  # noqa: B008 - immutable
 ) -> Content:
-    """Read an .npz, .csv or .parquet file, or a directory of one of the layouts.
+    """Read an .npz, .csv or .parquet file, or a directory in one of the supported layouts.
 
-    ``size`` and ``mode`` of image files are as in :func:`posy.data.readers.image.readable_images`. If
-    ``skip_unreadable`` is ``None``, the error for an unreadable image does not suggest that setting. ``columns``
+    For image files, ``size`` and ``mode`` are as in :func:`posy.data.readers.image.readable_images`, and
+    ``skip_unreadable`` skips unreadable ones; if it is ``None``, their error does not suggest this setting. ``columns``
     applies to tables.
 
     Raises
@@ -94,13 +94,13 @@ def read_npz(path: Path) -> Content:
     """Read an .npz file, and return its training and test samples in one array, with a mask of the test samples.
 
     The function reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test``
-    (numbers or texts). Arrays of three and four axes are images, for :func:`posy.data.readers.image.as_images`;
-    ``(N, F)`` are features.
+    (numbers or strings). Arrays with three or four axes are images, in a shape that
+    :func:`posy.data.readers.image.as_images` accepts; arrays ``(N, F)`` are features.
 
     Raises
     ------
     DataError
-        If an array is missing, or cannot be used.
+        If an array is missing or cannot be used.
     """
     archive = NpzFile(path)
     splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} & set(archive.names)]
@@ -143,14 +143,14 @@ def read_npz(path: Path) -> Content:
 
 
 def has_columns(path: Path) -> bool:
-    """Return whether a path is a table, so that settings may name its columns."""
+    """Return whether the data at a path is a table, so that settings may name its columns."""
     return path.suffix.lower() in (".csv", ".parquet") or is_saved(path)
 
 
 def read_arrays(path: Path) -> Content:
-    """Read a directory of x.npy, y.npy, and optionally groups.npy and test.npy, with the content of :data:`PARTS`.
+    """Read a directory of x.npy, y.npy, and optionally groups.npy and test.npy, which contain :data:`PARTS`.
 
-    Samples stay on disk, unless their type must change.
+    Samples stay on disk unless their type must change.
     """
     parts = {}
     for key in PARTS:
@@ -167,6 +167,6 @@ def read_arrays(path: Path) -> Content:
 
 
 def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
-    """Read a folder of class folders with :func:`posy.data.readers.image.labelled_images`."""
+    """Read a folder of class folders, as :func:`posy.data.readers.image.labelled_images` describes."""
     files, names, is_test = labelled_images(path)
     return image_content(path, files, names, size, mode, skip_unreadable, is_test=is_test)

@@ -1,7 +1,7 @@
-"""Reads data sets that PFLlib's generate scripts wrote, and keeps their partition.
+"""Reads data sets written by PFLlib's generate scripts, and keeps their partition.
 
 PFLlib stores a pickled dict in each .npz file. Posy's unpickler builds only dicts, lists, tuples, numbers, strings and
-plain NumPy arrays. It replaces the few NumPy names that such a pickle calls, and rejects every other name.
+plain NumPy arrays. It replaces the few NumPy functions that such a pickle calls, and rejects every other name.
 """
 
 import os
@@ -21,14 +21,14 @@ from posy.data.readers.npz import NpzFile
 from posy.data.values import as_features, as_float32, check_alike, check_shape, precision_notes
 from posy.extensions import format_error
 
-_MANY_CLASSES = 10_000  # number of classes that config.json may name even if there are fewer samples
+_MANY_CLASSES = 10_000  # number of classes up to which config.json may specify more classes than there are samples
 _MAX_TOKEN = 10**7  # a network has a row of weights for each token
-_MAX_DEPTH = 8  # levels of nested lists
-_MAX_SHARED = 10**7  # numbers in lists, counted at each reference, unless the file has more bytes
+_MAX_DEPTH = 8  # maximum nesting depth of lists
+_MAX_SHARED = 10**7  # maximum count of numbers in lists, once per reference, unless the file has more bytes
 
 
 def is_pfllib(path: Path) -> bool:
-    """Return whether a directory has PFLlib's layout: train/0.npz, test/0.npz."""
+    """Return whether a directory has PFLlib's layout: train/0.npz and a folder test."""
     # Unlike pathlib, os.path returns False for an invalid path or one without read permission.
     return os.path.isfile(path / "train" / "0.npz") and os.path.isdir(path / "test")  # noqa: PTH112, PTH113
 
@@ -36,9 +36,9 @@ def is_pfllib(path: Path) -> bool:
 def read_pfllib(path: Path) -> Content:
     """Read a PFLlib directory.
 
-    ``num_classes`` in ``config.json`` sets the number of classes. Without it the classes are the labels in the data.
-    Float images, ``(C, H, W)`` or ``(H, W)``, keep their values. Vectors are features. Rows of whole numbers, or
-    (tokens, length) pairs, are text.
+    ``num_classes`` in ``config.json`` sets the number of classes. Without it, the classes are the labels in the data.
+    Images, ``(C, H, W)`` or ``(H, W)``, keep their values as floats. Float vectors are features. Vectors of integers,
+    or (tokens, length) pairs, are text.
     """
     num_clients, num_classes = _counts(path)
     files = [path / split / f"{client}.npz" for client in range(num_clients) for split in ("train", "test")]
@@ -74,7 +74,7 @@ def read_pfllib(path: Path) -> Content:
 
 
 def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, Sequence[str]]:
-    """Return the kind of the samples, the samples as :class:`Content` stores them, and notes."""
+    """Return the samples' kind, the samples as :class:`Content` stores them, and notes."""
     if x.dtype.kind in "iu" and x.ndim == 2:
         for token in (x.min(), x.max()):
             if not 0 <= token <= _MAX_TOKEN:
@@ -90,12 +90,12 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, Sequence[str]]:
 
 
 def _counts(path: Path) -> tuple[int, int]:
-    """Return the number of clients and the number of classes, which is 0 if config.json does not give it.
+    """Return the number of clients and the number of classes, which is 0 if config.json does not specify it.
 
     Raises
     ------
     DataError
-        If the numbers of the client files have gaps, or the number of files differs from config.json.
+        If there are gaps in the numbering of the client files, or their number differs from config.json.
     """
     counts, config, file = {}, {}, path / "config.json"
     for split in ("train", "test"):
@@ -120,11 +120,11 @@ def _counts(path: Path) -> tuple[int, int]:
 
 
 def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y of a client's file. Check the labels against the number of classes, unless it is 0."""
+    """Return x and y from a client's file, after checking the labels against the number of classes unless it is 0."""
 
     def unpickle(stream: IO[bytes], size: int) -> Any:
         try:
-            # A number takes at least one byte, so unshared lists hold fewer numbers than the file has bytes.
+            # A number needs at least one byte, so unshared lists contain fewer numbers than the file has bytes.
             return _plain(_ArrayUnpickler(stream, path).load(), max(_MAX_SHARED, size))
         except DataError:
             raise
@@ -153,14 +153,14 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _labels(y: Any) -> np.ndarray:
-    """Return labels as an array. If a whole number in a list exceeds int64, all become strings."""
+    """Return labels as an array; if a whole number in a list exceeds int64, all labels become strings."""
     if isinstance(y, list | tuple) and any(type(label) is int and abs(label) >= 2**63 for label in y):
         y = [str(label) for label in y]
     return np.asarray(y).reshape(-1)
 
 
 def _samples(x: Any) -> np.ndarray:
-    """Return samples as an array of numbers. (tokens, length) pairs become padded tokens."""
+    """Return samples as an array of numbers; (tokens, length) pairs become padded tokens."""
     if isinstance(x, np.ndarray) and x.dtype != object:
         return x
     samples = list(x)
@@ -195,7 +195,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 class _Replacement:
-    """The replacement for a name in a pickle. It supports calls only."""
+    """The replacement for a name in a pickle, which supports only calls."""
 
     __slots__ = ("_call",)
 
@@ -210,7 +210,7 @@ class _Replacement:
 
 
 class _DType:
-    """A dtype in a pickle: the arguments give its code, and the state gives its byte order."""
+    """A dtype in a pickle, which takes its code from the arguments and its byte order from the state."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code, self.order = code, "="
@@ -238,15 +238,15 @@ class _Array:
 
 
 def _plain(root: Any, limit: int) -> Any:
-    """Return the unpickled object without :class:`_Array`.
+    """Return the unpickled object with each :class:`_Array` converted.
 
-    Each list is built once, even if the pickle refers to it several times. Each reference adds its numbers to the
-    total, which may not exceed ``limit``.
+    Each list is built once, even if the pickle refers to it several times. However, every reference adds the list's
+    numbers to the total, which must not exceed ``limit``.
     """
     results: dict[int, tuple[Any, int]] = {}
 
     def converted(item: Any, depth: int) -> tuple[Any, int]:
-        """Return the plain item and the number of numbers in it."""
+        """Return the converted item and how many numbers it contains."""
         array = item if isinstance(item, _Array) else None
         item = item if array is None else array.content
         if isinstance(item, np.ndarray):

@@ -1,4 +1,4 @@
-"""Readers of the files of the published data sets."""
+"""Readers of the published data sets' files."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ _MIN_TEST = 8  # PPFE, appendix A.2: users with fewer test samples are removed
 
 
 def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset:
-    """Load a data set of :data:`posy.data.published.DATASETS` from the data directory, or download it if allowed."""
+    """Load a data set in :data:`posy.data.published.DATASETS` from the data directory, or download it if allowed."""
     source = DATASETS[name]
     content = _from_npz(name, data_dir) if source.classes else None
     if content is None:
@@ -54,7 +54,7 @@ def _from_npz(name: str, data_dir: Path) -> Content | None:
 
 
 def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Return scikit-learn's digits, with the grey values 0..16 scaled to 0..255."""
+    """Return scikit-learn's digits, with grey values scaled from 0..16 to 0..255."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 - only this data set needs it
 
     bunch = load_digits()
@@ -65,9 +65,10 @@ def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
 def read_torchvision(
     name: str, data_dir: Path, settings: DataSettings, also: Sequence[Path] = (), **options: str
 ) -> Content:
-    """Read a data set with a class of ``torchvision.datasets``, which checks CIFAR's files by MD5 before unpickling.
+    """Read a data set with a class from ``torchvision.datasets``.
 
-    The error for missing data also lists the alternative files in ``also``.
+    For CIFAR, the class checks the files' MD5 sums before unpickling. The error for missing data also lists the
+    alternative files in ``also``.
     """
     from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
 
@@ -114,7 +115,7 @@ def read_torchvision(
 
 
 def read_cifar20(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read CIFAR-100 with the superclasses as labels."""
+    """Read CIFAR-100 with its superclasses as labels."""
     fine = _from_npz("cifar100", data_dir)
     if fine is None:
         fine = read_torchvision(name, data_dir, settings, also=[data_dir / "cifar100.npz"])
@@ -122,13 +123,13 @@ def read_cifar20(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 
 def read_emnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read EMNIST's letters; its files contain transposed images and number the letters from 1."""
+    """Read EMNIST's letters, whose files contain transposed images and number the letters from 1."""
     raw = read_torchvision(name, data_dir, settings, split="letters")
     return replace(raw, x=np.ascontiguousarray(raw.x.swapaxes(1, 2)), labels=raw.labels - 1)
 
 
 def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read FEMNIST from LEAF's JSON files; the writer is the group."""
+    """Read FEMNIST from LEAF's JSON files, with writers as groups."""
     folders = [data_dir / root / split for root in ("femnist", "femnist/data") for split in ("train", "test")]
     files = {folder: sorted(folder.glob("*.json")) for folder in folders}
     if len({folder.name for folder, paths in files.items() if paths}) < 2:
@@ -176,7 +177,7 @@ def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
 
 
 def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read the published folders: ``train/<wnid>/images`` and ``val`` with ``val_annotations.txt``."""
+    """Read Tiny ImageNet's folders: ``train/<wnid>/images``, and ``val`` with ``val_annotations.txt``."""
     paths = [f"{root}/train" for root in ("tiny-imagenet-200", "tiny-imagenet")]
     train = _first(name, data_dir, paths, "unpack tiny-imagenet-200.zip there")
     wnids = sorted(folder.name for folder in train.iterdir() if folder.is_dir())
@@ -196,7 +197,7 @@ def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Con
 
 
 def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read Kvasir's class folders. Crop images to a centred square and resize them."""
+    """Read Kvasir's class folders, cropping images to a centred square and resizing them."""
     folders = ["kvasir", "kvasir-dataset-v2", "kvasir-dataset"]
     root = _first(name, data_dir, folders, "unpack the Kvasir data set there: one folder of images for each class")
     if absent := [root / folder for folder in KVASIR if not (root / folder).is_dir()]:
@@ -235,7 +236,7 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 
 def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read AG News: rows of class 1-4, title, description."""
+    """Read AG News, whose rows contain a class from 1 to 4, a title and a description."""
     remedy = "put a .csv file there with the rows: class 1-4, title, description"
     paths = ["agnews/train.csv", "agnews/test.csv", "agnews.csv"]
     files = [_first(name, data_dir, paths, remedy)]
@@ -257,9 +258,9 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 
 def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read Sentiment140: polarity 0 or 4, id, date, query, user, text.
+    """Read Sentiment140, whose rows contain a polarity of 0 or 4, id, date, query, user and text.
 
-    The user is the group. Users with fewer than 8 samples in their test split are skipped (PPFE, appendix A.2).
+    Users are the groups. Those with fewer than 8 samples in their test split are skipped (PPFE, appendix A.2).
     """
     published = "training.1600000.processed.noemoticon.csv"
     paths = [f"sent140/{published}", published, "sent140.csv"]
@@ -281,12 +282,12 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 
 def _square(settings: DataSettings) -> tuple[int, int]:
-    """Return the width and height of images that are read from files."""
+    """Return the width and height to which image files are resized."""
     return (settings.image_size or DEFAULT_SIDE,) * 2
 
 
 def _first(name: str, data_dir: Path, names: Sequence[str], remedy: str) -> Path:
-    """Return the first of some paths that exists in the data directory, or raise :class:`DataError`."""
+    """Return the first of several paths that exists in the data directory, or raise :class:`DataError`."""
     paths = [data_dir / relative for relative in names]
     existing = next((path for path in paths if path.exists()), None)
     if existing is None:
@@ -295,7 +296,7 @@ def _first(name: str, data_dir: Path, names: Sequence[str], remedy: str) -> Path
 
 
 def _missing(name: str, data_dir: Path, looked_for: Sequence[Path], remedy: str) -> DataError:
-    """Return the error for missing data, with the searched paths and a remedy."""
+    """Return the error for missing data, which lists the paths looked up and a remedy."""
     npz = [data_dir / f"{name}.npz"] if DATASETS[name].classes else []
     paths = "\n".join(f"  {path.absolute()}" for path in (*npz, *looked_for))
     return DataError(f"the data of {name} was not found; looked for\n{paths}\n{remedy}")

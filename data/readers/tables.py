@@ -16,17 +16,17 @@ from posy.data.files import check_fits, check_regular
 from posy.data.labels import as_labels, label_name, numbered_groups, written_label
 from posy.data.values import FLOAT32_MAX, LOST, as_features
 
-_GROWTH = 4  # smallest factor by which a table grows in memory as Python strings
+_GROWTH = 4  # minimum factor by which a table grows when it is loaded as Python strings
 _MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _MISSING = ("", "?", "-", "na", "n/a", "nan", "null", "none")
-"""Cells that mean a missing value, in lower case."""
+"""Cells that denote a missing value, in lower case."""
 _LOG = getLogger("flwr")  # the logger of a run
 
 
 def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """Yield the number (from 1) and the fields of each row of a .csv file, without empty lines."""
+    """Yield the number (from 1) and the fields of each row in a .csv file, skipping empty lines."""
     number = 0
     try:
         for number, row in enumerate(csv.reader(_lines(path, encoding), delimiter=delimiter), 1):
@@ -37,11 +37,11 @@ def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> It
 
 
 def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - immutable
-    """Read a table with a header of distinct names.
+    """Read a table whose header contains distinct names.
 
-    :func:`posy.data.columns.roles` assigns the columns their roles, and :func:`posy.data.labels.written_label` reads
-    the labels. The text is the column ``text``, or the only column of the samples if it does not contain numbers. Notes
-    list the unused columns.
+    :func:`posy.data.columns.roles` assigns roles to the columns, and :func:`posy.data.labels.written_label` reads the
+    labels. The text is the column ``text``, or the only input column if it does not contain just numbers. Notes list
+    unused columns.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:
-    """Yield the lines of a text file; raise :class:`DataError` for a line that is too long for a table."""
+    """Yield the lines of a text file, or raise :class:`DataError` if a line is too long for a table."""
     check_fits(_GROWTH * check_regular(path), str(path))
     try:
         with path.open(encoding=encoding, newline="") as file:
@@ -122,10 +122,10 @@ def _header(path: Path) -> list[str]:
 
 
 def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.ndarray | None:
-    """Return the columns, named "0", "1", ...: features as float64, others as texts; ``None`` if a cell is invalid.
+    """Return columns named "0", "1", ..., features as float64 and others as strings; ``None`` if a cell is invalid.
 
-    NumPy reads a table several times faster than the csv module, and returns the same cells. It rejects rows that are
-    too short or too long, whereas pandas fills short rows.
+    NumPy reads a table several times faster than the csv module does, and returns the same cells. It rejects rows that
+    are too short or too long, whereas pandas pads short rows.
     """
     numeric = set(features)
     kinds = np.dtype([(str(index), float if index in numeric else object) for index in range(len(header))])
@@ -140,7 +140,7 @@ def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.nda
 
 
 def _names(cells: np.ndarray, column: int, role: str) -> tuple[list[str], dict[tuple[int, str], str]]:
-    """Return the names in a column, and its errors by column and cell."""
+    """Return the names in a column, and any errors, keyed by column and cell."""
     name_by_cell = {cell: written_label(cell) for cell in set(cells[str(column)])}
     errors = {(column, cell): f"the {role} is missing" for cell, name in name_by_cell.items() if not name}
     values = {cell: _number(cell) for cell in name_by_cell}
@@ -183,7 +183,7 @@ def _problem(
 
 
 def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features: Sequence[int]) -> list[str]:
-    """Return a warning if cells differ in digits that float64 cannot represent."""
+    """Return a warning if cells differ only in digits that float64 cannot represent."""
     spread = {index: np.ptp(cells[str(index)]) for index in features}
     coarse = {
         index: set[str]() for index in features if np.spacing(np.abs(cells[str(index)]).max()) > LOST * spread[index]
