@@ -1,1 +1,1 @@
-"""The processes of a real federation: the SuperLink, nodes and their workers, based on Flower's."""
+"""The processes of a real federation, based on Flower's: the SuperLink, and nodes with their workers."""

@@ -10,7 +10,7 @@ LISTENING = range(20_000, 32_768)
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach HOST:PORT."""
+    """Return whether HOST:PORT is reachable only from this machine."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -19,8 +19,8 @@ def is_loopback(address: str) -> bool:
 
 
 def free_port() -> int:
-    """Return an unused port of this machine; raise :class:`OSError` if all ports are in use."""
-    # Not from the run's seed: two processes that search at the same time need different ports.
+    """Return an unused port on this machine, or raise :class:`OSError` if all are in use."""
+    # Do not use the run's seed, because two processes that search at the same time need different ports.
     start = random.SystemRandom().randrange(len(LISTENING))
     for port in (*LISTENING[start:], *LISTENING[:start]):
         with socket.socket() as probe, contextlib.suppress(OSError):

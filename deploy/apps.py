@@ -1,4 +1,4 @@
-"""Loads the ClientApp of a run's code in the worker of a node."""
+"""Loads the ClientApp from a run's code in a node's worker."""
 
 import importlib
 import sys
@@ -16,10 +16,10 @@ from posy.flower import ClientAppCallable
 
 
 class Apps:
-    """The ClientApp of a run's code, which is loaded once, and again when the code changes.
+    """The ClientApp from a run's code, loaded once and reloaded when the code changes.
 
-    ``entities`` are the public keys of trusted entities by id, one of which must have signed the code. With None, the
-    code needs no signature.
+    ``entities`` maps ids of trusted entities to their public keys; one of the entities must have signed the code. With
+    None, the code needs no signature.
     """
 
     def __init__(self, entities: Mapping[str, str] | None = None) -> None:
@@ -31,10 +31,10 @@ class Apps:
         self._app: ClientAppCallable | None = None
 
     def load(self, bundle: Bundle, rule: str) -> ClientAppCallable:
-        """Return the node's own ClientApp, or the ClientApp of the bundle, which the method installs if it is new.
+        """Return the node's own ClientApp, or the ClientApp from the bundle, which the method installs if it is new.
 
-        :func:`posy.deploy.foreign.check_code` chooses by the node's rule on code. The method also raises its errors and
-        the errors of :func:`check_signatures` and :func:`install_whole`.
+        :func:`posy.deploy.foreign.check_code` chooses between them according to the node's ``code`` rule. The method
+        raises the errors of that function, :func:`check_signatures` and :func:`install_whole`.
         """
         if self._app is None or self._hash != bundle.hash:
             self._app = None
@@ -52,7 +52,7 @@ class Apps:
 
 
 def _import(folder: Path) -> ClientApp:
-    """Import the ClientApp of installed code."""
+    """Import the ClientApp from installed code."""
     name, attribute = client_app_of(folder)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -63,7 +63,7 @@ def _import(folder: Path) -> ClientApp:
 
 
 def _forget(old: Path | None, new: Path) -> None:
-    """Forget the imported packages that the new code replaces, which may include Posy, and all custom modules."""
+    """Unload the packages that the new code replaces, which may include Posy, and all custom modules."""
     for folder in (old, old / BUNDLED) if old else ():
         if str(folder) in sys.path:
             sys.path.remove(str(folder))

@@ -1,8 +1,8 @@
-"""The SuperLink's database: writers take turns, and neither an outage nor a clock change makes a deadline pass.
+"""Makes writers to the SuperLink's database take turns, and extends deadlines after an outage or a clock change.
 
-The module uses only public events of SQLAlchemy, and none of Flower's code. It relies on two tables of Flower's
-database. Flower treats a task (a running app) as dead once ``active_until`` has passed, and marks an online node as
-offline once ``online_until`` has passed.
+The module uses only public SQLAlchemy events, and none of Flower's code. It relies on two tables in Flower's database.
+Flower treats a task (a running app) as dead once ``active_until`` has passed, and marks an online node as offline once
+``online_until`` has passed.
 """
 
 import re
@@ -17,16 +17,16 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.pool import Pool
 
 TURN_SECONDS = 60.0
-"""Seconds that a writer waits for its turn before its call fails with `try again`."""
+"""Seconds that a writer waits for its turn before its call fails and has to be retried."""
 STEP_SECONDS = 2.0
-"""Drift in seconds between wall clock and monotonic clock above which a check assumes that the clock was set."""
+"""Drift in seconds between the wall clock and the monotonic clock above which the clock counts as having been set."""
 TROUBLE_SECONDS = 1.0
-"""Seconds of failing writes after which heartbeats may be missing. A node pauses for up to 20 s after failed calls, so
-even a short failure can use up the 30 s in which the node must send a heartbeat."""
+"""Duration of failing writes, in seconds, after which heartbeats may be missing. A node pauses for up to 20 s after
+failed calls, so even a short failure can use up the 30 s within which it must send a heartbeat."""
 RUN_SECONDS, NODE_SECONDS = 60.0, 30.0
-"""Seconds by which the deadlines of runs and of nodes are extended: twice the time between two heartbeats."""
+"""Seconds until the extended deadlines of runs and nodes expire: twice their heartbeat intervals."""
 START_SECONDS = 300.0
-"""Seconds that the process of a ServerApp may take until its first report."""
+"""Seconds that a ServerApp's process may take before its first report."""
 
 _TURN = "posy: turn"
 _WRITES = re.compile(r"\s*(?:WITH\b.*?\b)?(?:(INSERT|UPDATE|DELETE|REPLACE)|CREATE|ALTER|DROP|BEGIN IMMEDIATE)\b", re.S)
@@ -42,7 +42,7 @@ class TryAgainError(Exception):
 
 
 def can_be_retried(error: BaseException) -> bool:
-    """Return whether a call that failed with this error may succeed if it is retried."""
+    """Return whether a call that failed with this error may succeed when retried."""
     if isinstance(error, (TryAgainError, sqlalchemy.exc.TimeoutError)):
         return True
     origin = error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else error
@@ -53,28 +53,28 @@ def can_be_retried(error: BaseException) -> bool:
 
 
 class Turns:
-    """Serialises the writes of this process's connections to each database; readers do not wait.
+    """Serialises this process's writes to each database; readers do not wait.
 
-    SQLite has one lock for writers and no queue. With many nodes, calls would fail and lose their messages. A
-    connection has its turn from its first writing statement until it returns to its pool, so that a failed call
-    releases the turn too. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 begins no
-    transaction for a statement that starts with ``WITH``, so this class begins it.
+    SQLite has a single lock for writers and no queue, so with many nodes, calls would fail and lose their messages. A
+    connection has its turn from its first writing statement until it returns to its pool, so that a failed call also
+    gives up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin
+    a transaction for a statement that starts with ``WITH``, so this class does.
 
     Deadlines are in doubt after the SuperLink has started, after the clock was set, and after writes have failed.
     Before the next statement that compares deadlines, this class extends the deadlines of all live nodes and runs. A
-    dead node or run is detected when its extended deadline passes. If the extension fails, the call fails and its
+    dead node or run is detected once its extended deadline passes. If the extension fails, the call fails, and its
     caller retries it.
     """
 
     def __init__(self) -> None:
         self._locks: dict[str, threading.Lock] = {}
         self._failing: float | None = None
-        self._gap = True  # before the start, heartbeats were missing
+        self._gap = True  # heartbeats before the start were missed
         self._clocks = _difference()
         self._engine: Engine | None = None
 
     def install(self, engine: Engine | type[Engine] = Engine) -> None:
-        """Serialise the writes to all databases of this process, or to the database of one engine."""
+        """Serialise the writes to all of this process's databases, or to one engine's database."""
         event.listen(engine, "before_cursor_execute", self._before)
         event.listen(engine, "commit", self._on_commit)
         event.listen(engine, "handle_error", self._on_error)
@@ -82,7 +82,7 @@ class Turns:
             event.listen(engine.pool if isinstance(engine, Engine) else Pool, name, self._after)
 
     def give_time_to_start(self, token: str) -> None:
-        """Allow the process of the task with this token :data:`START_SECONDS` to start; Flower allows 30 s."""
+        """Give the process of the task with this token :data:`START_SECONDS` to start; Flower gives it only 30 s."""
         if self._engine is not None:
             with self._engine.begin() as connection:
                 connection.exec_driver_sql(_EXTEND_TASK, (_text_of(time.time() + START_SECONDS), token))
@@ -117,7 +117,7 @@ class Turns:
     def _extend(self, cursor: Any) -> None:
         clocks = _difference()
         cursor.execute(_EXTEND_TASKS, (_text_of(time.time() + RUN_SECONDS),))
-        cursor.execute(_EXTEND_NODES, (time.time() + NODE_SECONDS,))  # a node that is marked as offline stays offline
+        cursor.execute(_EXTEND_NODES, (time.time() + NODE_SECONDS,))  # a node marked as offline stays offline
         self._clocks, self._gap = clocks, False
 
     def _after(self, _: Any, record: Any, *error: Any) -> None:
@@ -139,12 +139,12 @@ def _compares_deadlines(statement: str) -> bool:
 
 
 def _difference() -> float:
-    """Return wall clock minus monotonic clock in seconds; it changes when the clock is set or the machine sleeps."""
+    """Return wall-clock minus monotonic time in seconds; it changes when the clock is set or the machine sleeps."""
     return time.time() - time.monotonic()
 
 
 def _text_of(seconds: float) -> str:
-    """Return a time as Flower's database stores it."""
+    """Return a time in the format that Flower's database stores."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ")
 
 

@@ -1,6 +1,6 @@
 """The entries that a node and its worker exchange over their socket.
 
-An entry is a JSON object in a line, with the lengths of its parts in ``sizes``, and then the bytes of these parts.
+An entry is one line with a JSON object, whose ``sizes`` contains the lengths of the parts, and then the parts' bytes.
 """
 
 import json
@@ -11,14 +11,14 @@ from typing import Any, BinaryIO
 
 
 class EntrySocket:
-    """One end of the socket; several threads may send."""
+    """One end of the socket; several threads may send on it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._writing = threading.Lock()
 
     def send(self, parts: Sequence[bytes] = (), **fields: Any) -> None:
-        """Send an entry; raise :class:`OSError` if the other end is closed or does not read."""
+        """Send an entry, or raise :class:`OSError` if the other end is closed or does not read."""
         head = json.dumps({**fields, "sizes": [len(part) for part in parts]}).encode() + b"\n"
         with self._writing:
             for content in (head, *parts):
@@ -26,12 +26,12 @@ class EntrySocket:
 
 
 def read_entry(stream: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Return the next entry and its parts; None at the end of the stream.
+    """Return the next entry and its parts, or None at the end of the stream.
 
     Raises
     ------
     ValueError
-        If the entry is malformed: the code of a run can write to the socket of its worker.
+        If the entry is malformed, which is possible because a run's code can write to its worker's socket.
     """
     line = stream.readline()
     if not line:

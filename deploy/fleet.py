@@ -1,7 +1,7 @@
-"""A node's calls to its SuperLink over gRPC, which it retries after temporary errors.
+"""A node's gRPC calls to its SuperLink, which the node retries after temporary errors.
 
-Flower's own node retries a call only if the SuperLink has not answered. After any other error it silently drops the
-message or the reply, or ends.
+Flower's own node retries a call only if the SuperLink has not answered. After any other error, it silently drops the
+message or the reply, or terminates.
 """
 
 import concurrent.futures
@@ -35,23 +35,23 @@ from posy.deploy.flower_internals import (
 from posy.deploy.tasks import Bundle, Run
 
 HEARTBEAT_SECONDS = 15
-"""Heartbeat interval in seconds. A node that is silent for twice as long is offline, and its key is free for a new
-connection. With Flower's default of 30 s, this takes a minute."""
+"""Heartbeat interval in seconds. A node that is silent for twice as long counts as offline, which frees its key for a
+new connection. With Flower's default of 30 s, this takes a minute."""
 HEARTBEAT_TIMEOUT = 5.0
 ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
-"""Seconds for which the node retries with a refused key, until its earlier connection counts as offline."""
+"""Seconds for which the node keeps retrying with a refused key: until its earlier connection counts as offline."""
 CALL_SECONDS = 300.0
-"""Timeout of a call in seconds, because neither side may notice a dead connection."""
+"""Timeout of a call in seconds; without one, a dead connection might go unnoticed on both sides."""
 PATIENCE_SECONDS = 60.0
 """Seconds for which the node retries a call after a temporary error."""
 PART_SECONDS = 30.0
 """Seconds that the node waits for a part of a message that the SuperLink does not have yet."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0
-"""Approximate first and longest pause in seconds between retries; each pause doubles the last."""
+"""Approximate first and longest pause between retries, in seconds; each pause is twice as long as the previous one."""
 CONCURRENT = 6
-"""Largest number of parts of a message in transit at the same time."""
+"""Maximum number of parts of a message in transit at the same time."""
 LARGEST_MESSAGE = 2**31 - 1
-"""Size in bytes of the largest message over gRPC."""
+"""Maximum size of a gRPC message in bytes."""
 VERSION_HEADERS = (
     ("flwr-package-name", "flwr"),
     ("flwr-package-version", flwr.__version__),
@@ -68,7 +68,7 @@ PASSING = (
 
 
 class RunEndedError(Exception):
-    """The run of a message has ended, so the SuperLink accepts no reply."""
+    """The run that a call is about has ended, so the SuperLink refuses the call."""
 
 
 class PartError(Exception):
@@ -76,18 +76,18 @@ class PartError(Exception):
 
 
 class Fleet:
-    """The SuperLink of a node.
+    """A node's connection to its SuperLink.
 
     Parameters
     ----------
     address : str
         Address of the SuperLink, HOST:PORT.
     key : ec.EllipticCurvePrivateKey or None
-        The registered private key of the node; None: the node registers a new key.
+        The node's registered private key; None: the node registers a new key.
     root_certificates : bytes or None
-        Certificates of the authorities that the node trusts (PEM); None: the authorities that gRPC trusts.
+        Certificates (PEM) of the authorities that the node trusts; None: the authorities that gRPC trusts.
     insecure : bool
-        Connect without TLS.
+        Whether to connect without TLS.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Fleet:
         return self.node_id
 
     def leave(self) -> None:
-        """Report that the node is going offline, if the SuperLink answers at once."""
+        """Report that the node is going offline, without retrying if the SuperLink does not answer."""
         self._ended.set()
         if self.node_id:
             with contextlib.suppress(grpc.RpcError):
@@ -133,7 +133,7 @@ class Fleet:
         self._channel.close()
 
     def _beat(self) -> None:
-        """Send heartbeats until the node leaves, and retry a failed heartbeat after growing pauses."""
+        """Send heartbeats until the node leaves, and retry failed heartbeats with increasing delays."""
         pauses = pauses_between_tries()
         while not self._ended.wait((HEARTBEAT_SECONDS - HEARTBEAT_TIMEOUT) * random.uniform(0.7, 0.9)):
             while not self._ended.is_set():
@@ -189,9 +189,9 @@ class Fleet:
         return objects
 
     def push(self, reply: Packed, seconds: float) -> None:
-        """Push a reply once; the SuperLink answers with the objects that it lacks.
+        """Push a reply once, and then the objects that the SuperLink reports as missing.
 
-        ``seconds`` is the running time of the app. Raises :class:`PartError`, :class:`RunEndedError` or a gRPC error.
+        ``seconds`` is the app's running time. Raise :class:`PartError`, :class:`RunEndedError` or a gRPC error.
         """
         answer = self.call(
             "PushMessages",
@@ -217,7 +217,7 @@ class Fleet:
         _side_by_side(push_object, [number for number in reply.objects if number in missing_ids])
 
     def run(self, run_id: int) -> tuple[Run, Bundle]:
-        """Return a run and its code; raise :class:`RunEndedError` if the run has ended."""
+        """Return a run and its code, or raise :class:`RunEndedError` if the run has ended."""
         run = self.call("GetRun", node=self._node(), run_id=run_id).run
         fab = self.call("GetFab", node=self._node(), run_id=run_id, hash_str=run.fab_hash).fab
         submitter = run.account_name or run.flwr_aid
@@ -231,7 +231,7 @@ class Fleet:
     def call(self, name: str, /, timeout: float = CALL_SECONDS, **fields: Any) -> Any:
         """Make a call, retry it after temporary errors, and return the answer; only one retry runs at a time.
 
-        A network may cut a connection after a certain number of bytes, and would then cut all parallel retries.
+        Some networks cut a connection after a certain number of bytes, which would cut off all parallel retries.
 
         Raises
         ------
@@ -267,7 +267,7 @@ class Fleet:
         return {"node_id": self.node_id}
 
     def _may_pass(self, error: grpc.RpcError, waited: float, timeout: float) -> bool:
-        """Return whether a call may succeed if the node retries it."""
+        """Return whether a failed call may succeed if the node retries it."""
         details = str(error.details() or "")
         if code_in(details) == KEY_REFUSED:
             if not self._refused:
@@ -280,7 +280,7 @@ class Fleet:
                 )
             return time.monotonic() - self._refused < ACTIVATION_SECONDS
         if error.code() == grpc.StatusCode.UNAVAILABLE:
-            # A cut connection can cause the same error as a certificate that does not match.
+            # A broken connection can cause the same error as a certificate mismatch.
             return self._connected or "CERTIFICATE" not in details.upper()
         return error.code() in PASSING and waited < min(PATIENCE_SECONDS, timeout)
 
@@ -288,24 +288,24 @@ class Fleet:
 def signature_headers(
     key: ec.EllipticCurvePrivateKey, offset: timedelta = timedelta()
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the headers that prove that a node has a key, signed at the current time plus an ``offset``."""
+    """Return headers that prove possession of a node's key, with a signature for the current time plus ``offset``."""
     stamp = (current_time() + offset).isoformat()
     signature = key.sign(stamp.encode(), ec.ECDSA(hashes.SHA256()))
     return (PUBLIC_KEY_HEADER, public_pem_of(key)), (TIMESTAMP_HEADER, stamp), (SIGNATURE_HEADER, signature)
 
 
 def current_time() -> datetime:
-    """Return the time by this machine's clock."""
+    """Return the time according to this machine's clock."""
     return datetime.now(UTC)
 
 
 def public_pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Return the public key of a private key in the format that nodes send (PEM)."""
+    """Return a private key's public key in the format that nodes send (PEM)."""
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def code_in(details: str) -> int:
-    """Return the code in the details of Flower's error; 0 without one."""
+    """Return the code in the details of a Flower error, or 0 if there is none."""
     try:
         code = json.loads(details)["code"]
     except (ValueError, LookupError, TypeError):
@@ -314,7 +314,7 @@ def code_in(details: str) -> int:
 
 
 def pauses_between_tries() -> Iterator[float]:
-    """Yield pauses in seconds; each is about twice the last."""
+    """Yield pauses in seconds, each about twice as long as the previous one, up to a maximum."""
     pause = FIRST_PAUSE_SECONDS
     while True:
         yield pause * random.uniform(0.8, 1.2)
@@ -322,7 +322,7 @@ def pauses_between_tries() -> Iterator[float]:
 
 
 def _side_by_side(call: Any, numbers: Iterable[str]) -> list[Any]:
-    """Return the results of a call for several objects; after an error, no further call starts."""
+    """Return the results of parallel calls, one per object; after an error, no further call starts."""
     pool = concurrent.futures.ThreadPoolExecutor(CONCURRENT)
     try:
         return [each.result() for each in [pool.submit(call, number) for number in numbers]]
@@ -333,7 +333,7 @@ def _side_by_side(call: Any, numbers: Iterable[str]) -> list[Any]:
 def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
     """Push a reply, and retry until the SuperLink has all its parts or the reply has expired.
 
-    Each retry has the same reply id. The node drops a reply if its run has ended, and logs the outcome of each reply.
+    Every attempt uses the same reply id. The node drops the reply if its run has ended, and logs the outcome.
     """
     metadata = reply.envelope.metadata
     log(INFO, "Sending: %s message (ID: %s) of run %s", metadata.message_type, metadata.message_id, metadata.run_id)
@@ -358,7 +358,7 @@ def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return a description of an error: for a gRPC error its code and details."""
+    """Return a description of an error; for a gRPC error, its code and details."""
     if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
         return f"{error.code().name}: {error.details()}"
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Flower's network protocol, its objects and its app bundles: the private names of Flower that a federation needs.
+"""The Flower internals that a federation needs: the network protocol, objects and app bundles.
 
-The calls have the names of Flower's ``.proto`` files. :func:`fleet_call` and :func:`control_call` read the types of
-their messages from these files. A message is sent as objects: the message, its records, its arrays and their chunks,
-each with the SHA-256 of its bytes as its id (:class:`Packed`).
+Calls are named as in Flower's ``.proto`` files. :func:`fleet_call` and :func:`control_call` take the types of requests
+and responses from these files. A message is sent as objects: the message, its records, its arrays and their chunks,
+each identified by the SHA-256 of its bytes (:class:`Packed`).
 """
 
 import hashlib
@@ -22,38 +22,38 @@ from google.protobuf.message_factory import GetMessageClass
 from posy.flower import with_id
 
 PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER = "flwr-public-key-bin", "flwr-signature-bin", "flwr-timestamp"
-"""Headers of a node's calls: its public key (PEM), the time, and the signature of the time."""
+"""Headers of a node's calls: its public key (PEM), the signature of the time, and the time."""
 TOKEN_HEADER = "flwr-task-token"
-"""Header of the calls of a ServerApp."""
+"""Header of a ServerApp's calls."""
 MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
-"""Media types of a call, and of a stream of answers, each after four bytes with its length."""
+"""Media types of a call, and of a stream of answers, each of which is preceded by its length in four bytes."""
 KEY_REFUSED, INTERVAL_REFUSED, RUN_ENDED = 2004, 2003, 2007
-"""Codes with which a SuperLink refuses a node: its key is unknown or already online, its heartbeat interval is
-invalid, or the run of its call has ended."""
+"""Codes with which a SuperLink refuses a node's call: the key is unknown or already in use, the heartbeat interval is
+invalid, or the run has ended."""
 
 
 FLEET, CONTROL = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"], control_pb2.DESCRIPTOR.services_by_name["Control"]
-"""The service for nodes, and the service that registers nodes and submits runs."""
+"""The service for nodes, and the service for registering nodes and submitting runs."""
 
 
 class Call(NamedTuple):
-    """A call of the protocol."""
+    """A call in the protocol."""
 
     path: str
-    """Path of the call over gRPC."""
+    """Path of the call."""
     request: type[Any]
     response: type[Any]
 
 
 @cache
 def fleet_call(name: str) -> Call:
-    """Return a call of the API for nodes."""
+    """Return a call in the API for nodes."""
     return _call(FLEET, name)
 
 
 @cache
 def control_call(name: str) -> Call:
-    """Return a call of the API that submits runs and registers nodes."""
+    """Return a call in the API for registering nodes and submitting runs."""
     return _call(CONTROL, name)
 
 
@@ -65,9 +65,9 @@ def _call(service: Any, name: str) -> Call:
 
 @cache
 def app_call(name: str) -> Call:
-    """Return a call of a ServerApp about its messages, which it makes over HTTP.
+    """Return a call that a ServerApp makes over HTTP about its messages.
 
-    The requests have the same fields and field numbers as a node's calls, and so do all answers except two.
+    The requests have the same fields and field numbers as in a node's calls, and so do all answers except two.
     """
     _, request, response = fleet_call(name)
     answers = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}
@@ -75,7 +75,7 @@ def app_call(name: str) -> Call:
 
 
 def token_of_task(answer: bytes) -> str:
-    """Return the token in the answer to a process that asks for a task; empty without a task."""
+    """Return the token in the answer to a request for a task, or an empty string if it assigns no task."""
     return str(runtime_pb2.AcquireTaskResponse.FromString(answer).token)
 
 
@@ -89,17 +89,17 @@ def http_path(service: str, name: str) -> str:
 
 @dataclass
 class Packed:
-    """A message in the form in which it is sent."""
+    """A message in the format in which it is sent."""
 
     envelope: Any
-    """A message of the protocol with the metadata, including the id of the message, and the error."""
+    """A protocol message with the metadata, including the message id, and any error."""
     tree: Any
-    """The ids of the objects, as a tree."""
+    """The tree of the objects' ids."""
     objects: dict[str, bytes]
 
 
 def pack(message: Message) -> Packed:
-    """Return the objects of a message, and its envelope with the id of the message."""
+    """Return a message as its objects, their tree, and an envelope that contains the message id."""
     with no_object_id_recompute():
         tree = get_object_tree(message)
         objects = {number: part.deflate() for number, part in get_all_nested_objects(message).items()}
@@ -107,7 +107,7 @@ def pack(message: Message) -> Packed:
 
 
 def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
-    """Restore the message with an id from its objects; raise an error of any type if they are malformed."""
+    """Restore the message with id ``number`` from its objects; malformed objects can raise any error."""
     message = inflate_object_from_contents(number, dict(objects))
     if not isinstance(message, Message):
         raise TypeError(f"the object {number} is not a message")
@@ -115,7 +115,7 @@ def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
 
 
 def message_of(envelope: Any) -> Message:
-    """Return a message with the metadata of an envelope, and with its error or with empty content."""
+    """Return a message with an envelope's metadata, and with its error or, if there is none, with empty content."""
     copy = type(envelope)()
     copy.CopyFrom(envelope)
     copy.metadata.message_id = ""
@@ -130,7 +130,7 @@ def message_of(envelope: Any) -> Message:
 
 
 def packed_error(request_envelope: Any, code: int, reason: str, created_at: float) -> Packed:
-    """Return an error reply to a message, given the envelope of the message."""
+    """Return an error reply to a message, given the message's envelope."""
     metadata = request_envelope.metadata
     ids = {name: getattr(metadata, name) for name in ("src_task_id", "dst_task_id") if metadata.HasField(name)}
     envelope = type(request_envelope)(
@@ -155,19 +155,19 @@ def packed_error(request_envelope: Any, code: int, reason: str, created_at: floa
 
 
 def numbers_in(tree: Any) -> Iterator[str]:
-    """Yield the ids of the objects in a tree, children first; an object may occur twice."""
+    """Yield the ids of the objects in a tree, children first; an id may occur more than once."""
     for child in tree.children:
         yield from numbers_in(child)
     yield tree.object_id
 
 
 def envelope_from(data: bytes) -> Any:
-    """Return the envelope of a message from its bytes."""
+    """Parse a message's envelope from its bytes."""
     return _message_type("messages_list").FromString(data)
 
 
 def tree_from(data: bytes) -> Any:
-    """Return a tree of object ids from its bytes."""
+    """Parse a tree of object ids from its bytes."""
     return _message_type("message_object_trees").FromString(data)
 
 
@@ -177,11 +177,11 @@ def _message_type(field: str) -> Any:
 
 
 def _envelope(number: str, content: bytes) -> Any:
-    """Return the envelope of a message from the message's own object: a head, a zero byte and the body."""
+    """Return a message's envelope, given the message's own object: a head, a zero byte and the body."""
     envelope = envelope_from(content[content.index(b"\0") + 1 :])
     envelope.metadata.message_id = number
     if not envelope.HasField("error"):
-        envelope.content.SetInParent()  # a message has a content or an error
+        envelope.content.SetInParent()  # a message has either content or an error
     return envelope
 
 
@@ -189,18 +189,18 @@ def _envelope(number: str, content: bytes) -> Any:
 
 
 def config_of(proto: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a message of the protocol."""
+    """Return the settings in a protocol message."""
     return {key: getattr(value, value.WhichOneof("scalar")) for key, value in proto.items()}
 
 
 def to_config(settings: Mapping[str, bool | int | float | str]) -> dict[str, dict[str, Any]]:
-    """Return settings in the form for a message of the protocol."""
+    """Return settings in the format for a protocol message."""
     fields = {bool: "bool", int: "sint64", float: "double", str: "string"}
     return {key: {fields[type(value)]: value} for key, value in settings.items()}
 
 
 def build_bundle(files: Mapping[str, bytes | Path]) -> bytes:
-    """Build an app's bundle from files by their paths in the bundle."""
+    """Build an app's bundle from files, keyed by their paths in the bundle."""
     from flwr.cli.build import build_fab_from_files  # noqa: PLC0415
 
     return build_fab_from_files(files)[0]

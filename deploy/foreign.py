@@ -1,4 +1,4 @@
-"""Compares the code that a run brings to a node with the Posy that is installed on the node."""
+"""Compares the code that a run brings to a node with the Posy installed on the node."""
 
 import io
 import os
@@ -12,39 +12,39 @@ from posy.deploy.install import LARGEST_PROJECT
 
 _LOG = getLogger("flwr")  # the logger of a node
 REFUSE = "POSY_REFUSE_FOREIGN_CODE"
-"""Environment variable; if it is set, the node runs only its installed code."""
+"""Environment variable that, if set, makes the node run only its installed code."""
 _HERE = Path(__file__).resolve().parent.parent
 _STARTED = {"serverapp": "posy.serverapp:app", "clientapp": "posy.clientapp:app"}
-"""The components that Flower starts."""
+"""Posy's components that Flower starts."""
 _DATA = (".yaml", ".yml", ".md", ".txt")
-"""Suffixes of data files, which an installed Posy does not read from a bundle."""
+"""Suffixes of data files, which the installed Posy does not read from a bundle."""
 
 
 class ForeignCodeError(PermissionError):
-    """A run brings code that this node refuses. The error message names only files of the run."""
+    """A run brings code that this node refuses. The error message names only the run's files."""
 
     shareable = True
 
 
 def code_rule(policy: Policy | None) -> str:
-    """Return the rule of a node on code: ``installed``, ``signed`` or ``any``."""
+    """Return a node's rule for code: ``installed``, ``signed`` or ``any``."""
     if os.environ.get(REFUSE):
         return "installed"
     return policy.code if policy else "any"
 
 
 def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
-    """Return whether a node runs its installed Posy for an app's bundle (the bytes of a zip file).
+    """Return whether a node runs its installed Posy instead of an app's bundle (the bytes of a zip file).
 
-    With the rule ``installed`` it does, and neither unpacks nor runs anything from the bundle. With another rule it
-    runs the bundle, and logs the files that differ from the installed Posy. ``signed`` says whether a trusted entity
-    has signed the bundle.
+    With the rule ``installed``, the node does so, and neither unpacks nor runs anything from the bundle. With any other
+    rule, it runs the bundle, and the function logs the files that differ from the installed Posy. ``signed`` is whether
+    a trusted entity has signed the bundle.
 
     Raises
     ------
     ForeignCodeError
-        If the rule is ``installed`` and the bundle has other code, or the rule is ``signed`` and no trusted entity has
-        signed the bundle.
+        If the rule is ``installed`` and the bundle contains other code, or the rule is ``signed`` and no trusted entity
+        has signed the bundle.
     """
     files = foreign_code(content)
     names = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
@@ -64,7 +64,7 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
 
 
 def foreign_code(content: bytes) -> list[str]:
-    """Return the code files of a bundle that differ from the files of the installed Posy."""
+    """Return the code files in a bundle that differ from the installed Posy's files."""
     foreign = []
     with zipfile.ZipFile(io.BytesIO(content)) as bundle:
         for entry in sorted(bundle.infolist(), key=lambda entry: entry.filename):
@@ -82,28 +82,28 @@ def _starts_posy(project: bytes) -> bool:
     """Return whether a ``pyproject.toml`` starts Posy's apps."""
     try:
         started: object = tomllib.loads(project.decode())["tool"]["flwr"]["app"]["components"]
-    except (ValueError, LookupError, TypeError):  # no TOML in UTF-8, or without Flower's tables
+    except (ValueError, LookupError, TypeError):  # not UTF-8 TOML, or without Flower's tables
         return False
     return started == _STARTED
 
 
 def _is_installed(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
-    """Return whether an entry of a bundle is a file of the installed Posy.
+    """Return whether an entry in a bundle is identical to a file of the installed Posy.
 
-    The function does not unpack an entry of a different size, which may be much larger than the bundle.
+    The function does not unpack an entry of a different size, because it could be much larger than the bundle.
     """
     installed = _installed(entry.filename)
     return installed is not None and entry.file_size == len(installed) and bundle.read(entry) == installed
 
 
 def _is_data(name: str) -> bool:
-    """Return whether the name of a file in a bundle is the name of a data file; a dot file is code."""
+    """Return whether a file name in a bundle denotes a data file; dotfiles count as code."""
     file = name.rpartition("/")[2].lower()
     return name.startswith(".info/") or "." not in file or file.endswith(_DATA)
 
 
 def _installed(name: str) -> bytes | None:
-    """Return the content of the installed file for a name in a bundle; a wheel has all files in the package posy."""
+    """Return the content of the installed file for a name in a bundle; a wheel puts all files in the package posy."""
     for path in (_HERE / name, _HERE / name.removeprefix("posy/")):
         if path.is_file():
             return path.read_bytes()

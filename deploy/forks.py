@@ -1,9 +1,9 @@
 """Nodes and their workers as processes forked from a parent that has loaded Flower and PyTorch for all of them.
 
-All nodes of a machine share the memory of the loaded modules, and a new worker needs no time to load them. The parent
-has one thread, no gRPC channel and no CUDA context, because these do not survive a fork. All nodes and workers are its
-children. A node requests its worker over a socket. The node ends when this socket closes, and a worker ends with its
-node.
+All nodes on a machine share the memory of the loaded modules, and a new worker needs no time to load them. The parent
+has only one thread, no gRPC channel and no CUDA context, because these do not survive a fork. All nodes and workers are
+its children. A node requests its worker over a socket, and terminates when this socket closes; a worker terminates with
+its node.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 STOP_SECONDS = 10.0
-"""Seconds that nodes have to end before they are killed."""
+"""Seconds that nodes have to terminate before they are killed."""
 READ = 1 << 16
 SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
 
@@ -33,35 +33,35 @@ SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
 class Parent(threading.Thread):
     """A node's connection to its parent, which forks and kills the node's workers, one at a time.
 
-    The node ends when the parent ends.
+    The node terminates when the parent does.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(name="posy-parent", daemon=True)
         self._connection = connection
         self.ended: queue.Queue[int] = queue.Queue()
-        """The exit code of the worker, once it has ended."""
+        """The exit codes of workers that have ended."""
 
     def run(self) -> None:
-        """Listen to the parent until it ends."""
+        """Listen to the parent until it terminates."""
         with contextlib.suppress(OSError), self._connection.makefile("r") as lines:
             for line in lines:
                 self.ended.put(int(line))
         os.kill(os.getpid(), signal.SIGTERM)
 
     def fork_worker(self, connection: socket.socket, home: Path) -> None:
-        """Request a worker that serves this node over a connection and has a separate Flower home."""
+        """Request a worker that serves this node over a connection and uses ``home`` as its Flower home."""
         order = json.dumps({"home": str(home)}).encode()
         socket.send_fds(self._connection, [order], [connection.fileno()])
 
     def kill_worker(self) -> None:
-        """Kill the worker, if it exists."""
+        """Kill the worker, if there is one."""
         self._connection.sendall(b"kill")
 
 
 @dataclass
 class Node:
-    """A node with its process and its worker, as its parent manages it."""
+    """A node's process and worker, as managed by the parent."""
 
     name: str
     arguments: Sequence[str]
@@ -69,24 +69,24 @@ class Node:
     worker: int = 0
     connection: socket.socket | None = None
     output: tuple[int, int] | None = None
-    """Both ends of the pipe that the node and its worker write to; None: they write to the parent's output."""
+    """Both ends of the pipe that the node and its worker write to, or None if they write to the parent's output."""
     unfinished: bytes = b""
-    """The last, incomplete line of the output."""
+    """The incomplete last line of the output."""
     code: int = 0
     ended_at: float = math.inf
-    """Time at which the node ended, by the monotonic clock."""
+    """Time at which the node ended, on the monotonic clock."""
 
 
 @dataclass
 class Family:
-    """The nodes of one parent, with their processes and sockets."""
+    """One parent's nodes, with their processes and sockets."""
 
     nodes: Sequence[Node]
     serve_node: Callable[[Sequence[str], Parent], None]
     serve_worker: Callable[[socket.socket], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     stopped: float = 0.0
-    """Time of the signal that ends the nodes, by the monotonic clock; 0: not yet."""
+    """Time at which the nodes were first told to stop, on the monotonic clock; 0 if they have not been."""
 
     def keep(self) -> int:
         """Fork the nodes, serve them until all have ended, and return the exit status."""
@@ -98,7 +98,7 @@ class Family:
             signal.signal(number, lambda *_: None)  # the signals are read from the socket
         self.selector.register(self._wakeup, selectors.EVENT_READ)
         gc.collect()
-        gc.freeze()  # a garbage collection would copy all loaded modules into every child
+        gc.freeze()  # garbage collection would copy all loaded modules into every child
         for node in self.nodes:
             self._fork_node(node)
         while any(node.process or node.worker for node in self.nodes):
@@ -136,7 +136,7 @@ class Family:
             self._say(f"node {node.name} is process {node.process}")
 
     def _obey(self, node: Node) -> None:
-        """Fork or kill the worker of a node, as the node requests."""
+        """Fork or kill a node's worker, as the node requests."""
         assert node.connection is not None
         try:
             order, files, _, _ = socket.recv_fds(node.connection, READ, 1)
@@ -160,7 +160,7 @@ class Family:
                 node.worker = self._fork(node, f"worker {node.name}", serve)
 
     def _fork(self, node: Node, title: str, serve: Callable[[], None]) -> int:
-        """Fork a process, and return its process id."""
+        """Fork a process that runs ``serve``, and return its process id."""
         sys.stdout.flush()
         sys.stderr.flush()
         process = os.fork()
@@ -177,7 +177,7 @@ class Family:
             leave(1)
 
     def _leave(self, node: Node, title: str) -> None:
-        """Release, in a child, the resources of the parent."""
+        """Release the parent's resources in a child."""
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -225,7 +225,7 @@ class Family:
                 os.kill(node.process, number)
 
     def _show(self, node: Node) -> None:
-        """Print the output of a node, with the name of the node before each line."""
+        """Print a node's output, with the node's name before each line."""
         assert node.output is not None
         with contextlib.suppress(BlockingIOError):
             while data := os.read(node.output[0], READ):
@@ -239,7 +239,7 @@ class Family:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, because the clean-up of the loaded modules is slow and sometimes hangs."""
+    """Exit at once without clean-up, because cleaning up the loaded modules is slow and sometimes hangs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Serve the calls about messages before Flower's SuperLink does, and let Flower serve all other calls.
+"""Serves calls about messages in place of Flower's SuperLink, and lets Flower serve all other calls.
 
-:class:`NodeCalls` sees the calls of the nodes over gRPC, after Flower has checked their keys. :class:`AppCalls` sees
-the calls of ServerApps and users over HTTP. Both depend only on Flower's network protocol.
+:class:`NodeCalls` handles the nodes' gRPC calls, after Flower has checked the nodes' keys. :class:`AppCalls` handles
+the HTTP calls of ServerApps and users. Both depend only on Flower's network protocol.
 """
 
 import asyncio
@@ -39,27 +39,27 @@ from posy.deploy.message_queue import SERVER, MessageQueue, Parcel, new_session
 from posy.forked import cores
 
 RUN_CACHE_SECONDS = 10.0
-"""Seconds for which Posy assumes that a run is still running; it checks again after each call that may end a run."""
+"""Seconds for which Posy assumes that a run is still running. After any call that may end a run, it checks again."""
 ASK_SECONDS = 1.0
-"""Longest time that a request for a task waits for a run to be submitted."""
+"""Maximum number of seconds that a request for a task waits for a run to be submitted."""
 SWEEP_SECONDS = 10.0
-"""Seconds between two sweeps for abandoned messages."""
+"""Seconds between sweeps for abandoned messages."""
 START_SECONDS = 300.0
 """Seconds after which a ServerApp that has not reported no longer counts as starting."""
 MAX_TOKENS = 1000
-"""Largest number of accepted ServerApps in the cache; Flower checks a dropped one again."""
+"""Maximum number of accepted ServerApps in the cache; any that is dropped from it is checked by Flower again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
 AGAIN = "The database is busy, locked or full; try again."
 
 
 class Runs:
-    """Knows which runs are running, from Flower's answers to a node's request for a run."""
+    """Finds out which runs are running from Flower's answers to a node's request for a run."""
 
     def __init__(self) -> None:
         self.ask: Callable[[Any, None], object] | None = None
-        """Flower's handler of this request; it raises an error with a code if the run is not running."""
+        """Flower's handler for this request, which raises an error with a code if the run is not running."""
         self.node = 0
-        """Id of the node in the request: the last node that has made a call."""
+        """Id of the node in the request: the node that made the last call."""
         self._seen: dict[int, float] = {}
         self._changes = 0
 
@@ -75,7 +75,7 @@ class Runs:
             if not isinstance(code := getattr(error, "code", None), int):
                 raise
             self._seen.pop(run_id, None)
-            return code != RUN_ENDED  # or the node was unregistered meanwhile
+            return code != RUN_ENDED  # otherwise, the node was unregistered in the meantime
         if changes == self._changes:  # otherwise the answer may be older than the change
             self._seen[run_id] = time.monotonic()
         return True
@@ -87,7 +87,7 @@ class Runs:
 
 
 class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Serves the calls of nodes about messages, after Flower has checked the key of the node."""
+    """Serves nodes' calls about messages, after Flower has checked the node's key."""
 
     def __init__(self, queue: MessageQueue, runs: Runs) -> None:
         self._queue, self._runs = queue, runs
@@ -95,7 +95,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the handler of a call."""
+        """Return the handler for a call."""
         handler = continuation(details)
         service, _, name = details.method.rpartition("/")
         serve = getattr(self, "_" + name.lower(), None) if service == f"/{FLEET.full_name}" else None
@@ -115,7 +115,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
         answer = fleet_call("PullMessages").response()
         return answer if parcel is None else _with_parcels(answer, [parcel])
 
-    # None: Flower has to answer, for example that the run has ended.
+    # A result of None means that Flower has to answer, for example that the run has ended.
 
     def _pushmessages(self, request: Any, _: Callable[[], Any]) -> Any:
         [envelope], [tree] = request.messages_list, request.message_object_trees
@@ -154,14 +154,14 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
     """Answers UNAVAILABLE to a node's call that failed but may succeed later, so that Flower's node retries it.
 
-    A call may also fail because a clock was set and the SuperLink rejects its timestamp. Flower's answer would end the
-    node, so the interceptor answers UNAVAILABLE, except for the first call of a node.
+    A call may also fail because a clock was set and the SuperLink rejects the call's timestamp. Flower's answer would
+    make the node terminate, so the interceptor answers UNAVAILABLE instead, except to a node's first call.
     """
 
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wrap the handler of a call."""
+        """Wrap the handler for a call."""
         handler = continuation(details)
         first = details.method.endswith("/ActivateNode")
 
@@ -180,7 +180,7 @@ class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Context:
-    """The context of a call that answers an old timestamp with UNAVAILABLE, so that the node does not end."""
+    """A call's context, which answers an invalid timestamp with UNAVAILABLE, so that the node does not terminate."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:
         self._context = context
@@ -196,28 +196,28 @@ class _Context:
 
 
 class AppCalls:
-    """Serves the calls of ServerApps about messages, and observes some calls that Flower serves.
+    """Serves ServerApps' calls about messages, and observes some calls that Flower serves.
 
-    When the first messages of a ServerApp arrive, Flower checks the ServerApp. Posy passes Flower a message for a node
-    that does not exist, with the headers of the ServerApp, and Flower accepts it only with a valid token of the run.
-    Until then Flower serves the other calls of the ServerApp, for example after a restart of the SuperLink.
+    When a ServerApp's first messages arrive, Posy has Flower check the ServerApp: it passes Flower a message for a
+    nonexistent node with the ServerApp's headers, which Flower accepts only with a valid token for the run. Until then,
+    for example after a restart of the SuperLink, Flower serves the ServerApp's other calls.
 
     Parameters
     ----------
     app : ASGI application
         Flower's application.
     queue, runs : MessageQueue, Runs
-        The messages and the runs of the SuperLink.
+        The SuperLink's messages and runs.
     turns : Turns
-        The database.
+        The turns of writers to the SuperLink's database.
     """
 
     def __init__(self, app: ASGIApp, queue: MessageQueue, runs: Runs, turns: Turns) -> None:
         self._app, self._queue, self._runs, self._turns = app, queue, runs, turns
         self._tokens: dict[str, int] = {}
-        """Run ids of the ServerApps that Flower has accepted, by token."""
+        """Run ids of the ServerApps that Flower has accepted, keyed by token."""
         self._starting: dict[str, float] = {}
-        """Start times of the ServerApps that have not reported yet, by token."""
+        """Start times of the ServerApps that have not reported yet, keyed by token."""
         self._pending = True
         self._submitted = asyncio.Event()
         self._messages = {app_call(name).path: name for name in MESSAGE_CALLS}
@@ -243,7 +243,7 @@ class AppCalls:
     # -- messages ------------------------------------------------------------------------------------------
 
     async def _serve(self, name: str, scope: Scope, body: bytes, send: Send) -> None:
-        """Serve a call about messages, or let Flower serve it."""
+        """Serve a call about messages, or pass it on to Flower."""
         request, token = app_call(name).request.FromString(body), _token_in(scope)
         if token not in self._tokens and name == "PushMessages" and request.messages_list:
             await self._admit(scope, token, request.messages_list[0].metadata.run_id)
@@ -263,7 +263,7 @@ class AppCalls:
             await Response(answer.SerializeToString(), media_type=MEDIA_TYPE)(scope, _nothing, send)
 
     async def _admit(self, scope: Scope, token: str, run_id: int) -> None:
-        """Let Flower check that a token belongs to the ServerApp of a run."""
+        """Let Flower check that a token belongs to a run's ServerApp, and accept the token if it does."""
         answer = await self._flower(scope, _probe(run_id), app_call("PushMessages").path)
         if answer[0]["status"] == 200:
             if len(self._tokens) >= MAX_TOKENS:
@@ -271,7 +271,7 @@ class AppCalls:
             self._tokens[token] = run_id
 
     def _answer(self, name: str, run_id: int, request: Any) -> Any:
-        """Return the answer to a call about messages of a run; None if Flower has to answer."""
+        """Return the answer to a call about a run's messages, or None if Flower has to answer."""
         if not self._runs.is_active(run_id):
             return None
         if name == "PushMessages":
@@ -285,7 +285,7 @@ class AppCalls:
     # -- other calls ---------------------------------------------------------------------------------------
 
     async def _acquire_task(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Return a task unless too many ServerApps are starting; without a task, wait for a run to be submitted.
+        """Return a task unless too many ServerApps are starting; if none is pending, first wait for a submission.
 
         Flower would start all waiting ServerApps at once, and restart each one that has not reported after 30 seconds.
         With a dozen runs on a busy machine, there would soon be too many processes for any of them to report in time.
@@ -325,7 +325,7 @@ class AppCalls:
         self._submitted.set()
 
     async def _start_run(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Install the code of a run before its ServerApp starts, so that two ServerApps do not install it at once."""
+        """Install a run's code before its ServerApp starts, so that no two ServerApps install it at the same time."""
         messages = await self._flower(scope, body)
         fab = control_call("StartRun").request.FromString(body).fab
         if messages[0]["status"] == 200 and fab.content:
@@ -351,7 +351,7 @@ class AppCalls:
         await _pass_on(messages, send)
 
     async def _flower(self, scope: Scope, body: bytes, path: str = "") -> list[Message]:
-        """Return Flower's answer to a request, for a different path if ``path`` is set."""
+        """Return Flower's answer to a request, which is sent to a different path if ``path`` is set."""
         messages: list[Message] = []
 
         async def receive() -> Message:
@@ -376,7 +376,7 @@ class Quiet(logging.Filter):
         self._paths = {app_call(name).path for name in MESSAGE_CALLS}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a request: uvicorn's record has its path, and its status at the end."""
+        """Return whether to log a request; the third field of uvicorn's record is the path, the fifth the status."""
         fields = record.args
         return not (isinstance(fields, tuple) and len(fields) >= 5 and fields[2] in self._paths and fields[4] == 200)
 
@@ -409,7 +409,7 @@ def push_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
 
 
 def pull_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
-    """Return the answer with an object of a message; None if no message in transit needs it."""
+    """Return an answer that contains an object of a message, or None if no message in transit needs the object."""
     content = queue.find(run_id, request.object_id)
     if content is None:
         return None
@@ -417,7 +417,7 @@ def pull_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
 
 
 def confirm(queue: MessageQueue, run_id: int, request: Any) -> Any:
-    """Record that a message was received, and return the answer; None if the message is not in transit."""
+    """Record that a message was received, and return the answer, or None if the message is not in transit."""
     in_transit = queue.confirm(run_id, request.message_object_id)
     return fleet_call("ConfirmMessageReceived").response() if in_transit else None
 
@@ -429,7 +429,7 @@ def _with_parcels(answer: Any, parcels: list[Parcel]) -> Any:
 
 
 def _probe(run_id: int) -> bytes:
-    """Return a request without effect that Flower accepts only from the ServerApp of a run."""
+    """Return a request without effect that Flower accepts only from the run's ServerApp."""
     number = "0" * 64
     metadata = {
         "run_id": run_id,
@@ -468,7 +468,7 @@ async def _nothing() -> Message:
 
 
 async def _body_of(receive: Receive) -> bytes:
-    """Return the whole body of a request; raise ``ClientDisconnect`` if the caller has closed the connection."""
+    """Return a request's whole body, or raise ``ClientDisconnect`` if the caller has closed the connection."""
     parts = []
     while True:
         message = await receive()

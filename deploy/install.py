@@ -1,8 +1,8 @@
-"""Installs the code of a run atomically.
+"""Installs a run's code atomically.
 
-Flower copies the code file by file to a folder, and treats the code as installed as soon as the folder exists. If two
-runs of the same code start together, the second run then fails with a missing file. A run after an interrupted copy
-fails too.
+Flower copies the code to a folder file by file, and treats the code as installed as soon as the folder exists.
+Therefore, if two runs with the same code start together, the second one fails because a file is missing. So does a run
+after an interrupted copy.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 LIST = ".info/CONTENT"
-"""Path of the list of a bundle's files. Each line has the path, the SHA-256 and the size, separated by commas."""
+"""Path of the list of files in a bundle. Each line contains a path, SHA-256 and size, separated by commas."""
 
 
 LARGEST_PROJECT = 1 << 20
-"""Largest number of bytes of a ``pyproject.toml``."""
+"""Maximum size of a ``pyproject.toml`` in bytes."""
 
 
 class BundleError(ValueError):
@@ -31,7 +31,7 @@ class BundleError(ValueError):
 
 
 def install_whole(content: bytes, hash_text: str) -> Path:
-    """Install the code of a bundle in Flower's folder, all of it or nothing, and return its folder.
+    """Install a bundle's code in Flower's folder, either completely or not at all, and return the code's folder.
 
     Code that is already installed stays unchanged.
 
@@ -71,7 +71,7 @@ def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
         try:
             folder.rename(installed)
         except OSError:
-            if not installed.is_dir():  # and no other process has installed it meanwhile
+            if not installed.is_dir():  # no other process has installed it in the meantime
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -79,7 +79,7 @@ def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
 
 
 def client_app_of(folder: Path) -> tuple[str, str]:
-    """Return the module and the attribute of the ClientApp of installed code."""
+    """Return the module and the attribute of the ClientApp in installed code."""
     project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     module, _, attribute = str(project["tool"]["flwr"]["app"]["components"]["clientapp"]).partition(":")
     return module, attribute
@@ -87,9 +87,9 @@ def client_app_of(folder: Path) -> tuple[str, str]:
 
 @lru_cache(maxsize=1)
 def default_config(content: bytes) -> dict[str, Any]:
-    """Return the settings in the ``pyproject.toml`` of a bundle, with the keys of nested tables joined by dots.
+    """Return the settings in a bundle's ``pyproject.toml``, with the keys of nested tables joined by dots.
 
-    A malformed bundle has no settings: :func:`posy.deploy.foreign.check_code` raises the error.
+    For a malformed bundle, the result is empty; :func:`posy.deploy.foreign.check_code` raises the error.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as bundle:

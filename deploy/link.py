@@ -1,8 +1,8 @@
 """The SuperLink's process: ``python -m posy.deploy.link`` takes the arguments of ``flower-superlink``.
 
 The process runs Flower's SuperLink. Posy serves the calls about messages itself (:mod:`posy.deploy.front`), keeps
-messages in memory (:mod:`posy.deploy.message_queue`) and lets the writers of the database take turns
-(:mod:`posy.deploy.database`). For this, it replaces gRPC's and uvicorn's functions that start a server, and it does not
+messages in memory (:mod:`posy.deploy.message_queue`) and makes writers to the database take turns
+(:mod:`posy.deploy.database`). For this, it replaces the functions of gRPC and uvicorn that start a server; it does not
 depend on Flower's classes.
 """
 
@@ -78,7 +78,7 @@ def apply_patches() -> None:
 
 
 def ask_again(request: Request, error: Exception) -> JSONResponse:
-    """Answer a ServerApp or another HTTP caller with 503, so that Flower retries the call."""
+    """Answer a ServerApp or any other HTTP caller with 503, so that Flower retries the call."""
     if not can_be_retried(error):
         raise error
     log(WARNING, "posy: the caller must retry %s: %s", request.url.path, first_line(error))

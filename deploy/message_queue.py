@@ -1,12 +1,12 @@
-"""The messages between ServerApps and nodes, in the memory of the SuperLink.
+"""The messages between ServerApps and nodes, kept in the SuperLink's memory.
 
-Flower's SuperLink writes to its database about two hundred times for each message of a round, which takes most of the
-time of a short round. :class:`MessageQueue` keeps the messages and their objects in memory instead. They are lost when
-the SuperLink ends, and the ServerApp then sends them again. Runs, nodes and code stay in the database.
+Flower's SuperLink writes to its database about two hundred times for each message in a round, which accounts for most
+of the time of a short round. :class:`MessageQueue` keeps the messages and their objects in memory instead. They are
+lost when the SuperLink terminates, and the ServerApp then sends them again. Runs, nodes and code stay in the database.
 
-The queue delivers a message or reply when all its objects have arrived. Otherwise the receiver would wait for the
-missing objects, and a ServerApp would not ask for the other replies meanwhile. A receiver confirms a message when it
-has all objects. If it asks for messages again without a confirmation, the queue delivers the message again.
+The queue delivers a message or reply only when all its objects have arrived. Otherwise, the receiver would wait for the
+missing objects, during which a ServerApp would not ask for other replies. A receiver confirms a message when it has all
+the objects. If it asks for messages again without confirming one, the queue delivers that message again.
 """
 
 import hashlib
@@ -27,21 +27,22 @@ from posy.flower import ErrorCode
 SERVER = 1
 """Node id of the SuperLink, which is the sender of a ServerApp's messages."""
 HOLD_SECONDS = 1.0
-"""Longest time that a request for messages waits."""
+"""Maximum number of seconds that a request for messages waits."""
 GATHER_SECONDS = 0.05
-"""Longest time that a ServerApp's request waits for further replies after the first: an answer costs ten queries."""
+"""Maximum number of seconds that a ServerApp's request waits for more replies, because an answer costs ten queries."""
 HELD_NODES, HELD_SERVERS = 500, 16
-"""Number of nodes and of ServerApps whose requests may wait; Flower has 1,000 and 40 threads for them."""
+"""Maximum numbers of requests from nodes and from ServerApps that may wait; Flower serves them with 1,000 and 40
+threads."""
 ARRIVAL_SECONDS = 180.0
-"""Seconds without a further object after which an incomplete message is dropped."""
+"""Seconds without a new object after which an incomplete message is dropped."""
 MOST_TIMES = 4
-"""Largest number of deliveries of a message to a node that does not confirm it."""
+"""Maximum number of times that a message is delivered to a node that does not confirm it."""
 REASONS = {
     ErrorCode.MESSAGE_UNAVAILABLE: "the SuperLink has lost the message, or its time to live is over",
     ErrorCode.NODE_UNAVAILABLE: "the node is offline",
 }
 PATIENCE = 2
-"""Number of heartbeat intervals after which a silent node is offline."""
+"""Number of heartbeat intervals after which a silent node counts as offline."""
 DEFAULT_INTERVAL = 30.0
 """Heartbeat interval in seconds of a node that has not reported its interval since the SuperLink started."""
 
@@ -54,14 +55,14 @@ class Parcel:
     tree: Any
     numbers: frozenset[str]
     expires: float
-    """Time at which its time to live ends, by the monotonic clock."""
+    """Time at which it expires, on the monotonic clock."""
     missing: set[str] = field(default_factory=set)
     arrived: float = field(default_factory=time.monotonic)
-    """Time at which the last object arrived, by the monotonic clock."""
+    """Time at which the last object arrived, on the monotonic clock."""
     delivered: int = 0
-    """Number of deliveries to the receiver."""
+    """Number of times that it was delivered to the receiver."""
     received: bool = False
-    """Whether the receiver has confirmed it."""
+    """Whether the receiver has confirmed receipt."""
     reply: "Parcel | None" = None
 
     @property
@@ -81,15 +82,15 @@ class Parcel:
 
 
 class Presence:
-    """The nodes that are online, by the monotonic clock, so that a clock change takes no node offline."""
+    """Tracks which nodes are online, on the monotonic clock, so that no clock change makes a node count as offline."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._seen: dict[int, tuple[float, float]] = {}
-        """Time of the last sign of life of each node, and its heartbeat interval."""
+        """Time of each node's last sign of life, and its heartbeat interval."""
 
     def alive(self, node: int, interval: float | None = None) -> None:
-        """Record a sign of life of a node, and its heartbeat interval."""
+        """Record a sign of life from a node, and its heartbeat interval if that is known."""
         self._seen[node] = time.monotonic(), interval or self._seen.get(node, (0.0, DEFAULT_INTERVAL))[1]
 
     def leave(self, node: int) -> None:
@@ -97,26 +98,26 @@ class Presence:
         self._seen[node] = float("-inf"), DEFAULT_INTERVAL
 
     def is_offline(self, node: int) -> bool:
-        """Return whether a node has left or is silent for too long."""
+        """Return whether a node has left or has been silent for too long."""
         last, interval = self._seen.get(node, (self._started, DEFAULT_INTERVAL))
         return time.monotonic() - last > PATIENCE * interval
 
 
 class Depot:
-    """The objects of parcels; parcels with equal objects share them."""
+    """The objects of parcels; parcels with identical objects share them."""
 
     def __init__(self) -> None:
         self._objects: dict[tuple[int, str], bytes] = {}
         self._uses: Counter[tuple[int, str]] = Counter()
-        """Number of parcels that an object belongs to."""
+        """Number of parcels that each object belongs to."""
         self._lacking: dict[tuple[int, str], list[Parcel]] = defaultdict(list)
-        """The parcels that lack an object."""
+        """The parcels that lack each object."""
 
     def __len__(self) -> int:
         return len(self._objects)
 
     def add(self, parcel: Parcel) -> None:
-        """Record a parcel and its missing objects."""
+        """Record a parcel and which of its objects are missing."""
         for number in parcel.numbers:
             key = parcel.run_id, number
             self._uses[key] += 1
@@ -138,7 +139,7 @@ class Depot:
         parcel.missing.clear()
 
     def put(self, run_id: int, number: str, content: bytes) -> list[Parcel] | None:
-        """Store an object, and return the parcels that it completes; None if no parcel needs the object."""
+        """Store an object, and return the parcels that it completes, or None if no parcel needs the object."""
         key = run_id, number
         if key not in self._uses:
             return None
@@ -150,13 +151,13 @@ class Depot:
         return [parcel for parcel in parcels if not parcel.missing]
 
     def get(self, run_id: int, number: str) -> bytes | None:
-        """Return an object; None if no parcel needs it, and empty if it has not arrived."""
+        """Return an object, which is empty if it has not arrived, or None if no parcel needs it."""
         key = run_id, number
         return self._objects.get(key, b"") if key in self._uses else None
 
 
 class Places:
-    """The waiting requests: at most one of each node, and a limited number in total."""
+    """The waiting requests: at most one per node, and a limited number in total."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -164,7 +165,7 @@ class Places:
         self._free = {True: HELD_SERVERS, False: HELD_NODES}
 
     def enter(self, replies: bool, node: int) -> bool:
-        """Return whether a ServerApp's request for ``replies`` (``node`` is 0) or a node's request may wait."""
+        """Return whether a node's request or, with ``replies`` and 0 as ``node``, a ServerApp's request may wait."""
         with self._lock:
             if node in self._nodes or not self._free[replies]:
                 return False
@@ -185,7 +186,7 @@ class MessageQueue:
     Parameters
     ----------
     is_active : callable
-        Returns whether the run with an id is running.
+        Returns whether the run with a given id is running.
     """
 
     def __init__(self, is_active: Callable[[int], bool]) -> None:
@@ -197,25 +198,25 @@ class MessageQueue:
         self._depot = Depot()
         self._parcels: dict[str, Parcel] = {}
         self._answered: dict[str, Parcel] = {}
-        """The message that each reply belongs to, by the id of the reply."""
+        """The message that each reply belongs to, keyed by the reply's id."""
         self._waiting: dict[int, dict[str, Parcel]] = defaultdict(dict)
-        """The messages that each node has not confirmed, in the order of their arrival."""
+        """The messages that each node has not confirmed, in order of arrival."""
         self._places = Places()
 
     @property
     def in_transit(self) -> frozenset[str]:
-        """The ids of the messages whose ServerApp has not received the reply."""
+        """The ids of the messages whose replies the ServerApp has not yet received."""
         return frozenset(self._parcels)
 
     @property
     def num_objects(self) -> int:
-        """Number of stored objects of messages and replies."""
+        """Number of stored objects that belong to messages and replies."""
         return len(self._depot)
 
     # -- from a ServerApp to the nodes ---------------------------------------------------------------------
 
     def send(self, run_id: int, envelopes: Sequence[Any], trees: Sequence[Any]) -> tuple[list[str], list[str]]:
-        """Accept messages of a run; return their ids, empty for invalid messages, and the ids of missing objects."""
+        """Accept a run's messages, and return their ids (empty for invalid messages) and the ids of missing objects."""
         numbers, missing_ids = [], dict[str, None]()
         with self._changed:
             for envelope, tree in zip(envelopes, trees, strict=True):
@@ -260,7 +261,7 @@ class MessageQueue:
         return None
 
     def _ready(self, node: int) -> list[Parcel]:
-        """Return the complete messages of a node; forget expired messages, and messages that it never confirms."""
+        """Return a node's complete messages; forget messages that have expired or that it never confirms."""
         with self._changed:
             ready = []
             for parcel in list(self._waiting[node].values()):
@@ -273,7 +274,7 @@ class MessageQueue:
     # -- from a node to a ServerApp ------------------------------------------------------------------------
 
     def answer(self, node: int, envelope: Any, tree: Any) -> list[str]:
-        """Accept the reply of a node, and return the ids of its missing objects; drop a reply to an unknown message."""
+        """Accept a node's reply, and return the ids of its missing objects; drop a reply to an unknown message."""
         self.nodes.alive(node)
         metadata = envelope.metadata
         with self._changed:
@@ -293,9 +294,9 @@ class MessageQueue:
             return list(request.reply.missing) if request.reply and request.reply.number == parcel.number else []
 
     def replies(self, run_id: int, numbers: Iterable[str]) -> list[Parcel]:
-        """Return the replies to messages of a run; wait up to :data:`HOLD_SECONDS` if none has arrived.
+        """Return the replies to a run's messages; if none has arrived, wait for up to :data:`HOLD_SECONDS`.
 
-        A message to which no reply can arrive any more gets an error as its reply.
+        A message to which a reply can no longer arrive gets an error as its reply.
         """
         request = list(numbers)
 
@@ -312,7 +313,7 @@ class MessageQueue:
         return parcels
 
     def _reply_to(self, run_id: int, number: str) -> Parcel | None:
-        """Return the reply to a message, or an error if no reply can arrive; None if it may still arrive."""
+        """Return the reply to a message, an error if no reply can arrive, or None if one may still arrive."""
         parcel = self._parcels.get(number)
         if parcel is None or parcel.run_id != run_id:
             self._parcels[number] = parcel = _unknown(run_id, number)
@@ -340,7 +341,7 @@ class MessageQueue:
     # -- objects -------------------------------------------------------------------------------------------
 
     def store(self, run_id: int, number: str, content: bytes) -> bool:
-        """Store an object, and return whether a message needs it; its id must be the digest of its content."""
+        """Store an object whose id is the SHA-256 of its content, and return whether a message needs it."""
         if hashlib.sha256(content).hexdigest() != number:
             return False
         with self._changed:
@@ -350,12 +351,12 @@ class MessageQueue:
         return complete is not None
 
     def find(self, run_id: int, number: str) -> bytes | None:
-        """Return an object; None if no message needs it, and empty if it has not arrived."""
+        """Return an object, which is empty if it has not arrived, or None if no message needs it."""
         with self._changed:
             return self._depot.get(run_id, number)
 
     def confirm(self, run_id: int, number: str) -> bool:
-        """Record that a receiver has all objects of a message or reply; return whether it was in transit."""
+        """Record that a receiver has all objects of a message or reply, and return whether that was in transit."""
         with self._changed:
             if (parcel := self._parcels.get(number)) is not None and parcel.run_id == run_id:
                 self._confirm(parcel)
@@ -372,7 +373,7 @@ class MessageQueue:
                 self._forget(parcel)
 
     def sweep(self) -> None:
-        """Forget messages that expired long ago, that stay incomplete, or whose run has ended."""
+        """Forget messages that expired long ago, that have stayed incomplete, or whose run has ended."""
         late = time.monotonic() - ARRIVAL_SECONDS
         with self._changed:
             for parcel in list(self._parcels.values()):
@@ -414,7 +415,7 @@ class MessageQueue:
         self._changed.notify_all()
 
     def _hold(self, replies: bool, node: int, look: Callable[[], Any]) -> Any:
-        """Call ``look`` until it returns a result, up to :data:`HOLD_SECONDS`; one request of each node waits."""
+        """Call ``look`` until it returns a result, for up to :data:`HOLD_SECONDS`; only one request per node waits."""
         waits = self._places.enter(replies, node)
         end = time.monotonic() + HOLD_SECONDS
         try:
@@ -430,7 +431,7 @@ class MessageQueue:
 
 
 def new_session() -> str:
-    """Return an id for the transfer of a message's objects, which Flower requires and the queue ignores."""
+    """Return a session id for transferring a message's objects, which Flower requires and the queue ignores."""
     return secrets.token_hex(16)
 
 
@@ -444,6 +445,6 @@ def _unknown(run_id: int, number: str) -> Parcel:
 
 
 def _parcel(envelope: Any, tree: Any) -> Parcel:
-    # The lifetime begins with the arrival, so that no clock change on any machine makes a message expire.
+    # The lifetime begins on arrival, so that no clock change on any machine makes a message expire.
     expires = time.monotonic() + envelope.metadata.ttl
     return Parcel(envelope, tree, frozenset(numbers_in(tree)) if tree is not None else frozenset(), expires)

@@ -1,13 +1,13 @@
 """Warm SuperNodes: ``python -m posy.deploy.node`` takes the arguments of ``flower-supernode``.
 
-For several nodes, pass ``--auth-supernode-private-key`` and ``--node-config`` once for each node. This process loads
-the modules of all nodes and forks the nodes (:mod:`posy.deploy.forks`). Each node asks its SuperLink for one message
-after the other over gRPC (:mod:`posy.deploy.fleet`), and passes it to a worker process that keeps code and data loaded.
-If the worker dies, the node answers the message with an error and starts a new worker. It kills a worker that is
-still busy when a reply would be too late. The worker ends when the node ends.
+For several nodes, pass ``--auth-supernode-private-key`` and ``--node-config`` once per node. This process loads the
+modules for all nodes and forks the nodes (:mod:`posy.deploy.forks`). Each node asks its SuperLink for one message at a
+time over gRPC (:mod:`posy.deploy.fleet`), and passes it to a worker process that keeps code and data loaded. If the
+worker dies, the node answers the message with an error and starts a new worker. It kills a worker that is still busy
+when a reply would be too late. The worker terminates when the node does.
 
-Flower's node would start an interpreter for every message, and sleep for up to three seconds between two requests. It
-also offers tasks on a port of its machine, whereas this node listens on no port.
+Flower's node would start an interpreter for every message, and sleep for up to three seconds between requests. It also
+offers tasks on a port of its machine, whereas this node does not listen on any port.
 """
 
 import argparse
@@ -53,23 +53,23 @@ from posy.settings import SettingsError
 
 KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
-"""Shortest and longest pause of a node before it asks for a message again: many nodes may ask one SuperLink."""
+"""Shortest and longest pause, in seconds, before a node asks for a message again; many nodes may share a SuperLink."""
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
-"""The pause as a share of the time between messages, and of the expected time until the next message."""
+"""Pause as a share of the time between messages, and as a share of the expected time until the next message."""
 GAPS = 4
-"""Number of recent waits from which the node predicts the next wait; a round has two."""
+"""Number of recent waits from which the node predicts the next one; each round has two."""
 LOOK_SECONDS = 5.0
-"""Seconds between two checks of the connection to the SuperLink."""
+"""Seconds between checks of the connection to the SuperLink."""
 WORKER_START_SECONDS = 300.0
 """Seconds that a worker may take to load PyTorch."""
 SEND_SECONDS = 60
-"""Seconds that a worker may take to read a part of an entry."""
+"""Seconds that a worker may take to read part of an entry."""
 MAX_FAILED_STARTS = 3
-"""Number of failed starts in a row after which the node ends."""
+"""Number of consecutive failed starts after which the node terminates."""
 
 
 class Waits:
-    """The pauses between the requests of a node, which are short while the node has work."""
+    """The pauses between a node's requests, which are short while the node has work."""
 
     def __init__(self) -> None:
         self._busy = self._asked = time.monotonic()
@@ -96,9 +96,9 @@ class Waits:
 
 
 def pause(waited: float, expected: float) -> float:
-    """Return the seconds until a node asks again, ``waited`` seconds after its last message.
+    """Return the seconds that a node waits before asking again, ``waited`` seconds after its last message.
 
-    ``expected`` is the number of seconds between messages.
+    ``expected`` is the expected number of seconds between messages.
     """
     share = POLL_SHARE * max(waited, expected)
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, share, EARLY_SHARE * (expected - waited)))
@@ -115,14 +115,14 @@ class Worker:
     connection: socket.socket
     home: Path
     events: "queue.Queue[Event | None]"
-    """Events that the worker has reported; None: its end of the connection is closed."""
+    """Events that the worker has reported; None means that its end of the connection is closed."""
     code: str = ""
-    """Hash of the last code that the worker has received."""
+    """Hash of the code that the worker received last."""
 
     @classmethod
     def start(cls, parent: Parent) -> "Worker":
         """Start a worker."""
-        # Each worker has a separate home: in a shared home, nodes would overwrite each other's apps.
+        # Each worker has a Flower home of its own, because nodes would overwrite each other's apps in a shared one.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         node_end, worker_end = socket.socketpair()
         node_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
@@ -135,22 +135,22 @@ class Worker:
     def hand(
         self, number: str, objects: Mapping[str, bytes], run: Run, bundle: Bundle, node: tuple[int, Any], state: bytes
     ) -> None:
-        """Pass a message to the worker, and give up a worker that stops reading for :data:`SEND_SECONDS`."""
+        """Pass a message to the worker; close the connection if the worker stops reading for :data:`SEND_SECONDS`."""
         with_code = bundle.hash != self.code
         try:
             hand_over(EntrySocket(self.connection), number, objects, run, bundle, node, state, with_code=with_code)
-        except OSError:  # also after the time limit, in the middle of an entry
+        except OSError:  # also if the time limit expires in the middle of an entry
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
         self.code = bundle.hash
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended yet."""
+        """Whether the process is still running."""
         return self.parent.ended.empty()
 
     def end(self) -> str:
-        """Kill the process, if it has not ended, and return how it ended."""
+        """Kill the process if it is still running, and return how it ended."""
         try:
             code = self.parent.ended.get(timeout=0.5)
         except queue.Empty:
@@ -161,7 +161,7 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def listen(self) -> None:
-        """Put the events of the worker into the queue until its end of the connection is closed."""
+        """Put the worker's events into the queue until its end of the connection is closed."""
         try:
             with self.connection.makefile("rb") as stream:
                 while entry := read_entry(stream):
@@ -191,11 +191,11 @@ class WarmNode:
     fleet : Fleet
         The SuperLink.
     parent : Parent
-        Forks the worker.
+        The parent process, which forks the worker.
     node_config : mapping
-        The config of the node.
+        The node config.
     entities : mapping or None
-        The public keys of trusted entities by their ids, if the node runs signed code only.
+        The public keys of trusted entities, keyed by id, if the node runs only signed code.
     """
 
     def __init__(
@@ -206,11 +206,11 @@ class WarmNode:
         self._failed_starts = 0
         self._run: tuple[Run, Bundle] | None = None
         self._states: dict[int, bytes] = {}
-        """The state of this node for each series of runs, as the worker packs it."""
+        """This node's state for each series of runs, as serialised by the worker."""
         self._waits = Waits()
 
     def serve(self) -> None:
-        """Serve until the process ends; raise an error if the SuperLink refuses the node or no worker starts."""
+        """Serve until the process terminates; raise an error if the SuperLink refuses the node or no worker starts."""
         log(INFO, "SuperNode ID: %s", self._fleet.join())
         while True:
             worker = self._warm()
@@ -227,7 +227,7 @@ class WarmNode:
     # -- a message -----------------------------------------------------------------------------------------
 
     def _pull(self) -> tuple[Any, Any] | None:
-        """Return the next message as its envelope and object tree, or None."""
+        """Return the envelope and object tree of the next message, or None if there is no message."""
         try:
             return self._fleet.pull()
         except RunEndedError:
@@ -239,7 +239,7 @@ class WarmNode:
             return None
 
     def _answer(self, worker: Worker, envelope: Any, tree: Any) -> tuple[Packed, float] | None:
-        """Return the reply to a message and the running time of the app in seconds; None if the run has ended.
+        """Return the reply to a message and the app's running time in seconds, or None if the run has ended.
 
         The node answers an incomplete message with an error, and the server may send it again.
         """
@@ -269,18 +269,18 @@ class WarmNode:
         return reply, time.monotonic() - started
 
     def _run_of(self, run_id: int) -> tuple[Run, Bundle]:
-        """Return a run and its code, which the node keeps until it gets a message of another run."""
+        """Return a run and its code, which the node keeps until it receives a message from another run."""
         if self._run is None or self._run[0].run_id != run_id:
             self._run = self._fleet.run(run_id)
         return self._run
 
     def _refusal(self, envelope: Any, objects: Mapping[str, bytes], bundle: Bundle) -> Packed | None:
-        """Return an error reply if no trusted entity has signed the code of a message."""
+        """Return an error reply to a message if no trusted entity has signed the run's code."""
         try:
             check_signatures(bundle, self._entities or {})
         except UntrustedAppError as error:
             log(ERROR, "The FAB could not be verified: %s", error)
-            self._run = None  # the next message may come with a signature
+            self._run = None  # the code may be signed when the next message arrives
             record_error(_message_from(envelope, objects), self._node_config, RULE)
             return packed_error(envelope, ErrorCode.INVALID_FAB, "The FAB could not be verified.", time.time())
         return None
@@ -288,7 +288,7 @@ class WarmNode:
     def _let_work(
         self, worker: Worker, envelope: Any, objects: Mapping[str, bytes], run: Run, bundle: Bundle
     ) -> Packed:
-        """Let the worker answer a message; return an error reply if the worker dies or takes too long."""
+        """Let the worker answer a message; if the worker dies or takes too long, return an error reply."""
         metadata = envelope.metadata
         limit = max(0.0, metadata.ttl - CLOCK_SECONDS)
         end = time.monotonic() + limit
@@ -323,13 +323,13 @@ class WarmNode:
         self._worker = None
         reason = reason or f"the worker process died while it worked on this message ({ended})"
         log(ERROR, "%s; the node starts a new one", reason)
-        if reply is not None:  # it was complete
+        if reply is not None:  # the worker died only after sending a complete reply
             return reply
         record_error(_message_from(envelope, objects), self._node_config, WorkerLostError(reason))
         return packed_error(envelope, ErrorCode.CLIENT_APP_CRASHED, reason, time.time())
 
     def _warm(self) -> Worker | None:
-        """Return a ready worker, and start one if necessary; None if the new worker did not become ready."""
+        """Return a ready worker, starting one if necessary, or None if the new worker did not become ready."""
         if self._worker is not None:
             if self._worker.alive:
                 return self._worker
@@ -351,7 +351,7 @@ class WarmNode:
 
 
 def _message_from(envelope: Any, objects: Mapping[str, bytes]) -> Any:
-    """Return a message from its objects, or without content if the objects are malformed."""
+    """Return a message restored from its objects, or without content if the objects are malformed."""
     try:
         return unpack(envelope.metadata.message_id, objects)
     except Exception as error:  # the sender controls the objects
@@ -360,10 +360,10 @@ def _message_from(envelope: Any, objects: Mapping[str, bytes]) -> Any:
 
 
 class Watch(threading.Thread):
-    """Ends the node when its SuperLink has been out of reach for too long.
+    """Terminates the node when its SuperLink has been unreachable for too long.
 
-    Flower applies ``--max-wait-time`` to each request separately, so its node may run for ever. A node that ends
-    normally reports this to its SuperLink, and would wait for the SuperLink again.
+    Flower applies ``--max-wait-time`` to each request separately, so its node may run for ever. This class exits the
+    process at once, because a normal exit reports to the SuperLink first, and would wait for it again.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -373,18 +373,18 @@ class Watch(threading.Thread):
         self._seconds = seconds
 
     def run(self) -> None:
-        """Try to connect every few seconds until it is time to end."""
+        """Try to connect every few seconds until it is time to terminate."""
         reached = time.monotonic()
         while time.monotonic() - reached <= self._seconds:
             with contextlib.suppress(OSError), socket.create_connection(self._address, LOOK_SECONDS):
                 reached = time.monotonic()
             time.sleep(min(LOOK_SECONDS, self._seconds / 2))
         log(WARNING, "the SuperLink has been out of reach for %g s: the node ends", self._seconds)
-        os._exit(1)  # the worker ends with it
+        os._exit(1)  # this also terminates the worker
 
 
 def require_version() -> None:
-    """End the process unless the installed Flower has version 1.39."""
+    """Exit unless version 1.39 of Flower is installed."""
     if not flwr.__version__.startswith(f"{FLOWER}."):
         sys.exit(
             f"posy: warm SuperNodes use the gRPC of Flower {FLOWER}, but {flwr.__version__} is installed: install "
@@ -393,7 +393,7 @@ def require_version() -> None:
 
 
 def main() -> None:
-    """Run warm nodes with the arguments of ``flower-supernode``, some of them once for each node."""
+    """Run warm nodes with the arguments of ``flower-supernode``, some of which are repeated for each node."""
     require_version()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(KEY, dest="keys", action="append", default=[])
@@ -414,7 +414,7 @@ def main() -> None:
 
 
 def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the keys of the trusted entities in the arguments of ``flower-supernode``; None without the option."""
+    """Return the keys of trusted entities, given ``flower-supernode`` arguments, or None if they do not name any."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(TRUSTED_ENTITIES, dest="file", type=Path)
     file = parser.parse_known_args(arguments)[0].file
@@ -425,7 +425,7 @@ def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
 
 
 def serve(arguments: Sequence[str], parent: Parent) -> None:
-    """Run one node with the arguments of ``flower-supernode`` until a signal ends it."""
+    """Run one node with the arguments of ``flower-supernode`` until a signal stops it."""
     parent.start()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--superlink", default="127.0.0.1:9092")
@@ -456,7 +456,7 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key in a file, in the format of OpenSSH or in PEM."""
+    """Return the private key in a file, which is in OpenSSH or PEM format."""
     content = path.read_bytes()
     key = (load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key)(content, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -465,7 +465,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def config_in(text: str) -> dict[str, Any]:
-    """Return the node config in the value of ``--node-config``: pairs ``key=value`` in TOML, separated by spaces."""
+    """Parse the value of ``--node-config``: ``key=value`` pairs with TOML values, separated by spaces."""
     pairs = re.findall(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""", text)
     return tomllib.loads("\n".join(f"{key} = {value}" for key, value in pairs))
 

@@ -1,8 +1,8 @@
-"""End process groups when the process that started them has ended for any reason.
+"""Kills process groups when the process that started them has ended for any reason.
 
-A process starts this program and writes the id of each group that it starts to the program's standard input, and the
-negative id once the group has ended. At the end of the input the program kills the remaining groups, so they end even
-if the process is killed.
+A process starts this program, and writes the id of each group that it starts to the program's standard input, and the
+negated id once the group has ended. At the end of the input, the program kills the remaining groups, so they do not
+survive even if the process is killed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Read the groups until the end of the input, then kill them."""
+    """Read groups until the end of the input, then kill those that remain."""
     groups: set[int] = set()
     for line in sys.stdin:
         number = int(line)

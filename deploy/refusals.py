@@ -1,4 +1,4 @@
-"""Records in a node's audit log the messages that the node answers with an error before a worker runs the app."""
+"""Records in a node's audit log the messages that the node itself answers with an error."""
 
 import contextlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from posy.client_app import audit
 
 
 def record_error(message: Message, node_config: Mapping[str, Any], error: Exception | str) -> None:
-    """Record that the node itself answers a message with an error, or refuses it by a rule (a string).
+    """Record that the node itself answers a message with an error, or refuses it under a rule (a string).
 
     The reply contains no data, so the node sends it even if it cannot write the log.
     """
@@ -19,5 +19,5 @@ def record_error(message: Message, node_config: Mapping[str, Any], error: Except
         return
     metadata = message.metadata
     context = Context(metadata.run_id, metadata.dst_node_id, dict(node_config), RecordDict(), {})
-    with contextlib.suppress(audit.AuditError):  # the node's log names the reason
+    with contextlib.suppress(audit.AuditError):  # the node's log contains the reason
         audit.record(audit_log, message, context, error)

@@ -1,7 +1,7 @@
-"""The secret that a process must know to take the tasks of a SuperLink or a stock node.
+"""The secret that a process must know to take tasks from a SuperLink or a stock node.
 
-Every user of a machine can reach its loopback addresses. Without a secret, such a user could take a task and so read
-the message, the node config and the model in it. Flower verifies the signature of each request with the secret.
+Every user of a machine can reach its loopback addresses. Without a secret, such a user could take a task, and thus read
+the message, the node config and the model in it. Flower uses the secret to verify the signature of each request.
 """
 
 import os
@@ -9,12 +9,12 @@ import secrets
 from pathlib import Path
 
 OPTION = "--superexec-auth-secret-file"
-"""Option of Flower's commands that names the file of the secret."""
+"""Option of Flower's commands that names the file with the secret."""
 SECRET_BYTES = 32
 
 
 def new_secret() -> bytes:
-    """Return a new secret from the operating system's randomness."""
+    """Return a new secret from the operating system's random source."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
@@ -35,9 +35,9 @@ def write_secret(path: Path) -> Path:
 
 
 def pipe_of(secret: bytes) -> tuple[str, int]:
-    """Return a path from which a process can read the secret once, and the descriptor that the process must inherit.
+    """Return a path from which a process can read the secret once, and the descriptor that it must inherit for this.
 
-    The secret is never on a disk.
+    The secret is never written to disk.
     """
     reading, writing = os.pipe()
     try:

@@ -1,7 +1,7 @@
-"""A node of unmodified Flower: ``python -m posy.deploy.stock`` takes the arguments of ``flower-supernode``.
+"""An unmodified Flower node: ``python -m posy.deploy.stock`` takes the arguments of ``flower-supernode``.
 
-Flower's node gives no secret to the process that takes its tasks, so that any user of the machine can take the tasks.
-Here both processes share a secret. This process becomes the node, and the other process ends with it.
+Flower's node gives no secret to the process that takes its tasks, so any user of the machine can take them. Here, both
+processes share a secret. This process becomes the node, and the other process terminates with it.
 """
 
 import argparse

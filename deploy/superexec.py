@@ -1,9 +1,9 @@
 """The process that starts apps: ``python -m posy.deploy.superexec`` takes the arguments of ``flower-superexec``.
 
-The process is Flower's own with two changes. Flower passes the token of a task on the command line of the app, which
-every user of the machine can read; here the app reads the token from a file without a name. If a request is refused
-because its signature is too old, for example after a pause of this process, Flower would end the process, and with it
-the running apps. Here the refusal looks like a failed connection, after which Flower signs the request again.
+The process is Flower's own with two changes. Flower passes a task's token on the app's command line, which every user
+of the machine can read; here, the app reads the token from an unnamed file. If a request is refused because its
+signature is too old, for example after this process was suspended, Flower would terminate the process, and with it the
+running apps. Here, the refusal looks like a failed connection, after which Flower signs the request again.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ import httpx
 
 TOKEN, TOKEN_FILE = "--token", "--token-file"
 MOST_REFUSALS = 3
-"""Number of refused requests in a row that are signed again."""
+"""Maximum number of consecutive refused requests that are signed again."""
 
 Sending = Callable[..., httpx.Response]
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 class HidingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """A process whose ``--token`` is replaced by a file without a name, which only the process can open."""
+    """A process whose ``--token`` is replaced by an unnamed file, which only this process can open."""
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
         if TOKEN not in args:
@@ -48,7 +48,7 @@ class HidingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def signed_again(send: Sending) -> Sending:
-    """Return a method of an HTTP client that sends a request, and raises an error if its signature is refused."""
+    """Wrap an HTTP client's ``send`` so that a refused signature raises an error, after which Flower signs again."""
     refusals = 0
 
     def checked(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:

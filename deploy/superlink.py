@@ -1,4 +1,4 @@
-"""The SuperLink and the process that runs ServerApps, kept apart so that a run outlives a SuperLink.
+"""The SuperLink and the process that runs ServerApps, kept separate so that a run survives the SuperLink's death.
 
 ``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the ServerApp in
 another process. If the SuperLink dies, Posy restarts it with its state. The ServerApp and the nodes retry until it
@@ -18,13 +18,13 @@ from pathlib import Path
 from posy.settings import LaunchError
 
 LOOK_SECONDS = 0.2
-"""Seconds between two checks that the processes are alive."""
+"""Seconds between checks that the processes are alive."""
 HEALTHY_SECONDS = 30.0
 """Seconds after which a start counts as successful."""
 MAX_STARTS = 5
-"""Number of failed starts in a row after which Posy gives up."""
+"""Number of consecutive failed starts after which Posy gives up."""
 STOP_SECONDS = 10.0
-"""Seconds that a process has to end before Posy kills it."""
+"""Seconds that a process has to terminate before Posy kills it."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Kept:
         self.reaper.add(self.process.pid)
 
     def restart_if_dead(self) -> None:
-        """Restart the process if it has died; raise :class:`LaunchError` if it died too often."""
+        """Restart the process if it has died, or raise :class:`LaunchError` if it has died too often."""
         if self.process.poll() is None:
             return
         self.reaper.remove(self.process.pid)
@@ -64,7 +64,7 @@ class _Kept:
         self.start()
 
     def stop(self) -> None:
-        """End the process and its children, because a ServerApp among them would otherwise retry for ever."""
+        """Stop the process and its children, because a ServerApp among them would otherwise retry for ever."""
         with contextlib.suppress(ProcessLookupError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
@@ -78,9 +78,9 @@ class _Kept:
 
 
 class _Reaper:
-    """A process that kills Posy's processes and their children when the process that runs :func:`keep` is killed.
+    """A process that kills Posy's processes and their children if the process that runs :func:`keep` is killed.
 
-    Otherwise the processes would keep the state locked, and a ServerApp would retry for ever.
+    Otherwise, the processes would keep the state locked, and a ServerApp would retry for ever.
     """
 
     def __init__(self) -> None:
@@ -88,17 +88,17 @@ class _Reaper:
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
     def add(self, group: int) -> None:
-        """Kill a process group when this process has ended."""
+        """Have a process group killed when this process has ended."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the reaper was killed: the next start creates a new one
+        with contextlib.suppress(OSError):  # the reaper was killed
             print(group, file=self._process.stdin, flush=True)
 
     def remove(self, group: int) -> None:
-        """Forget a group that has ended: its number may be used again."""
+        """Forget a group that has ended, because its number may be reused."""
         self.add(-group)
 
     def close(self) -> None:
-        """End the reaper."""
+        """Close the reaper's input, and wait until the reaper has ended."""
         self._process.communicate()
 
 
@@ -108,10 +108,10 @@ def keep(
     lock: int,
     certificate: Path | None = None,
 ) -> None:
-    """Run named processes in this order until this one is interrupted, and restart the processes that die.
+    """Start named processes in the given order, and restart any that die, until this process is interrupted.
 
     The processes inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts, and Posy
-    restarts it when the file has changed. A process that fails at once or dies repeatedly raises :class:`LaunchError`.
+    restarts it when the file has changed. Raise :class:`LaunchError` if a process fails at once or dies repeatedly.
     """
     processes: list[_Kept] = []
     reaper = _Reaper()
@@ -138,7 +138,7 @@ def keep(
 
 
 def _version(file: Path | None) -> tuple[int, int] | None:
-    """Return the identity of a file's content, which changes when the file is replaced; None without a file."""
+    """Return an identifier of a file's version, which changes when the file does, or None if there is no file."""
     if file is None:
         return None
     try:

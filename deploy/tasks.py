@@ -14,25 +14,25 @@ from posy.flower import ErrorCode, decoded, encoded
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as its SuperLink describes it."""
+    """A run, as described by its SuperLink."""
 
     run_id: int
     submitter: str = ""
-    """The account that has submitted the run."""
+    """The account that submitted the run."""
     config: Mapping[str, Any] = field(default_factory=dict)
     series: int = 0
-    """Number of the series of runs that share the state of a node."""
+    """Id of the series of runs that share a node's state."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The code of a run."""
+    """A run's code."""
 
     hash: str
-    """SHA-256 of the content, as the SuperLink names it."""
+    """SHA-256 of the content, as reported by the SuperLink."""
     content: bytes
     verifications: Mapping[str, str] = field(default_factory=dict)
-    """Signatures by the id of the key."""
+    """Signatures, keyed by the id of the signing key."""
 
 
 class Task:
@@ -53,7 +53,7 @@ class Task:
         self._connection.send(parts, event="reply", objects=list(packed.objects))
 
     def finish(self, context: Context) -> None:
-        """End the task, and let the node store the state in the context."""
+        """Finish the task, and let the node store the state in the context."""
         self._connection.send([encoded(context.state)], event="done")
 
 
@@ -68,9 +68,9 @@ def hand_over(
     *,
     with_code: bool,
 ) -> None:
-    """Send a task to the worker; without ``with_code``, the worker still has the code from its last task.
+    """Send a task to the worker; without ``with_code``, the worker still has the code from its previous task.
 
-    ``node`` is the id of the node and its config.
+    ``node`` contains the node's id and config.
     """
     code = [bundle.content] if with_code else []
     connection.send(
@@ -87,7 +87,7 @@ def hand_over(
 def take_over(
     connection: EntrySocket, head: Mapping[str, Any], parts: Sequence[bytes], last: Bundle | None
 ) -> tuple[Task, Bundle]:
-    """Return the task in an entry from the node, and its code; ``last`` is the code of the last task."""
+    """Return the task in an entry from the node, and its code; ``last`` is the code of the previous task."""
     state, *contents = parts
     content = contents.pop(0) if head["code"] else last.content if last else b""
     bundle = Bundle(content=content, **head["bundle"])
@@ -106,5 +106,5 @@ def take_over(
 
 
 def error_reply(message: Message, reason: str) -> Message:
-    """Return an error reply with the reason for the failure of the app."""
+    """Return an error reply with the reason for the app's failure."""
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)

@@ -1,4 +1,4 @@
-"""Checks the signatures of apps, both on a node and in the worker that runs the app."""
+"""Checks the signatures of apps, both in a node and in the worker that runs the app."""
 
 import base64
 import hashlib
@@ -20,19 +20,19 @@ RULE = "trusted-entities"
 
 
 class UntrustedAppError(PermissionError):
-    """No trusted entity has signed the app of a run."""
+    """No trusted entity has signed a run's app."""
 
     rule = RULE
 
 
 def read_entities(path: Path) -> dict[str, str]:
-    """Return the public keys of the trusted entities in a YAML file, by the id of each key.
+    """Return the public keys of the trusted entities in a YAML file, keyed by key id.
 
     Raises
     ------
     SettingsError
-        If the file cannot be read, names no entity, or has a value that is not an Ed25519 key in the format of OpenSSH.
-        With an empty file, Flower's node would run every app.
+        If the file cannot be read, names no entity, or contains a value that is not an Ed25519 key in OpenSSH format.
+        Given an empty file, Flower's node would run every app.
     """
     entities = read_yaml(path)
     if not entities:
@@ -61,7 +61,7 @@ def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
     Raises
     ------
     UntrustedAppError
-        If no trusted entity has signed the app, or its hash is wrong.
+        If no trusted entity has signed the app, or the app's hash is wrong.
     """
     if hashlib.sha256(bundle.content).hexdigest() != bundle.hash:
         raise UntrustedAppError(f"the app of this run does not match its hash; {OPTION} refuses it")
@@ -71,7 +71,7 @@ def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
 
 
 def _has_signed(bundle: Bundle, name: str, key: str) -> bool:
-    """Return whether a key has signed the time of the signature in eight bytes and the SHA-256 of an app."""
+    """Return whether a key has signed an app: the time of signing in eight bytes, then the app's SHA-256."""
     try:
         verification = json.loads(bundle.verifications[name])
         signature = str(verification["signature"])

@@ -1,8 +1,8 @@
 """The process that runs a node's tasks, with PyTorch, code and data loaded once.
 
 :class:`posy.deploy.node.Worker` starts the process with a socket (:mod:`posy.deploy.entries`). The process reports the
-event ``ready``. For each task (:mod:`posy.deploy.tasks`) it then sends its reply, and ``done`` with the state that the
-node stores for the run. The process ends when the socket closes.
+event ``ready``. For each task (:mod:`posy.deploy.tasks`), it then sends a ``reply``, and ``done`` with the state that
+the node stores for the series of runs. The process terminates when the socket closes.
 """
 
 import importlib
@@ -31,9 +31,9 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.optim", "safetensors.numpy"),
     *("uvicorn.loops.auto", "uvicorn.lifespan.on", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"),
 )
-"""Modules that are slow to import and do not belong to the code of a run."""
+"""Modules that are slow to import and not part of a run's code."""
 SHARED = ("sklearn.datasets", "flwr_datasets.partitioner")
-"""Further modules, which only benchmark data needs; several nodes share them if they are loaded before the fork."""
+"""Further modules, needed only for benchmark data; several nodes share them if they are loaded before the fork."""
 
 
 def preload(nodes: int) -> None:
@@ -43,11 +43,11 @@ def preload(nodes: int) -> None:
 
 
 def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -> None:
-    """Serve tasks of a node until it closes the socket.
+    """Serve a node's tasks until the node closes the socket.
 
-    ``entities`` are the public keys of trusted entities by id. If they are set, the worker runs only signed code.
+    ``entities`` maps ids of trusted entities to public keys. If it is set, the worker runs only signed code.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # only its node ends it
+    for number in (signal.SIGINT, signal.SIGTERM):  # only its node may terminate it
         signal.signal(number, signal.SIG_IGN)
     node, apps, last, sessions, bundle = EntrySocket(connection), Apps(entities), LastAnswer(), Sessions(), None
     tasks: queue.Queue[tuple[dict[str, Any], list[bytes]]] = queue.Queue()
@@ -59,7 +59,7 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
 
 
 def _listen(connection: socket.socket, tasks: "queue.Queue[tuple[dict[str, Any], list[bytes]]]") -> None:
-    """Put the tasks of the node into a queue, and end this process at once when the node has ended."""
+    """Put the node's tasks into a queue, and exit at once when the node has ended."""
     try:
         with connection.makefile("rb") as stream:
             while entry := read_entry(stream):
@@ -69,14 +69,14 @@ def _listen(connection: socket.socket, tasks: "queue.Queue[tuple[dict[str, Any],
 
 
 class LastAnswer:
-    """The last answer of a client, with which the worker answers a copy of the message instead of running it again."""
+    """The last answer, which the worker sends again for a copy of the message instead of running the app again."""
 
     def __init__(self) -> None:
         self._asked: object = None
         self._content = RecordDict()
 
     def find(self, message: Message) -> Message | None:
-        """Return the stored answer if a message is a copy of the last answered message."""
+        """Return the stored answer if a message is a copy of the one answered last."""
         return Message(self._content, reply_to=message) if self._asked == _asked(message) else None
 
     def keep(self, message: Message, reply: Message) -> None:
@@ -92,7 +92,7 @@ def _asked(message: Message) -> object:
 
 
 def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
-    """Run one task; an exception of the ClientApp becomes an error reply."""
+    """Run one task; an exception from the ClientApp becomes an error reply."""
     message, context, run, bundle = task.pull()
     audit.note(context, submitter=run.submitter, code=bundle.hash)
     try:
@@ -115,19 +115,19 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
         reply = error_reply(message, str(error))
     sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
     task.push(reply)
-    task.finish(context)  # also after an error: the context limits the answers to further messages
-    last.keep(message, reply)  # only now: the context contains the state of the client
+    task.finish(context)  # also after an error, because the context limits the answers to further messages
+    last.keep(message, reply)  # only now, after the context with the client's state has reached the node
 
 
 def _text_for_server(error: Exception, context: Context) -> str:
-    """Return the message of an error for the server; on a node with data, it reveals nothing about the data."""
+    """Return an error's message for the server; on a node with data, it reveals nothing about the data."""
     return shared_text(error) if "data" in context.node_config else str(error)
 
 
 def record(message: Message, context: Context, outcome: Message | Exception) -> None:
-    """Record the outcome of a message in the node's audit log, unless the run's ClientApp has recorded it.
+    """Record the outcome of a message in the node's audit log, unless the run's ClientApp has already done so.
 
-    Code that the node refuses to load records nothing, and neither does the answer to a copy of a message.
+    The ClientApp records nothing if the node refuses to load its code, or if the worker answers a copy of a message.
     """
     audit_log = audit.log_of(context.node_config)
     if audit_log is None or audit.notes_on(context).get("recorded"):
@@ -138,6 +138,6 @@ def record(message: Message, context: Context, outcome: Message | Exception) -> 
 
 
 def _end() -> NoReturn:
-    """End this process at once."""
+    """Remove this worker's Flower home, and exit at once."""
     shutil.rmtree(os.environ["FLWR_HOME"], ignore_errors=True)
     os._exit(0)

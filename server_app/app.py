@@ -1,4 +1,4 @@
-"""The ServerApp: it reads the settings, assigns the clients, runs the method's strategy and records the run."""
+"""The ServerApp, which reads the settings, assigns the clients, runs the method's strategy and records the run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment of the run config."""
+    """Run the experiment that the run config describes."""
     FLOWER_LOGGER.addFilter(ErrorsOnOneLine((SettingsError, DataError, RunError)))
     user_settings = user_settings_in(context.run_config, grid.run.override_config)
     if in_simulation():
@@ -54,9 +54,9 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def user_settings_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's settings in a run config, which contains all keys.
+    """Return the user's own settings from a run config, which contains all keys.
 
-    These are the overrides of the submitted run, and the settings that were edited in ``pyproject.toml``.
+    These are the overrides given when the run was submitted, and settings edited in ``pyproject.toml``.
     """
     default_settings = defaults()
     return {
@@ -78,21 +78,21 @@ def run(
     Parameters
     ----------
     grid : Grid or None
-        Flower's grid, or None if all clients are in this process.
+        Flower's grid, or None if all clients run in this process.
     user_settings, where : Mapping, str
-        The user's settings by key, and their source for error messages.
+        The user's settings, and their source, which error messages name.
     begun : callable
-        Called with the directory of the run as soon as it exists.
+        Called with the run's directory as soon as it exists.
     status : RunStatus, optional
-        Publishes the progress of the run.
+        Publishes the run's progress.
 
     Raises
     ------
     SettingsError, DataError
-        Before the first round, if a setting or the data is wrong.
+        Before the first round, if a setting or the data is invalid.
     RunError
-        After the last round, if no training or no evaluation of a client was accepted, or the training has diverged.
-        Before the first round, if the directory of the run cannot be written.
+        After the last round, if no client's training or no client's evaluation was accepted, or if training has
+        diverged. Also if the run's files cannot be written.
     """
     with named_sources(user_settings, where):
         stored = StoredRun.find(user_settings, where)
@@ -111,7 +111,7 @@ def _run(
     begun: Callable[[Path], object],
     status: RunStatus | None,
 ) -> Recorder:
-    """Run an experiment with checked settings, as :func:`run` describes."""
+    """Run an experiment with checked settings, as described for :func:`run`."""
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
     find(settings.run.track)  # reports a missing tracker before the run begins
@@ -155,7 +155,7 @@ def _run(
 
 
 def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveGrid:
-    """Return the grid of a run, or raise :class:`SettingsError` if the run needs sites and the grid has none."""
+    """Return the grid for a run, or raise :class:`SettingsError` if the run needs sites but the grid has none."""
     in_this_process = isinstance(grid, InProcessGrid)
     if settings.data.dataset == SITES and (in_this_process or in_simulation()):
         raise SettingsError(
@@ -168,7 +168,7 @@ def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveG
 
 
 def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace:
-    """Return the server's workspace, which clients in this process share, after a check of data and code."""
+    """Return the server's workspace, which clients in this process share, after checking the data and code."""
     workspace = workspace_for(settings, "")
     if in_this_process:
         workspace.client_cache.processes = 1
@@ -181,9 +181,9 @@ def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace
 
 
 def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrategy:
-    """Return the strategy of a run, with the names of the clients if the data has names.
+    """Return a run's strategy, with the clients' names if the data contains them.
 
-    Raises :class:`SettingsError` if a round needs more replies than clients train in it.
+    Raise :class:`SettingsError` if a round needs more replies than there are clients that train in it.
     """
     strategy: PersonalisedStrategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if not workspace.of_sites:
@@ -204,7 +204,7 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
 
 
 def polling(grid: Grid, run: RunSettings) -> PollingGrid:
-    """Return a grid that waits for replies according to the settings of a run."""
+    """Return a grid that waits for replies according to a run's settings."""
     polling = PollingGrid(
         grid, Pace(automatic=run.round_timeout == AUTO and not in_simulation()), real=not in_simulation()
     )
@@ -214,7 +214,7 @@ def polling(grid: Grid, run: RunSettings) -> PollingGrid:
 
 @contextmanager
 def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryStore]:
-    """Yield the store of the clients' states in this process. States beyond its limit go to the run's directory."""
+    """Yield a store that keeps clients' states in memory; states beyond its limit go to the run's directory."""
     limit = settings.run.state_memory << 20
     if settings.run.checkpoint_every or settings.run.resume:
         states = MemoryStore(recorder.directory.state, limit)

@@ -1,4 +1,4 @@
-"""Checkpoints, which store the state of the server after a round. A checkpoint is complete or absent."""
+"""Checkpoints, which store the server's state after a round. A checkpoint is either complete or absent."""
 
 import hashlib
 import shutil
@@ -24,10 +24,10 @@ from posy.strategies.server_state import load_state
 from posy.strategies.settings import Settings
 
 MAX_CHECKPOINTS = 2
-"""Number of checkpoints on the disk: the newest and a spare."""
+"""Number of checkpoints kept on disk: the newest and a spare."""
 WRITING_SHARE = 0.02
-"""Share of a run's time for checkpoints in addition to the schedule of checkpoint-every. A killed run therefore
-loses at most 50 times the time that it takes to write a checkpoint."""
+"""Share of a run's time spent on checkpoints beyond those that checkpoint-every schedules. A killed run therefore
+loses about 50 times as long as it takes to write a checkpoint, at most."""
 ARRAYS = "server.safetensors"
 
 
@@ -40,33 +40,33 @@ class Checkpoint(NamedTuple):
 
     @property
     def versions(self) -> dict[int, str]:
-        """The versions of the clients' states in the checkpoint, by client."""
+        """The version of each client's state in the checkpoint, keyed by client."""
         return {int(client): version for client, version in self.progress["versions"].items()}
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run, after every n-th round (0: none) and the last round. The disk has the newest two."""
+    """A run's checkpoints, written after every n-th round (0: none) and the last one. The newest two are kept."""
 
     directory: RunDirectory
     every: int
     last_round: int
     flush: Callable[[Mapping[int, str]], None] = lambda versions: None
-    """Writes versions of clients' states to the disk, by client, if they are only in the memory of this process."""
+    """Writes the given versions of clients' states, keyed by client, to disk if they exist only in memory."""
     versions: dict[int, Mapping[int, str]] = field(default_factory=dict)
-    """The versions of the clients' states in each checkpoint, by round."""
+    """The versions of the clients' states in each checkpoint, keyed by round."""
     _written: float = field(default_factory=time.monotonic)
     _seconds: float = 0.0
 
     def due(self, server_round: int) -> bool:
-        """Return whether a checkpoint is due after a round, because it is scheduled or takes little time."""
+        """Return whether a checkpoint is due after a round, because it is scheduled or cheap to write."""
         if not self.every:
             return False
         is_cheap = self._seconds < WRITING_SHARE * (time.monotonic() - self._written)
         return is_cheap or server_round % self.every == 0 or server_round == self.last_round
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, then remove the oldest checkpoints."""
+        """Write a checkpoint, then remove all but the newest ones."""
         started, number = time.monotonic(), checkpoint.server_round
         self.flush(checkpoint.versions)
         self.directory.sync()
@@ -85,7 +85,7 @@ class Checkpoints:
         self._seconds = self._written - started
 
     def read(self, server_round: int) -> Checkpoint:
-        """Return the checkpoint of a round, or raise an error if it is incomplete or from another run or round."""
+        """Return a round's checkpoint, or raise an error if it is incomplete or belongs to another run or round."""
         folder = self._folder(server_round)
         arrays, metadata = read_arrays(folder / ARRAYS)
         progress = read_json(folder / PROGRESS)
@@ -99,7 +99,7 @@ class Checkpoints:
         return Checkpoint(server_round, arrays, progress)
 
     def newest(self, load: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Return the newest complete checkpoint that ``load`` accepts. Rename the folders of damaged checkpoints."""
+        """Return the newest complete checkpoint that ``load`` accepts, and rename folders of damaged checkpoints."""
         newest, versions, reasons = None, {}, []
         for number in reversed(checkpoint_rounds(self.directory.path)):
             try:
@@ -122,13 +122,13 @@ class Checkpoints:
         return newest
 
     def note(self, settings: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]]) -> None:
-        """Write the settings of the resumed run into its checkpoints, as the run may end before the next checkpoint."""
+        """Write a resumed run's settings into its checkpoints, because it may end before it writes a new one."""
         for number in self.versions:
             file = self._folder(number) / PROGRESS
             write_json(file, {**read_json(file), "settings": settings, "resumed": plain(resumed)}, durable=True)
 
     def _keep(self, versions: Mapping[int, Mapping[int, str]]) -> None:
-        """Keep the newest checkpoints and remove the others."""
+        """Record the newest checkpoints in ``versions``, and remove the others."""
         for old in sorted(versions)[:-MAX_CHECKPOINTS]:
             shutil.rmtree(self._folder(old), ignore_errors=True)
         self.versions = {number: versions[number] for number in sorted(versions)[-MAX_CHECKPOINTS:]}
@@ -144,8 +144,8 @@ class Resumption(NamedTuple):
     checkpoints: Checkpoints
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
-    """All resumptions, this one last: ``round``, ``time``, the ``changed`` settings, and the ``machine`` and
-    ``versions`` of the earlier rounds."""
+    """All resumptions, ending with this one: ``round``, ``time``, the ``changed`` settings, and the ``machine`` and
+    ``versions`` used for the preceding rounds."""
 
 
 def resumption(
@@ -156,9 +156,9 @@ def resumption(
     strategy: PersonalisedStrategy,
     workspace: Workspace,
 ) -> Resumption:
-    """Return the resumption of a run from its newest checkpoint, after loading it into the strategy.
+    """Load a run's newest checkpoint into the strategy, and return the resumption of the run from it.
 
-    Raises :class:`SettingsError` if the run has no checkpoint or is complete, or its data has changed.
+    Raise :class:`SettingsError` if the run has no usable checkpoint, is complete, or its data has changed.
     """
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
@@ -198,7 +198,7 @@ def resumption(
 
 
 def data_digests(workspace: Workspace) -> dict[str, str]:
-    """Return digests of the samples, the labels and the partition, or none if the sites have the data."""
+    """Return digests of the samples, the labels and the partition, or no digests if the data is at sites."""
     if workspace.of_sites:
         return {}
     digests = {}

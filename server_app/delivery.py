@@ -1,4 +1,4 @@
-"""Message delivery to real nodes. It distinguishes lost messages from slow nodes, and limits waits."""
+"""Message delivery to real nodes, which distinguishes lost messages from slow nodes, and limits waiting times."""
 
 import math
 import time
@@ -16,40 +16,40 @@ from posy.server_app.grids import LOST, WaveGrid, pause
 from posy.server_app.pace import Pace
 
 LEAST_PAUSE = 0.005
-"""Shortest pause in seconds between two requests for replies."""
+"""Minimum pause in seconds between requests for replies."""
 PUSHES = 5
-"""Number of attempts to push messages whose content does not arrive."""
+"""Maximum number of attempts to push messages whose content does not arrive."""
 HELD_SECONDS = 2.0
-"""Seconds after which a request for replies is slow, so that its delay does not count against the nodes."""
+"""Seconds after which a request for replies counts as slow, so that its delay is not held against the nodes."""
 TIMEOUT_SHARE = 1 / 3
-"""Largest share of a timeout before silence is unusual. A copy of a lost message must fit into the timeout."""
+"""Maximum share of a timeout before silence counts as unusual, so that a lost message can be sent again in time."""
 COPIES = 3
-"""Largest number of copies that the server sends of a lost message."""
+"""Maximum number of copies of a lost message that the server sends."""
 RETURN_SECONDS = 90.0
-"""Seconds after an outage in which a missing node may reappear. Nodes report twice a minute."""
+"""Seconds after an outage within which a missing node may reappear. Nodes report at least twice a minute."""
 
 
 @dataclass
 class Delivery:
-    """A message in transit to a node, and the questions that were sent meanwhile."""
+    """A message in transit to a node, and the questions sent to the node in the meantime."""
 
     message: Message
     number: str
-    """Id that its reply refers to: the id of the message or of its last copy. Empty if no reply can arrive."""
+    """Id that its reply refers to: that of the message or its last copy; empty if no reply can arrive."""
     sent: float
-    """Time at which it was first sent, by the monotonic clock."""
+    """Time at which it was first sent, on the monotonic clock."""
     ask_at: float
-    """Time of the next question to its node."""
+    """Time at which the next question to its node is due."""
     silence: float
     """Seconds after which the node's silence is unusual."""
     patience: float
-    """Seconds until the next question. The time doubles with each question."""
+    """Seconds between the next question and the one after it, which doubles with each question."""
     questions: set[str] = field(default_factory=set)
     """Ids of the questions sent after the last copy."""
     proven: bool = False
     """Whether its node has answered a question that was sent after the message."""
     lost: bool = False
-    """Whether the message or its reply is lost. A copy is due as soon as its node is connected."""
+    """Whether the message or its reply is lost, so that a copy is due as soon as the node is connected."""
     patience_ends: float = math.inf
     """Time at which the server gives up on a missing node, which may reappear after an outage of the SuperLink."""
     copies: int = 0
@@ -63,7 +63,7 @@ class Delivery:
 
     @property
     def phase(self) -> str:
-        """The kind of the message."""
+        """The type of the message."""
         return self.message.metadata.message_type
 
     @property
@@ -74,27 +74,27 @@ class Delivery:
 
 @dataclass
 class Wait:
-    """The messages that a phase waits for, and its time limits."""
+    """The messages to which a phase awaits replies, and the phase's time limits."""
 
     messages: Sequence[Message]
-    """Messages without a reply. Some may not have been sent yet."""
+    """Messages without a reply, some of which may not have been sent yet."""
     seconds: float
     """Seconds since the phase began."""
     remaining: float
-    """Largest number of seconds that the phase will still wait, or infinity if it is unknown."""
+    """Maximum number of seconds that the phase will still wait, or infinity if there is no limit so far."""
     silence: float
     """Number of seconds after which a missing reply is unusual."""
 
 
 class PollingGrid(WaveGrid):
-    """A grid of real nodes. It requests replies up to ten times a second, and Flower's grid every 3 s.
+    """A grid of real nodes that requests replies up to ten times a second, whereas Flower's does so every 3 s.
 
-    A node handles one message at a time, in order of creation. If a node is silent for long, the grid sends
-    it a question that changes no state. If the node answers the question but not the earlier message, the message or
-    its reply is lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
-    answered, the node receives no further message until it answers. Its late reply is dropped and counted.
+    A node handles one message at a time, in order of creation. If a node is silent for long, the grid sends it a
+    question that changes no state. If the node answers the question but not the earlier message, the message or its
+    reply has been lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
+    answered, the node receives no further messages until it does. Its late reply is then dropped and counted.
 
-    In a simulation (``real`` is False) no message is lost, and the grid asks no questions.
+    In a simulation (``real`` is False), no message is lost, and the grid asks no questions.
     """
 
     def __init__(self, grid: Grid, pace: Pace | None = None, *, real: bool = True) -> None:
@@ -102,16 +102,16 @@ class PollingGrid(WaveGrid):
         self.pace = pace or Pace()
         self.real = real
         self.enough = 1
-        """Number of replies that a training round needs."""
+        """Number of replies that a training phase needs."""
         self.grace: float | None = None
-        """Seconds that the other nodes still have after these replies, or None without a limit."""
+        """Seconds that the other nodes have after these replies have arrived, or None for no limit."""
         self.on_wait: Callable[[Wait], object] = lambda wait: None
         """Called before each request for replies."""
         self.late: dict[int, Delivery] = {}
-        """Messages of earlier phases that nodes still work on, by node."""
+        """Messages of earlier phases that nodes are still working on, keyed by node."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages, retry if the SuperLink restarts, and return the ids, which are empty for refused messages."""
+        """Push messages, retrying if the SuperLink restarts, and return their ids, which are empty if refused."""
         wave, attempts = list(messages), PUSHES
         while True:
             try:
@@ -120,13 +120,13 @@ class PollingGrid(WaveGrid):
                 if not (attempts := attempts - 1):
                     raise
                 log(WARNING, "the SuperLink has lost messages in transit; the server sends them again: %s", error)
-                for message in wave:  # under new ids, because the SuperLink has the old ids without the content
+                for message in wave:  # get new ids, because the SuperLink knows the old ones, but without content
                     message.metadata.created_at = time.time()
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send each node its messages one after the other, and return a reply or an error for each message.
+        """Send each node its messages one at a time, and return a reply or an error for each message.
 
-        All messages share the ``timeout``. Without it, the pace gives the time limit of each node.
+        All messages share the ``timeout``. In addition, the pace may limit the time of each node.
         """
         all_messages = list(messages)
         phase = _Phase(self, all_messages, math.inf if timeout is None else timeout)
@@ -151,14 +151,14 @@ class PollingGrid(WaveGrid):
         return deliveries
 
     def look(self, deliveries: Collection[Delivery]) -> float:
-        """Request the replies to deliveries, send copies of lost messages, and question silent nodes.
+        """Request replies to deliveries, send copies of lost messages, and send questions to silent nodes.
 
-        Return the seconds by which a slow request has delayed all replies. They do not count against the nodes.
+        Return the seconds by which a slow request has delayed all replies, which is not held against the nodes.
         """
         outages, under_way = self.outages.count, [*deliveries, *self.late.values()]
         delay = self._read(under_way)
         clock = time.monotonic()
-        if outages != self.outages.count:  # ask first, because the message may have arrived
+        if outages != self.outages.count:  # ask before sending copies, because the messages may have arrived
             for delivery in under_way:
                 delivery.ask_at, delivery.patience_ends = min(delivery.ask_at, clock), clock + RETURN_SECONDS
         for delivery in under_way:
@@ -182,7 +182,7 @@ class PollingGrid(WaveGrid):
         began = time.monotonic()
         replies = list(self._grid.pull_messages({*awaited, *questions}))
         delay = time.monotonic() - began
-        delay = delay if delay > HELD_SECONDS else 0.0  # for example because a part of a reply is missing
+        delay = delay if delay > HELD_SECONDS else 0.0  # for example, because part of a reply is missing
         for delivery in deliveries:
             delivery.sent += delay
             delivery.ask_at += delay
@@ -198,19 +198,19 @@ class PollingGrid(WaveGrid):
         return delay
 
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
-        """Record the reply to a message or its copy. ``missing`` means that the message or the node does not exist."""
+        """Record the reply to a message or its copy; ``missing`` means that the message or its node does not exist."""
         clock = time.monotonic()
         delivery.reply = answer_to(delivery.message, reply)
         if not reply.has_error():
             self.pace.note(delivery.phase, delivery.node, clock - delivery.sent)
         elif missing:
             in_time = clock < delivery.sent + delivery.message.metadata.ttl - CLOCK_SECONDS
-            # A missing node has left, except shortly after an outage of the SuperLink.
+            # A missing node has left, unless the SuperLink was down shortly before.
             absent = reply.error.code == ErrorCode.NODE_UNAVAILABLE and not clock < delivery.patience_ends < math.inf
             delivery.lost = self.real and in_time and not absent
 
     def _send_copies(self, lost: Collection[Delivery], clock: float) -> None:
-        """Send lost messages again to connected nodes. Give up after a few copies, or if the node does not return."""
+        """Send lost messages to connected nodes again; give up after a few copies, or if the node does not return."""
         for delivery in lost:
             if delivery.copies >= COPIES or clock >= delivery.patience_ends:
                 delivery.lost, delivery.number = False, ""
@@ -242,7 +242,7 @@ class PollingGrid(WaveGrid):
         for delivery in silent:
             content, metadata = RecordDict({"config": ConfigRecord({PING: True})}), delivery.message.metadata
             question = Message(content, delivery.node, MessageType.QUERY, ttl=metadata.ttl)
-            # The question is newer than the message, even if the clock was set back meanwhile.
+            # Make the question newer than the message, even if the clock was set back in the meantime.
             question.metadata.created_at = max(question.metadata.created_at, metadata.created_at + 1e-3)
             questions.append(question)
         for delivery, number in zip(silent, self.push_messages(questions), strict=False):
@@ -251,7 +251,7 @@ class PollingGrid(WaveGrid):
 
 
 class _Phase:
-    """The messages of one phase, until each message has a reply or the server stops waiting for the reply."""
+    """The messages of one phase, until each has a reply or the server stops waiting for one."""
 
     def __init__(self, grid: PollingGrid, messages: Sequence[Message], timeout: float) -> None:
         self._grid = grid
@@ -302,7 +302,7 @@ class _Phase:
         return False
 
     def _give_up(self) -> None:
-        """Stop waiting for clients whose time limit has expired. Their nodes stay busy."""
+        """Stop waiting for clients whose time limits have expired; their nodes still count as busy."""
         clock, phase_reason = time.monotonic(), ""
         if clock >= self._ends:
             phase_reason = f"no reply within round-timeout = {self._timeout:g} s"
@@ -322,7 +322,7 @@ class _Phase:
             self._leave_out(phase_reason)
 
     def _leave_out(self, reason: str) -> None:
-        """Return an error for each message that was not sent."""
+        """Add an error reply for each message that has not been sent."""
         for queue in self._queues.values():
             self.replies += [unanswered(message, reason) for message in queue]
             queue.clear()

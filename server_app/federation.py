@@ -1,4 +1,4 @@
-"""The federation of a run: the clients that take part, and the task that their sites have agreed on."""
+"""A run's federation: the clients that take part, and the task that their sites have agreed on."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients, one_line
 
 MAX_NAMED = 20
-"""Largest number of present clients in the log line of a run that begins without some clients."""
+"""Maximum number of present clients that the log names when a run begins without some clients."""
 FEW_CLASSES, MAX_CLASSES = 4, 60
-"""Largest number of class names of a site in the task table, and of their characters in total."""
+"""Maximum number of a site's class names in the task table, and maximum number of their characters in total."""
 
 
 class Federation:
-    """The clients of a run: they agree on a task, join before the first round, and may leave and return.
+    """A run's clients, which agree on a task, join before the first round, and may leave and return.
 
     :class:`~posy.server_app.nodes.NodeRegistry` asks the nodes for their clients,
     :class:`~posy.server_app.membership.Membership` assigns each client to a name and a node, and
@@ -45,7 +45,7 @@ class Federation:
     settings : Settings
         The settings of the run.
     status : RunStatus, optional
-        Publishes the waits of the run and the answers of nodes.
+        Publishes what the run waits for, and the nodes' answers.
     """
 
     def __init__(self, grid: WaveGrid, settings: Settings, status: RunStatus | None = None) -> None:
@@ -58,27 +58,27 @@ class Federation:
         self._presence = Presence(settings, self.nodes, self._members, status)
         self._num_clients = settings.data.num_clients
         self._of_sites = settings.data.dataset == SITES
-        self._descriptions: dict[str, Description] = {}  # by the title of the site
+        self._descriptions: dict[str, Description] = {}  # keyed by the site's title
 
     @property
     def clients(self) -> dict[int, ClientInfo]:
-        """The reachable clients by index. :meth:`refresh` changes the dictionary in place."""
+        """The reachable clients, keyed by index. :meth:`refresh` changes the dictionary in place."""
         return self._members.hosted
 
     @property
     def owners(self) -> dict[int, str]:
-        """The name that owns each client. Clients of nodes without names are absent."""
+        """The name that owns each client, without the clients of unnamed nodes."""
         return self._members.owners
 
     @property
     def excluded(self) -> Counter[tuple[str, str]]:
-        """Excluded nodes, by name (empty without a name) and reason."""
+        """Numbers of exclusions, keyed by the node's name (which may be empty) and the reason."""
         return self.nodes.excluded
 
     def agree(self) -> Settings:
         """Let sites with local data agree on a task, and return the settings with this task.
 
-        Settings with a complete task, and settings of benchmark data, do not change.
+        Settings for benchmark data, or with a complete task, do not change.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Federation:
         if not self._query.is_open:
             return self.settings
         self._presence.wait_for_claims(describe=True)
-        for client, claims in sorted(self._members.claims().items()):  # independent of the order of the answers
+        for client, claims in sorted(self._members.claims().items()):  # sorted, because answers arrive in any order
             description = self.nodes[claims[0].node_id].description
             if client < self._num_clients and description is not None:
                 self._descriptions[_site_of(client, claims[0].name)] = description
@@ -99,22 +99,22 @@ class Federation:
         task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
         log(INFO, "%s sites: %s", len(self._descriptions), task)
         self.settings = self._query.settings = replace(self.settings, data=data)
-        self.nodes.ask_again()  # about the agreed task, because an answer in transit still describes data
+        self.nodes.ask_again()  # about the agreed task, because answers in transit still describe data
         return self.settings
 
     def join(self, fixed_tensors: Sequence[float] = ()) -> dict[int, ClientInfo]:
-        """Ask every node for its clients until enough have joined or the time is up, and return :attr:`clients`.
+        """Ask nodes for their clients until enough clients have joined or time is up, and return :attr:`clients`.
 
         Parameters
         ----------
         fixed_tensors : sequence of float
-            Fingerprint of the network's fixed tensors. A node whose network has other fixed tensors is excluded.
+            Fingerprint of the network's fixed tensors. Nodes whose networks have different ones are excluded.
 
         Raises
         ------
         SettingsError
-            If fewer than ``min-clients`` are present in time, or nodes with different names claim one client. The
-            message contains the reasons why nodes are excluded.
+            If too few clients join in time, or nodes with different names claim the same client. The message contains
+            the reasons for which nodes were excluded.
         """
         self._query.fixed_tensors = fixed_tensors
         self._presence.wait_for_claims()
@@ -131,10 +131,10 @@ class Federation:
         return self.clients
 
     def refresh(self) -> list[int]:
-        """Update the nodes that have connected or left since the last round, and return the returned or moved clients.
+        """Update the nodes that have connected or left since the last round, and return returned or moved clients.
 
-        The states of these clients may be lost. New nodes have :data:`REFRESH_SECONDS` to answer. With fewer clients
-        than ``min-clients``, or none, the round waits for more clients for up to ``join-timeout``.
+        The states of these clients may be lost. New nodes have ``REFRESH_SECONDS`` to answer. If there are fewer
+        clients than ``min-clients``, or none, the round waits for more for up to ``join-timeout``.
         """
         earlier_nodes = {client: self.nodes[info.node_id] for client, info in self.clients.items()}
         earlier_clients = set(self._members.records)
@@ -152,7 +152,7 @@ class Federation:
         return returned
 
     def task(self, model: str) -> str:
-        """Return a table with the agreed task for a network, and a row for each site."""
+        """Return a table that describes the agreed task and the network, with a row for each site."""
         data = self.settings.data
         classes = task_of(data).class_names
         facts = {
@@ -169,7 +169,7 @@ class Federation:
         return task_table(rows, facts)
 
     def summary(self) -> dict[str, Any]:
-        """Return the sites by client, and the excluded nodes with the reasons, if any."""
+        """Return each client's site, and the excluded nodes with the reasons, if there are any."""
         owners = self.owners
         sites = [owners.get(client) for client in range(self._num_clients)] if owners else []
         excluded = [{"site": n or None, "reason": r, "times": times} for (n, r), times in self.excluded.items()]
@@ -180,22 +180,22 @@ class Federation:
         return self._members.as_json()
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`as_json` from an earlier part of the same run, before :meth:`join`.
+        """Load the result of :meth:`as_json` from an earlier part of the same run, before :meth:`join` is called.
 
-        Raises :class:`SettingsError` if the format is wrong.
+        Raise :class:`SettingsError` if the format is wrong.
         """
         self._members.restore(stored)
 
     def class_counts(self) -> npt.NDArray[np.int64] | None:
-        """Return the number of samples of each class on each client ``(M, C)``, or None if a site has not sent it."""
+        """Return the number of samples per client and class ``(M, C)``, or None if a site has not sent its counts."""
         return self._members.class_counts()
 
     def _pooled(self, data: DataSettings, names: list[str]) -> Pooled:
-        """Return labels and statistics over some sites under secure aggregation, and fix the clients of these sites."""
+        """Return labels and statistics over sites, using secure aggregation, and reserve these sites' clients."""
         hosts = {client: claims[0] for client, claims in sorted(self._members.claims().items())}
         titles = {client: _site_of(client, info.name) for client, info in hosts.items()}
         hosts = {client: info for client, info in hosts.items() if titles[client] in names}
-        self._members.reserve(hosts.values())  # a site signs its keys for only one client in a run
+        self._members.reserve(hosts.values())  # in a run, a site signs its keys for only one client
         settings = replace(self.settings, data=data)
         return pooled_statistics(self.grid, settings, {c: info.node_id for c, info in hosts.items()}, titles)
 
@@ -203,7 +203,7 @@ class Federation:
 def _site_row(
     client: int, info: ClientInfo | None, owner: str, descriptions: Mapping[str, Description]
 ) -> dict[str, Any]:
-    """Return a client's row in the task table, from its site's answers. ``info`` is None for an absent client."""
+    """Return a client's row for the task table, from its site's answers; ``info`` is None if it is absent."""
     if info is None:
         return {"site": owner, "client": client}
     row = {"site": info.name, "client": client, "training": info.num_train, "test": info.num_test}
@@ -218,5 +218,5 @@ def _site_row(
 
 
 def _site_of(client: int, name: str) -> str:
-    """Return the name of a client's site, or a title such as ``client 2`` without a name."""
+    """Return the name of a client's site, or a title such as ``client 2`` if it has none."""
     return name or f"client {client}"

@@ -12,15 +12,15 @@ from flwr.serverapp import Grid
 from posy.flower import ErrorCode, Outages
 
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
-"""Shortest and longest pause in seconds between two requests for replies."""
+"""Shortest and longest pause in seconds between requests for replies."""
 POLL_SHARE = 0.02
-"""Pause, between these limits, as a share of the time waited so far."""
+"""Pause as a share of the time waited so far, subject to these limits."""
 LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 """Error codes for a message, a reply or a node that does not exist."""
 
 
 def pause(waited: float) -> float:
-    """Return the seconds to pause after ``waited`` seconds. A longer wait needs fewer requests."""
+    """Return the seconds to pause after ``waited`` seconds; the longer the wait, the rarer the requests."""
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
 
 
@@ -42,24 +42,24 @@ class PosyGrid(Grid):
 
 
 class WaveGrid(PosyGrid):
-    """A grid with at most one message to each node in transit.
+    """A grid with at most one message in transit to each node.
 
-    A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and
-    writes the node's state, so messages to one node may not overlap.
+    A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and writes the
+    node's state, so messages to one node must not overlap.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.outages = Outages(grid)
         self.gone: set[int] = set()
-        """Nodes that had left when they should have answered. The reader clears the set."""
+        """Nodes that had left by the time they should have answered. The reader clears the set."""
         self.counts: Counter[str] = Counter()
-        """Number of lost messages that were ``sent-again``, and of ``late-replies``. The reader clears the counts."""
+        """Numbers of lost messages that were ``sent-again``, and of ``late-replies``. The reader clears the counts."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send the messages in waves, each with at most one message to a node, and return all replies.
 
-        All waves share the timeout. After the timeout, no further wave is sent.
+        All waves share the timeout, after which no further wave is sent.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         waves: dict[int, list[Message]] = defaultdict(list)
@@ -79,7 +79,7 @@ class WaveGrid(PosyGrid):
         return replies
 
     def _note_gone(self, messages: Iterable[Message], replies: Iterable[Message]) -> None:
-        """Record the nodes that had left when they should have answered."""
+        """Record the nodes that had left by the time they should have answered."""
         receivers = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         unavailable = [r for r in replies if r.has_error() and r.error.code == ErrorCode.NODE_UNAVAILABLE]
         self.gone |= {receivers.get(reply.metadata.reply_to_message_id, 0) for reply in unavailable}

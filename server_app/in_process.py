@@ -1,4 +1,4 @@
-"""A Flower grid inside the ServerApp's process, with the same messages, clients and state but no transport."""
+"""A Flower grid inside the ServerApp's process, with the usual messages, clients and state but no transport."""
 
 import itertools
 import time
@@ -33,15 +33,15 @@ class InProcessGrid(PosyGrid):
             for node in range(1, num_clients + 1)
         }
         self._replies: dict[str, Message] = {}
-        self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # unique among grids
+        self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # unique across grids
         self._engine: Engine | None = None
         self.states: StateStore | None = None
-        """Store of the clients' states, or None if each call chooses its store."""
+        """Store for the clients' states, or None if each call chooses its own."""
         self.trusting = True
-        """Whether the server chooses the folders of the clients, because they share its process."""
+        """Whether the server chooses the clients' folders, because they share its process."""
 
     def end(self) -> None:
-        """Stop the engine that trains the clients. The next messages start a new engine."""
+        """Stop the engine that trains the clients. The next messages will start a new one."""
         if self._engine is not None:
             self._engine.end()
             self._engine = None
@@ -51,7 +51,7 @@ class InProcessGrid(PosyGrid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Run the clients on the messages at once, and store the replies until the server pulls them."""
+        """Run the clients on the messages immediately, and store the replies until the server pulls them."""
         message_list = list(messages)
         self._replies |= {m.metadata.reply_to_message_id: m for m in self._answers(message_list, float("inf"))}
         return [message.metadata.message_id for message in message_list]
@@ -105,7 +105,7 @@ class InProcessGrid(PosyGrid):
 
 
 def _failure(message: Message, error: Exception) -> Message:
-    """Return the failure of a client as a reply, or raise the error if it is a mistake in the method's code."""
+    """Return a client's failure as an error reply, or raise the error if it is a mistake in the method's code."""
     if isinstance(error, MethodError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if not is_failure(error):

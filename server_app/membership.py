@@ -1,4 +1,4 @@
-"""The clients of a run: the name that owns each client, and the node that hosts it."""
+"""A run's clients: the name that owns each client, and the node that hosts it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,11 +19,11 @@ from posy.words import title
 
 
 class Membership:
-    """The clients of a run, the names that own them, and their nodes.
+    """A run's clients, the names that own them, and their nodes.
 
-    The partition-id in the node config identifies a client, or else the name of its site does: the registered name of
-    the node's key, or ``name`` in the node config. The id of a node never identifies a client. After a node with a
-    name has hosted a client, this name owns the client for the rest of the run.
+    A client is identified by the partition-id in the node config, or else by the name of its site: the registered name
+    of the node's key, or ``name`` in the node config. A node's id never identifies a client. Once a named node has
+    hosted a client, this name owns the client for the rest of the run.
 
     Parameters
     ----------
@@ -35,30 +35,30 @@ class Membership:
 
     def __init__(self, nodes: NodeRegistry, data: DataSettings) -> None:
         self.hosted: dict[int, ClientInfo] = {}
-        """The reachable clients by index. :meth:`assign` changes the dictionary in place."""
+        """The reachable clients, keyed by index. :meth:`assign` changes the dictionary in place."""
         self.records: dict[int, ClientInfo] = {}
         """Every client that has taken part, with its latest answer."""
         self.begun = False
-        """Whether the run has begun. Until then, two names for one client are an error."""
+        """Whether the run has begun. Until then, it is an error if two names claim one client."""
         self._nodes = nodes
         self._num_clients = data.num_clients
         self._of_sites = data.dataset == SITES
 
     @property
     def owners(self) -> dict[int, str]:
-        """The name that owns each client. Clients of nodes without names are absent."""
+        """The name that owns each client, without the clients of unnamed nodes."""
         return {client: info.name for client, info in sorted(self.records.items()) if info.name}
 
     def claims(self) -> dict[int, list[ClientInfo]]:
-        """Return the claims to each client in order of the names, and exclude nodes that claim another name's client.
+        """Return the claims to each client in name order, and exclude nodes that claim another name's client.
 
-        Sites without a partition-id are numbered in order of their names, after the sites with a partition-id. Surplus
-        sites get indices of M and above. A site has one client, even if nodes with its name claim several clients.
+        Sites without a partition-id get the indices that are still free, in name order. Surplus sites get indices of M
+        and above. A site has only one client, even if nodes with its name claim several.
 
         Raises
         ------
         SettingsError
-            Before the run begins, if nodes with different names claim one client.
+            Before the run begins, if nodes with different names claim the same client.
         """
         claims: dict[int, list[ClientInfo]] = defaultdict(list)
         unnumbered: dict[str, list[ClientInfo]] = defaultdict(list)
@@ -83,7 +83,7 @@ class Membership:
         return claims
 
     def assign(self) -> None:
-        """Assign each client to one node that claims it. A node keeps its clients as long as it claims them."""
+        """Assign each client to one node that claims it; a node keeps its clients as long as it claims them."""
         self.hosted.clear()
         for client, claims in sorted(self.claims().items()):
             if client >= self._num_clients:
@@ -104,7 +104,7 @@ class Membership:
         self.records |= {info.client: ClientInfo(info.client, 0, 0, 0, info.name) for info in clients if info.name}
 
     def class_counts(self) -> npt.NDArray[np.int64] | None:
-        """Return the number of samples of each class on each client ``(M, C)``, or None if a site has not sent it."""
+        """Return the number of samples per client and class ``(M, C)``, or None if a site has not sent its counts."""
         rows = [info.class_counts for _, info in sorted(self.records.items())]
         return np.array(rows, np.int64) if len(rows) == self._num_clients and all(rows) else None
 
@@ -116,7 +116,7 @@ class Membership:
     def restore(self, stored: Mapping[str, Any]) -> None:
         """Load the result of :meth:`as_json` from an earlier part of the same run, before the first assignment.
 
-        Raises :class:`SettingsError` if the format is wrong.
+        Raise :class:`SettingsError` if the format is wrong.
         """
         try:
             for key, attribute in (("owners", "name"), ("fingerprints", "fingerprint")):
@@ -129,9 +129,9 @@ class Membership:
             raise SettingsError(f"the checkpoint does not name the sites of the clients: {error!r}") from error
 
     def _objection(self, info: ClientInfo, assigned: int) -> str:
-        """Return why a node may not host a claimed client, or an empty string.
+        """Return why a node may not host a client that it claims, or an empty string if it may.
 
-        ``assigned`` is the client that belongs to the node's name, or -1.
+        ``assigned`` is the client that belongs to the node's name, or -1 if there is none.
         """
         last_info = self.records.get(info.client, info)
         if last_info.name not in ("", info.name):
@@ -143,7 +143,7 @@ class Membership:
         return ""
 
     def _check_unique(self, client: int, claims: Iterable[ClientInfo]) -> None:
-        """Raise :class:`SettingsError` if nodes with different names claim a client."""
+        """Raise :class:`SettingsError` if nodes with different names claim the same client."""
         *other_names, last = sorted({info.name for info in claims if info.name}) or [""]
         if other_names:
             raise SettingsError(
@@ -154,5 +154,5 @@ class Membership:
 
 
 def _by_name(node: Node) -> tuple[bool, str, bool, int]:
-    """Return a sort key: nodes with names first, by name, and within a name nodes that send their client's index."""
+    """Return a sort key: named nodes come first, by name, and for each name, nodes that send their client's index."""
     return not node.claimed_name, node.claimed_name, any(info.client < 0 for info in node.clients), node.number

@@ -1,4 +1,4 @@
-"""The connected nodes of a run: the question to each, its answer, and the reasons that exclude it."""
+"""A run's connected nodes: the question to each, its answer, and any reasons to exclude it."""
 
 import math
 import re
@@ -21,37 +21,37 @@ from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo
 from posy.words import one_line
 
 ASK_SECONDS = 60.0
-"""Seconds until the server repeats an unanswered question to a node. The time doubles with each repetition."""
+"""Seconds until the server repeats an unanswered question to a node, which double with each repetition."""
 MAX_REASON = 500
-"""Largest number of characters of the reason for a node's exclusion."""
+"""Maximum number of characters in the reason for a node's exclusion."""
 MAX_EXCLUDED = 200
-"""Largest number of exclusions that the record lists by reason. Further exclusions are counted together."""
+"""Maximum number of names and reasons for which exclusions are counted separately; the others are counted together."""
 
 
 @dataclass
 class Node:
-    """A connected node, with its open question and its answers."""
+    """A connected node with its open question and its answers."""
 
     number: int
-    """Flower's id of the node, which may change with every start."""
+    """Flower's id for the node, which may change with every start."""
     registered: str = ""
     """Registered name of its key."""
     claimed_name: str = ""
-    """Name from its answers: the registered name, or else the name in its node config."""
+    """Name according to its answer: the registered name, or else the name in its node config."""
     question: str = ""
     """Id of the open question."""
     asked_at: float = 0.0
-    """Time at which the open question was first sent, by the monotonic clock."""
+    """Time at which the open question was first sent, on the monotonic clock."""
     ask_at: float = 0.0
-    """Time of the next question, by the monotonic clock."""
+    """Time at which the next question is due, on the monotonic clock."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
-    """Seconds until the server repeats the next question if the node does not answer it."""
+    """Seconds after which the server repeats the next question if the node does not answer it."""
     clients: tuple[ClientInfo, ...] = ()
     """Clients that it claims to host. A site's client may have no index yet (-1)."""
     description: Description | None = None
     """The site's description of its data."""
     reasons: set[str] = field(default_factory=set)
-    """Reasons that exclude it, or some of its clients."""
+    """Reasons for excluding it, or some of its clients."""
 
     @property
     def name(self) -> str:
@@ -60,12 +60,12 @@ class Node:
 
     @property
     def title(self) -> str:
-        """The name of the node for messages."""
+        """The node's name for messages."""
         return self.name or f"node {self.number}"
 
 
 class NodeRegistry:
-    """The connected nodes by Flower's id, their open questions, and all nodes that were excluded in the run.
+    """The connected nodes, keyed by Flower's id, their open questions, and all exclusions during the run.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class NodeRegistry:
 
     def __init__(self, grid: WaveGrid, query: NodeQuery, status: RunStatus) -> None:
         self.excluded: Counter[tuple[str, str]] = Counter()
-        """Exclusions, by the name of the node (empty without a name) and reason."""
+        """Numbers of exclusions, keyed by the node's name (which may be empty) and the reason."""
         self._grid = grid
         self._query = query
         self._status = status
@@ -104,10 +104,10 @@ class NodeRegistry:
         return [node for node in self if node.question]
 
     def poll(self) -> list[Node]:
-        """Look up the connected nodes, send due questions, read answers, and return the questioned nodes.
+        """Look up the connected nodes, send due questions, read answers, and return the nodes queried.
 
-        A returned node receives the question again, because it may have restarted with other data. A silent node
-        receives it again too, because a node that stops loses its question and returns with the same id.
+        A node that returns receives the question again, because it may have restarted with other data. So does a silent
+        node, because a node that stops loses its question, and may return with the same id.
         """
         self._look_up()
         time_now = time.monotonic()
@@ -122,11 +122,11 @@ class NodeRegistry:
         return due_nodes
 
     def ask_again(self) -> None:
-        """Repeat the question to all nodes that were not excluded, even if their answers are in transit."""
+        """Prepare to ask all nodes that were not excluded again, even those whose answers are in transit."""
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
 
     def exclude(self, node: Node, reason: str) -> None:
-        """Record and log the reason that excludes a node, or some of its clients, once for each connection."""
+        """Record and log a reason for excluding a node, or some of its clients, once per connection."""
         name, reason = node.name, one_line(reason, MAX_REASON)
         if reason in node.reasons:
             return
@@ -137,7 +137,7 @@ class NodeRegistry:
         log(WARNING, "%s is excluded: %s", node.title, reason)
 
     def _look_up(self) -> None:
-        """Add new nodes, and remove nodes that have left or whose question may be lost after an outage."""
+        """Add new nodes, and remove those that have left or whose questions may have been lost in an outage."""
         connected = {info.node_id: info.name for info in self._grid.get_nodes()}
         had_outage = self._outages != self._grid.outages.count
         self._outages = self._grid.outages.count
@@ -151,13 +151,13 @@ class NodeRegistry:
             self._nodes.setdefault(number, Node(number)).registered = name
 
     def _read(self, node: Node, reply: Message) -> None:
-        """Read the answer of a node, and exclude the node if it cannot take part."""
+        """Read a node's answer, and exclude the node if it cannot take part."""
         node.question, node.ask_at = "", math.inf
         if reply.has_error() and reply.error.code in LOST:
             log(INFO, "%s disconnected before it could answer; the server asks it again if it returns", node.title)
             del self._nodes[node.number]
         elif reply.has_error():
-            # A node with a warm worker sends the text "DataError: message".
+            # A node with a warm worker puts the error's type before the message, as in "DataError: message".
             raised_by_app = reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             message = re.sub(r"^\w*(Error|Exception): ", "", raised(str(reply.error.reason)))
             self.exclude(node, message if raised_by_app else failure(reply.error))

@@ -1,4 +1,4 @@
-"""The pictures of a run: the partition, the accuracy over the rounds, the clients and the method's own pictures."""
+"""A run's pictures: the partition, the accuracy over the rounds, the clients, and pictures specific to the method."""
 
 import time
 from logging import WARNING
@@ -14,22 +14,22 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import drawing_of
 
 DRAW_SECONDS = 30.0
-"""Shortest time between two drawings of the accuracy over the rounds."""
+"""Minimum time, in seconds, before the accuracy over the rounds is drawn again."""
 
 
 class Pictures:
-    """Draws the pictures of a run into the ``figures`` of its directory.
+    """Draws a run's pictures into the folder ``figures`` in its directory.
 
     Parameters
     ----------
     directory : RunDirectory
         The directory of the run.
     strategy : PersonalisedStrategy
-        The strategy, which receives the training samples by client and class if the server knows them.
+        The strategy, which receives the numbers of training samples per client and class if the server knows them.
     workspace : Workspace
-        The data of the clients.
+        The clients' data.
     federation : Federation
-        The clients, which report their samples by class if each is a site with local data.
+        The clients, which may report their numbers of samples per class if they are sites with local data.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Pictures:
         return time.perf_counter() - self._drawn > DRAW_SECONDS
 
     def draw_partition(self) -> None:
-        """Write and draw the clients' samples by class."""
+        """Write and draw each client's number of samples per class."""
         task = self.workspace.task
         if self.workspace.of_sites:
             counts = self.strategy.class_counts = self.federation.class_counts()
@@ -60,7 +60,7 @@ class Pictures:
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def draw(self, totals: Totals, system: SystemAccuracy | None = None, *, final: bool = False) -> None:
-        """Draw the pictures. Posy warns about a failure, and the run continues.
+        """Draw the pictures; if this fails, log a warning, and let the run continue.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ class Pictures:
         system : SystemAccuracy, optional
             The accuracy of the federation as a whole.
         final : bool
-            Whether the run has ended. Before its end, only the accuracy over the rounds is drawn.
+            Whether the run has ended. Until then, only the accuracy over the rounds is drawn.
         """
         folder = self.directory.figures
         try:

@@ -1,4 +1,4 @@
-"""The waits for clients, before the run begins and before a round after clients have left."""
+"""Waiting for clients before a run begins, and before a round if clients have left."""
 
 import math
 import time
@@ -18,13 +18,13 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients
 
 SILENT_SECONDS = 10.0
-"""Seconds that the first round waits for silent connected nodes after enough others have answered."""
+"""Seconds that a run waits for silent connected nodes before it begins, after enough others have answered."""
 REFRESH_SECONDS = 2.0
-"""Seconds that a round waits for answers of newly connected nodes. Later answers count in the next round."""
+"""Seconds that a round waits for answers from newly connected nodes. Later answers take effect in the next round."""
 
 
 class Presence:
-    """Waits until enough clients of a run are present.
+    """Waits until enough of a run's clients are present.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Presence:
     members : Membership
         The clients that these nodes claim.
     status : RunStatus
-        Publishes the waits.
+        Publishes what the run waits for.
     """
 
     def __init__(self, settings: Settings, registry: NodeRegistry, members: Membership, status: RunStatus) -> None:
@@ -48,11 +48,11 @@ class Presence:
         self._started = time.monotonic()
 
     def wait_for_claims(self, *, describe: bool = False) -> None:
-        """Wait until enough clients are claimed: ``min-clients``, or all M clients if it is 0.
+        """Wait until enough clients are claimed: ``min-clients``, or all M clients if that is 0.
 
-        With enough clients, the server does not wait for absent nodes. Connected nodes that have not answered get
-        :data:`SILENT_SECONDS` more, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they ``describe`` their data.
-        ``join-timeout`` counts from the first question of the run. A connected node has at least ``ASK_SECONDS`` to
+        Once there are enough clients, the server does not wait for absent nodes. Connected nodes that have not answered
+        get :data:`SILENT_SECONDS` more, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they must ``describe`` their
+        data. ``join-timeout`` counts from the start of the run, but a connected node has at least ``ASK_SECONDS`` to
         answer.
 
         Raises
@@ -63,7 +63,7 @@ class Presence:
         begun = time.monotonic()
         required = self._run.min_clients or self._num_clients
         patience = nodes.ASK_SECONDS if describe else SILENT_SECONDS
-        enough_since = math.inf  # time at which enough clients were claimed
+        enough_since = math.inf  # time since which enough clients have been claimed
         while True:
             self._nodes.poll()
             time_now = time.monotonic()
@@ -83,7 +83,7 @@ class Presence:
             time.sleep(pause(time_now - begun))
 
     def wait_for_round(self) -> None:
-        """Assign the clients of a round to nodes, log the clients that have left, and wait if too few remain.
+        """Assign a round's clients to nodes, log the clients that have left, and wait if too few remain.
 
         New nodes have :data:`REFRESH_SECONDS` to answer. The round waits for up to ``join-timeout``.
         """
@@ -123,12 +123,12 @@ class Presence:
     def _is_hopeless(self, claimed: int) -> bool:
         """Return whether excluded nodes make further waiting pointless."""
         excluded = sum(bool(node.reasons) for node in self._nodes)
-        # The run needs all benchmark clients, whose data is the same on all nodes, so one failure is enough.
+        # Without min-clients, a run on benchmark data, which is the same on all nodes, needs every client.
         needs_all = not self._of_sites and not self._run.min_clients
         return bool(excluded and needs_all) or excluded + claimed >= self._num_clients
 
     def _publish_wait(self, present: int, clients: int, since: float) -> None:
-        """Publish that the run waits for nodes. ``since`` is a time by the monotonic clock."""
+        """Publish that the run is waiting for nodes; ``since`` is a time on the monotonic clock."""
         since += time.time() - time.monotonic()
         until = since + self._run.join_timeout
         self._status.waits(f"nodes: {present} of {clients} clients are present", since, until)

@@ -1,4 +1,4 @@
-"""The privacy ledger of a run, which records the noise of each client's trainings and the spent (ε, δ)."""
+"""A run's privacy ledger, which records the noise added whenever a client trains, and gives the (ε, δ) spent."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from posy.strategies.run_settings import OFF, SAMPLE
 from posy.strategies.settings import Settings
 
 LEDGER = "privacy.jsonl"
-"""File in the directory of a run. It is never truncated, because repeated rounds of a resumed run count too."""
+"""File in a run's directory that is never truncated, because rounds that a resumed run repeats count too."""
 PROTECTED = {
     "local": "the data of each client, from the server and all others",
     "central": "the participation of each client, from all but the server",
     "sample": "each sample, from the server and all others",
 }
-"""The information that the noise of each mode hides, and the parties from which the noise hides it."""
+"""What the noise in each mode hides, and from whom."""
 
 
 class PrivacyLedger:
@@ -32,9 +32,9 @@ class PrivacyLedger:
     settings : Settings
         The settings of the run.
     directory : Path
-        The directory of the run, whose ledger a resumed run continues.
+        The run's directory. A resumed run continues the ledger in it.
     num_train : callable
-        Returns the number of training samples of a client.
+        Returns a client's number of training samples.
     """
 
     def __init__(self, settings: Settings, directory: Path, num_train: Callable[[int], int]) -> None:
@@ -54,7 +54,7 @@ class PrivacyLedger:
                 ) from error
 
     def note(self, server_round: int, clients: Sequence[int]) -> None:
-        """Record that clients are about to train. The lines are on the disk before the server sends a message."""
+        """Record on disk that clients are about to train, before the server sends any message."""
         if self.settings.train.dp == OFF or not clients:
             return
         by_event: dict[Event, list[int]] = defaultdict(list)
@@ -71,19 +71,19 @@ class PrivacyLedger:
             self._events[int(client)][one_training] += event.count
 
     def epsilon(self) -> float:
-        """Return the largest ε that a client has spent so far, for ``dp-delta``."""
+        """Return the largest ε that any client has spent so far, given ``dp-delta``."""
         sequences = {tuple(sorted(events.items(), key=repr)) for events in self._events.values()}
         totals = [[Event(e.mode, e.noise_multiplier, n, e.sampling) for e, n in events] for events in sequences]
         return max((spent(events, self.settings.train.dp_delta, self._unit) for events in totals), default=0.0)
 
     def round_row(self) -> dict[str, Any]:
-        """Return the privacy entries of a round in ``rounds.jsonl``, or none without noise."""
+        """Return a round's privacy entries for ``rounds.jsonl``, which are empty without noise."""
         if self.settings.train.dp == OFF:
             return {}
         return {"dp_epsilon": self.epsilon(), "dp_delta": self.settings.train.dp_delta}
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry of ``summary.json``: the guarantee, and the numbers that the guarantee does not cover."""
+        """Return the entry for ``summary.json``: the guarantee, and the numbers that it does not cover."""
         train = self.settings.train
         if train.dp == OFF:
             return {}

@@ -1,4 +1,4 @@
-"""The progress of a run, and the table at its end."""
+"""A run's progress, its table of the task, and the table of results at its end."""
 
 import logging
 import math
@@ -19,24 +19,24 @@ from rich.progress import Progress as Bar
 from posy.listing import WIDTH, as_lines, laid_out, shortened
 
 MAX_LINES = 200
-"""Approximate number of lines that a run of any length writes to a log."""
+"""Approximate maximum number of lines that a run writes to a log, however many rounds it has."""
 MAX_NAMED = 10
-"""Largest number of missing clients that the table at the end names."""
+"""Maximum number of clients that a line of the table at the end names."""
 ABSENT = "n/a"
-"""Cell for a figure of single clients, which secure aggregation hides from the server."""
+"""Cell for a figure that depends on individual clients' scores, which secure aggregation hides from the server."""
 MAX_ROWS = 50
-"""Largest number of sites in the table of the task."""
+"""Maximum number of sites in the task table."""
 PACE_ROUNDS = 20
-"""Number of rounds over which the time of a round is averaged. The first round also loads data and starts processes."""
+"""Number of rounds over which the time per round is averaged: the first one also loads data and starts processes."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
 
 
 class Progress:
-    """Shows the rounds of a run on a stream, as a live bar in a terminal or as plain lines in a log.
+    """Shows a run's rounds on a stream, as a live bar in a terminal or as plain lines in a log.
 
-    Flower copies the output of the server process to ``flwr log``. There, and on any other stream that is not a
-    terminal, every round or every n-th round prints a line, about 200 in all. ``done`` of the ``rounds`` were finished
-    before this process. ``clock`` returns seconds.
+    Flower copies the server process's output to ``flwr log``. There, and on any other stream that is not a terminal, a
+    line is printed after every round, or after every n-th one so that there are at most about 200 lines. ``done`` of
+    the ``rounds`` were finished before this process started. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Progress:
         live = self._stream.isatty() and "write" not in vars(self._stream)
         self._bar = _bar(self._stream) if live else None
         self._stack = ExitStack()
-        self._latest: dict[str, tuple[int, str]] = {}  # figures by name, with the round of each
-        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds, and the times at which they ended
+        self._latest: dict[str, tuple[int, str]] = {}  # round and text of each figure, keyed by name
+        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and the times at which they ended
 
     def __enter__(self) -> Self:
         self._ends.append((self._done, self._clock()))
@@ -77,9 +77,9 @@ class Progress:
         Parameters
         ----------
         row : mapping
-            The row of the round in ``rounds.jsonl``.
+            The round's row in ``rounds.jsonl``.
         clients : int
-            Number of clients that a round can evaluate. A figure over fewer clients includes their number.
+            Number of clients that a round can evaluate. A figure that covers fewer clients is shown with their number.
         """
         missing = len(row["missing"])
         self._dropped += len(row["dropped"])
@@ -104,7 +104,7 @@ class Progress:
         present: str = "",
         partial: Mapping[str, str] | None = None,
     ) -> None:
-        """Show a finished round. A missing figure is repeated from an earlier round, with the number of the round.
+        """Show a finished round; a missing figure is repeated from an earlier round, with that round's number.
 
         Parameters
         ----------
@@ -117,7 +117,7 @@ class Progress:
         present : str
             A note about missing clients and dropped replies.
         partial : mapping of str to str, optional
-            A remark after ``served`` or ``local`` about the clients that the figure covers.
+            Remarks about the clients that a figure covers, keyed by ``served`` or ``local``.
         """
         self._ends.append((server_round, self._clock()))
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
@@ -135,12 +135,12 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
         elif server_round in (self._done + 1, self._rounds) or server_round % self._every == 0:
-            # A single write, because other processes write to the log too.
+            # Use a single write, because other processes write to the log too.
             self._stream.write(f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}  {figures}\n")
             self._stream.flush()
 
     def _redirect_logs(self) -> None:
-        """Send log lines through the bar's console, which keeps them above the bar."""
+        """Redirect log lines to the bar's console, which keeps them above the bar."""
         for logger in (logging.getLogger(), logging.getLogger("flwr")):
             for handler in logger.handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stdout__, sys.__stderr__):
@@ -149,14 +149,14 @@ class Progress:
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
-    """Return a table with a line for each site of a run, and the facts of the agreed task.
+    """Return a table with a line for each of a run's sites, and the facts about the agreed task.
 
     Parameters
     ----------
     rows : sequence of mapping
-        The facts about each site, by :data:`TASK_COLUMNS`. Empty columns are skipped.
+        The facts about each site, keyed by :data:`TASK_COLUMNS`. Empty columns are skipped.
     facts : mapping of str to str
-        Facts by name, which are wrapped to 100 columns.
+        Facts about the task, keyed by name. Long ones are wrapped.
     """
     columns = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
     cells = [[shortened(str(row.get(name, ""))) for name in columns] for row in rows[:MAX_ROWS]]
@@ -169,21 +169,21 @@ def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> s
 
 
 def results_table(summary: Mapping[str, Any], path: Path) -> str:
-    """Return the table at the end of a run, with a line for each evaluation point and round.
+    """Return the table at the end of a run, with lines for the last and the best round at each evaluation point.
 
     Parameters
     ----------
     summary : mapping
         The content of ``summary.json``.
     path : Path
-        The directory of the run.
+        The run's directory.
     """
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     figures = ("round", "mean ± std", "min", "max", "weighted", "Jain", "clients")
     members = members_of(summary)
     rows = []
     for point in ("served", "local"):
-        # The best round on the test splits is an upper bound of the accuracy, not an estimate.
+        # The best round on the test splits gives an upper bound for the accuracy, not an estimate.
         choice = "best" if summary[point]["best"] else "upper-bound"
         for name, scores in (("last", summary[point]["last"]), (choice, summary[point][choice])):
             cells = _cells(scores, members) if scores else ["not evaluated", *[""] * 6]
@@ -213,18 +213,18 @@ LIMITED_WORDS = {
     "discarded": "updates discarded",
     "down-weighted": "weights lowered",
 }
-"""Descriptions of the summary's keys for clients whose influence the server has limited."""
+"""Descriptions of the summary keys that list clients whose influence the server has limited."""
 
 
 def guarantee(privacy: dict[str, Any]) -> str:
-    """Return a text with the guarantee of a summary and the numbers that the guarantee does not cover."""
+    """Describe the privacy guarantee in a summary, and the numbers that it does not cover."""
     spent_so_far = f"ε = {privacy['epsilon']:.4g}, δ = {privacy['delta']:.3g}"
     uncovered = ", ".join(privacy["not-covered"])
     return f"{spent_so_far}: dp = {privacy['mode']} hides {privacy['protects']}; not covered: {uncovered}"
 
 
 def _limited(summary: Mapping[str, Any], key: str) -> str:
-    """Return the clients that the server has limited, as in ``site-b in 12 rounds``, the most frequent first."""
+    """Return the clients that the server has limited, as in ``site-b in 12 rounds``, most rounds first."""
     entries = sorted(summary.get(key, ()), key=lambda entry: (-entry["rounds"], entry["client"]))
     sites = summary.get("sites") or []
     texts = []
@@ -237,7 +237,7 @@ def _limited(summary: Mapping[str, Any], key: str) -> str:
 
 
 def members_of(summary: Mapping[str, Any]) -> int:
-    """Return the number of clients that a round can evaluate: all clients of a run except its newcomers."""
+    """Return the number of clients that a round can evaluate: all of a run's clients except its newcomers."""
     return int(summary["num-clients"]) - len((summary.get("newcomers") or {}).get("clients", ()))
 
 
@@ -272,14 +272,14 @@ def _bar(stream: TextIO) -> Bar:
 
 
 def _aligned(facts: Mapping[str, str]) -> list[str]:
-    """Return a line for each nonempty fact, with aligned texts."""
+    """Return a line for each nonempty fact, with the texts aligned."""
     texts = {key: text for key, text in facts.items() if text}
     width = max(map(len, ("system accuracy", *texts)))
     return [f"{key:<{width}}  {text}" for key, text in texts.items()]
 
 
 def _clients(summary: Mapping[str, Any]) -> str:
-    """Return the number of clients, and the names of the clients that are missing in the last evaluation."""
+    """Return the number of clients, and the names of those missing from the last evaluation."""
     clients, missing = summary["num-clients"], summary.get("missing", [])
     if not missing:
         return str(clients)
@@ -290,7 +290,7 @@ def _clients(summary: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any], members: int) -> list[str]:
-    """Return the table cells of an accuracy over the clients. A round can evaluate ``members`` clients."""
+    """Return the table cells for an accuracy over the clients, of which a round can evaluate ``members``."""
     covered = coverage(row["clients"], members)
     if "samples" in row:
         return [str(row["round"]), _percent(row["mean"]), *[ABSENT] * 4, covered]

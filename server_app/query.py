@@ -1,4 +1,4 @@
-"""The question to each node about its clients and data, and the check of its answer."""
+"""The question to each node about its clients and data, and the checks of its answer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from posy.strategies.settings import Settings
 from posy.words import one_line
 
 MAX_NAME = 100
-"""Largest number of characters of a node's name."""
+"""Maximum number of characters in a node's name."""
 MAX_WARNINGS, MAX_WARNING, MAX_WARNED = 20, 300, 2000
-"""Largest numbers of logged warnings of an answer, of characters of a warning, and of logged warnings in a run."""
+"""Maximum numbers of logged warnings per answer, of characters per warning, and of logged warnings per run."""
 TOLERANCE = 1e-3
-"""Largest difference, absolute and relative, between the fingerprints of the same tensors on two machines."""
+"""Absolute and relative tolerance for differences between fingerprints of the same tensors on two machines."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class NodeClients:
 
 
 class NodeQuery:
-    """The question to a node: which clients it hosts, and a description of their data if the task is incomplete.
+    """The question to a node about which clients it hosts and, if the task is incomplete, about their data.
 
     Parameters
     ----------
     settings : Settings
-        The settings of the run. They are replaced after the sites have agreed on a task.
+        The run's settings, which are replaced after the sites have agreed on a task.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fixed_tensors: Sequence[float] = ()
-        """Fingerprint of the network's fixed tensors. They are not sent, so every node must build the same tensors."""
+        """Fingerprint of the network's fixed tensors, which are not sent, so every node must build the same ones."""
         self._num_clients = settings.data.num_clients
         self._of_sites = settings.data.dataset == SITES
         self._warned: set[tuple[str, str]] = set()
@@ -62,7 +62,7 @@ class NodeQuery:
         return Message(RecordDict({"config": config}), dst_node_id=node, message_type=MessageType.QUERY)
 
     def clients(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
-        """Return the clients in a node's answer and log its warnings. ``name`` is the node's checked name."""
+        """Return the clients in a node's answer, and log its warnings; ``name`` is the node's checked name."""
         self._check_fixed_tensors(answer.get("fixed-tensors", []))
         if self._of_sites:
             return self._site(answer, node, name)
@@ -78,7 +78,7 @@ class NodeQuery:
         )
 
     def _site(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
-        """Return the client in the answer of a site's node, with index -1 if the node has no partition-id."""
+        """Return the client in the answer from a site's node, with index -1 if the node has no partition-id."""
         if "client" not in answer and not name:
             raise BadReplyError("its node config has neither name nor partition-id")
         client = check_index(answer["client"], self._num_clients) if "client" in answer else -1
@@ -110,14 +110,14 @@ class NodeQuery:
     def _log_warnings(self, source: str, answer: Mapping[str, Any]) -> int:
         """Log each of a node's warnings once, and return the number of files that the node has skipped.
 
-        The warnings of a site start with its name. Equal warnings of nodes with benchmark data appear once.
+        A site's warnings start with its name. Identical warnings from nodes with benchmark data are logged only once.
         """
         warnings, skipped = answer.get("warnings", []), answer.get("skipped", 0)
         if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
             raise BadReplyError("its warnings are not a list of texts")
         check_count("skipped", skipped, 0)
         texts = [one_line(text, MAX_WARNING) for text in warnings[:MAX_WARNINGS]]
-        if skipped and not texts:  # Posy's nodes warn themselves, with the names of the files
+        if skipped and not texts:  # Posy's nodes add a warning about these files themselves
             texts.append(f"{int(skipped)} of its files cannot be read and are skipped")
         for text in texts:
             if (source, text) not in self._warned and len(self._warned) < MAX_WARNED:
@@ -127,7 +127,7 @@ class NodeQuery:
 
 
 def name_in(answer: Mapping[str, Any], registered: str) -> str:
-    """Return the name of a node: the ``registered`` name of its key, or else the name in its answer."""
+    """Return a node's name: the ``registered`` name of its key, or else the name in its answer."""
     claimed = str(answer.get("name", ""))
     if registered and claimed not in ("", registered):
         raise BadReplyError(f"its node config names it {claimed!r:.99}, but its key is registered as {registered!r}")
@@ -138,7 +138,7 @@ def name_in(answer: Mapping[str, Any], registered: str) -> str:
 
 
 def check_index(client: Any, num_clients: int) -> int:
-    """Return the index of a client, or raise :class:`BadReplyError` if the run does not have this client."""
+    """Return the client's index, or raise :class:`BadReplyError` if the run has no such client."""
     if not isinstance(client, int) or not 0 <= client < num_clients:
         raise BadReplyError(f"partition-id {client}: the run has the clients 0 to {num_clients - 1}")
     return client

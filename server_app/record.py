@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 SHOWN = 10
-"""Largest number of clients that a message names."""
+"""Maximum number of clients that a message names."""
 
 
 class Answer(NamedTuple):
     """The federation's answer to a query that names no client.
 
-    ``clients`` maps the clients that may answer to their probabilities, the most probable first. It is empty if the
-    clients vote, and ``prediction`` then contains the shares of the votes.
+    ``clients`` maps the clients that may answer to their probabilities, most probable first. If the clients vote, it is
+    empty, and ``prediction`` contains the shares of votes.
     """
 
     prediction: Prediction
@@ -43,10 +43,10 @@ class Answer(NamedTuple):
 
 
 def _newest_on_node(folder: Path) -> Path | None:
-    """Return the newest folder of models in a node's ``state-dir`` or ``models``, or None without such a folder.
+    """Return the newest folder of models in a node's ``state-dir`` or ``models``, or None if there is none.
 
-    A node stores the models of a run in ``<state-dir>/<run>/models`` or in ``<models>/<run>``. The folder may also be
-    one run's folder in ``state-dir``.
+    A node stores a run's models in ``<state-dir>/<run>/models`` or in ``<models>/<run>``. ``folder`` may also be one
+    run's folder in ``state-dir``.
     """
     patterns = ("models/client-*.safetensors", "*/client-*.safetensors", "*/models/client-*.safetensors")
     files = [
@@ -59,14 +59,14 @@ def _newest_on_node(folder: Path) -> Path | None:
 
 
 class Record:
-    """The files of a run, which are read on demand.
+    """A run's files, which are read on demand.
 
     Attributes
     ----------
     path : Path
-        The folder of the run.
+        The run's folder.
     strategy : PersonalisedStrategy or None
-        The server's strategy, if the run was executed in this process.
+        The server's strategy, if the run took place in this process.
     """
 
     def __init__(self, path: Path, strategy: PersonalisedStrategy | None = None) -> None:
@@ -74,7 +74,7 @@ class Record:
 
     @classmethod
     def find(cls, run: str | Path) -> "Record":
-        """Return the record of a folder, or of a name in ``runs``, as :func:`posy.load` describes."""
+        """Return the record of a run given as a folder, or as a name in ``runs``, as described in :func:`posy.load`."""
         candidates = [absolute(str(run)), absolute(RunSettings.output_dir) / run]
         for folder in candidates:
             if (folder / CONFIG).is_file() or any(folder.glob("client-*.safetensors")):
@@ -89,12 +89,12 @@ class Record:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``, or an empty dictionary without the file."""
+        """The content of ``summary.json``, or an empty dictionary if the file cannot be read."""
         return read_summary(self.path)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Every setting by its key."""
+        """All settings, by key."""
         if (self.path / CONFIG).is_file():
             settings: dict[str, Any] = read_yaml(self.path / CONFIG)["settings"]
             return settings
@@ -102,7 +102,7 @@ class Record:
 
     @cached_property
     def rounds(self) -> "DataFrame":
-        """The rows of ``rounds.jsonl``. The column ``served_accuracy_mean`` is the mean in ``served_accuracy``."""
+        """The rows of ``rounds.jsonl``, where nested keys are joined, as in ``served_accuracy_mean``."""
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
         lines = self._file("rounds.jsonl").read_text(encoding="utf-8").splitlines()
@@ -110,14 +110,14 @@ class Record:
 
     @cached_property
     def clients(self) -> "DataFrame":
-        """The rows of ``clients.csv``, one for each client and round. ``partition`` is the client."""
+        """The rows of ``clients.csv``, one per client and round; ``partition`` is the client."""
         import pandas as pd  # noqa: PLC0415
 
         return pd.read_csv(self._file("clients.csv"), dtype={"chosen": str, "site": str})
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The names of the clients whose models are stored. A client without a name has an empty string."""
+        """The names of the clients whose models are stored, empty for clients without a name."""
         return {client: read_metadata(path).get("site", "") for client, path in self._files.items()}
 
     def predictor(self, client: int | str, point: str = "") -> ClientModel:
@@ -128,8 +128,8 @@ class Record:
         client : int or str
             The client's number, from 0, or the name of its site.
         point : str
-            ``served`` for the model before the client's training, ``local`` for the model after training, or empty for
-            the model by which the method is scored.
+            ``served`` for the model before the client's training, ``local`` for the model after it, or empty for the
+            model by which the method is scored.
 
         Raises
         ------
@@ -153,17 +153,17 @@ class Record:
     def route(self, samples: Iterable[Any]) -> list[Answer]:
         """Return the answers to queries that name no client, as for system accuracy.
 
-        A method with ``routes`` chooses the client that answers. The local models vote in all other methods.
+        A method with ``routes`` chooses the client that answers. With any other method, the local models vote.
 
         Parameters
         ----------
         samples : iterable
-            As for :class:`~posy.data.inputs.Preprocessing`.
+            Samples that :class:`~posy.data.inputs.Preprocessing` accepts.
 
         Raises
         ------
         SettingsError
-            If no model is stored, or the folder belongs to a node, which lacks the models of other clients.
+            If no model is stored, or the folder belongs to a node, which lacks other clients' models.
         """
         queries, members = list(samples), self._members()
         first = self.predictor(members[0])
@@ -181,9 +181,9 @@ class Record:
 
     @torch.no_grad()
     def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
-        """Return the answers of the chosen clients. The choice depends on layers that all clients share."""
+        """Return the answers of the chosen clients; the choice depends only on layers that all clients share."""
         logits = first.client_logits(first.prepare(samples))
-        sizes = np.ones(logits.shape[1])  # weights of the clients in the mean: their priors in the client loss
+        sizes = np.ones(logits.shape[1])  # the clients' weights in the mean, which are their priors in the client loss
         if first.settings.run.client_weights == "samples":
             for client, counts in self.clients.groupby("partition")["n_train"]:
                 sizes[client] = counts.iloc[-1]
@@ -203,7 +203,7 @@ class Record:
 
     @cached_property
     def _files(self) -> dict[int, Path]:
-        """The stored models by client, if possible after training. Raises :class:`SettingsError` if none is stored."""
+        """The clients' stored model files, keyed by client; :class:`SettingsError` if there are none."""
         numbered_paths = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
         files = {int(number): path for number, path in numbered_paths if number.isdecimal()}
         if files:
@@ -230,7 +230,7 @@ class Record:
         raise SettingsError(f"client {client!r}: {self.models} has the models of {first_clients}{more}")
 
     def _members(self) -> list[int]:
-        """Return the clients that took part in the last round, and whose models are stored."""
+        """Return the clients that took part in the last round and whose models are stored."""
         if not len(self.clients):
             raise SettingsError(f"{self.path} has no finished round")
         last_rows = self.clients[self.clients["round"] == self.clients["round"].max()]
@@ -238,7 +238,7 @@ class Record:
         return sorted(members)
 
     def _file(self, name: str) -> Path:
-        """Return a file of the run's record, or raise :class:`SettingsError` if it does not exist."""
+        """Return the path of a file in the run's record, or raise :class:`SettingsError` if it does not exist."""
         path = self.path / name
         if not path.is_file():
             raise SettingsError(f"{path} does not exist: it is in the folder of the run, on the server")

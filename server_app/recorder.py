@@ -1,4 +1,4 @@
-"""The record of a run: its rounds as files, a progress line and pictures."""
+"""Records a run: writes its rounds to files, and shows them as progress lines and pictures."""
 
 import math
 import re
@@ -54,17 +54,17 @@ from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
-"""Pattern of the reasons for dropped replies that report numbers out of range."""
+"""Pattern for reasons for which replies are dropped that indicate divergence."""
 NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
-"""The entry ``client-scores`` of a summary."""
+"""The entry ``client-scores`` in a summary under secure aggregation."""
 HELD_BYTES = 1 << 30
-"""Largest server state, in bytes, that is copied after a round for a checkpoint if the next round is interrupted."""
+"""Maximum size, in bytes, of a server state that is copied after each round, to be saved if the next is interrupted."""
 
 
 class Recorder:
     """Writes the files of a new or a resumed run, and shows its progress.
 
-    The files are in ``directory``. ``summary`` is the content of ``summary.json``, and ``rounds`` is the number of
+    The files are in ``directory``; ``summary`` is the content of ``summary.json``, and ``rounds`` is the number of
     finished rounds.
     """
 
@@ -110,7 +110,7 @@ class Recorder:
         self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
         strategy.rounds.before_training = self.privacy.note
         self.rounds = 0
-        # The server's state after the last finished round. None while a round ends, or if the state is large.
+        # The server's state after the last finished round; None while a round is being recorded, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None
@@ -168,11 +168,11 @@ class Recorder:
         Raises
         ------
         NothingTrainedError
-            If no client's training was accepted, so that the figures belong to the initial model.
+            If no client's training was accepted, so that the figures describe the initial model.
         RunError
-            If evaluations were requested and none was accepted.
+            If evaluations were requested but none was accepted.
         DivergedError
-            If the last training has diverged.
+            If training has diverged by the last round.
         """
         totals = self.totals
         reasons = "; ".join(f"{count} x {reason}" for reason, count in totals.dropped.most_common(3))
@@ -186,7 +186,7 @@ class Recorder:
             losses = [spread["mean"]]
         diverged = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
         diverged -= record.trained
-        # The loss of guessing is ln C, plus ln M if the method also classifies clients.
+        # The loss from guessing is ln C, plus ln M if the method also classifies clients.
         guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
         problem = ""
@@ -200,7 +200,7 @@ class Recorder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Convert an error while writing the files of the run to a :class:`RunError`, which is reported in one line."""
+        """Convert an error in writing the run's files to :class:`RunError`, which is reported in one line."""
         try:
             yield
         except OSError as error:
@@ -258,7 +258,7 @@ class Recorder:
             self._pictures.draw(self.totals)
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
-        """Return the system accuracy of a round, or None if its evaluation is not part of the final average."""
+        """Return the system accuracy after a round, or None if the round is not part of the final average."""
         is_due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
             self.settings.run, server_round
         )
@@ -271,7 +271,7 @@ class Recorder:
         return system.accuracy
 
     def _system_summary(self) -> dict[str, float | None]:
-        """Return the accuracy of the federation as a whole for the summary."""
+        """Return the entries for the summary about the accuracy of the federation as a whole."""
         summary = {"system-accuracy": self.system.accuracy if self.system else None}
         if self.settings.method.routes:
             summary["routing-accuracy"] = self.system.routing_accuracy if self.system else None
@@ -281,9 +281,9 @@ class Recorder:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def prepare_messages(self, *, one_file_system: bool) -> None:
-        """Let the strategy's messages name the folder of the clients' states, and the versions to keep.
+        """Let the strategy's messages name the folder for the clients' states, and the versions to keep.
 
-        With ``one_file_system`` the clients can write into the directory of the run.
+        With ``one_file_system``, the clients can write into the run's directory.
         """
         states = self.strategy.exchange.states
         states.attempt = len(self._resumed)
@@ -293,13 +293,13 @@ class Recorder:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Record the versions that checkpoints need, including a later checkpoint of this round."""
+        """Record the versions that checkpoints need, including a checkpoint of this round that may yet be written."""
         self.strategy.exchange.states.needed = [*self.checkpoints.versions.values()]
         if self.checkpoints.every:
             self.strategy.exchange.states.needed.append(self._versions)
 
     def _write_last_checkpoint(self) -> None:
-        """Write a checkpoint of the last finished round, from which an interrupted or failed run resumes."""
+        """Write a checkpoint of the last finished round, from which an interrupted or failed run can resume."""
         if self._server_state is not None and self.rounds not in self.checkpoints.versions:
             self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
@@ -319,7 +319,7 @@ class Recorder:
         )
 
     def _continue_from(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint, and remove later rounds from the files."""
+        """Restore the state in a checkpoint, and remove later rounds from the files."""
         so_far = checkpoint.progress
         self.directory.cut_back(so_far["files"])
         self.rounds = checkpoint.server_round
@@ -355,12 +355,12 @@ class Recorder:
         )
 
     def _client_names(self) -> dict[str, list[str | None]]:
-        """Return the names of the clients in their order, if the data contains names."""
+        """Return the clients' names in client order, if the data contains names."""
         names = self.strategy.exchange.client_names
         return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
 
     def _newcomers(self) -> dict[str, Any]:
-        """Return the final scores of the hold-out clients."""
+        """Return the final scores of the held-out clients."""
         rows = self.strategy.newcomer_rows
         if not rows:
             return {}
@@ -369,9 +369,9 @@ class Recorder:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the peak memory of this run's processes in bytes, and of tensors on a GPU.
+    """Return the peak memory of this run's processes and of its tensors on a GPU, in bytes.
 
-    Forked processes count with their current private memory.
+    For forked processes, the current private memory is counted.
     """
     peaks = {}
     with suppress(ImportError):

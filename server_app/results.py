@@ -1,4 +1,4 @@
-"""The results of a run, in a directory that is complete after each round, even if the process is killed later."""
+"""A run's results, in a directory that is up to date after each round, even if the process is killed later."""
 
 import csv
 import dataclasses
@@ -33,14 +33,14 @@ from posy.yaml12 import dump
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
 POINTS = ("served", "local")
-"""Evaluation points: the client's served model, and its local model after training."""
+"""Evaluation points: a client's served model, and its local model after training."""
 MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
-"""Columns of a client that each round summarises over the clients."""
+"""Columns of a client's row that each round summarises over the clients."""
 VALIDATION, TRAINING = (
     tuple(f"{point}_{split}_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
     for split in ("validation", "training")
 )
-"""Further columns of a client: for validation splits, and for training splits with ``evaluate-training``."""
+"""Further columns of a client's row: for validation splits, and, with ``evaluate-training``, for training splits."""
 CLIENT_COLUMNS = (
     *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, *TRAINING, "train_loss"),
     *("chosen", "bytes_up", "bytes_down", "site"),
@@ -51,37 +51,36 @@ GROWING = ("rounds.jsonl", "clients.csv")
 
 @dataclass
 class Totals:
-    """Totals over the finished rounds of a run. A checkpoint stores them under the names of the fields."""
+    """Totals over a run's finished rounds, which a checkpoint stores under keys derived from the field names."""
 
     trained: bool = False
     """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
-    """Numbers of evaluations that the server has requested and accepted."""
+    """Numbers of evaluations that the server has requested, and that it has accepted."""
     worst_loss: float = 0.0
-    """Highest mean training loss of a round."""
+    """Highest mean training loss in any round."""
     bytes_up: int = 0
     bytes_down: int = 0
     samples: int = 0
-    """Training samples that the clients have processed, counted once per pass."""
+    """Number of training samples that the clients have processed, counted once per pass."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped replies for each reason."""
+    """Number of dropped replies, keyed by reason."""
     delivery: Counter[str] = field(default_factory=Counter)
-    """Numbers of resent messages and of late replies."""
+    """Numbers of messages sent again and of late replies."""
     clipped: Counter[int] = field(default_factory=Counter)
     discarded: Counter[int] = field(default_factory=Counter)
     down_weighted: Counter[int] = field(default_factory=Counter)
-    """Number of rounds by client in which the server scaled down its update, gave its update no weight, or lowered its
-    weight."""
+    """Number of rounds per client in which its update was scaled down, given no weight, or given less weight."""
     missing: list[int] = field(default_factory=list)
-    """Clients that were missing in the last evaluation."""
+    """Clients missing from the last evaluation."""
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """Evaluations at each of :data:`POINTS`, in order of the rounds. Rounds without an evaluation are absent."""
+    """Evaluations at each of :data:`POINTS`, in round order, without rounds that had no evaluation."""
     validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """Accuracy on the validation splits, in the same form."""
+    """Accuracy on the validation splits, in the same format."""
     system: list[tuple[int, float]] = field(default_factory=list)
-    """System accuracy of the rounds in which it was computed, as pairs of round and value."""
+    """System accuracy, as pairs of round and value, for the rounds in which it was computed."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The last row of each client."""
     last_round: list[int] = field(default_factory=list)
@@ -89,9 +88,9 @@ class Totals:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """Read the totals from the result of :meth:`as_json`. ``stored`` may contain other keys."""
+        """Read the totals from the result of :meth:`as_json`; ``stored`` may also contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
-        # Checkpoints of earlier versions lack the system accuracy of single rounds and the limited clients.
+        # Checkpoints from earlier versions lack the system accuracy of individual rounds and the limited clients.
         optional_names = ("system", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
@@ -105,16 +104,16 @@ class Totals:
         return totals
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields by their keys in a checkpoint."""
+        """Return all fields under their keys in a checkpoint."""
         return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round, and return the spread of each of :data:`MEASURES` over the clients, or their masked sums.
+        """Add a round, and return the spread of each of :data:`MEASURES` over the clients, or from their masked sums.
 
-        A measure that no client reports is None. A measure of :data:`VALIDATION` or :data:`TRAINING` that no client
-        reports is absent. ``evaluated`` says whether an evaluation was due in the round.
+        A measure that no client reports is None, or absent if it is in :data:`VALIDATION` or :data:`TRAINING`.
+        ``evaluated`` is whether an evaluation was due in the round.
         """
-        rows = dict(sorted(record.clients.items()))  # sorted, so that the order of the replies does not change the sums
+        rows = dict(sorted(record.clients.items()))  # so that the sums do not depend on the order of the replies
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
         over_clients |= {m: values for m in (*VALIDATION, *TRAINING) if (values := spread_of(rows.values(), m))}
         over_clients |= spreads(record.sums)
@@ -147,8 +146,8 @@ class Totals:
         """Return the totals for the summary of a run.
 
         ``best`` is the round with the highest accuracy on the validation splits. ``upper-bound`` is the highest
-        accuracy on the test splits, which selects the round on test data. If ``average_rounds`` is not 0, ``average``
-        is the mean over the evaluations of the last ``average_rounds`` rounds.
+        accuracy on the test splits, for which the test data itself selects the round. If ``average_rounds`` is not 0,
+        ``average`` is the mean over the evaluations in the last ``average_rounds`` rounds.
         """
         accuracy: dict[str, Any] = {
             point: {
@@ -172,9 +171,9 @@ class Totals:
 
 
 class RunDirectory:
-    """The existing directory of one run, which is locked until the run ends, and the unique id of the run.
+    """The existing directory of one run, which is locked until the run ends, and the run's unique id.
 
-    Raises :class:`SettingsError` if a process still uses the directory.
+    Raise :class:`SettingsError` if a process is still using the directory.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -196,9 +195,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: Path, run_name: str) -> Self:
-        """Create the directory of a new run, and ``output_dir`` if necessary. Append -2, -3, … to a used name.
+        """Create a new run's directory, and ``output_dir`` if necessary; append -2, -3, … if the name is taken.
 
-        Raises :class:`SettingsError` if the name is not a valid folder name, or the directory cannot be created.
+        Raise :class:`SettingsError` if the name is not a valid folder name, or the directory cannot be created.
         """
         if not is_folder_name(run_name):
             raise SettingsError(
@@ -225,7 +224,7 @@ class RunDirectory:
             self._lock = -1
 
     def write_config(self, settings: Mapping[str, Any], gpu: str | None = None, **more: Any) -> None:
-        """Write ``config.yaml`` with settings, versions, the machine and its GPU, and the entries of ``more``."""
+        """Write ``config.yaml`` with the settings, versions, the machine and its GPU, and the entries in ``more``."""
         content = {
             "settings": settings,
             "seed": settings.get("seed"),
@@ -237,7 +236,7 @@ class RunDirectory:
         self._write("config.yaml", dump(plain(content)))
 
     def write_partition(self, counts: npt.ArrayLike, class_names: Sequence[str]) -> None:
-        """Write ``partition.csv``, the number of samples of each class on each client, from ``counts`` ``(M, C)``."""
+        """Write the numbers of samples per client and class, ``counts`` ``(M, C)``, to ``partition.csv``."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["client", *class_names])
@@ -254,11 +253,11 @@ class RunDirectory:
         replace(self.path / name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def append_round(self, row: Mapping[str, Any]) -> None:
-        """Append a round to ``rounds.jsonl`` as a line with a JSON object. NaN and infinity become null."""
+        """Append a round to ``rounds.jsonl`` as a line with a JSON object, in which NaN and infinity become null."""
         self._append("rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
 
     def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the clients of a round to ``clients.csv``. A missing value, None or NaN becomes an empty cell."""
+        """Append a round's clients to ``clients.csv``; missing values, None and NaN become empty cells."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, restval="", lineterminator="\n")
         if not any(size for size, _ in self.grown["clients.csv"][-1:]):
@@ -274,14 +273,14 @@ class RunDirectory:
         self.grown[name].append((size + len(content), zlib.crc32(content, checksum)))
 
     def sync(self) -> None:
-        """Flush the files in :data:`GROWING` to the disk."""
+        """Flush the files in :data:`GROWING` to disk."""
         for name in GROWING:
             sync(self.path / name)
 
     def cut_back(self, grown: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Truncate the files in :data:`GROWING` to the rounds in ``grown``.
 
-        If a file differs from its checksums, Posy keeps the rounds before the damage and warns about the others.
+        If a file does not match its checksums, Posy keeps the rounds before the damage and warns about the others.
         """
         for name in GROWING:
             path, rounds = self.path / name, grown[name]
@@ -301,13 +300,13 @@ class RunDirectory:
 
 
 def spread_of(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
-    """Return the spread of a column over the clients with a value, weighted by their training samples."""
+    """Return the spread of a column over the clients with a value, weighted by their numbers of training samples."""
     rows_with_value = [row for row in rows if column in row]
     return spread([row[column] for row in rows_with_value], [row["n_train"] for row in rows_with_value])
 
 
 def _by_client(rounds: Mapping[int, int]) -> list[dict[str, int]]:
-    """Return the clients with their numbers of rounds, in order of the clients."""
+    """Return each client with its number of rounds, in client order."""
     return [{"client": client, "rounds": number} for client, number in sorted(rounds.items())]
 
 

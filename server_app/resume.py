@@ -1,4 +1,4 @@
-"""Resumption of a run from its directory. The run keeps its settings, and only some may change."""
+"""Resumption of a run from its directory. The run keeps its settings, only some of which may change."""
 
 import json
 import re
@@ -17,20 +17,20 @@ from posy.yaml12 import read_yaml
 
 CONFIG, PROGRESS = "config.yaml", "progress.json"
 RAN_ON = ("machine", "versions")
-"""Keys of ``config.yaml`` that describe the machine of a run."""
+"""Keys in ``config.yaml`` that describe the machine and software of a run."""
 _CHECKPOINT = re.compile(r"round-(\d+)")
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A stored run with a unique id, as its newest checkpoint describes it."""
+    """A stored run with a unique id, as described by its newest checkpoint."""
 
     path: Path
     id: str
     settings: Mapping[str, Any]
     resumed_before: list[dict[str, Any]]
     damage: str = ""
-    """Why its ``config.yaml`` is not used, or an empty string if the file matches the run."""
+    """Why its ``config.yaml`` cannot be used, or an empty string if the file matches the run."""
     ran_on: Mapping[str, Any] = field(default_factory=dict)
     """The ``machine`` and ``versions`` in its ``config.yaml``, if the file is used."""
 
@@ -38,7 +38,7 @@ class StoredRun:
     def find(cls, user_settings: Mapping[str, Any], where: str) -> "StoredRun | None":
         """Return the run that the settings resume, or None for a new run.
 
-        The ``config.yaml`` of the run is only for the user. Posy rewrites a lost or damaged file.
+        The run's ``config.yaml`` is meant only for the user. Posy rewrites the file if it is lost or damaged.
 
         Raises
         ------
@@ -65,7 +65,7 @@ class StoredRun:
                 else f"{no_checkpoint}. Start a new run"
             )
             raise SettingsError(f"resume = {name!r}: {reason}")
-        # If config.yaml is complete, its id selects one of several runs.
+        # If the checkpoints belong to several runs, the id in config.yaml selects one of them.
         record = next((record for record in records if record["run"] == config.get("id")), records[0])
         if not damage and config["id"] != record["run"]:
             damage = f"{path / CONFIG} belongs to another run"
@@ -87,7 +87,7 @@ class StoredRun:
         return cls(path, record["run"], current_keys(record["settings"]), record["resumed"], damage, ran_on)
 
     def check(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings that differ from the stored run. Raise :class:`SettingsError` if one may not change."""
+        """Return the settings that differ from the stored run's, or raise :class:`SettingsError` if one may not."""
         new_settings = settings.as_config()
         declared = declared_for(new_settings)
         run_settings = {key: setting.before for key, setting in declared.items()} | dict(self.settings)
@@ -112,13 +112,13 @@ class StoredRun:
 
 
 def checkpoint_rounds(run: Path) -> list[int]:
-    """Return the rounds of the checkpoints in a run's directory, in ascending order."""
+    """Return the rounds for which a run's directory has checkpoints, in ascending order."""
     matches = (_CHECKPOINT.fullmatch(path.name) for path in (run / "checkpoints").glob("round-*"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def reached(run: Path) -> tuple[int, int]:
-    """Return the round of a run's newest checkpoint and the number of its rounds, or zeros without a checkpoint."""
+    """Return the round of a run's newest checkpoint and the run's number of rounds, or zeros without a checkpoint."""
     newest = next(_records(run, []), None)
     return (newest[0], newest[1]["settings"]["num-server-rounds"]) if newest else (0, 0)
 
@@ -133,7 +133,7 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 
 def _written(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the content of a run's ``config.yaml``, or why it cannot be used."""
+    """Return the content of a run's ``config.yaml`` and an empty string, or an empty content and the problem."""
     try:
         record = read_yaml(path / CONFIG)
     except SettingsError as error:
@@ -144,7 +144,7 @@ def _written(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _records(run: Path, reasons: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield round and record of each usable checkpoint, the newest first. ``reasons`` receives the other errors."""
+    """Yield the round and record of each usable checkpoint, newest first; add the errors of others to ``reasons``."""
     for number in reversed(checkpoint_rounds(run)):
         file = run / "checkpoints" / f"round-{number}" / PROGRESS
         try:

@@ -1,7 +1,7 @@
 """The current status of a run on a federation, in a small file that the server updates for `posy status`.
 
-The file is in the SuperLink's directory, and its name is the number of the run. It exists before the first node
-answers, and remains after the run has ended.
+The file is in the SuperLink's directory and named after the run's number. It exists before the first node answers, and
+remains after the run has ended.
 """
 
 import json
@@ -24,15 +24,15 @@ from posy.storage import plain, replace
 from posy.words import one_line
 
 WRITE_SECONDS = 1.0
-"""Shortest time in seconds between two writes of the file."""
+"""Minimum number of seconds between writes of the file."""
 MAX_VERSION, MAX_VERSIONS = 60, 8
-"""Largest numbers of characters of a version in a node's answer, and of versions of one node."""
+"""Maximum number of characters in a version from a node's answer, and maximum number of versions per node."""
 FOLDER = "posy-runs"
-"""Folder of the status files in Flower's home."""
+"""Folder for status files in Flower's home."""
 _WORK = {MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}
 
 _Key = tuple[str, str, int, Any]
-"""The type, round, node and client of a message, which its copies share."""
+"""Type, round, node and client of a message, which its copies share."""
 
 
 @dataclass
@@ -42,20 +42,20 @@ class _Work:
     key: _Key
     since: float
     numbers: set[str] = field(default_factory=set)
-    """Ids of the message and its copies."""
+    """Ids of the request and its copies."""
 
 
 class RunStatus:
-    """The progress of a run and its nodes, and the run's faults so far. Without a ``path``, no file is written."""
+    """The progress of a run and its nodes, and problems so far. Without a ``path``, no file is written."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._facts: dict[str, Any] = {"round": 0, "dropped": 0, "sent-again": 0}
         self._nodes: dict[int, dict[str, Any]] = {}
-        self._works: dict[int, _Work] = {}  # by node
-        self._asked: dict[str, tuple[int, float]] = {}  # node and time of each question, by its id
+        self._works: dict[int, _Work] = {}  # keyed by node
+        self._asked: dict[str, tuple[int, float]] = {}  # node and time of each question, keyed by the question's id
         self._phase: tuple[str, str] = ("", "")
-        self._sent: dict[_Key, int] = {}  # messages of the phase, with their copies
+        self._sent: dict[_Key, int] = {}  # number of times that each message of the phase was sent
         self._phase_since = 0.0
         self._until: float | None = None
         self._waits: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class RunStatus:
 
     @classmethod
     def of_run(cls, number: int) -> "RunStatus":
-        """Return the status of a run under a SuperLink. It has no file if ``FLWR_HOME`` is not set."""
+        """Return the status of a run under a SuperLink, without a file if ``FLWR_HOME`` is not set."""
         home = os.environ.get("FLWR_HOME")
         return cls(Path(home) / FOLDER / f"{number}.json" if home else None)
 
@@ -76,19 +76,19 @@ class RunStatus:
         self._change()
 
     def waits(self, reason: str, since: float, until: float) -> None:
-        """Record why the run cannot send messages yet, and the start and the latest end of the wait."""
+        """Record why the run cannot send messages yet, and when the wait began and will end at the latest."""
         self._waits = {"for": reason, "since": since, "until": until}
         self._change()
 
     def waits_until(self, until: float | None) -> None:
-        """Record the latest end of the wait for replies, or None if it is unknown."""
+        """Record when the wait for replies will end at the latest, or None if this is unknown."""
         if until is None or self._until is None or abs(until - self._until) > WRITE_SECONDS:
             changed, self._until = until != self._until, until
             if changed:
                 self._change()
 
     def node(self, number: int, clients: Iterable[int], answer: Mapping[str, Any]) -> None:
-        """Record the clients of a node, and the versions of its packages from its answer."""
+        """Record a node's clients, and the versions of its packages according to its answer."""
         version_texts = answer.get("versions", [])
         lines = (
             [one_line(str(text), MAX_VERSION) for text in version_texts[:MAX_VERSIONS]]
@@ -100,7 +100,7 @@ class RunStatus:
         self._change()
 
     def sent(self, messages: Sequence[Message], numbers: Sequence[str]) -> None:
-        """Record messages that the SuperLink has accepted under these ids, and count copies of earlier messages."""
+        """Record messages and the ids under which the SuperLink accepted them, and count copies of earlier messages."""
         sent_at = time.time()
         for message, number in zip(messages, numbers, strict=False):
             metadata = message.metadata
@@ -123,15 +123,15 @@ class RunStatus:
         self._change()
 
     def answered(self, replies: Iterable[Message]) -> None:
-        """Record replies, whose nodes are now idle, and the clock error of nodes that have answered a question.
+        """Record replies, whose nodes are now idle, and the clock errors of nodes that have answered a question.
 
-        The status stores the smallest possible clock error in seconds, above 0 if the node's clock is ahead.
+        The status stores the smallest possible clock error in seconds, which is positive if the node's clock is ahead.
         """
         for reply in replies:
             number = reply.metadata.reply_to_message_id
             node, asked_at = self._asked.pop(number, (None, 0.0))
             if node is not None and not reply.has_error():
-                # If the clock is correct, the answer was created after the question was sent and before this moment.
+                # If the clock is correct, the answer was created after the question was sent and before now.
                 created = reply.metadata.created_at
                 error = max(created - time.time(), 0.0) + min(created - asked_at, 0.0)
                 self._nodes.setdefault(node, {})["clock"] = error
@@ -160,7 +160,7 @@ class RunStatus:
         return content
 
     def write(self, *, force: bool = False) -> None:
-        """Write the file after a change, at most once a second unless ``force``. An error does not end the run."""
+        """Write the file after a change, at most once a second unless ``force``; an error does not end the run."""
         if self._path is None or not self._changed or not (force or time.monotonic() - self._written > WRITE_SECONDS):
             return
         text = json.dumps(self.as_json(), ensure_ascii=False) + "\n"
@@ -185,7 +185,7 @@ class RunStatus:
 
 
 class WatchedGrid(PosyGrid):
-    """A grid of real nodes that records all messages, and folds each message into a few parts."""
+    """A grid of real nodes that records all messages, and folds each into a few parts."""
 
     def __init__(self, grid: Grid, status: RunStatus) -> None:
         self._grid = grid
@@ -219,7 +219,7 @@ class WatchedGrid(PosyGrid):
 
 
 def read_statuses(home: Path) -> dict[str, dict[str, Any]]:
-    """Return the statuses of a SuperLink's runs by the number of the run. ``home`` is Flower's home."""
+    """Return the statuses of a SuperLink's runs, keyed by run number; ``home`` is Flower's home."""
     statuses = {}
     for path in sorted((home / FOLDER).glob("*.json")):
         try:

@@ -1,4 +1,4 @@
-"""Labels and statistics of the sites' data under secure aggregation, before the first round."""
+"""Labels and statistics of the sites' data, collected with secure aggregation before the first round."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,21 +22,21 @@ from posy.strategies.settings import Settings
 from posy.words import one_line
 
 ROUND = f"0-0-{STATISTICS}"
-"""Name of the secure round, in which a site takes part once in a run."""
+"""Name of the secure round, in which each site takes part only once per run."""
 MAX_REASON = 500
 
 
 def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, int], names: Mapping[int, str]) -> Pooled:
-    """Return labels and statistics over all sites, without information about a single site.
+    """Return labels and statistics over all sites without learning those of any single site.
 
     Parameters
     ----------
     grid : WaveGrid
         The grid.
     settings : Settings
-        The settings, with kind, shape and columns of the samples.
+        The settings, including the kind, shape and columns of the samples.
     nodes, names : mapping
-        Flower's id of the node of each client, and the name of its site.
+        Flower's id for each client's node, and the name of each client's site.
 
     Raises
     ------
@@ -64,16 +64,16 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
 
 
 class SiteQueries:
-    """The messages of the secure round to the sites.
+    """Exchanges the messages of the secure round with the sites.
 
     Parameters
     ----------
     grid : WaveGrid
         The grid.
     nodes, names : mapping
-        Flower's id of the node of each client, and the name of its site.
+        Flower's id for each client's node, and the name of each client's site.
     timeout : float or None
-        Seconds to wait for the answers of a stage.
+        Seconds to wait for the answers in a stage; None: no limit.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SiteQueries:
     def ask(
         self, stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
     ) -> dict[int, Answer]:
-        """Send the requests of a stage to the clients, and return the answers that ``check`` accepts."""
+        """Send a stage's requests to the clients, and return the answers that ``check`` accepts."""
         config = {"secure-round": ROUND, "secure-stage": stage}
         messages = [
             Message(
@@ -99,7 +99,7 @@ class SiteQueries:
         ]
         answers = {}
         replies = self._grid.send_and_receive(messages, timeout=self._timeout)
-        # The SuperLink reports the error of a lost node, so only the id of the message identifies the client.
+        # The SuperLink itself reports a lost node's error, so only the message id identifies the client.
         clients = {message.metadata.message_id: client_of(message) for message in messages}
         for reply in replies:
             client = clients[reply.metadata.reply_to_message_id]
@@ -119,7 +119,7 @@ class SiteQueries:
 
 
 def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:
-    """Raise :class:`BadReplyError` unless an answer has the masked words of ``numbers`` whole numbers."""
+    """Raise :class:`BadReplyError` unless an answer contains the masked words of ``numbers`` whole numbers."""
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
         raise BadReplyError("the statistics are not a single text")
     if len(answer[0]) != 4 * (1 + LIMBS * numbers):

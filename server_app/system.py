@@ -1,4 +1,4 @@
-"""System accuracy: the accuracy of the federation as a whole for queries that name no client."""
+"""System accuracy: the accuracy of the federation as a whole on queries that name no client."""
 
 from collections.abc import Collection, Sequence
 from logging import WARNING
@@ -29,11 +29,11 @@ class SystemAccuracy(NamedTuple):
 
     accuracy: float
     routed: npt.NDArray[np.int64] | None = None
-    """Number of samples by true and by chosen client ``(M, M)``, if the method chooses clients."""
+    """Number of samples per true and chosen client ``(M, M)``, if the method chooses clients."""
 
     @property
     def routing_accuracy(self) -> float | None:
-        """The share of the samples for which the chosen client is the true client."""
+        """The share of samples for which the chosen client is the true one."""
         return None if self.routed is None else float(np.trace(self.routed) / self.routed.sum())
 
 
@@ -42,7 +42,7 @@ def system_accuracy(
 ) -> SystemAccuracy | None:
     """Return the accuracy on the pooled test sets of all members, or None if it is disabled or not available.
 
-    A method with ``routes`` chooses the client that answers. The clients' local models vote in all other methods.
+    A method with ``routes`` chooses the client that answers. With any other method, the clients' local models vote.
     """
     setting, routes = settings.run.system_accuracy, settings.method.routes
     if setting == "off" or (setting == "auto" and not routes):
@@ -60,7 +60,7 @@ def system_accuracy(
     if reason:
         log(WARNING, "system accuracy is not available: %s", reason)
         return None
-    # A client that was lost in the last round may have left the model of an earlier round.
+    # If a client was lost in the last round, its stored model may be from an earlier round.
     stored_clients = [
         c for c, path in paths.items() if "n_train" in strategy.record.clients.get(c, {}) and path.exists()
     ]
@@ -81,9 +81,9 @@ def system_accuracy(
 def routed_accuracy(
     strategy: PersonalisedStrategy, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor
 ) -> SystemAccuracy:
-    """Return the accuracy on the pooled test samples, which the head of the chosen client classifies.
+    """Return the accuracy on the pooled test samples, each of which is classified by the chosen client's head.
 
-    The heads are in the folder ``models``. ``owner`` ``(n,)`` is the true client of each sample.
+    The folder ``models`` contains the heads. ``owner`` ``(n,)`` is the true client of each sample.
     """
     layout = strategy.architecture.layout
     model = np.empty(strategy.size, np.float32)
@@ -107,17 +107,17 @@ def routed_accuracy(
 
 
 def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
-    """Return the client ``(n,)`` that answers each query, from the outputs ``(n, M)`` for the clients."""
-    weights = np.ones(strategy.num_clients)  # includes newcomers without a node, which answer no query
+    """Return the client that answers each query, ``(n,)``, given the outputs ``(n, M)`` for the clients."""
+    weights = np.ones(strategy.num_clients)  # including newcomers without a node, which answer no queries
     for client in strategy.clients:
-        weights[client] = strategy.exchange.weight(client)  # the prior of the client in the averaged loss
+        weights[client] = strategy.exchange.weight(client)  # the client's prior in the averaged loss
     return routing_scores(strategy.method, outputs, weights, strategy.newcomers).argmax(dim=-1)
 
 
 def routing_scores(
     method: MethodSettings, outputs: Tensor, weights: npt.NDArray[np.float64], absent: Collection[int]
 ) -> Tensor:
-    """Return a method's scores ``(n, M)`` of the clients for each query. Absent clients have minus infinity."""
+    """Return a method's scores ``(n, M)`` for queries and clients; those of absent clients are minus infinity."""
     scores: Tensor = method.client_scores(outputs, weights).clone()
     scores[..., list(absent)] = -torch.inf
     return scores
@@ -126,14 +126,14 @@ def routing_scores(
 def routing_matrix(
     owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], num_clients: int
 ) -> npt.NDArray[np.int64]:
-    """Return the number of samples by true client (row) and by chosen client (column)."""
+    """Return the number of samples per true client (row) and chosen client (column)."""
     matrix = np.zeros((num_clients, num_clients), np.int64)
     np.add.at(matrix, (owner, chosen), 1)
     return matrix
 
 
 def pooled_test(workspace: Workspace, clients: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the samples, the labels and the true clients of the clients' test splits."""
+    """Return the samples in the clients' test splits, with their labels and true clients."""
     data = {client: workspace.client_data(client) for client in clients}
     x = torch.cat([split.x_test for split in data.values()])
     y = torch.cat([split.y_test for split in data.values()])
@@ -144,7 +144,7 @@ def pooled_test(workspace: Workspace, clients: Sequence[int]) -> tuple[Tensor, T
 def stored_probabilities(
     workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
 ) -> Tensor:
-    """Return the probabilities ``(n, C)`` of a model as :class:`~posy.client_app.base.PersonalClient` stored it."""
+    """Return the probabilities ``(n, C)`` from a model stored by :class:`~posy.client_app.base.PersonalClient`."""
     predictor = Predictor.from_arrays(arrays, architecture, workspace.settings.method)
     outputs = []
     for member in predictor.members:

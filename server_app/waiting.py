@@ -1,4 +1,4 @@
-"""Lines about the clients that a run waits for if a wait is longer than usual."""
+"""Prints which clients a run is waiting for if a wait is longer than usual."""
 
 import math
 import time
@@ -17,9 +17,9 @@ WORK = {MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
 
 
 class WaitLog:
-    """Prints the clients that a phase waits for, first when the wait is unusual, then each time the wait has doubled.
+    """Prints the clients that a phase is waiting for when the wait becomes unusual, and whenever it has doubled.
 
-    The log also writes the end of the wait to the ``status`` of the run.
+    It also records the latest end of the wait in the run's ``status``.
     """
 
     def __init__(self, federation: Federation, status: RunStatus | None = None) -> None:
@@ -28,7 +28,7 @@ class WaitLog:
         self._next, self._seconds = 0.0, math.inf
 
     def __call__(self, wait: Wait) -> None:
-        """Record the wait of a phase, and print its clients if a line is due."""
+        """Record a phase's wait, and print the clients it is waiting for if a line is due."""
         self._status.waits_until(time.time() + wait.remaining if wait.remaining < math.inf else None)
         if wait.seconds < self._seconds:  # another phase
             self._next = wait.silence
@@ -39,7 +39,7 @@ class WaitLog:
 
 
 def describe_wait(wait: Wait, owners: Mapping[int, str], num_clients: int) -> str:
-    """Return a line with the clients that a phase waits for, the time waited so far, and the remaining limit."""
+    """Return a line with the clients that a phase is waiting for, the time waited, and the remaining limit."""
     [first, *_] = wait.messages
     work = WORK.get(first.metadata.message_type, first.metadata.message_type)
     clients = describe_clients(sorted(map(client_of, wait.messages)), owners, num_clients)

@@ -1,1 +1,1 @@
-"""Trackers, which copy the record of a run to tracking tools or to a custom tracker."""
+"""Trackers, which pass a run's record on to tracking tools or custom code."""

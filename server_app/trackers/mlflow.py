@@ -12,12 +12,12 @@ from posy.paths import absolute
 from posy.server_app.trackers.tracker import TrackedRun, numbers
 
 EXPERIMENT, ID = "posy", "posy.id"
-"""Name of the experiment with all runs, and the tag that identifies a resumed run."""
+"""Name of the experiment that contains all runs, and the tag by which a resumed run is found."""
 STATES = {"completed": "FINISHED", "stopped": "KILLED"}
 
 
 class MLflow:
-    """Writes to ``MLFLOW_TRACKING_URI``, by default to the files that `mlflow ui` reads in the same folder."""
+    """Writes to ``MLFLOW_TRACKING_URI``, by default files that `mlflow ui` reads when run in the same folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
@@ -35,7 +35,7 @@ class MLflow:
         self._client.log_batch(self._number, params=settings, tags=[RunTag(ID, run.id)])
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a round."""
+        """Log a round's numbers."""
         values, time_ms = numbers(record), round(1000 * time.time())
         step = int(values.pop("round"))
         self._client.log_batch(self._number, [Metric(name, value, time_ms, step) for name, value in values.items()])

@@ -1,4 +1,4 @@
-"""TensorBoard tracker: curves, pictures, and settings with results, in ``tensorboard/`` of the run's directory."""
+"""TensorBoard tracker: curves, pictures, and settings with results, in ``tensorboard/`` in the run's directory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from posy.server_app.trackers.tracker import TrackedRun, numbers
 
 
 class TensorBoard:
-    """Writes event files. The command ``tensorboard --logdir runs`` shows all runs of a folder."""
+    """Writes event files; ``tensorboard --logdir runs`` shows all runs in the folder ``runs``."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""The interface of a tracker, the run that it tracks, and the numbers that it receives."""
+"""The interface of trackers, the run that a tracker records, and the numbers in a record."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from posy.settings import Scalar, key_of
 from posy.strategies.replies import LIMITED
 
 COUNTED = ("missing", "dropped", "left-out", *LIMITED, *map(key_of, LIMITED))
-"""Entries of a round or a summary whose clients or replies are only counted."""
+"""Entries in a round or summary whose clients or replies are only counted."""
 
 
 @dataclass(frozen=True)
@@ -18,28 +18,28 @@ class TrackedRun:
 
     name: str
     id: str
-    """Unique id of the run, which a resumed run keeps."""
+    """Unique id of the run, which does not change when the run is resumed."""
     directory: Path
-    """Directory of its results. The pictures in ``figures/`` are complete when the run has finished."""
+    """Directory of its results. The pictures in ``figures/`` are complete once the run has finished."""
     settings: Mapping[str, Scalar]
     finished: int
-    """Number of rounds that are already finished: 0 unless the run is resumed."""
+    """Number of rounds that are already finished, which is 0 unless the run is resumed."""
 
 
 class Tracker(Protocol):
     """Records a run. ``track="file:name"`` names a class or function that creates it from a :class:`TrackedRun`."""
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
-        """Record a round, in the form of ``rounds.jsonl``."""
+        """Record a round, in the format of ``rounds.jsonl``."""
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
-        """Record the end of a completed, stopped or failed run, in the form of ``summary.json``."""
+        """Record the end of a completed, stopped or failed run, in the format of ``summary.json``."""
 
 
 def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in a round or a summary by their paths, such as ``served_accuracy/mean``.
+    """Return the numbers in a round or summary, keyed by paths such as ``served_accuracy/mean``.
 
-    Lists of missing clients and dropped replies are replaced by their lengths.
+    Lists of clients and replies, such as missing clients and dropped replies, are replaced by counts.
     """
     values: dict[str, float] = {}
     for key, value in record.items():

@@ -1,4 +1,4 @@
-"""The tracker of a run. A failure of the tracker does not end the run."""
+"""Calls a run's tracker, whose failure does not end the run."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ ENVIRONMENT = {
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
 }
-"""Defaults of the tools' environment variables, which keep the tools from sending data. The user may override them."""
+"""Defaults for the tools' environment variables that keep the tools from sending data. The user may override them."""
 
 
 class Tracking:
-    """Passes the rounds of a run to its tracker. If a tracker fails, Posy warns and disables it."""
+    """Passes a run's rounds to its tracker. If the tracker fails, Posy logs a warning and disables it."""
 
     def __init__(self, track: str) -> None:
         self._track = track
@@ -41,12 +41,12 @@ class Tracking:
             self._call(lambda: tracker.round_finished(record))
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
-        """Pass the summary of the run to the tracker."""
+        """Pass the run's summary to the tracker."""
         if (tracker := self._tracker) is not None:
             self._call(lambda: tracker.run_finished(summary))
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call. If the tracker raises an error, disable the tracker and return None."""
+        """Return the result of a call; if the tracker raises an error, disable the tracker and return None."""
         try:
             return call()
         except Exception as error:  # a tracker may raise any error
@@ -57,12 +57,12 @@ class Tracking:
 
 
 def find(track: str) -> Callable[[TrackedRun], Tracker] | None:
-    """Return the class or function that creates the tracker of a setting, or None for ``off``.
+    """Return the class or function that creates the tracker named in the setting, or None for ``off``.
 
     Raises
     ------
     SettingsError
-        If the package of the tracker is not installed, or the file or name of a custom tracker does not exist.
+        If the tracker's package is not installed, or the file or name of a custom tracker does not exist.
     """
     if track == OFF:
         return None

@@ -1,4 +1,4 @@
-"""Weights & Biases tracker: offline in ``wandb/`` of the run's directory, unless ``WANDB_MODE`` is set."""
+"""Weights & Biases tracker, which works offline in ``wandb/`` in the run's directory unless ``WANDB_MODE`` is set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ class WeightsAndBiases:
         )
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a round."""
+        """Log a round's numbers."""
         values = numbers(record)
         self._run.log(values, step=int(values.pop("round")))
 
