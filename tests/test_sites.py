@@ -341,7 +341,7 @@ def test_the_shape_is_the_most_common_fixed_shape() -> None:
         (replace(IMAGES, input_shape="2x8x8"), [describe("image", (2, 8, 8))], "1 or 3 channels"),
         (replace(FEATURES, augment="crop"), [describe("features", (3,))], "augment = 'crop' needs images"),
         (replace(FEATURES, feature_std="0"), [describe("features", (3,))], "feature-std = '0': .* above 0"),
-        (replace(FEATURES, feature_mean="1,2"), [describe("features", (3,))], "feature-mean = '1,2': .* 3 with commas"),
+        (replace(FEATURES, feature_mean="1,2"), [describe("features", (3,))], "feature-mean = '1,2': .* 3 numbers"),
     ],
 )
 def test_impossible_tasks_are_rejected(settings: DataSettings, descriptions: list[Description], message: str) -> None:
@@ -362,7 +362,7 @@ def columns(*names: str) -> Description:
     [
         (
             [describe("image", GREY, "a", "b", fixed=False), describe("image", RGB, "a", "b", fixed=False)],
-            "no majority .*1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
+            "no majority: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
         ),
         (
             [describe("image", GREY, "a", "b", fixed=False)] * 2 + [describe("image", RGB, "a", "b", fixed=False)],

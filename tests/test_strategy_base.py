@@ -605,7 +605,7 @@ def test_the_summary_describes_clients_and_training(
 ) -> None:
     make_strategy("fedavg", fraction_train=0.5, local_steps=7).summary()
     text = warnings.text
-    assert "50 % train in a round" in text
+    assert "50 % of them train in a round" in text
     assert "7 steps" in text
 
 
