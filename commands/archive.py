@@ -26,9 +26,9 @@ from posy.yaml12 import dump, read_yaml
 
 FILE = "cells.jsonl.gz"
 RECORD_FILE = "kept.json"
-"""File in a run's directory with further recorded numbers (see :mod:`posy.commands.papers.record`)."""
+"""File in a run's directory with additional recorded numbers (see :mod:`posy.commands.papers.record`)."""
 ENDED = ("completed", "diverged")
-"""Statuses of runs that Posy does not repeat. A diverged run would diverge again."""
+"""Statuses with which Posy does not repeat a run. A diverged run would diverge again."""
 
 
 class Place(Protocol):
@@ -121,7 +121,7 @@ def _line(cell: Place) -> bytes:
     rows = client_rows(cell.path, summary["rounds"])
     config = read_yaml(cell.path / "config.yaml")
     config["settings"] = current_keys(config["settings"])
-    # Omit settings that do not affect the results, such as paths: they have no meaning on another machine.
+    # Omit settings that do not affect the results, such as paths, which mean nothing on another machine.
     decisive_keys = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
     config["settings"] = {key: value for key, value in config["settings"].items() if key in decisive_keys}
     for entry in config.get("resumed", []):

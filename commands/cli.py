@@ -52,7 +52,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, 1 (failed), 2 (wrong use or settings) or 130 (interrupted)."""
+    """Run a command and return its exit status: 0, 1 (failed), 2 (invalid usage or settings) or 130 (interrupted)."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = typer.main.get_command(app)
     assert isinstance(command, typer.core.TyperGroup)
@@ -272,8 +272,8 @@ def predict(
     RUN is the directory of a run, or its name in runs/. At a site, RUN is the directory where the node stores its
     model. CLIENT is a number or the name of a site.
 
-    FILE is an image or a text. You may also type a text instead of its file. A .csv file with a header holds one sample
-    per row. In a .npy array, the first axis indexes the samples.
+    FILE is an image or a text. You may also type the text itself. A .csv file with a header holds one sample per row.
+    In a .npy array, the first axis indexes the samples.
     """
     from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
 

@@ -22,7 +22,7 @@ from posy.forked import CORES
 from posy.settings import LaunchError, Scalar
 
 RETRIES = 10
-"""Number of times that a cell is retried if its worker is lost."""
+"""Maximum number of times that a cell is retried after its worker is lost."""
 CONNECT_SECONDS = 10.0
 """Timeout in seconds for connecting to the head node of a cluster."""
 STOP_SECONDS = 10.0
@@ -34,7 +34,7 @@ RUN = "run"
 def cluster(address: str, gpus: float) -> Iterator[Start]:
     """Connect to a cluster, and yield a function that starts a cell on it with one core and ``gpus`` GPUs.
 
-    The workers need the same version of Posy, and the data under the same path as on this machine.
+    The workers need the same version of Posy, and the data under the same path, as on this machine.
     Raises :class:`LaunchError` if no cluster answers at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")

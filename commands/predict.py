@@ -48,7 +48,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
 
 
 def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
-    """Print the client and the prediction of each sample, or the clients' votes.
+    """Print the client and the prediction for each sample, or the clients' votes.
 
     Raises the errors of :func:`predict`.
     """
@@ -86,7 +86,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
 
 
 def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> None:
-    """Warn about values far outside the range of the training samples, which may be in another unit."""
+    """Warn about values far outside the range of the training samples, which may be in a different unit."""
     unusual = model.unusual(samples)
     for number, feature, distance in unusual[:MOST_WARNED]:
         print(

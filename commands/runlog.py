@@ -16,7 +16,7 @@ _OF_ERROR = re.compile(
 )
 """Pattern for lines that continue an error: its traceback and the names of exceptions."""
 _KNOWN = re.compile(r"^[\w.]+\.(SettingsError|DataError|NothingTrainedError|TrainingDivergedError): ", re.MULTILINE)
-"""Errors whose messages Posy also shows at the end of the run or with the dropped replies."""
+"""Pattern for errors whose messages Posy also shows at the end of the run or with the dropped replies."""
 _NOISE = re.compile(
     r"Successfully installed |ERROR\s*: +Exit Code: 201$|An unhandled exception occurred in the ServerApp"
     r"|For more information, visit:|\S+/flwr/\S+\.py:\d+: \w*Warning: ",
@@ -25,7 +25,7 @@ _NOISE = re.compile(
 
 
 _REASON = re.compile(r"ERROR\s*: +ServerApp raised an exception: (.+)")
-"""An error of the ServerApp whose message is for the user; :class:`posy.flower.ErrorsOnOneLine` writes it."""
+"""Pattern for a ServerApp error whose message is meant for the user, as ``posy.flower.ErrorsOnOneLine`` logs it."""
 
 
 class RunLog:

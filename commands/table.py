@@ -169,7 +169,7 @@ class Plan:
     content: Mapping[str, Any] = field(default_factory=dict)
     """Content of the file."""
     collect: Callable[[Path], None] | None = None
-    """Called with the directory of each finished run, before Posy deletes its models."""
+    """Function that is called with the directory of each completed run before Posy deletes its models."""
     overrides: Mapping[str, Scalar] = field(default_factory=dict)
     """Settings on the command line, which override the file."""
 
@@ -380,13 +380,13 @@ def _cell_config(
     # Rows share settings, which may belong to another row's method.
     config = relevant_settings(config, str(config.get("method", RunSettings.method)))
     reasons = without_effect(config)
-    # Because of an override on the command line, a setting of the file may have no effect.
+    # Because of an override on the command line, a setting in the file may have no effect.
     reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
     for source, group in groups.items():
         effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
     for key, value in overrides.items():
         effects.note(sources[key], {key: value}, config, reasons)
-    # An override may lower a limit below a value of the file. Without the override, such a value is an error.
+    # An override may lower a limit below a value in the file. Without the override, such a value is an error.
     return lowered(effective(config), overrides or config)
 
 
@@ -432,7 +432,7 @@ def plan_as_yaml(
     """Return the table file with the tuned settings of each (variant, row) and the ``common`` settings."""
     content: dict[str, Any] = {**plan.content}
     content["title"] = f"{plan.title}, tuned"
-    # Keep the path relative, as in the file, so that the tuned table contains no path of this machine.
+    # Keep the path relative, as in the file, so that the tuned table contains no path from this machine.
     content["output"] = f"{content.get('output', f'results/{plan.output.name}')}-tuned"
     content["settings"] = {**content.get("settings", {}), **common}
     content["runs"] = runs = [dict(entry) for entry in content["runs"]]
@@ -695,7 +695,7 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
 
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
-    """Return the number of finished seeds with a value, if some seeds have no value."""
+    """Return how many of the finished seeds have a value, if not all of them do."""
     measured, measured_once = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
     if measured == row["seeds"] or not (measured or measured_once):  # the method never evaluates this point
         return ""
@@ -703,7 +703,7 @@ def _measured(row: Mapping[str, Any], point: str) -> str:
 
 
 def _covered(row: Mapping[str, Any], point: str) -> str:
-    """Return the number of clients that a figure covers over all seeds, if it does not cover all clients."""
+    """Return how many clients a figure covers over all seeds, if it does not cover all of them."""
     scored, members = round(row[f"{point}-scored"]), round(row["members"] * row[f"{point}-measured"])
     return f", {coverage(scored, members)} clients" if 0 < scored < members else ""
 

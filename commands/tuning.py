@@ -85,7 +85,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
 
 
 def fraction_of(plan: Plan) -> float:
-    """Return the fraction of the samples for validation, which all rows share."""
+    """Return the fraction of samples for validation, which must be the same in all rows."""
     fractions = {float(cell.config.get("validation-fraction", 0) or FRACTION) for cell in plan.cells}
     if len(fractions) > 1:
         raise SettingsError(
@@ -113,7 +113,7 @@ def space_of(method: str, config: Mapping[str, Scalar]) -> dict[str, BaseDistrib
 
 
 def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
-    """Return the search of a cell, new or loaded from the journal."""
+    """Return the search for a cell's settings, either new or loaded from the journal."""
     space = space_of(cell.method, cell.config)
     settings = {key: value for key, value in cell.config.items() if key not in ("output-dir", "run-name")}
     study = optuna.create_study(

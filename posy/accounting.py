@@ -1,6 +1,6 @@
 """The privacy accountant: (ε, δ) of Gaussian mechanisms, their composition, and a ledger of past uses.
 
-An :class:`Event` is one use of a mechanism, for example the noise of one reply. Uses without subsampling compose
+An :class:`Event` is one use of a mechanism, for example the noise on one reply. Uses without subsampling compose
 exactly: together, mechanisms with the noise multipliers z_1, …, z_T are equivalent to one Gaussian mechanism with the
 noise multiplier (Σ z_t⁻²)^(-1/2) (Dong et al., 2022, Corollary 3.3). Theorem 8 of Balle & Wang (2018) gives its (ε, δ).
 Events with Poisson subsampling need the RDP accountant of the library dp-accounting, which the extra `privacy`
@@ -100,10 +100,10 @@ def _log_delta_exact(noise_multiplier: float, epsilon: float) -> float:
 
 @lru_cache(maxsize=4096)
 def noise_multiplier_for(epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier that gives the Gaussian mechanism (ε, δ) (Balle & Wang, 2018, Algorithm 1).
+    """Return the smallest noise multiplier at which the Gaussian mechanism satisfies (ε, δ).
 
-    The standard deviation of the noise is this number times the L2 sensitivity. The number is exact for every ε, except
-    that it is rounded up, so that δ is never exceeded.
+    This is Algorithm 1 of Balle & Wang (2018). The standard deviation of the noise is the result times the L2
+    sensitivity. The result is exact for every ε, except that it is rounded up, so that δ is never exceeded.
     """
     return _least(lambda z: log_delta(z, epsilon) - math.log(delta))
 

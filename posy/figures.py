@@ -56,7 +56,7 @@ _STYLE: Any = {
     "grid.color": _FAINT,
     "legend.frameon": False,
 }
-_COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # a single sample is visible
+_COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # makes even a single sample visible
 MOST_TICKS = 8
 """Maximum number of values on a logarithmic axis; with more, matplotlib chooses the labels."""
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")

@@ -222,7 +222,7 @@ def answer_to(message: Message, reply: Message) -> Message:
 
 
 def with_content(message: Message, content: RecordDict) -> Message:
-    """Return a message with the same metadata and other content."""
+    """Return a message with the same metadata and different content."""
     return make_message(message.metadata, content)
 
 

@@ -96,6 +96,6 @@ def answer_in_kind(message: Message, context: Context, call_next: ClientAppCalla
     """Unfold a message for the ClientApp, and fold the reply if the message was folded. This is a Flower mod."""
     if not is_folded(message):
         return call_next(message, context)
-    # Create a new message: the worker identifies a copy of the received message by its content.
+    # Leave the received message unchanged: the worker recognises copies of it by its content.
     reply = call_next(with_content(message, unfold(message.content)), context)
     return folded(reply) if reply.has_content() else reply

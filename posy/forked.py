@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 """Alignment of arrays in bytes."""
 BUNDLES_PER_WORKER = 2
-"""Number of bundles that a process has at the same time: it works on the first, and the others wait."""
+"""Number of bundles that a process has at a time: it works on the first while the others wait."""
 MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
 """Maximum number of parcels in a bundle, and bytes at which it is full. Bundles save the time to wake a process."""
 
@@ -256,7 +256,7 @@ class Workers:
     def _serve(
         self, connection: Connection, shelves: Sequence[Shelf], done: mmap, unused: Sequence[Connection]
     ) -> None:
-        """Run in a worker process: answer parcels until the parent process ends."""
+        """Run in a worker process: process parcels until the parent process ends."""
         for number in ENDING:  # Ctrl-C reaches the workers too, but the parent ends them
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
         for unused_connection in unused:

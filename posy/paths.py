@@ -28,7 +28,7 @@ def absolute(text: str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists, or False if a name is too long, for which pathlib raises an error."""
+    """Return whether a path exists; for a name that is too long, return False where pathlib would raise an error."""
     try:
         return path.exists()
     except OSError:
@@ -36,7 +36,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file, or False if a name is too long, for which pathlib raises an error."""
+    """Return whether a path is a file; for a name that is too long, return False where pathlib would raise an error."""
     return exists(path) and path.is_file()
 
 

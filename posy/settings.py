@@ -39,7 +39,7 @@ class RunError(RuntimeError):
 
 
 class LaunchError(Exception):
-    """A process of Flower, such as the SuperLink, did not start, did not answer, or rejected the run."""
+    """A Flower process, such as the SuperLink, did not start, did not answer, or rejected the run."""
 
 
 class NothingTrainedError(RunError):
@@ -58,7 +58,7 @@ class SettingsError(ValueError):
 
 
 class NodeConfigError(SettingsError):
-    """The node config is wrong. The message may contain paths of the node, so it stays in the node's log."""
+    """The node config is wrong. The message may contain paths on the node, so it stays in the node's log."""
 
     shareable = False
 
@@ -125,7 +125,7 @@ def parse_limit(limit: str) -> tuple[str, int]:
 
 
 class Search(NamedTuple):
-    """Search range of `posy tune` for a number, on a logarithmic scale if ``log``."""
+    """Search range for a number that `posy tune` tunes, on a logarithmic scale if ``log`` is true."""
 
     low: float
     high: float
@@ -151,7 +151,7 @@ class Setting:
     """The largest value that has an effect in a run, as given by another setting: that setting's key, or for example
     ``num-clients - 1``. Any larger value other than the default is an error."""
     samples: Literal["", "image", "text", "table"] = field(default="", kw_only=True)
-    """The only kind of samples for which the setting has an effect. Empty if it has one for all kinds."""
+    """The only kind of samples for which the setting has an effect. Empty if it applies to all kinds."""
     choices: tuple[str, ...] = ()
     """The allowed values. Empty if the setting is not restricted to a list."""
     custom_kind: str = ""
@@ -175,7 +175,7 @@ class Setting:
     search: Search | None = None
     """Search range for `posy tune`, or None if `posy tune` does not tune the setting."""
     earlier: Any = None
-    """Value that runs from before the setting existed are taken to have. None means the default."""
+    """Value that applies to runs from before the setting existed. None means the default."""
     affects_results: bool = True
     """Whether the results depend on it. False for settings that control only where and how Posy executes the run."""
 
@@ -186,7 +186,7 @@ class Setting:
 
     @property
     def before(self) -> Any:
-        """The value that runs from before the setting existed are taken to have."""
+        """Its value for runs from before the setting existed."""
         return self.default if self.earlier is None else self.earlier
 
     @property
@@ -215,7 +215,7 @@ class Setting:
         return " and ".join(f"{key} = {quoted(values[key])}" for key in failed)
 
     def largest(self, values: Mapping[str, Scalar]) -> float:
-        """Return the largest value that has an effect in a run: its limit, or infinity without one.
+        """Return the largest value that has an effect in a run: its limit, or infinity if it has none.
 
         Parameters
         ----------

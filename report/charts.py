@@ -36,7 +36,7 @@ SMALL, LARGE = (240, 140), (360, 200)
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
-"""Maximum number of points of a line that marks all its points, and the height of a line of text."""
+"""Maximum number of points for which a chart marks every point of a line, and the height of a line of text."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
@@ -86,7 +86,7 @@ class Series:
 
     @rc_context(_STYLE)
     def key(self) -> Markup:
-        """Return the key for legends, a line with a marker, as an SVG symbol with the id ``key-INDEX``."""
+        """Return the legend key, a line with a marker, as an SVG symbol with the id ``key-INDEX``."""
         axes = _axes((34, 14))
         axes.set(xlim=(0, 34), ylim=(0, 14))
         axes.set_axis_off()

@@ -64,7 +64,7 @@ def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
     Parameters
     ----------
     pairs : sequence of (Mapping, Mapping)
-        For each seed, the method's and the other method's accuracies, both by client.
+        For each seed, the accuracies of the method and of the other method, each keyed by client.
 
     Returns
     -------

@@ -134,7 +134,7 @@ def _accuracy(groups: Sequence[Group]) -> Markup:
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
-    """Return the accuracies of a run at an evaluation point, with a row for each round or mean of rounds."""
+    """Return a run's accuracies at an evaluation point, with a row for each round or mean over rounds."""
     rows: dict[str, list[str]] = {}
     names: dict[str, list[str]] = {}
     for which, words in WHICH.items():

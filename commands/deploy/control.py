@@ -136,7 +136,7 @@ class Control:
         ]
 
     def find(self, word: str) -> Run:
-        """Return the run with a number, the newest run with a name, or the newest run if ``word`` is empty.
+        """Return the newest run whose number or name is ``word``, or the newest of all runs if ``word`` is empty.
 
         Raises :class:`SettingsError` if the SuperLink has no matching run.
         """
@@ -156,7 +156,7 @@ class Control:
         self.call("RegisterNode", public_key=public_key, name=name)
 
     def unregister(self, number: int) -> None:
-        """Unregister the node with a number; its key cannot be registered again."""
+        """Unregister a node by its number; its key cannot be registered again."""
         self.call("UnregisterNode", node_id=number)
 
     def submit(self, settings: Mapping[str, Scalar]) -> str:
@@ -299,7 +299,7 @@ def local_time(time: str) -> str:
 
 
 def _exit_status(run: Run, log: RunLog) -> int:
-    """Show the end of a log, and the status of a run that is not completed; return the exit status."""
+    """Show the end of a log, and the run's status unless it completed; return the exit status."""
     completed = run.status == "completed"
     log.end(failed=not completed)
     if not completed:

@@ -21,7 +21,7 @@ FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 HOME, PRIVATE = "flower", "private"
-"""Flower's home in a SuperLink's state directory, and its subdirectory with the secret of the processes."""
+"""Flower's home in a SuperLink's state directory, and its subdirectory with the secret that the processes share."""
 
 
 def connection(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection:

@@ -115,7 +115,7 @@ def _trust(options: SuperLinkOptions) -> tuple[Connection, list[str], Path | Non
 
 
 def _words(options: SuperLinkOptions, fleet: str, trust: list[str]) -> list[str]:
-    """Return the arguments of the SuperLink without its secret; ``fleet`` is empty if nodes do not use gRPC."""
+    """Return the SuperLink's arguments except its secret; ``fleet`` is empty if nodes do not use gRPC."""
     host, port = shared.host_and_port("--control", options.control)
     words = ["--host", host, "--port", port, *(["--fleet-api-address", fleet] if fleet else []), *trust]
     words += ["--isolation", "process", "--disable-runtime-dependency-installation"]

@@ -30,7 +30,7 @@ COUNTED = 5e-4
 
 @dataclass(frozen=True)
 class Entry:
-    """A number of a table or figure: the paper's value, Posy's value, and the comparison of the two."""
+    """A number in a table or figure: the paper's value, Posy's value, and the comparison of the two."""
 
     variant: str
     measure: str
@@ -59,7 +59,7 @@ class Comparison:
         for plan in self.plans.values() if item.has_runs else ():
             restore_runs(plan)
         self.counts: dict[tuple[str, str], Counts] = {}
-        """Class counts of the clients by variant and scale."""
+        """The clients' class counts, keyed by variant and scale."""
         if item.counts_classes:
             self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
         self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
@@ -160,7 +160,7 @@ class Comparison:
 
     @cached_property
     def usual_seeds(self) -> int:
-        """The most frequent number of seeds among its numbers, or 0 without numbers."""
+        """The most frequent number of seeds behind a number of this item, or 0 if the item has no numbers."""
         frequencies = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
         return max(frequencies, key=lambda seeds: (frequencies[seeds], seeds), default=0)
 
@@ -199,7 +199,7 @@ class Comparison:
         return Entry(*cell, printed, ours, scale, DIFFERS, reason, same_value)
 
     def _partial(self, variant: str, row: str, measure: str) -> str:
-        """Return how many clients a row's number covers, if they are too few to represent all clients."""
+        """Return how many clients a row's number covers if they are too few to represent all, else an empty string."""
         partials = (
             partial_coverage(cell.path, self._measure_of(row, measure)) for cell in self.runs_of(variant, row)[1]
         )

@@ -170,7 +170,7 @@ def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw each class's norm in the clients' output layers, one panel per row of the figure, for the first seed.
+    """Draw the norm of each class's output weights on each client for the first seed, one panel per row.
 
     With ``counts``, the first panel shows the clients' class counts, and the titles give the correlation r between the
     class shares in the counts and in the norms. With ``difference: [A, B]``, a panel after row A shows A minus B.
@@ -199,7 +199,7 @@ def _shares(counts: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def _head_norms(comparison: Comparison, variant: str) -> dict[str, npt.NDArray[np.float64]]:
-    """Return each class's norm in the clients' output layers ``(M, C)`` for the first seed, by row of the figure."""
+    """Return the norm of each class's output weights on each client ``(M, C)`` for the first seed, keyed by row."""
     norms = {}
     for row in comparison.item.rows:
         _, cells = comparison.runs_of(variant, row)
@@ -322,7 +322,7 @@ def _point(x: float, values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _pathways(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the networks of cwFedAvg's motivational example, with their largest weights in colours."""
+    """Draw the networks of cwFedAvg's motivational example, with their largest weights in colour."""
     (networks,) = pathways.simulate(pathways.SEEDS[:1])
     panels = {}
     for letter, about in pathways.PANELS.items():

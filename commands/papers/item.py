@@ -34,8 +34,8 @@ PARTS: dict[str, type | tuple[type, ...]] = {
 }
 """Keys of the file of a table or figure, in addition to the keys of a table of runs."""
 SMALL = ("settings", "seeds", "without", "runs", "variants")
-"""Changes at scale ``small``: settings, seeds, omitted rows and variants (``without``), and further settings of rows or
-variants, which override the common settings."""
+"""Changes at scale ``small``: settings, seeds, omitted rows and variants (``without``), and additional settings for
+rows or variants, which override the common settings."""
 ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
 """Forms of pictures without runs. Posy draws them from their settings."""
 SELDOM = 1_000_000
@@ -324,14 +324,14 @@ def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
 
 
 def restore_runs(plan: Plan) -> None:
-    """Restore a plan's runs from its archive, and its missing runs from the archives of other tables."""
+    """Restore a plan's runs from its archive, or, if they are missing there, from the archives of other tables."""
     missing_cells = archive.restore(plan.output, plan.cells)
     for cell, line in _matching(missing_cells, _archives(plan.output.parent)):
         archive.write(cell.path, line)
 
 
 def results_of(paper: str) -> Path:
-    """Return the folder of a paper's runs in the working directory, or in Posy's checkout if it is missing."""
+    """Return the folder of a paper's runs in the working directory, or, if that is missing, in Posy's checkout."""
     local, checkout = Path("papers") / paper / "results", PAPERS / paper / "results"
     return checkout if checkout.is_dir() and not local.is_dir() else local
 

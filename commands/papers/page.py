@@ -192,7 +192,7 @@ def _seconds(comparison: Comparison) -> float:
 
 
 def _more_seeds(comparison: Comparison, scale: str) -> str:
-    """Return the option ``--seeds`` for the runs at a scale if they have more seeds than the item."""
+    """Return the option ``--seeds`` for the runs at a scale if they have more seeds than the item, else nothing."""
     seeds = {cell.seed for drawn_at, cells in comparison.cells.values() if drawn_at == scale for cell in cells}
     return f" --seeds {max(seeds) + 1}" if seeds - {*comparison.item.seeds(scale)} else ""
 

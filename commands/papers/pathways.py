@@ -72,8 +72,8 @@ def simulate(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> list[dict[str,
     Returns
     -------
     list of dict
-        Flat networks ``(26,)`` by the letter of their panel. a, b, c: local models; d: FedAvg's model; e, f, g: local
-        models with the regulariser; h, i: the class models of e, f, g; j, k, l: the clients' mixes of h and i.
+        Flat networks ``(26,)``, keyed by panel letter. a, b, c: local models; d: FedAvg's model; e, f, g: local models
+        with the regulariser; h, i: the class models of e, f, g; j, k, l: the clients' mixes of h and i.
     """
     starts, batches = [], []
     for seed in seeds:

@@ -97,9 +97,9 @@ def measured(path: Path, measure: str) -> float | None:
 
 
 def partial_coverage(path: Path, measure: str) -> str:
-    """Return how many clients a number of a finished run covers, if they are too few to represent all clients.
+    """Return how many clients a number of a run covers if they are too few to represent all, else an empty string.
 
-    For example ``3 of 30 clients`` if only the cohort of the last round has local models.
+    For example, return ``3 of 30 clients`` if only the cohort of the last round has local models.
     """
     summary, words = read_summary(path), measure.split()
     if measure in (*POOLED, *TOTALS, SYSTEM_AVERAGE, PARAMETERS) or words[0] not in POINTS:

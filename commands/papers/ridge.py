@@ -157,7 +157,7 @@ def reweight(losses: Array, importance: Array) -> tuple[Array, Array]:
 
 
 def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> Array:
-    """Return the weights ``(K, d)`` of PPFE's ensemble: stage 1 is ``fedavg`` ``(K, d)``, later stages have a penalty.
+    """Return PPFE's ensemble ``(K, d)``, with ``fedavg`` ``(K, d)`` as stage 1 and one later stage per penalty.
 
     The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Larger squared
     errors count as this maximum, so beta measures the accuracy of all stages on the same scale. The coefficient of a

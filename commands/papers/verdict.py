@@ -30,7 +30,7 @@ class Number:
 
 
 def number(values: Sequence[float]) -> Number | None:
-    """Summarise a number over the seeds, or return None without values."""
+    """Summarise a number over the seeds, or return None if there are no values."""
     if not values:
         return None
     return Number(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
@@ -48,8 +48,8 @@ def distances(values: Mapping[int, float]) -> dict[int, float]:
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
     """Return whether a number agrees with the paper's: within one unit, or within two if the noise is large enough.
 
-    A distance of up to two units suffices if it is at most two standard deviations. The variance is the sum of Posy's
-    variance and the paper's over its runs (``spread`` is its square root, or None if the paper prints none).
+    A distance of up to two units is allowed if it is at most two standard deviations. The standard deviation combines
+    Posy's with the paper's over its runs (``spread``, or None if the paper prints none): their variances add.
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
     return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
