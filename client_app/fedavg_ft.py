@@ -45,7 +45,7 @@ class FedAvgFTClient(PersonalClient):
         return rounds
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the request to fine-tune the served model for an evaluation, or to fine-tune for one round."""
+        """Return the request to fine-tune the served model, before an evaluation or as one of the last rounds."""
         training = Train(start, lr=self.method.lr or None, stream=FINE_TUNING)
         if not self.tuning_rounds:
             training.steps = self.method.steps or None

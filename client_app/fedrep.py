@@ -21,7 +21,7 @@ class FedRepClient(PersonalClient):
         return self.share((yield from self.alternated(Train(self.assembled(received), stream=BODY))))
 
     def alternated(self, work: Train) -> Steps[Trained]:
-        """Train the head alone from the start of ``work``, then run ``work`` on the body alone."""
+        """Train only the head, starting from ``work.start``, and then run ``work`` on the body only."""
         body = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
         epochs = None if self.settings.train.local_steps else self.method.head_epochs
         head: Trained = yield Train(work.start, rates=body, epochs=epochs, stream=HEAD)

@@ -230,7 +230,7 @@ class Secrets:
 
 
 def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -> list[bytes]:
-    """Return a client's answer in any stage of a round other than training or evaluation.
+    """Return a client's answer in any stage of a round except training and evaluation.
 
     Parameters
     ----------

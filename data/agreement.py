@@ -314,7 +314,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     means = np.stack([d.mean for _, d in sites])
     variances = np.stack([d.squares / d.count for _, d in sites])
     logs = np.log(np.sqrt(variances), out=np.zeros_like(variances), where=variances > 0)
-    # With two sites, either could have the wrong unit.
+    # With only two sites, either could be the one with the wrong unit.
     compare = _pair_differences if len(sites) == 2 else _outliers
     warnings = compare(sites, means, variances, logs)
     return [

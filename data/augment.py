@@ -135,7 +135,8 @@ def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
     x : Tensor, (B, C, H, W)
         Images, floats.
     numbers : Tensor, (B, 3)
-        Vertical and horizontal position of the box in [0, 1). A third number below one half mirrors the image.
+        Vertical and horizontal position of the box in [0, 1). The image is mirrored if the third number is
+        below one half.
     black : Tensor, (C,)
         Normalised value of a black pixel.
     """

@@ -115,7 +115,7 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
         reply = error_reply(message, str(error))
     sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
     task.push(reply)
-    task.finish(context)  # also after an error, because the context limits the answers to further messages
+    task.finish(context)  # after errors too: the context records what the client may still reveal
     last.keep(message, reply)  # only now, after the context with the client's state has reached the node
 
 

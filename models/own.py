@@ -291,7 +291,7 @@ def _trained_on(model: nn.Module, probe: Tensor, seed: int) -> Tensor:
 
 
 def _layers(module: nn.Module, chosen_layers: Sequence[str], source: str) -> dict[str, str]:
-    """Return the path of each layer by name: the chosen layers, or else the children in order, without the head."""
+    """Map layer names to module paths: the chosen layers, or by default the children in order, without the head."""
     parts = dict(module.named_modules())
     if unknown := [path for path in chosen_layers if path not in parts]:
         modules = ", ".join(filter(None, parts))

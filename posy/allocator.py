@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
     """Make this process and its forks keep freed memory, and return whether the C library accepts the options.
 
     By default, glibc returns large blocks to the system, which must then clear every page again in the next step.
-    The function changes nothing with another C library, or if the user has set one of the environment variables
+    The function has no effect with another C library, or if the user has set one of the environment variables
     :data:`USER_VARIABLES`.
     """
     if any(name in os.environ for name in USER_VARIABLES):

@@ -467,7 +467,7 @@ def _plain_ticks(axes: Axes, xs: Sequence[float]) -> None:
 
 
 def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
-    """Draw one heat map, with cells in an area of about ``height`` times ``width`` inches."""
+    """Draw one heat map, with cells in an area of about ``height`` by ``width`` inches."""
     matrix = _numbers(panel.matrix)
     hidden = np.isnan(matrix) | (panel.counts & (matrix == 0))
     low, high = 0.0 if panel.counts else float(np.nanmin(matrix)), float(np.nanmax(matrix))

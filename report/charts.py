@@ -1,6 +1,6 @@
 """Charts as inline SVG, at most 360 units wide, so that their text is readable on a phone.
 
-Colours are variables of the page's style sheet. Series also differ by dashes, markers, and the letter at the end of the
+Colours are variables of the page's style sheet. Series also differ in dashes, markers, and the letter at the end of the
 line, so no chart depends on colour alone.
 """
 
@@ -36,7 +36,7 @@ SMALL, LARGE = (240, 140), (360, 200)
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
-"""Maximum number of points for which a chart marks every point of a line, and the height of a line of text."""
+"""Maximum number of points in a series for every point to get a marker, and the height of a line of text."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
@@ -214,7 +214,7 @@ def _label(name: str, length: int | None = None) -> str:
 
 
 def _spread(heights: Sequence[float], highest: float) -> list[float]:
-    """Move the ascending heights of labels so that, as far as there is room, the labels do not overlap."""
+    """Adjust the heights of labels, in ascending order, so that the labels do not overlap if there is room."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + _LINE) if placed else height)

@@ -83,7 +83,7 @@ class Recorded:
         return header[1:], [[int(cell) for cell in row[1:]] for row in rows]
 
     def curve(self, key: str, of: str = "mean") -> Points:
-        """Return a number over the rounds. ``of`` selects a statistic over the clients."""
+        """Return the value of ``key`` in each round. ``of`` selects a statistic over the clients."""
         points = []
         for row in self.rounds:
             value = row.get(key)

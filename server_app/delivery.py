@@ -191,7 +191,7 @@ class PollingGrid(WaveGrid):
             missing = reply.has_error() and reply.error.code in LOST
             if number in questions:
                 questions[number].questions.discard(number)
-                questions[number].proven |= not missing  # a lost question proves nothing
+                questions[number].proven |= not missing  # without the question, a reply proves nothing
             else:
                 awaited[number].number = ""
                 self._take(awaited[number], reply, missing=missing)

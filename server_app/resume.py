@@ -69,7 +69,7 @@ class StoredRun:
         record = next((record for record in records if record["run"] == config.get("id")), records[0])
         if not damage and config["id"] != record["run"]:
             damage = f"{path / CONFIG} belongs to another run"
-        if not damage:  # an edited file would mislead its readers
+        if not damage:  # reject an edited config.yaml: it no longer describes the run
             run_settings, file_settings = record["settings"], config["settings"]
             keys = [
                 key

@@ -280,7 +280,7 @@ class PPFE(PersonalisedStrategy):
         return self._is_end(server_round) or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the stage, whether it ends, its number of finished rounds, and whether weights are uniform."""
+        """Return the stage, whether it ends now, its number of finished rounds, and whether weights are uniform."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),

@@ -1,4 +1,4 @@
-"""The settings of a run and the base class of a method's settings, from which server and clients build one network."""
+"""The settings of a run and the base class of a method's settings, from which server and clients build the network."""
 
 import json
 from dataclasses import dataclass

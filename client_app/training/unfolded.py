@@ -17,8 +17,8 @@ busy even without unfolding."""
 FEW = 8
 """Minimum ratio of an unfolded sample's size to the weights' size at which each sample gets a separate product.
 
-The gradient of a few weights is a small matrix, summed over many rows. Computed as a single product, it would leave
-most of a GPU idle.
+If a layer has few weights, its gradient is a small matrix, summed over many rows. Computed as a single
+product, it would leave most of a GPU idle.
 """
 
 

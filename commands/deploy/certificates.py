@@ -204,7 +204,7 @@ def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iter
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
-    """Return whether a pair is missing; the public half alone suffices if it is ``or_only``."""
+    """Return whether a pair is missing. A pair of which only the file ``or_only`` exists is not missing."""
     existing = [path for path in (public, private) if path.exists()]
     if len(existing) == 1 and existing != [or_only]:
         raise SettingsError(f"{existing[0]} exists without its other half; delete it, or add {public} and {private}")

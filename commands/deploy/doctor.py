@@ -146,7 +146,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_disk(directories: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
-    """Check that the disks of some directories have free space; each directory has a description of its content."""
+    """Check for free space on the disks that contain the directories; each directory has a description."""
     for content, path in (*directories, ("temporary files", Path(tempfile.gettempdir()))):
         free, total = free_disk(path)
         is_low = free < LITTLE_BYTES or free < LITTLE_SHARE * total

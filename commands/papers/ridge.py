@@ -160,9 +160,9 @@ def ensemble(x: Array, y: Array, fedavg: Array, penalties: Sequence[float]) -> A
     """Return PPFE's ensemble ``(K, d)``, with ``fedavg`` ``(K, d)`` as stage 1 and one later stage per penalty.
 
     The maximum of the loss in Algorithm 1 is a client's largest y^2, the same number for all stages. Larger squared
-    errors count as this maximum, so beta measures the accuracy of all stages on the same scale. The coefficient of a
-    stage depends on the error of the ensemble including this stage (line 21). To compute this error, the stage gets the
-    coefficient that follows from its own error, as in Posy's PPFE.
+    errors are capped at this maximum, so beta measures the accuracy of all stages on the same scale. The coefficient of
+    a stage depends on the error of the ensemble including this stage (line 21). To compute this error, the stage gets
+    the coefficient that follows from its own error, as in Posy's PPFE.
     """
     bound = (y**2).max(axis=1, keepdims=True)
 

@@ -59,8 +59,8 @@ def read_own(
     """Read an .npz, .csv or .parquet file, or a directory in one of the supported layouts.
 
     For image files, ``size`` and ``mode`` are as in :func:`posy.data.readers.image.readable_images`, and
-    ``skip_unreadable`` skips unreadable ones; if it is ``None``, their error does not suggest this setting. ``columns``
-    applies to tables.
+    ``skip_unreadable`` skips unreadable ones; with ``None``, an unreadable file's error does not suggest the setting.
+    ``columns`` applies to tables.
 
     Raises
     ------

@@ -195,7 +195,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 class _Replacement:
-    """The replacement for a name in a pickle, which supports only calls."""
+    """The replacement for a name in a pickle. It can only be called."""
 
     __slots__ = ("_call",)
 
