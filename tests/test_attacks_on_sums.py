@@ -40,7 +40,7 @@ class Server(InProcessGrid):
         self.change = change
         self.exchanges: list[tuple[Message, Message]] = []
         for number, config in enumerate(configs, start=1):
-            self._contexts[number].node_config.update(config)
+            self.contexts[number].node_config.update(config)
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)

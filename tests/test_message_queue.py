@@ -82,7 +82,7 @@ def codes(queue: MessageQueue, *numbers: str) -> list[int]:
     return [reply.envelope.error.code for reply in queue.replies(RUN, numbers)]
 
 
-def test_the_exchange_is_empty_after_delivery(queue: MessageQueue) -> None:
+def test_the_queue_is_empty_after_delivery(queue: MessageQueue) -> None:
     message = packed()
     number = message.tree.object_id
     send(queue, message)

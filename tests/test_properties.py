@@ -134,7 +134,7 @@ class RecordingGrid(InProcessGrid):
             config = message.content.config_records["config"]
             kind, number = message.metadata.message_type, config.get("server-round")
             if (kind, number, config.get("client")) == (MessageType.TRAIN, LOST, 1):
-                self._contexts[message.metadata.dst_node_id].state.clear()
+                self.contexts[message.metadata.dst_node_id].state.clear()
             if (kind, number, config.get("client")) == (MessageType.TRAIN, LOST + 1, 1):
                 items = message.content.array_records["arrays"].items()
                 self.sent = {name: array.numpy().copy() for name, array in items}, dict(config)
