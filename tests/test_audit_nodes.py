@@ -69,6 +69,12 @@ def log_at(sites: Deployment, name: str) -> AuditLog:
     return AuditLog(sites.folder / "state" / name / "audit.jsonl")
 
 
+def count_events(sites: Deployment) -> int:
+    """Return the number of events in the log of the warm node, which creates the log with its first message."""
+    audit_log = log_at(sites, "warm")
+    return audit_log.check().head.count if audit_log.path.exists() else 0
+
+
 def runtime_api(deployment: Deployment, name: str) -> str:
     """Return the address of a node's Runtime API, which any process of the machine can connect to."""
     addresses = re.findall(r"Uvicorn running on http://(127\.0\.0\.1:[0-9]+)", deployment.log(name))
@@ -159,7 +165,7 @@ def test_logs_contain_every_reply_of_a_run(sites: Deployment) -> None:
 
 @pytest.mark.core
 def test_refused_code_is_logged(sites: Deployment) -> None:
-    before = log_at(sites, "warm").check().head.count
+    before = count_events(sites)
     (sites.folder / "losses.py").write_text(LOSS)
     sites.submit("second", *words(loss="losses:mine", join_timeout=15))
     assert sites.ended("run-second") != 0
@@ -175,8 +181,7 @@ def test_refused_code_is_logged(sites: Deployment) -> None:
 
 def test_a_killed_worker_is_logged(sites: Deployment) -> None:
     """The worker is killed during a training of several minutes."""
-    audit_log = log_at(sites, "warm")
-    before, begun = audit_log.check().head.count if audit_log.path.exists() else 0, count_trainings(sites)
+    before, begun = count_events(sites), count_trainings(sites)
     sites.submit("third", *words(local_epochs=20_000))
     sites.until(lambda: count_trainings(sites) > begun, "run-third")
     os.kill(sites.worker("warm"), signal.SIGKILL)
