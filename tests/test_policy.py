@@ -172,7 +172,7 @@ def test_the_default_policy_file_loads(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["policy", "new", str(path)]) == 2  # it is not overwritten
     capsys.readouterr()
     assert main(["policy", "check", str(path)]) == 0
-    assert "smallest number of rows" in capsys.readouterr().out
+    assert "minimum number of rows" in capsys.readouterr().out
     assert main(["policy", "check", str(path), "method=fedavg"]) == 0
     assert "accepted" in capsys.readouterr().out
     assert main(["policy", "check", str(path), "method=fedavg", "batch-size=1", "num-clients=1"]) == 1
