@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.xdist_group("simulation")
 CORE = ("fedfew", "ppfe", "scaffold")
 """Methods with several models, with stages, and with several arrays in a message and in a client's state."""
 FURTHER = ("cwfedavg", "fedacs", "feddrm", "fedavg", "fedproto", "fedpac", "pfedfda", "fedfomo", "apfl")
-"""Methods that run only among the federation tests."""
+"""Methods for `pytest -m federation`, because they take minutes."""
 CLIENTS = 4
 TIMEOUT = 400.0
 """Timeout in seconds of every step, for a busy machine."""
@@ -127,21 +127,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def simulated(folder: Path) -> Path:
-    """Run the core methods in one simulation, then a run that is killed after round 5, and return their directory."""
-    return simulate(folder, CORE, "runs")
+def simulated(folder: Path, request: pytest.FixtureRequest) -> Path:
+    """Run the methods of the selected tests in one simulation, then a run that is killed after round 5.
 
-
-@pytest.fixture(scope="module")
-def simulated_further(folder: Path) -> Path:
-    """Run the further methods, then a run that is killed after round 5, and return their directory."""
-    return simulate(folder, FURTHER, "further")
-
-
-def simulate(folder: Path, methods: Sequence[str], name: str) -> Path:
-    """Run methods in one simulation, then a run that is killed after round 5, and return their directory."""
-    runs = folder / name
-    configs = [settings(runs, method, method) for method in methods]
+    Return the directory of the runs.
+    """
+    runs = folder / "runs"
+    tests = [item.name for item in request.session.items if item.getparent(pytest.Module) is request.node]
+    selected = [method for method in (*CORE, *FURTHER) if any(f"[{method}]" in test for test in tests)]
+    configs = [settings(runs, method, method) for method in selected]
     configs.append(settings(runs, "ppfe", "secure", **SECURE))
     configs.append(settings(runs, "fedrep", "cut", **CUT))
     done = subprocess.run(
@@ -153,19 +147,8 @@ def simulate(folder: Path, methods: Sequence[str], name: str) -> Path:
     return runs
 
 
-@pytest.mark.parametrize("method", CORE)
+@pytest.mark.parametrize("method", [*CORE, *(pytest.param(name, marks=pytest.mark.federation) for name in FURTHER)])
 def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, tmp_path: Path) -> None:
-    check_models(method, simulated, tmp_path)
-
-
-@pytest.mark.federation
-@pytest.mark.parametrize("method", FURTHER)
-def test_ray_gives_the_models_of_further_methods(method: str, simulated_further: Path, tmp_path: Path) -> None:
-    check_models(method, simulated_further, tmp_path)
-
-
-def check_models(method: str, simulated: Path, tmp_path: Path) -> None:
-    """Run a method in process, and compare the results with the results of its simulation."""
     run_in_process(settings(tmp_path, method, method))
     points = 2 if settings_class(method).point == "served" else 1
     assert len(models_of(simulated / method)) == points * CLIENTS + 1
@@ -234,22 +217,16 @@ def check_one_line(setting: str, message: str, folder: Path) -> None:
 
 
 WRONG = [
-    ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0"),
-    ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect"),
-    ("num-clients=5000", "num-clients = 5000 in the run config: digits"),
+    ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
+    ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp != off"),
+    ("num-clients=5000", "num-clients = 5000 in the run config: digits has 1797 samples"),
 ]
 
 
-@pytest.mark.parametrize(("setting", "message"), WRONG[:1])
+@pytest.mark.parametrize(
+    ("setting", "message"), [WRONG[0], *(pytest.param(*case, marks=pytest.mark.federation) for case in WRONG[1:])]
+)
 def test_simulation_setting_errors_take_one_line(setting: str, message: str, superlink: None, folder: Path) -> None:
-    check_one_line(setting, message, folder)
-
-
-@pytest.mark.federation
-@pytest.mark.parametrize(("setting", "message"), WRONG[1:])
-def test_simulation_errors_of_further_settings_take_one_line(
-    setting: str, message: str, superlink: None, folder: Path
-) -> None:
     check_one_line(setting, message, folder)
 
 
