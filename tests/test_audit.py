@@ -534,8 +534,8 @@ def test_posy_audit_names_the_first_broken_line(filled_log: AuditLog, capsys: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "nowhere cannot be read: "),
-        (["LOG", "--since", "yesterday"], "--since 'yesterday' is not a time"),
+        (["nowhere"], "nowhere cannot be read: No such file or directory; name the log, or the state-dir of its node"),
+        (["LOG", "--since", "yesterday"], "--since 'yesterday' is not a time; type a date such as 2026-01-31"),
         (["LOG", "--contains", "7"], "--contains '7' is not an anchor"),
     ],
 )

@@ -310,7 +310,7 @@ def test_a_nan_loss_is_an_error(make_client: MakeClient) -> None:
 
 
 def test_an_unknown_client_is_an_error(make_client: MakeClient) -> None:
-    with pytest.raises(IndexError, match="client 4: the partition has 4 clients"):
+    with pytest.raises(IndexError, match="client 4: the partition has 4 clients, numbered from 0"):
         make_client("fedavg", 4)
 
 

@@ -259,9 +259,9 @@ def test_a_default_above_its_limit_is_accepted() -> None:
 
 
 def test_a_limit_must_name_another_setting() -> None:
-    with pytest.raises(ValueError, match=r"mine .*other is not a setting"):
+    with pytest.raises(ValueError, match=r"mine .* other - 1: other is not a setting"):
         check_conditions({"mine": Setting(0, "mine", limit="other - 1")}, SETTINGS)
-    with pytest.raises(ValueError, match="limit 'number / 2' is not of the form"):
+    with pytest.raises(ValueError, match="limit 'number / 2' is not of the form `num-clients - 1`"):
         check_conditions({"mine": Setting(0, "mine", limit="number / 2")}, SETTINGS)
     check_conditions({"mine": Setting(0, "mine", limit="number - 2")}, SETTINGS)
     assert Setting(0, "mine", limit="number - 2").largest({"number": 5}) == 3

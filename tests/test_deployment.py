@@ -119,7 +119,7 @@ def test_node_config_must_have_the_form_key_value() -> None:
         ("state_dir=/x", "state_dir in the node config.*did you mean state-dir?"),
         ("partition_id=0", "did you mean partition-id?"),
         ("local-epochs=50", "local-epochs in the node config.*a setting of a run"),
-        ("colour=red", "a node reads data, policy, name, state-dir"),
+        ("colour=red", "a node reads data, policy, name, state-dir, models, skip-unreadable, partition-id, "),
         ("partition-id=-1", "partition-id = '-1' .*whole number >= 0"),
         ("num-partitions=0", "num-partitions = '0' .*whole number >= 1"),
         ("state-dir=/srv/{name}", r"\{name\} is the name of a node's key"),
@@ -170,7 +170,7 @@ def test_nodes_of_one_command_divide_the_partitions() -> None:
     assert node_configs(["data=/srv/{name}"], names) == [[f"data=/srv/{name}"] for name in names]
     assert node_configs(["data=/srv", "partition-id=4", *shared], names)[2][0] == "partition-id=6"
     for words in (["partition-id=25"], ["partition-id=x", "num-partitions=50"]):
-        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes"):
+        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes: .*partition number"):
             node_configs(words, names)
 
 

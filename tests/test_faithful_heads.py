@@ -104,7 +104,7 @@ def test_regular_runs_have_no_notices(
 
 @pytest.mark.parametrize("layers", [3, 4])
 def test_fedper_rejects_a_run_without_shared_layers(layers: int, make_strategy: Make) -> None:
-    with pytest.raises(SettingsError, match=rf"fedper-layers = {layers} .*at most 2"):
+    with pytest.raises(SettingsError, match=rf"fedper-layers = {layers} .*3 layers.*at most 2"):
         make_strategy("fedper", model="mlp", fedper_layers=layers)
     assert make_strategy("fedper", model="mlp", fedper_layers=2).model.size
 

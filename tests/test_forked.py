@@ -264,5 +264,5 @@ def test_environment_variable_sets_the_number_of_cores(
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
 def test_invalid_number_of_cores_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(forked.CORES, value)
-    with pytest.raises(SettingsError, match="whole number"):
+    with pytest.raises(SettingsError, match="whole number of at least 1"):
         forked.cores()

@@ -153,9 +153,9 @@ def test_a_feature_of_tiny_scale_is_not_constant(tmp_path):
 @pytest.mark.parametrize(
     ("name", "x", "notice"),
     [
-        ("a.npz", np.array([[2**60], [2**60 + 1]]), "cannot distinguish values of these features: 0"),
+        ("a.npz", np.array([[2**60], [2**60 + 1]]), "float64 cannot distinguish values of these features: 0"),
         ("a.npz", np.array([[2**60], [2**61]]), None),
-        ("a.csv", [str(2**60), str(2**60 + 1)], "cannot distinguish values of these columns: x"),
+        ("a.csv", [str(2**60), str(2**60 + 1)], "float64 cannot distinguish values of these columns: x"),
         ("a.csv", ["1700000000", "1700000001"], None),
     ],
 )
@@ -699,7 +699,7 @@ def test_pickle_with_a_shared_row_is_read(tmp_path):
 
 def test_too_large_tokens_are_rejected(tmp_path):
     root = pfllib(tmp_path / "p", (np.array([[1, 2**40], [1, 2]]), np.array([0, 1])))
-    expect_error(load_own, root, "p", match="token 1099511627776; allowed")
+    expect_error(load_own, root, "p", match="token 1099511627776; allowed: whole numbers from 0 .padding. to")
 
 
 # -- folders of images -----------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_method_setting_changes_the_run_or_is_reported(
 NOTICES: list[tuple[dict[str, Any], str]] = [
     (
         {"lr_schedule": "step", "lr_step": 3},
-        "lr-schedule = 'step' has no effect",
+        "lr-schedule = 'step' has no effect: lr is 0.05 in all rounds from 1 to 3; ",
     ),
     ({"lr_schedule": "step", "lr_step": 2}, ""),
     ({"lr_schedule": "exponential", "lr_decay": 1.0}, "lr-schedule = 'exponential' has no effect"),
@@ -143,7 +143,7 @@ NOTICES: list[tuple[dict[str, Any], str]] = [
         "secure-neighbours = 3: a round has ",
     ),
     ({"secure_aggregation": True, "secure_neighbours": 2, "fraction_train": 0.75}, ""),
-    ({"precision": "tf32"}, "a node: precision = 'tf32' has no effect"),
+    ({"precision": "tf32"}, "a node: precision = 'tf32' has no effect on the device cpu, which computes in float32"),
     ({"precision": "bfloat16"}, ""),
 ]
 

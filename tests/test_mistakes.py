@@ -115,7 +115,7 @@ def test_traceback_shows_the_line_of_a_custom_method(
     lines = {"client": "pass", "check": "pass"} | {where: "self.method.strenght"}
     (tmp_path / f"mine_{where}.py").write_text(dedent(METHOD).format(**lines))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(AttributeError, match="strenght") as raised:
+    with pytest.raises(AttributeError, match="'MineSettings' object has no attribute 'strenght'") as raised:
         main(["run", f"method=mine_{where}.py:Mine", "num-clients=2", "num-server-rounds=1", "max-samples=100"])
     assert f"mine_{where}.py" in "".join(mistakes.traceback.format_exception(raised.value))
     assert "is excluded" not in capfd.readouterr().err

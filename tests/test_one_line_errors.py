@@ -150,7 +150,7 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["run", "--help"], 0, "EXPERIMENT is a file of settings"),
         (["settings", "fedavg"], 0, "num-clients"),
         (["runn"], 2, "did you mean `posy run`?"),
-        (["run", "--lr", "0.1"], 2, "lr is a setting, not an option"),
+        (["run", "--lr", "0.1"], 2, "lr is a setting, not an option; type lr=0.1"),
         (["run", "--superlinkk", "x"], 2, "did you mean --superlink?"),
         (["table"], 2, "see `posy table --help`"),
         (["run", "lr=-1"], 2, "lr = -1.0"),

@@ -125,13 +125,13 @@ WRONG = {
     "broken": (DataError, "OSError: the disk is gone"),
     "unequal": (DataError, "arrays of unequal length (x: 60, y: 59)"),
     "objects": (DataError, "x of shape (60,) and type object"),
-    "flat": (DataError, "x of shape (60,) and type float64"),
+    "flat": (DataError, "x of shape (60,) and type float64; allowed: texts, and numbers in 2 to 4 axes"),
     "missing": (DataError, "x: nan at index (3, 1)"),
     "fractions": (DataError, "y: label 0.5 at index 0"),
     "other": (DataError, "a mapping of x, y, names"),
     "ragged": (DataError, "x is not an array"),
     "sizes": (DataError, "x: arrays of shape (20, 20, 3) and (21, 20, 3)"),
-    "numbered_test": (DataError, "test must be true or false"),
+    "numbered_test": (DataError, "test must be true or false for each sample, not int64"),
 }
 
 

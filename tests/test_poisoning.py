@@ -409,7 +409,7 @@ def test_a_round_with_too_few_replies_for_krum_changes_nothing(
     _, replies = send(strategy)
     assert take(strategy, replies[:4]) == (None, None)
     assert state_bytes(strategy) == before
-    assert "4 accepted replies, but robust = krum" in warnings.text
+    assert "4 accepted replies, but robust = krum with max-attackers = 1 needs 5" in warnings.text
     _, replies = send(strategy, 2)
     take(strategy, replies, 2)
     assert state_bytes(strategy) != before

@@ -75,7 +75,7 @@ def test_refused_runs_read_no_records_and_run_no_code(sites: tuple[Deployment, l
     refusals = {
         "small-batch": (
             COLUMNS | {"batch_size": 1},
-            "site-0: .*, rule min-rows: batch-size = 1",
+            "site-0: .*, rule min-rows: batch-size = 1; .* 10 rows",
         ),
         "own-code": (
             COLUMNS | {"model": "nets:f"},

@@ -298,7 +298,7 @@ def test_a_complete_run_can_be_extended(tmp_path: Path) -> None:
     run(grid_of(longer), longer)
     config = settings(tmp_path, "fedrep", "mine")
     path = run(grid_of(config), config).directory.path
-    with pytest.raises(SettingsError, match="6 rounds are complete"):
+    with pytest.raises(SettingsError, match=r"6 rounds are complete; .*num-server-rounds"):
         run(grid_of(config), resume_config(config, "mine"))
     run(grid_of(config), resume_config(config, "mine", num_server_rounds=8, round_timeout=99.5))
     assert_same_results(path, path.parent / "longer")

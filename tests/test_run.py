@@ -492,7 +492,8 @@ def test_runs_without_reliable_results_are_marked(
         (
             {"dp": "local", "dp_clip": 1.0, "dp_epsilon": 1e-30, "dp_delta": 1e-40, "dp_scores": "exact"},
             (2, 3),
-            "noise of dp-clip = 1 and dp-epsilon = 1e-30",
+            "noise of dp-clip = 1 and dp-epsilon = 1e-30 may be the cause; a larger dp-epsilon, a smaller dp-clip or a "
+            "smaller lr than 0.05 may help",
         ),
         ({"lr": 1e38}, (1, 2, 3), "smaller lr than 1e+38"),
     ],

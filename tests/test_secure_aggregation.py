@@ -443,7 +443,9 @@ def test_a_round_below_the_threshold_keeps_the_server_state(
     np.testing.assert_array_equal(secure.strategy.model, secure.strategy.initial())
     assert set(reasons(secure, 1)) == {client for _, _, client in lost_messages}
     [message] = {record.getMessage() for record in warnings.records if "the round fails" in record.getMessage()}
-    assert "secure-threshold = 0.8 needs" in message or "1 of 5 clients have sent their keys" in message
+    assert (
+        "secure-threshold = 0.8 needs" in message or "1 of 5 clients have sent their keys, but 2 are needed" in message
+    )
 
 
 @pytest.mark.parametrize("fault", [{"secure-range": 1e-9}, {"lr": 1e30}])
@@ -592,7 +594,7 @@ def test_clients_reveal_only_one_secret_of_each_peer() -> None:
     for other in ([0, 1, 3], [0, 1, 2, 3]):
         with pytest.raises(ProtocolError, match="has already signed another list of survivors"):
             group.sign_survivors(0, other)
-    few = "2 of the 4 clients of the cohort have signed"
+    few = "2 of the 4 clients of the cohort have signed .* 3 are needed"
     with pytest.raises(ProtocolError, match=few):
         group.unmask(0, {0: signatures[0], 1: signatures[1]})
     with pytest.raises(ProtocolError, match=few):  # one signer twice
@@ -897,7 +899,7 @@ def test_shares_from_non_neighbours_are_rejected() -> None:
             group.mask(0, sources=sources, shares=shares)
     with pytest.raises(MaskingError, match="from client 1 to client 0 cannot be decrypted"):
         group.mask(0, shares=[valid_shares[1], valid_shares[0], valid_shares[2]])
-    with pytest.raises(ProtocolError, match="the weight 2 is not between 1"):
+    with pytest.raises(ProtocolError, match="the weight 2 is not between 1 and the sum of weights 1"):
         group.mask(0, weights=1)
 
 
@@ -1023,7 +1025,7 @@ def test_methods_that_support_secure_aggregation() -> None:
         ({"max-update-norm": 1.0}, "the server sees no single update"),
         ({"num-clients": 1}, "at least two clients"),
         ({"fraction-train": 0.1}, "at least two clients"),
-        ({"dp": "local", "dp-clip": 1.0}, r"secure-range = 16 with dp-clip = 1: .* 232.2"),
+        ({"dp": "local", "dp-clip": 1.0}, r"secure-range = 16 with dp-clip = 1: .* at least 232.2"),
         ({"secure-threshold": 0.5}, "secure-threshold"),
     ],
 )

@@ -85,7 +85,7 @@ def test_shift_levels_limit_the_number_of_clients():
         check_shift("high", 9)
     with pytest.raises(SettingsError, match="'grid' has 54 shifts"):
         check_shift("grid", 55)
-    with pytest.raises(SettingsError, match=r"needs RGB images .* 1 channels"):
+    with pytest.raises(SettingsError, match=r"needs RGB images of 8-bit pixels; .* 1 channels"):
         check_shift("low", 2, 1)
 
 

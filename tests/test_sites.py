@@ -109,7 +109,7 @@ def test_splits_below_min_rows_are_empty(tmp_path: Path) -> None:
     # The validation rows stay in training.
     assert [len(rows[0]) for rows in (part.train, part.test, part.validation)] == [30, 10, 0]
     (note,) = [note for note in dataset.notes if "min-rows" in note]
-    assert "fewer than 9 validation rows" in note
+    assert "fewer than 9 validation rows (min-rows)" in note
     with pytest.raises(DataError, match=r"30 rows for training.*min-rows = 31") as caught:
         load(path, replace(IMAGES, validation_fraction=0.2), replace(POLICY, min_rows=31))
     assert caught.value.code == "too-few-rows"

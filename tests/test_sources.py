@@ -62,7 +62,7 @@ def test_messages_name_the_source_of_each_setting(message: str, expected: str) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["min-clients=11"], "min-clients = 11 on the command line: .* num-clients = 10"),
+        (["min-clients=11"], "min-clients = 11 on the command line: .* 0 to num-clients = 10"),
         (["min-train-replies=11"], "min-train-replies = 11 on the command line: 10 clients train"),
         (["frozen=nope"], "frozen = 'nope' on the command line: 'nope' is not a layer"),
         (["model=textcnn"], "model = 'textcnn' on the command line: for image data"),
@@ -75,7 +75,7 @@ def test_messages_name_the_source_of_each_setting(message: str, expected: str) -
         (["resume=x"], "resume = 'x' on the command line: .* does not contain a run"),
         (
             ["optimizer-state=kept", "optimizer=sgd"],
-            "optimizer-state = 'kept' on the command line cannot go with",
+            "optimizer-state = 'kept' on the command line cannot go with optimizer = 'sgd' and",
         ),
         (
             ["method=fedacs", "client-weights=uniform"],
@@ -97,7 +97,7 @@ def test_a_conflict_with_a_file_names_the_file(tmp_path: Path) -> None:
     file = write_experiment(tmp_path, {"num-clients": 5})
     with pytest.raises(SettingsError) as raised:
         read_settings({"experiment": file, "min-clients": 7}, COMMAND_LINE)
-    assert str(raised.value).startswith("min-clients = 7 on the command line: ")
+    assert str(raised.value).startswith("min-clients = 7 on the command line: it must be 0 to ")
     assert str(raised.value).endswith(f"num-clients = 5 in {file}")
 
 

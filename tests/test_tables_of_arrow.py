@@ -110,8 +110,11 @@ def test_settings_select_columns(form: str, tmp_path: Path) -> None:
         ({"label_column": "sort"}, "review, a, b, c, ward, kind"),
         ({"input_columns": "a,d"}, "input-columns = 'd': this column does not exist"),
         ({"group_column": "Ward"}, "group-column = 'Ward': this column does not exist"),
-        ({"label_column": "a", "input_columns": "a,b"}, "'a' is named by label-column"),
-        ({"group_column": "a", "input_columns": "review,a,b,c,ward,kind"}, "'a' is named by group-column"),
+        ({"label_column": "a", "input_columns": "a,b"}, "'a' is named by label-column and by input-columns"),
+        (
+            {"group_column": "a", "input_columns": "review,a,b,c,ward,kind"},
+            "'a' is named by group-column and by input-columns",
+        ),
         ({"input_columns": "review,a,b,c,ward,kind"}, "no column is left for the label"),
         ({"label_column": "kind", "input_columns": "a,review"}, "review"),
     ):
@@ -207,7 +210,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({"x": [1.0, 2.0], "z": [1.0, float("nan")], "label": [0, 1]}, "row 2, column z: it is empty"),
     "infinite": ({"x": [1.0, float("inf")], "label": [0, 1]}, "row 2, column x: inf"),
     "label": ({"x": [1.0, 2.0], "label": [0.5, 1]}, "column label: label 0.5 at index 0"),
-    "ragged": ({"x": [[1], [1, 2]], "label": [0, 1]}, "row 2, column x: a list of 2 entries"),
+    "ragged": ({"x": [[1], [1, 2]], "label": [0, 1]}, "row 2, column x: a list of 2 entries, but the first list has 1"),
     "hole": ({"x": [[1, 2], [1, None]], "label": [0, 1]}, "row 2, column x: a value is missing"),
     "list and number": ({"x": [[1], [2]], "z": [1, 2], "label": [0, 1]}, "column x of type list"),
     "words": ({"x": ["a", "b"], "z": [1, 2], "label": [0, 1]}, "in input-columns"),
@@ -243,8 +246,8 @@ def test_invalid_saved_data_sets_are_rejected(tmp_path: Path) -> None:
     next((tmp_path / "cut").glob("*.arrow")).write_bytes(b"short")
     (tmp_path / "a.parquet").write_bytes(b"PAR1, and the end")
     for name, message in (
-        ("unlabelled", "row 2, column label: label -1; allowed: 0 to 1"),
-        ("both", "columns of images: one, two"),
+        ("unlabelled", "row 2, column label: label -1; allowed: 0 to 1, the numbers of its classes"),
+        ("both", "columns of images: one, two; name one in input-columns"),
         ("none", "row 2, column one: it is empty"),
         ("unlike", "split test has the columns"),
         ("cut", "not a complete folder of datasets.save_to_disk"),

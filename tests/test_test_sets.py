@@ -51,7 +51,7 @@ def test_a_test_fraction_without_effect_gives_a_warning(tmp_path: Path, warnings
         warnings.clear()
         sizes = [len(part) for part in workspace(**settings, **changes).partition.test]
         assert sum(sizes) == (24 if changes.get("test_set") == "pooled" else 8)
-        return "a.npz comes with a test set" in warnings.text
+        return "a.npz comes with a test set; test-set=pooled" in warnings.text
 
     assert warned(test_fraction=0.5)
     assert not warned()
@@ -64,7 +64,7 @@ def test_pooling_an_absent_test_set_gives_a_warning(tmp_path: Path, warnings: py
     settings = {"dataset": "a.npz", "method": "fedavg", "partition": "iid", "num_clients": 2}
     pooled = workspace(**settings, test_set="pooled").partition
     assert "test-set = 'pooled' has no effect: " in warnings.text
-    assert "a.npz comes without a test set" in warnings.text
+    assert "a.npz comes without a test set; remove test-set" in warnings.text
     warnings.clear()
     supplied = workspace(**settings).partition
     assert [part.tolist() for part in pooled.test] == [part.tolist() for part in supplied.test]
@@ -79,7 +79,7 @@ def test_a_test_fraction_without_effect_on_a_partition_file_gives_a_warning(
     (tmp_path / "both.json").write_text(json.dumps({"train": [[0, 1, 2, 3, 4]], "test": [[5]]}))
     assert len(workspace(**settings, partition_file="both.json").partition.test[0]) == 1
     assert "test-fraction = 0.5 has no effect: " in warnings.text
-    assert "both.json lists the test samples" in warnings.text
+    assert "both.json lists the test samples; remove test-fraction" in warnings.text
     warnings.clear()
     (tmp_path / "all.json").write_text(json.dumps([[0, 1, 2, 3, 4, 5]]))
     assert len(workspace(**settings, partition_file="all.json").partition.test[0]) == 3

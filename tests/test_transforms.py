@@ -92,8 +92,8 @@ def test_stacked_and_looped_clients_get_the_same_augmentation(settings: dict[str
 
 
 WRONG = {
-    "CutMix": "CutMix fails for the images of the data",
-    "RandomResizedCrop(7)": "RandomResizedCrop returns images of shape 3x7x7",
+    "CutMix": "CutMix fails for the images of the data, which have the shape 3x8x10 (ValueError",
+    "RandomResizedCrop(7)": "RandomResizedCrop returns images of shape 3x7x7 and type torch.float32",
     "ToPILImage": "ToPILImage returns an object of type Image",
     "RandomRotatio(3)": "has no transform RandomRotatio; did you mean RandomRotation or ",
     "randomrot(3)": "has no transform randomrot; did you mean RandomRotation or ",

@@ -113,9 +113,9 @@ def test_the_worker_neither_unpacks_nor_imports_an_unsigned_app(
     [
         (None, "cannot be read"),
         ("", r"must hold `key: value` lines|names no entity"),
-        ("{}", "names no entity"),
-        ("fpk_1: ssh-ed25519 nonsense", "fpk_1 must be a public key"),
-        ("fpk_1: 7", "fpk_1 must be a public key"),
+        ("{}", "names no entity; add a line `key id: ssh-ed25519"),
+        ("fpk_1: ssh-ed25519 nonsense", "fpk_1 must be a public key as `ssh-keygen -t ed25519`"),
+        ("fpk_1: 7", "fpk_1 must be a public key as `ssh-keygen -t ed25519`"),
         ("- a\n- b", "must hold `key: value` lines"),
     ],
 )
@@ -134,7 +134,7 @@ def test_an_invalid_key_file_is_a_command_error(
 def test_a_key_of_another_type_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "trusted.yaml"
     file.write_text(f"fpk_1: {public_text(ec.generate_private_key(ec.SECP256R1()))}\n")
-    with pytest.raises(SettingsError, match="fpk_1 must be a public key"):
+    with pytest.raises(SettingsError, match="fpk_1 must be a public key as `ssh-keygen -t ed25519`"):
         read_entities(file)
 
 
@@ -190,7 +190,7 @@ def test_nodes_refuse_an_unsigned_app(signing: tuple[Deployment, Ed25519PrivateK
     deployment, _ = signing
     deployment.submit("unsigned", *settings(deployment, 0, 10))
     assert deployment.ended("run-unsigned") == 1
-    assert "The FAB could not be verified" in deployment.log("run-unsigned")
+    assert "its copy of the app is not valid: The FAB could not be verified" in deployment.log("run-unsigned")
     for name in ("warm", "stock"):
         assert "The FAB could not be verified" in deployment.log(name)
     assert "working on a" not in deployment.log("warm")

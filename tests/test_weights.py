@@ -207,11 +207,11 @@ def test_invalid_word_vectors_are_rejected() -> None:
     task = Task("text", (6,), ("-", "+"), vocabulary=4)
     words = ("good", "bad")
     for text, model, message in (
-        ("good 1 2 3\n", "lstm", "line 1: cannot be read (3 numbers for 'good'"),
-        ("the 1\nbad " + "x " * 300, "lstm", "line 2: cannot be read (could not convert"),
+        ("good 1 2 3\n", "lstm", "line 1: cannot be read (3 numbers for 'good'; the network's embedding has 300)"),
+        ("the 1\nbad " + "x " * 300, "lstm", "line 2: cannot be read (could not convert string to float: 'x')"),
         ("bad " + "nan " * 300, "lstm", "contains NaN or infinite"),
         ("the " + "1 " * 300, "lstm", "none of the 2 words"),
-        ("good " + "1 " * 300, "fasttext", "300 numbers for 'good'"),
+        ("good " + "1 " * 300, "fasttext", "300 numbers for 'good'; the network's embedding has 64"),
     ):
         Path("glove.txt").write_text(text, encoding="utf-8")
         with pytest.raises(SettingsError) as raised:
@@ -241,7 +241,7 @@ def test_invalid_weights_are_rejected_before_the_run() -> None:
             posy.run(method="fedavg", weights=name, **{**SMALL, "model": "nets:net"})
         assert message in str(raised.value)
     for frozen, message in (
-        ("nothing", "'nothing' is not a layer of model = 'mlp'"),
+        ("nothing", "'nothing' is not a layer of model = 'mlp' that can be frozen; allowed are fc1, fc2"),
         ("fc1, head", "'head' is not a layer"),
     ):
         with pytest.raises(SettingsError) as raised:
