@@ -144,7 +144,7 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
 
 
 def own_places(config: dict[str, Any], context: Context) -> None:
-    """Replace the server's folders in a message's config with those that the node's config names.
+    """Replace the server's folders in a message's config with the folders in the node's config.
 
     The client's state goes to the run's folder in ``state-dir``. Its model goes to the run's folder in ``models`` or,
     by default, to a subfolder of the state folder.

@@ -225,9 +225,9 @@ class DirectoryStore(StateStore):
 
 
 class MemoryStore(DirectoryStore):
-    """Stores states in memory by reference, and moves those of the least recently used clients to files beyond a limit.
+    """Stores states in memory by reference. Beyond a limit, it moves the least recently used clients' states to files.
 
-    The store is thread-safe. Callers must not write to the arrays that they load. The limit is in bytes (0: no limit).
+    The store is thread-safe. Callers treat loaded arrays as read-only. The limit is in bytes (0: no limit).
     States beyond the limit, and states that checkpoints need, go to the directory.
     """
 

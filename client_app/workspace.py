@@ -117,7 +117,7 @@ class Workspace:
 
     @cached_property
     def order_key(self) -> tuple[int, ...]:
-        """Additional key for a site's random streams, so that the server cannot tell which samples a batch contains."""
+        """Additional key for a site's random streams, so that the server cannot compute a batch's samples."""
         return (self.dataset.order_seed,) if self.dataset.order_seed else ()
 
     @cached_property

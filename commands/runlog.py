@@ -29,7 +29,7 @@ _REASON = re.compile(r"ERROR\s*: +ServerApp raised an exception: (.+)")
 
 
 class RunLog:
-    """A filter that receives the lines of a run's log and prints those that are relevant to the user.
+    """A filter that receives the lines of a run's log and prints the relevant lines.
 
     It hides Flower's INFO lines, and a few of Flower's warnings that are not about the run. It prints other warnings,
     errors, and all lines without a log level, such as Posy's output. It prints or hides the lines of a traceback

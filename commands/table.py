@@ -360,7 +360,7 @@ def _cell_config(
     sources: Mapping[str, str],
     effects: "Effects",
 ) -> dict[str, Any]:
-    """Return a cell's settings without those that have no effect in it, and record which have an effect.
+    """Return the settings that have an effect in a cell, and record which settings have one.
 
     Parameters
     ----------
@@ -392,7 +392,7 @@ def _cell_config(
 
 @dataclass
 class Effects:
-    """The settings of a table that have an effect in some cell, and those that lack one, by source and key."""
+    """The settings of a table with and without an effect in some cell, by source and key."""
 
     useful: set[tuple[str, str]] = field(default_factory=set)
     idle: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -453,7 +453,7 @@ def plan_as_yaml(
 def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
     """Run the unfinished cells, ``jobs`` at a time; return the reason for each failure, keyed by cell name.
 
-    Run all cells of one seed before those of the next, so that an interrupted table has complete seeds.
+    Run all cells of one seed before the next seed, so that an interrupted table has complete seeds.
     """
     seed_order = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
     unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)

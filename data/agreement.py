@@ -1,7 +1,7 @@
 """The task of a run over sites: the settings specify it, or else the sites agree on it.
 
 The server has no samples. It asks each site to describe its data and writes the agreed task into the run's settings
-(:func:`agreed`). From then on, the settings alone determine the task (:func:`task_of`).
+(:func:`agreed`). Afterwards, the settings alone determine the task (:func:`task_of`).
 """
 
 import json

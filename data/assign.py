@@ -176,7 +176,7 @@ class _Labels(datasets.Dataset):  # type: ignore[misc]
         return values[:] if isinstance(key, str) else values
 
     def select(self, indices: Any) -> Any:
-        """Return the row numbers; building a table instead would take up most of a draw's time."""
+        """Return the row numbers; building a table instead would take most of a draw's time."""
         return np.asarray(indices, np.int64)
 
     def sort(self, _: str) -> Any:

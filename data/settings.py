@@ -192,7 +192,7 @@ class DataSettings:
     )
     vocabulary: int = setting(
         20_000,
-        "number of words that get a token of their own, most frequent first; sites: size of the vocabulary that words "
+        "number of words with a separate token, most frequent first; sites: size of the vocabulary that words "
         "are hashed into",
         minimum=3,
         maximum=10_000_000,

@@ -91,7 +91,7 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
 
 
 def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> list[int]:
-    """Return a site's labels and statistics as numbers for a masked sum, except those that the settings specify.
+    """Return a site's labels and statistics as numbers for a masked sum, unless the settings specify them.
 
     The numbers cover the same rows as :func:`describe_site`. The settings specify the kind, the shape and the columns.
 

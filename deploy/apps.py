@@ -34,7 +34,7 @@ class Apps:
         """Return the node's own ClientApp, or the ClientApp from the bundle, which the method installs if it is new.
 
         :func:`posy.deploy.foreign.check_code` chooses between them according to the node's ``code`` rule. The method
-        raises the errors of that function, :func:`check_signatures` and :func:`install_whole`.
+        raises its errors, and the errors of :func:`check_signatures` and :func:`install_whole`.
         """
         if self._app is None or self._hash != bundle.hash:
             self._app = None

@@ -86,7 +86,7 @@ class Family:
     serve_worker: Callable[[socket.socket], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     stopped: float = 0.0
-    """Time at which the nodes were first told to stop, on the monotonic clock; 0 if they have not been."""
+    """Time at which the nodes were first asked to stop, on the monotonic clock; 0 if they have not been."""
 
     def keep(self) -> int:
         """Fork the nodes, serve them until all have ended, and return the exit status."""

@@ -71,7 +71,7 @@ def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
         try:
             folder.rename(installed)
         except OSError:
-            if not installed.is_dir():  # no other process has installed it in the meantime
+            if not installed.is_dir():  # otherwise another process has installed it in the meantime
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -122,7 +122,7 @@ class Worker:
     @classmethod
     def start(cls, parent: Parent) -> "Worker":
         """Start a worker."""
-        # Each worker has a Flower home of its own, because nodes would overwrite each other's apps in a shared one.
+        # Each worker has a separate Flower home, because nodes would overwrite each other's apps in a shared one.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         node_end, worker_end = socket.socketpair()
         node_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))

@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Read groups until the end of the input, then kill those that remain."""
+    """Read groups until the end of the input, then kill the remaining groups."""
     groups: set[int] = set()
     for line in sys.stdin:
         number = int(line)

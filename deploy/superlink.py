@@ -138,7 +138,7 @@ def keep(
 
 
 def _version(file: Path | None) -> tuple[int, int] | None:
-    """Return an identifier of a file's version, which changes when the file does, or None if there is no file."""
+    """Return an identifier of a file's version, which changes when the file does, or None without a file."""
     if file is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """Small networks: ``linear`` and ``mlp``; with convolutions ``cnn``, ``cnn-3fc``, ``cnn-3fc-wide`` and ``lenet-gn``.
 
 The networks with convolutions have two 5×5 convolutions without padding, each with 2×2 max-pooling. Images of 28×28
-pixels become 4×4, and those of 32×32 become 5×5. The smallest possible size, 16×16, becomes a single pixel.
+pixels become 4×4, and images of 32×32 become 5×5. The smallest possible size, 16×16, becomes a single pixel.
 """
 
 import math

@@ -239,8 +239,9 @@ def small_multiples(
     """Draw a small panel for each group of lines, with bands around the lines.
 
     The panels share one y-axis, unless ``apart`` is true. They share one x-axis, unless the lines of one panel are more
-    than four times as long as those of another. ``log`` makes the x-axes logarithmic, and ``y_log`` the y-axes. Series
-    named in ``points`` are drawn as separate points. ``dashed`` contains horizontal lines, keyed by panel and name.
+    than four times as long as the lines of another. ``log`` makes the x-axes logarithmic, and ``y_log`` the y-axes.
+    Series named in ``points`` are drawn as separate points. ``dashed`` contains horizontal lines, keyed by panel and
+    name.
     """
     drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
     if not drawn:

@@ -74,7 +74,7 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
 def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
     """Return the class that most models predict for each sample, ``(n,)``. Ties go to the lowest class.
 
-    ``predictions`` contains the predicted classes ``(n,)``, 0..C-1, of each model. It must not be empty.
+    ``predictions`` contains the predicted classes ``(n,)``, 0..C-1, of each model, for at least one model.
     """
     votes: Any = sum(np.eye(num_classes, dtype=np.int32)[predicted] for predicted in predictions)  # (n, C)
     winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first maximum

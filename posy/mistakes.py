@@ -25,7 +25,7 @@ class MethodError(RuntimeError):
 def is_failure(error: BaseException) -> bool:
     """Return whether an exception is a failure of a client; any other exception is a mistake in code.
 
-    Failures are Posy's own exceptions, and those that concern files, connections or memory.
+    Failures are Posy's own exceptions, and exceptions about files, connections or memory.
     """
     is_posy_error = type(error).__module__.partition(".")[0] == "posy" and not isinstance(error, MethodError)
     return is_posy_error or isinstance(error, OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError"

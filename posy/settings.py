@@ -155,7 +155,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     """The allowed values. Empty if the setting is not restricted to a list."""
     custom_kind: str = ""
-    """What a custom ``file:function`` in place of a choice must be. Empty if the setting allows no custom code."""
+    """Kind of object that a custom ``file:function`` must define. Empty if the setting allows no custom code."""
     number_or: str = ""
     """A word that the setting allows in place of a number. The word is then the default."""
     minimum: float = -math.inf

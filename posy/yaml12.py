@@ -131,4 +131,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 _parsed = lru_cache(maxsize=1024)(parse)
-"""Cached version of :func:`parse`, whose results callers must not change. A table reads a run's file several times."""
+"""Cached version of :func:`parse`, whose results are read-only. A table reads a run's file several times."""

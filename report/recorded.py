@@ -15,7 +15,7 @@ from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
-"""Rounds and their values; rounds without a value are left out."""
+"""Rounds and their values; rounds without a value are missing."""
 
 
 @dataclass(frozen=True, eq=False)

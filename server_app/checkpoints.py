@@ -26,7 +26,7 @@ from posy.strategies.settings import Settings
 MAX_CHECKPOINTS = 2
 """Number of checkpoints kept on disk: the newest and a spare."""
 WRITING_SHARE = 0.02
-"""Share of a run's time spent on checkpoints beyond those that checkpoint-every schedules. A killed run therefore
+"""Share of a run's time spent on checkpoints that checkpoint-every does not schedule. A killed run therefore
 loses about 50 times as long as it takes to write a checkpoint, at most."""
 ARRAYS = "server.safetensors"
 

@@ -35,7 +35,7 @@ class Delivery:
 
     message: Message
     number: str
-    """Id that its reply refers to: that of the message or its last copy; empty if no reply can arrive."""
+    """Id in its reply: the id of the message or of its last copy; empty if no reply can arrive."""
     sent: float
     """Time at which it was first sent, on the monotonic clock."""
     ask_at: float

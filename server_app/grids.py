@@ -45,7 +45,7 @@ class WaveGrid(PosyGrid):
     """A grid with at most one message in transit to each node.
 
     A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and writes the
-    node's state, so messages to one node must not overlap.
+    node's state, so messages to one node never overlap.
     """
 
     def __init__(self, grid: Grid) -> None:

@@ -137,7 +137,7 @@ class NodeRegistry:
         log(WARNING, "%s is excluded: %s", node.title, reason)
 
     def _look_up(self) -> None:
-        """Add new nodes, and remove those that have left or whose questions may have been lost in an outage."""
+        """Add new nodes, and remove nodes that have left or whose questions may have been lost in an outage."""
         connected = {info.node_id: info.name for info in self._grid.get_nodes()}
         had_outage = self._outages != self._grid.outages.count
         self._outages = self._grid.outages.count

@@ -37,7 +37,7 @@ class Pace:
         return max(SILENT_SECONDS, 2 * statistics.median(slowest.values())) if slowest else SILENT_SECONDS
 
     def limit(self, phase: str, node: int) -> float:
-        """Return the seconds that a node may take to answer a message in a phase, or infinity if there is no limit."""
+        """Return the seconds that a node may take to answer a message in a phase, or infinity without a limit."""
         slowest = self._slowest[phase]
         if not self.automatic or not slowest:
             return math.inf

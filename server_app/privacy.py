@@ -21,7 +21,7 @@ PROTECTED = {
     "central": "the participation of each client, from all but the server",
     "sample": "each sample, from the server and all others",
 }
-"""What the noise in each mode hides, and from whom."""
+"""Protected data in each mode, and the party against which the noise protects it."""
 
 
 class PrivacyLedger:

@@ -104,7 +104,7 @@ class Progress:
         present: str = "",
         partial: Mapping[str, str] | None = None,
     ) -> None:
-        """Show a finished round; a missing figure is repeated from an earlier round, with that round's number.
+        """Show a finished round; a missing figure is repeated from an earlier round, with its number.
 
         Parameters
         ----------

@@ -27,7 +27,7 @@ MAX_REASON = 500
 
 
 def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, int], names: Mapping[int, str]) -> Pooled:
-    """Return labels and statistics over all sites without learning those of any single site.
+    """Return labels and statistics over all sites without learning the values of any single site.
 
     Parameters
     ----------

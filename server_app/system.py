@@ -117,7 +117,7 @@ def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
 def routing_scores(
     method: MethodSettings, outputs: Tensor, weights: npt.NDArray[np.float64], absent: Collection[int]
 ) -> Tensor:
-    """Return a method's scores ``(n, M)`` for queries and clients; those of absent clients are minus infinity."""
+    """Return a method's scores ``(n, M)`` for queries and clients; the scores of absent clients are minus infinity."""
     scores: Tensor = method.client_scores(outputs, weights).clone()
     scores[..., list(absent)] = -torch.inf
     return scores

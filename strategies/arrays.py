@@ -167,7 +167,7 @@ def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], 
 
 
 def check_names(kind: str, arrays: Mapping[str, Any], declared: tuple[str, ...], where: str) -> None:
-    """Raise :class:`TypeError` if the arrays' names differ from those that the method declares.
+    """Raise :class:`TypeError` if the arrays' names differ from the declared names.
 
     Parameters
     ----------

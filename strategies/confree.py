@@ -1,6 +1,6 @@
 """ConFREE (Zheng et al., 2025): the server removes conflicts between the clients' updates of a shared body.
 
-Heads are personal, and clients train as in FedRep. The equations are those of the authors' poster. Their program
+Heads are personal, and clients train as in FedRep. The equations come from the authors' poster. Their program
 follows different rules, which ``confree-rule=program`` selects.
 """
 
@@ -93,7 +93,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     )
     parts: str = setting(
         "body",
-        "what is projected as one vector: the whole body, or each of its tensors",
+        "unit of the projections: the whole body as one vector, or each of its tensors",
         source="the authors' poster, Algorithm 1; their program has tensors",
         choices=("body", "tensors"),
     )
@@ -165,7 +165,7 @@ def guidance(products: Float64) -> Float64:
 def sequential_guidance(products: Float64, generator: np.random.Generator) -> Float64:
     """Return the guidance vector of the authors' program as a mixture of the updates.
 
-    Each update is compared with the others in a random order. If r, what is left of it so far, has a negative inner
+    Each update is compared with the others in a random order. If its remainder r so far has a negative inner
     product with another update Δ, then <r, Δ> Δ is subtracted from r, without division by ||Δ||².
 
     Parameters

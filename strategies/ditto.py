@@ -35,7 +35,7 @@ class DittoSettings(MethodSettings, robust=True):
     )
     start: str = setting(
         "initial",
-        "what a client's personal model starts from: the common initial model, or the first model received",
+        "initial personal model of a client: the common initial model, or the first model received",
         source="Algorithm 1: v_k starts at v_k^0; trainers_MTL/fedbase.py of the authors' program: the initial model",
         choices=("initial", "received"),
         earlier="received",

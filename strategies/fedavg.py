@@ -1,6 +1,6 @@
 """FedAvg (McMahan et al., 2017): one model, averaged with weights n_i / N.
 
-FedAvg needs no strategy or client class of its own: :class:`~posy.strategies.base.PersonalisedStrategy` and
+FedAvg needs no additional strategy or client class: :class:`~posy.strategies.base.PersonalisedStrategy` and
 :class:`~posy.client_app.base.PersonalClient` implement it, and other methods override their hooks.
 """
 
@@ -9,7 +9,7 @@ from posy.strategies.settings import MethodSettings
 
 
 class FedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
-    """Settings of FedAvg, which adds none of its own."""
+    """Settings of FedAvg, which adds none."""
 
     card = MethodCard(
         paper=Paper(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
-    """Settings of FedBN, which adds none of its own."""
+    """Settings of FedBN, which adds none."""
 
     card = MethodCard(
         paper=Paper(

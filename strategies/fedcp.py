@@ -1,8 +1,8 @@
 """FedCP (Zhang et al., 2023): a policy divides each sample's features between a personal and a global head.
 
 The body, the policy and the global head are shared; the personal head stays on the client. A client trains with the
-global head fixed, and sends the mean of both heads in its place. The loss pulls the client's features towards those of
-the served body.
+global head fixed, and sends the mean of both heads in its place. The loss pulls the client's features towards the
+served body's features.
 """
 
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
 
     strength: float = setting(
         5.0,
-        "lambda: weight of the discrepancy between the client's features and those of the served body",
+        "lambda: weight of the discrepancy between the client's and the served body's features",
         minimum=0,
         search=Search(0.1, 20.0, log=True),
         source="authors' program, run_me.sh: lam 5",

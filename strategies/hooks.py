@@ -82,7 +82,7 @@ class ServerHooks:
                 setattr(self, name, np.zeros_like(self.model))
 
     def serve(self, client: int) -> Arrays:
-        """Return the arrays to send to a client, by name; they must not be modified afterwards.
+        """Return the arrays to send to a client, by name. The caller does not modify them afterwards.
 
         By default these are the attributes that the settings' ``sent`` names.
         """

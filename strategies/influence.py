@@ -62,7 +62,7 @@ class Influence:
         return max(self.run.min_train_replies, self.rule.least if self.rule else 1)
 
     def too_few(self, replies: int) -> str:
-        """Return the reason why a round fails with so few accepted replies."""
+        """Return the reason why a round fails with this number of accepted replies."""
         run = self.run
         if self.rule and replies < self.rule.least:
             return (

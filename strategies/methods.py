@@ -91,8 +91,8 @@ def drawing_of(strategy: type[Any]) -> Callable[[Any, Path], None] | None:
     """Return the function ``draw(strategy, folder)`` that draws a strategy's pictures into a folder, or None.
 
     If the class has no such function, its nearest base class with one provides it. The function of one of Posy's
-    methods is in the module of the same name in :mod:`posy.strategies.pictures`, and that of a custom method is in the
-    method's file.
+    methods is in the module of the same name in :mod:`posy.strategies.pictures`, and the function of a custom method
+    is in the method's file.
     """
     for kind in strategy.__mro__:
         package, _, name = kind.__module__.rpartition(".")

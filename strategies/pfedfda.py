@@ -127,7 +127,7 @@ class PFedFDASettings(
     )
     features: str = setting(
         "trained",
-        "features to which the local Gaussians are fitted: those of the `trained` body, or those of all mini-batches "
+        "features to which the local Gaussians are fitted: features of the `trained` body, or of all mini-batches "
         "during `training`",
         choices=("trained", "training"),
         source="choice: the body that is sent; the authors' program has training",

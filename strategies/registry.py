@@ -155,7 +155,7 @@ def with_experiment(user_settings: Mapping[str, Any], where: str) -> dict[str, A
 def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
     """Return the checked ``user_settings``, merged over the settings of the experiment file that they name.
 
-    A run may override the file's method, data set, partition or optimiser. It then ignores those of the file's settings
+    A run may override the file's method, data set, partition or optimiser. It then ignores settings of the file
     that belong to other methods or have no effect under the override, and lowers values above a limit to the limit. A
     setting that has no effect or exceeds its limit even without the override is an error, except in the ``config.yaml``
     of a run, which an earlier version may have written.
@@ -258,7 +258,7 @@ def groups(methods: Iterable[str]) -> dict[str, Mapping[str, Setting]]:
 
 
 def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
-    """Return the declared settings by key: the shared settings, and those of ``methods`` (None: all of Posy's)."""
+    """Return the declared settings by key: the shared settings, and the settings of some methods (None: all)."""
     names = tuple(METHODS if methods is None else methods)
     declarations = dict(_declared(tuple(method for method in names if not is_custom(method))))
     for method in filter(is_custom, names):
@@ -278,12 +278,12 @@ def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
 
 @lru_cache(maxsize=64)
 def _declared(methods: tuple[str, ...]) -> dict[str, Setting]:
-    """Return the shared settings and those of some of Posy's methods, by key."""
+    """Return the shared settings and the settings of some of Posy's methods, by key."""
     return {key: setting for group in groups(methods).values() for key, setting in group.items()}
 
 
 def declared_for(config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Return all of Posy's declared settings and those of the custom method that a config names, by key."""
+    """Return all of Posy's declared settings and the settings of a config's custom method, by key."""
     return declared([*METHODS, *_own_method(config)])
 
 
@@ -375,7 +375,7 @@ def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings without those that have no effect."""
+    """Return the settings of a run that have an effect."""
     unused = without_effect(config)
     return {key: value for key, value in config.items() if key not in unused}
 
@@ -473,7 +473,7 @@ def setting_of(word: str) -> str:
 
 
 def read_experiment(path: Path) -> dict[str, Any]:
-    """Return the settings in a YAML file; for the ``config.yaml`` of a run, those that repeat the run."""
+    """Return the settings in a YAML file; for the ``config.yaml`` of a run, the settings that repeat the run."""
     content = read_yaml(path)
     if _is_record(content):
         if not isinstance(content["settings"], dict):

@@ -138,7 +138,7 @@ class TrainSettings:
     )
     stack: str = setting(
         "auto",
-        "train several models (FedFew's K, or those of several clients in one process) in turn (`loop`), or as one "
+        "train several models (FedFew's K, or models of several clients in one process) in turn (`loop`), or as one "
         "stacked computation (`vmap`); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
         choices=("auto", "loop", "vmap"),
         resumable=True,

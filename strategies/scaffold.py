@@ -116,7 +116,7 @@ class SCAFFOLD(PersonalisedStrategy):
         self.weights: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Move x by the models' mean change, and c by that of the replying clients' variates."""
+        """Move x by the models' mean change, and c by the mean change of the replying clients' variates."""
         n = num_examples(updates)
         self.model = moved(self.model, weighted_mean(stacked(updates), n), self.method.server_lr)
         before = self.weights.sum()

@@ -478,7 +478,7 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
     refused : Mapping
         For each client that refuses keys, the reason for each client it refuses.
     neighbours : Mapping
-        Those of each client's neighbours that have answered.
+        The neighbours of each client that have answered.
     """
     excluded = {}
     for client in sorted({client for reasons in refused.values() for client in reasons}):

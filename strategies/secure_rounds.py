@@ -64,7 +64,7 @@ class SecureRounds:
     def open(
         self, name: str, weights: Mapping[int, int], grid: Grid, following: str, flags: Mapping[int, dict[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Exchange keys and shares with some clients, and return the config entries for those that take part.
+        """Exchange keys and shares with some clients, and return the config entries for the clients that take part.
 
         Parameters
         ----------

@@ -45,7 +45,7 @@ class MethodSettings:
     """
 
     sent: ClassVar[tuple[str, ...]]
-    """Names of the arrays that a client receives; by default those that the returned arrays change."""
+    """Names of the arrays that a client receives; by default the arrays that the returned arrays change."""
     sent_once: ClassVar[str] = ""
     """Name of a strategy attribute that is a growing list of arrays. Each client receives every array in it once, and
     stores it in its state as ``<name>-<number>``, numbered from 1."""

@@ -177,9 +177,9 @@ class Share:
 class Schedule:
     """The mini-batches of P clients side by side, the same as if each client trained alone.
 
-    The clients are sorted by decreasing number of steps, so those that still train at a step come first. All batches
-    are padded to the size of the largest, and the padding has weight 0. ``order`` contains the index of the share at
-    each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each client's last pass.
+    The clients are sorted by decreasing number of steps, so the clients that still train at a step come first. All
+    batches are padded to the size of the largest, and the padding has weight 0. ``order`` contains the index of the
+    share at each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each client's last pass.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:

@@ -128,7 +128,7 @@ class Optimiser:
 
 
 def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
-    """Divide tensors in place by one number, or each client's rows by that client's number."""
+    """Divide tensors in place by one number, or the rows of each client by the client's own number."""
     if isinstance(divisor, float):
         torch._foreach_div_(tensors, divisor)
         return

@@ -227,7 +227,7 @@ class Item:
     ) -> Plan:
         """Return its runs at a scale, with overrides; results go into ``folder``, by default :func:`results_of`.
 
-        The seeds are those of the file, 0 to ``seeds`` - 1, and all seeds in the paper's archives. Unless ``strict``,
+        The seeds are the file's seeds, 0 to ``seeds`` - 1, and all seeds in the paper's archives. Unless ``strict``,
         the overrides need not have an effect.
         """
         small = self.content.get("small", {}) if scale == "small" else {}

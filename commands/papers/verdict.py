@@ -1,4 +1,4 @@
-"""Compare a paper's numbers with those of the runs, and test the paper's claims."""
+"""Compare a paper's numbers with the runs' numbers, and test the paper's claims."""
 
 import itertools
 import math

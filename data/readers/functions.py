@@ -29,7 +29,7 @@ def read_function(name: str) -> Content:
     SettingsError
         If the function does not exist.
     DataError
-        If the function raises an exception, or what it returns cannot be used.
+        If the function raises an exception, or its result cannot be used.
     """
     source, function = f"dataset = {name!r}", load(name, "dataset")
     if not callable(function):

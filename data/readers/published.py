@@ -260,7 +260,7 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
 def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read Sentiment140, whose rows contain a polarity of 0 or 4, id, date, query, user and text.
 
-    Users are the groups. Those with fewer than 8 samples in their test split are skipped (PPFE, appendix A.2).
+    Users are the groups. Users with fewer than 8 samples in their test split are skipped (PPFE, appendix A.2).
     """
     published = "training.1600000.processed.noemoticon.csv"
     paths = [f"sent140/{published}", published, "sent140.csv"]
