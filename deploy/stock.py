@@ -2,6 +2,10 @@
 
 Flower's node gives no secret to the process that takes its tasks, so any user of the machine can take them. Here, both
 processes share a secret. This process becomes the node, and the other process terminates with it.
+
+Flower copies a run's code to a folder file by file, and treats the code as installed as soon as the folder exists. If
+nodes of a machine shared ``FLWR_HOME``, one could import code that another is still copying. Here, each node of a
+machine installs code in its own subfolder of ``FLWR_HOME``.
 """
 
 import argparse
@@ -13,6 +17,7 @@ from pathlib import Path
 
 from posy.deploy.addresses import free_port
 from posy.deploy.secret import OPTION, new_secret, pipe_of
+from posy.storage import lock
 
 
 def main() -> None:
@@ -26,13 +31,29 @@ def main() -> None:
     address = f"[{options.host}]:{port}" if ":" in options.host else f"{options.host}:{port}"
     executor = [sys.executable, "-P", "-m", "posy.deploy.superexec", "--runtime-api-address", address, "--insecure"]
     executor += ["--parent-pid", str(os.getpid()), OPTION, path]
-    subprocess.Popen(executor, pass_fds=[descriptor])
+    home, home_lock = unused_home(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr"))
+    # The executor holds the lock, so another node can use the folder as soon as the executor has ended.
+    environment = os.environ | {"FLWR_HOME": str(home)}
+    subprocess.Popen(executor, pass_fds=[descriptor, home_lock], env=environment)
     os.close(descriptor)
+    os.close(home_lock)
     path, descriptor = pipe_of(secret)
     os.set_inheritable(descriptor, True)
     node = [str(Path(sysconfig.get_path("scripts")) / "flower-supernode"), *node_words]
     node += ["--isolation", "process", "--host", options.host, "--port", port, OPTION, path]
     os.execv(node[0], node)
+
+
+def unused_home(home: Path) -> tuple[Path, int]:
+    """Lock the first subfolder of ``home`` that no other node uses; return it and the descriptor of its lock."""
+    number = 0
+    while True:
+        folder = home / "nodes" / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return folder, lock(folder)
+        except BlockingIOError:
+            number += 1
 
 
 if __name__ == "__main__":
