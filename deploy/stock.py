@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def unused_home(home: Path) -> tuple[Path, int]:
-    """Lock the first subfolder of ``home`` that no other node uses; return it and the descriptor of its lock."""
+    """Lock the first unused subfolder of ``home``, and return it and the descriptor of its lock."""
     number = 0
     while True:
         folder = home / "nodes" / str(number)
