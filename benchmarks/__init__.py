@@ -1,1 +1,1 @@
-"""Benchmarks, and the modules that they share."""
+"""Benchmarks and their shared modules."""

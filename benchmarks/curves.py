@@ -1,10 +1,11 @@
-"""Compare Posy's learning curves with plain PyTorch programs on the same PFLlib split.
+"""Compare the learning curves of Posy and of plain PyTorch programs on the same PFLlib split.
 
 The split has the format of PFLlib's scripts: Dirichlet draws assign the classes, 75 % of each client's samples are for
 training, and the files hold pickled dicts. Posy and the programs of :mod:`benchmarks.plain` read the same directory.
-For each method and evaluated round, the report (JSON) contains the accuracies of both sides over the seeds (mean over
-the clients, weighted by their samples), their gap, and the spread over the seeds. A second file (``.jsonl``) stores
-each finished curve. The script does not repeat these curves, so you can resume an interrupted run and add methods.
+For each method and evaluated round, the report (JSON) contains the mean accuracy of Posy and of the program over the
+seeds, their gap, and the spread over the seeds. Accuracies are means over the clients, weighted by their samples. A
+second file (``.jsonl``) stores each finished curve. The script does not recompute these curves, so you can resume an
+interrupted run and add methods.
 """
 
 import json
@@ -58,19 +59,19 @@ METHODS: dict[str, dict[str, Any]] = {
         "per_fedavg_alpha": plain.PER_ALPHA,
         "per_fedavg_hessian": "fo",
         "per_fedavg_steps": 1,
-        "batch_size": 2 * plain.BATCH,  # one mini-batch of Posy holds both batches of a step
+        "batch_size": 2 * plain.BATCH,  # a mini-batch of Posy contains both batches of a step
     },
     "fedfomo": {
         "fedfomo_models": plain.FOMO_MODELS,
         "fedfomo_epsilon": plain.FOMO_EPSILON,
         "fedfomo_epsilon_decay": plain.FOMO_DECAY,
-        "fedfomo_validation": 0.0,  # both compare models on the training samples
+        "fedfomo_validation": 0.0,  # both Posy and the program then compare models on the training samples
     },
     "fedala": {
         "fedala_layers": 1,
         "fedala_eta": plain.ALA_ETA,
         "fedala_sample": plain.ALA_SAMPLE,
-        "fedala_threshold": 0.1,  # PFLlib's
+        "fedala_threshold": 0.1,  # PFLlib's value
     },
     "lg-fedavg": {"lg_fedavg_layers": 1},
     "scaffold": {"scaffold_server_lr": plain.SCAFFOLD_LR},
@@ -85,7 +86,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def write_split(folder: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], clients: int, alpha: float, seed: int) -> None:
-    """Write a PFLlib directory of uint8 images ``(N, H, W, C)``: Dirichlet draws divide each class among clients."""
+    """Write uint8 images ``(N, H, W, C)`` as a PFLlib directory; Dirichlet draws divide each class among clients."""
     x = (x.transpose(0, 3, 1, 2) / 127.5 - 1).astype(np.float32)
     generator = np.random.default_rng(seed)
     indices_of: list[list[int]] = [[] for _ in range(clients)]
@@ -193,10 +194,10 @@ class Work:
 
 
 def compared(plain: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Return both curves ``(seeds, points)`` as means and their gap, with standard deviations over the seeds.
+    """Return the means of both curves ``(seeds, points)``, their gap, and the standard deviations over the seeds.
 
-    ``spread_over_seeds`` is the pooled standard deviation of both sides. ``largest_gap_in_spreads`` is the maximum over
-    the rounds of the gap divided by the round's spread. ``mean_gap_error`` is the standard error of ``mean_gap``.
+    ``spread_over_seeds`` is the pooled standard deviation of both curves. ``largest_gap_in_spreads`` is the maximum
+    over the rounds of the gap divided by the round's spread. ``mean_gap_error`` is the standard error of ``mean_gap``.
     """
     sides = {"plain": plain, "posy": ours}
     means = {name: side.mean(axis=0) for name, side in sides.items()}
@@ -236,7 +237,7 @@ def main(
     drop_last: bool = typer.Option(False, help="the plain programs skip an incomplete last batch, as in PFLlib"),
     picture: Path | None = None,
 ) -> None:
-    """Compute the missing curves, add the methods to the report OUTPUT (JSON), and draw all methods of the report."""
+    """Compute the missing curves, add the methods to the report OUTPUT (JSON), and draw every method in the report."""
     split = {"dataset": dataset, "samples": samples, "clients": clients, "alpha": alpha, "rounds": rounds}
     report: dict[str, Any] = {
         "machine": machine(), **split, "seeds": seeds, "evaluated_rounds": list(range(every, rounds + 1, every)),

@@ -8,8 +8,8 @@ the CPU seconds of each kind of process, which hardly depend on other programs o
 
 ``--volatile`` starts a SuperLink that keeps its state in memory, and ``--stock`` starts Flower's SuperLink. With
 ``--memory``, the nodes train a linear model on digits. The benchmark then compares the memory of the SuperLink, and of
-the nodes with their workers, after round 5 and after the last round. It uses PSS, which counts shared memory once.
-``--nodes`` sets the number of nodes.
+the nodes with their workers, after round 5 and after the last round. It uses PSS, which counts shared memory only
+once. ``--nodes`` sets the number of nodes.
 
 With ``--secure``, the benchmark compares a plain run with a run under secure aggregation, in which all sites sign their
 keys. It reports the additional seconds of a round, for training and evaluation together. In the additional stages, the
@@ -41,7 +41,7 @@ from posy.commands.launch import run_in_process
 from posy.forked import cores
 
 WARM_ROUNDS = 2
-"""Number of first rounds that the medians ignore, because these rounds load code and data."""
+"""Number of initial rounds that the medians exclude, because these rounds load code and data."""
 SETTLED_ROUND = 5
 CHUNK = 1 << 20
 

@@ -2,7 +2,7 @@
 
 cifar10.npz in the data folder holds images stored as JPEG, from which the originals cannot be recovered. The benchmark
 compresses the images once or twice more with the same options (quality 75, colours at half the resolution). Each
-compression shifts the block grid, because a second compression of the same block hardly changes it. The cost of the
+compression shifts the block grid, because another compression of the same block hardly changes it. The cost of the
 additional compressions indicates the cost of the first. Clients of PPFE's CIFAR-10 setting (two classes, 150 training
 samples) train on each version, either alone, or first together and then alone.
 """

@@ -26,7 +26,7 @@ PREFACE = 24
 HEAD = 9
 """Bytes of a frame header: three for the length, one for the type, one for the flags, and four for the stream."""
 MAX_IN_TRANSIT = 16
-"""Maximum number of frames in transit in each direction, of 16 KiB each."""
+"""Maximum number of frames in transit in each direction; a frame has at most 16 KiB."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Line(threading.Thread):
                 if not up and stream in connection.to_reset:
                     connection.to_reset.remove(stream)
                     self.counts.failed += 1
-                    # Still forward this frame, because its headers change the state of the header compression.
+                    # Still forward this frame, because its headers update the state of the header compression.
                     frame += (4).to_bytes(3) + bytes([RESET, 0]) + frame[5:HEAD] + INTERNAL_ERROR
                 await in_transit.put((free + self.quality.delay, frame))
                 if delivery.done():

@@ -17,9 +17,9 @@ from posy.settings import LaunchError
 
 POSY = (sys.executable, "-P", "-m", "posy.commands.cli")
 START_SECONDS = 600.0
-"""Timeout for the start of a process in seconds, even on a busy machine."""
+"""Timeout for the start of a process in seconds, long enough for a busy machine."""
 MOST_SECONDS = 1200.0
-"""Timeout of a command in seconds, even with a dozen commands at the same time."""
+"""Timeout of a command in seconds, long enough for a dozen concurrent commands."""
 
 
 class ProcessGroup:
@@ -38,9 +38,9 @@ class ProcessGroup:
         return {**os.environ, **changes}
 
     def start(self, name: str, *words: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
-        """Start a `posy` command without waiting for its end.
+        """Start a `posy` command without waiting for it to finish.
 
-        Its log is ``name.log``. ``python_path`` precedes the code on the import path.
+        Its log is ``name.log``. ``python_path`` precedes Posy's code on the import path.
         """
         environment = self.environment()
         if python_path is not None:
@@ -71,7 +71,7 @@ class ProcessGroup:
         return result
 
     def ended(self, name: str, seconds: float = MOST_SECONDS) -> int:
-        """Wait for the end of a process and return its status, or raise :class:`LaunchError` with logs on a timeout."""
+        """Wait for a process to end, and return its status; raise :class:`LaunchError` with logs on a timeout."""
         try:
             return self.processes[name].wait(seconds)
         except subprocess.TimeoutExpired:
@@ -161,9 +161,9 @@ class Deployment(ProcessGroup):
         return log.count("SuperNode ID") >= count and log.count("is ready") >= count
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
-        """Submit a run without waiting for its end.
+        """Submit a run without waiting for it to finish.
 
-        The directory of the results is :meth:`results` of the name, or of the resumed run.
+        :meth:`results` returns its directory, for ``name`` or for the name of the resumed run.
         """
         resumed = any(setting.startswith("resume=") for setting in settings)
         words = ["--verbose", "output-dir=runs", *([] if resumed else [f"run-name={name}"]), *settings]

@@ -1,4 +1,4 @@
-"""Measure the speed of a bare PyTorch loop, which is the limit, and of federated runs, from their records."""
+"""Measure the speed of federated runs from their records, and of a bare PyTorch loop, which is the upper limit."""
 
 import json
 import multiprocessing
@@ -54,11 +54,11 @@ PRINT_SECONDS = "print(json.dumps([imported - begun, time.perf_counter() - impor
 """The parts of a program: imports, a run in one process or in Flower's simulation, and the output of the durations."""
 CLIENTS_PER_GPU = 4
 BARE_SECONDS = 1.0
-"""Minimum time of a measurement of the bare loop, which repeats passes over the data until then."""
+"""Minimum duration of a measurement in seconds. The bare loop repeats passes over the data for at least this long."""
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, cores, accelerator, versions and date."""
+    """Return the processor, cores, accelerator, versions, load and date."""
     return {
         "cpu": cpu_model(),
         "cores": cores(),
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
-    """Train the method's network on some clients' batches with plain PyTorch; like Posy, keep freed memory."""
+    """Train the network on clients' data with plain PyTorch, and put (samples, seconds per pass) into ``queue``."""
     torch.set_num_threads(1)
     workspace = Workspace(read_settings(config))
     size = workspace.settings.train.batch_size
@@ -109,9 +109,9 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
 
 
 def bare_speed(config: dict[str, Any]) -> float:
-    """Return samples per second of the bare loop over the clients of one round, with the network of the method.
+    """Return the samples per second of the bare loop over the clients of one round, with the method's network.
 
-    On a CPU, it runs one single-threaded process per core, each with about the same work; on a GPU, one process.
+    On a CPU, one single-threaded process runs per core, each with about the same work. On a GPU, there is one process.
     """
     workspace = Workspace(read_settings(config))
     processes = cores() if workspace.device.type == "cpu" else 1

@@ -5,7 +5,8 @@ constant, a return value, a condition or an argument in a function. For each mut
 module in a copy of the working tree until one fails, and appends the outcome. An interrupted measurement resumes.
 
 To compare two versions of the tests, measure the older version, then run the command with ``--again OLD.jsonl`` and
-another output in the newer version. It repeats the caught mutants, and runs the test that failed first.
+another output in the newer version. It repeats the caught mutants. For each of them, it first runs the
+test that caught it.
 """
 
 import ast
@@ -30,13 +31,13 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("strategies", "client_app")
 SHARED_BY_METHODS = ("test_methods", "test_recompute")
-"""Tests that run every method."""
+"""Test files whose tests run every method."""
 EXAMPLES = ("fedfew", "ppfe", "scaffold", "fedrep", "fedamp")
 """Methods whose shared tests cover the modules that all methods use."""
 LOADED = ("torch", "scipy.optimize", "sklearn.datasets", "hypothesis", "pandas", "flwr.app", "flwr.serverapp.strategy")
 """Modules that are imported once, before the tests of each mutant run in a forked process."""
 SECONDS = 1800.0
-"""Timeout for the tests of a mutant in seconds, even on a busy machine."""
+"""Timeout for the tests of a mutant in seconds, long enough for a busy machine."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -62,7 +63,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name, which does not change with other parts of the file."""
+        """A name that does not depend on the rest of the file."""
         return "|".join([self.file, self.function, self.kind, self.original, str(self.number)])
 
     def applied(self, source: bytes) -> bytes:
@@ -219,7 +220,7 @@ class Failures:
 
 def outcome_of(mutant: Mutant, root: Path, tests: list[str], seconds: int) -> dict[str, Any]:
     """Run tests with a fault in a forked process, for at most ``seconds`` of CPU time, and return the outcome."""
-    if not tests:  # pytest without a test would run all of them
+    if not tests:  # without arguments, pytest would run all tests
         return {"key": mutant.key, "outcome": "survived", "test": "", "tests": 0}
     file, failure_file = root / mutant.file, root / "failed.txt"
     source = file.read_bytes()
@@ -239,7 +240,7 @@ def outcome_of(mutant: Mutant, root: Path, tests: list[str], seconds: int) -> di
 
 
 def run_tests(root: Path, tests: list[str], seconds: int, note: Path) -> None:
-    """Run tests until one fails, and end this forked process with pytest's status."""
+    """Run tests until one fails, and exit this forked process with pytest's status."""
     status = 1
     try:
         os.setsid()
@@ -274,7 +275,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def sample(root: Path, count: int, seed: int, again: Path | None) -> list[tuple[Mutant, str]]:
-    """Return mutants, each with the test that caught it earlier, or with an empty text."""
+    """Return mutants, each with the test that caught it earlier, or with an empty string."""
     mutants = all_mutants(root)
     if again is None:
         random.Random(seed).shuffle(mutants)

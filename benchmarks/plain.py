@@ -2,7 +2,7 @@
 
 The programs use neither Posy nor Flower. Each follows the pseudocode of its paper, on flat vectors of parameters. If
 the paper omits a detail, a comment names the source of the choice. The source is usually PFLlib, which also
-defines the format of the splits. As in PFLlib, all means over clients weight them by their samples.
+defines the format of the splits. As in PFLlib, all means over clients are weighted by their samples.
 
 A program is a generator. After each round, it yields the models to evaluate: the models that the clients receive next,
 or their trained models. Local variables hold the state of server and clients.
@@ -29,7 +29,7 @@ MODELS, MU = 3, 0.01
 PROX_MU = 1.0  # the largest value in the paper: with 0.001 the reported results equal FedAvg's
 DITTO_LAMBDA = 1.0
 APFL_ALPHA, APFL_ADAPTIVE = 0.5, True
-# FedAMP: squared distances of models are 0.1 to 0.4 after a round. Clients then keep some weight on themselves.
+# FedAMP: squared distances between models are 0.1 to 0.4 after a round, so a client's own model keeps some weight.
 AMP_ALPHA, AMP_LAMBDA, AMP_SIGMA = 0.02, 0.1, 0.3
 # pFedMe: PFLlib's learning rate for the personal steps. With the paper's 0.09, this network diverges in round 2.
 PFEDME_LAMBDA, PFEDME_STEPS, PFEDME_LR, PFEDME_BETA = 15.0, 5, 0.01, 1.0
@@ -65,7 +65,7 @@ Scored = Tensor | Nearest
 Program = Callable[[nn.Sequential, list[Tensor], list[Client], Tensor], Iterator[list[Scored]]]
 """Maps a network, initial parameters, clients and their shares n_i / N to the models to evaluate, a list per round."""
 Penalty = Callable[[nn.Sequential, Tensor, Tensor], Tensor]
-"""A term of the loss of a model on a batch."""
+"""A term that is added to the loss of a model on a batch."""
 
 
 # -- common functions ------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def head_size(model: nn.Sequential) -> int:
 
 
 def shares_of(clients: list[Client]) -> Tensor:
-    """Return n_i / N ``(M,)``."""
+    """Return each client's share n_i / N of the training samples, ``(M,)``."""
     sizes = torch.tensor([float(len(client.y_train)) for client in clients])
     return sizes / sizes.sum()
 
@@ -185,7 +185,7 @@ def scaffold(
             penalty: Penalty = lambda net, *_, c=correction: c @ parameters_to_vector(net.parameters())  # noqa: E731
             trained.append(train(model, average, client, penalty)[0])
             changed.append((average - trained[-1]) / (len(batches(client)) * LR) - control)
-        # PFLlib weights only the models, so that c would not stay the mean of the c_i
+        # PFLlib weights only the models, so c would not remain the mean of the c_i
         controls = controls + torch.stack(changed)
         control = control + shares @ torch.stack(changed)
         average = average + SCAFFOLD_LR * (shares @ (torch.stack(trained) - average))
@@ -193,7 +193,7 @@ def scaffold(
 
 
 def cfl(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the served models of CFL (Sattler et al., 2020): one per cluster, which splits if its updates diverge."""
+    """Yield the served models of CFL (Sattler et al., 2020): one per cluster; clusters split if updates diverge."""
     clusters = [(list(range(len(clients))), starts[0])]
     while True:
         next_clusters: list[tuple[list[int], Tensor]] = []
@@ -289,7 +289,7 @@ def fedpac(model: nn.Sequential, starts: list[Tensor], clients: list[Client], sh
 
 
 def head_weights(client: int, means: Tensor, spreads: Tensor) -> Tensor:
-    """Return the weights ``(M,)`` of the heads in a client's head, which minimise the error that FedPAC estimates."""
+    """Return the weights ``(M,)`` of all heads in a client's head. They minimise the error that FedPAC estimates."""
     differences = means[client] - means
     matrix = (differences @ differences.T + spreads.diag()).numpy()
     matrix = matrix / np.abs(matrix).max()
@@ -381,7 +381,7 @@ def per_fedavg(
                 w = w - LR * gradient(model, adapted, x[-half:], y[-half:])
             trained.append(w)
         average = shares @ torch.stack(trained)
-        # PFLlib adapts on one batch; both batches give more accurate models
+        # PFLlib adapts on one batch; adapting on both batches gives more accurate models
         adapting = [batches(client, 2 * BATCH)[0] for client in clients]
         yield [average - PER_ALPHA * gradient(model, average, x, y) for x, y in adapting]
 
@@ -436,7 +436,7 @@ def fedfomo(
 
 
 def fedala(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the served mixtures of average and local model of FedALA (Zhang et al., 2023, Algorithm 1)."""
+    """Yield FedALA's served mixtures of the average model and the local models (Zhang et al., 2023, Algorithm 1)."""
     head = head_size(model)
     served = starts[:1] * len(clients)
     weights = torch.ones(len(clients), head)
@@ -534,7 +534,7 @@ def cwfedavg(
 
 
 def fedfew(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the served models of FedFew (Algorithm 1): for each client, the model of least training loss among K."""
+    """Yield the served models of FedFew (Algorithm 1): for each client, the best of K models on its training data."""
     models = starts
     while True:
         results = [[train(model, start, client) for start in models] for client in clients]

@@ -1,10 +1,11 @@
 """Measure the accuracy of honest clients when two of ten clients attack, for each attack and each defence.
 
 ``python -m benchmarks.poisoning digits`` trains FedAvg on ten clients in this process. The attackers flip the labels of
-their training samples, or change their updates: they reverse and triple them (sign flip), or scale them ten times.
+their training samples (label flip), reverse and triple their updates (sign flip), or flip the labels and scale the
+resulting updates by ten (scaled update).
 Each finished run is one line of a file (``.jsonl``). A restart skips finished runs with the same number of rounds, and
-draws the figure. A run whose training diverges has no accuracy. In the figure, the cell of such an attack and
-defence is empty, and the table shows how many seeds diverged.
+draws the figure. A run whose training diverges has no accuracy. In the figure, the cell for its attack and
+defence is grey, and the table shows how many seeds diverged.
 """
 
 import json
@@ -33,16 +34,16 @@ from posy.strategies.registry import read_settings
 
 CLIENTS, ATTACKERS, SEEDS = 10, (3, 7), (0, 1, 2)
 Change = Callable[[npt.NDArray[Any], npt.NDArray[Any]], npt.NDArray[Any]]
-"""Returns the model that an attacker sends, from the model that it received and the model that it trained."""
+"""Returns the model that an attacker sends, given the model that it received and the model that it trained."""
 
 
 def reversed_update(received: npt.NDArray[Any], trained: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a model that undoes three honest updates."""
+    """Return the received model minus three times the honest update."""
     return received - 3 * (trained - received)
 
 
 def scaled_update(received: npt.NDArray[Any], trained: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a model ten honest updates away, in the direction of training on flipped labels."""
+    """Return the received model plus ten times the update, which results from training on flipped labels."""
     return received + 10 * (trained - received)
 
 
@@ -52,7 +53,7 @@ ATTACKS: dict[str, tuple[bool, Change | None]] = {
     "sign flip": (False, reversed_update),
     "scaled update": (True, scaled_update),
 }
-"""By attack: whether the attackers flip their labels, and how they change their updates."""
+"""For each attack: whether the attackers flip their labels, and how they change their updates."""
 DEFENCES: dict[str, dict[str, Any]] = {
     "none": {},
     "norm bound": {"max-norm-ratio": 3.0},
@@ -106,9 +107,9 @@ class PoisoningGrid(InProcessGrid):
 
 
 def write_data(folder: Path, settings: dict[str, Any], flips: bool) -> dict[str, Any]:
-    """Write the samples and the partition of a run, with flipped labels for attackers, and return their settings.
+    """Write the samples and the partition of a run to files, and return the settings of a run on these files.
 
-    Label y of a training sample becomes C − 1 − y. Test samples keep their labels.
+    With ``flips``, label y of an attacker's training sample becomes C − 1 − y. Test samples keep their labels.
     """
     workspace = Workspace(read_settings(settings))
     dataset, partition = workspace.dataset, workspace.partition
@@ -128,7 +129,7 @@ def write_data(folder: Path, settings: dict[str, Any], flips: bool) -> dict[str,
 
 
 def accuracy(settings: dict[str, Any], attack: str, defence: str) -> dict[str, Any]:
-    """Run one cell, and return the honest clients' mean accuracy with the served model, and the limited updates.
+    """Run one cell, and return the honest clients' mean served accuracy, and the clients whose updates were limited.
 
     The accuracy is None if the training diverged.
     """
@@ -150,7 +151,7 @@ def accuracy(settings: dict[str, Any], attack: str, defence: str) -> dict[str, A
 
 
 def cells(seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-    """Yield every attack, defence and seed."""
+    """Yield every combination of attack, defence and seed."""
     for seed in seeds:
         for attack in ATTACKS:
             for defence in DEFENCES:

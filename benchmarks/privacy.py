@@ -4,8 +4,8 @@ Each run has 100 clients and a budget (ε, δ) for the whole run. The script app
 lines and skips the runs that the file contains, so you can resume an interrupted measurement and add runs. The figure
 has a panel for each data set and a line for each mode. The dashed line is FedAvg without noise.
 
-The settings of each mode are not tuned. ``dp-scores=exact`` publishes the exact accuracy. The budget does
-not cover it, which is acceptable because the data are public.
+The settings of each mode are not tuned. ``dp-scores=exact`` publishes the exact accuracy. The budget does not cover
+this accuracy, which is acceptable because the data is public.
 """
 
 import json
@@ -61,7 +61,7 @@ Key = tuple[str, str, float, int]
 
 
 def settings_of(key: Key, clients: int, delta: float, rounds: int) -> dict[str, Any]:
-    """Return the settings of a run; if ``rounds`` is 0, use the rounds in ``SHARED`` and ``MODES``."""
+    """Return the settings of a run. If ``rounds`` is 0, use the rounds in ``SHARED`` and ``MODES``."""
     dataset, mode, epsilon, seed = key
     settings: dict[str, Any] = {
         **{"method": "fedavg", "num_clients": clients, "partition": "iid", "seed": seed},

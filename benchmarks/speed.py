@@ -1,20 +1,20 @@
 """Measure the training samples per second in a round, relative to a bare PyTorch loop over the same batches.
 
-The bare loop runs in one process per core. Each process has one thread and a part of the clients. All commands print
+The bare loop runs in one process per core. Each process trains a part of the clients in one thread. All commands print
 JSON.
 
 ``python -m benchmarks.speed methods`` trains the 4-layer CNN on CIFAR-10 with 20 clients, Dir(0.1), batch 10 and one
 epoch. The limit is the faster of two bare loops, one before and one after the federated runs. Targets: FedAvg reaches
 at least 0.7 of the limit. FedFew with K = 3 takes at most 3.2 times as long as with one model. The regulariser makes
 cwFedAvg at most 1.1 times slower. For FedDRM, whose network has a second branch, the limit is a bare loop that also
-trains it.
+trains this branch.
 
 ``python -m benchmarks.speed secure`` measures the cost of secure aggregation per round of the CNN, with all clients in
 one process.
 
 ``python -m benchmarks.speed engines`` also measures the overhead of a message and the peak memory, for each workload,
 number of clients and engine. The overhead is the time of a message minus the time of one step on one sample, in runs
-that train only this step. For comparison, the report contains the unavoidable time to copy a model in and its result
+that train only this step. For comparison, the report contains the unavoidable time to copy a model in and a result
 out. With 1,000 clients, 10 % train in a round. On a CPU, the command skips workloads that would take too long.
 """
 
@@ -58,7 +58,7 @@ ENGINES: dict[str, tuple[str, bool]] = {
     "in-process": ("loop", False),
     "in-process, vectorised": ("vmap", False),
 }
-"""By engine: the setting ``stack``, and whether Ray transports the messages."""
+"""For each engine: the setting ``stack``, and whether Ray transports the messages."""
 SHORT = 10
 """Factor by which fast workloads run more rounds, because new processes are slow in the first few rounds."""
 TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
@@ -73,7 +73,7 @@ def methods(
     rounds: int = 4,
     ray: bool = typer.Option(False, help="use Flower's simulation instead of one process"),
 ) -> None:
-    """Measure the methods."""
+    """Measure the training speed of the methods."""
     config: dict[str, Any] = {
         "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": samples, "num-clients": 20,
         "dirichlet-alpha": 0.1, "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "seed": 1,

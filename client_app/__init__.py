@@ -1,1 +1,1 @@
-"""The client side: a NumPyClient for each method, and the ClientApp that calls it."""
+"""The client side: a NumPyClient for each method, and the ClientApp that runs the clients."""

@@ -1,4 +1,4 @@
-"""APFL's client: it trains the global model w, and a personal model v that it mixes with w."""
+"""The APFL client trains the global model w and a personal model v, and predicts with a mixture of both."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from posy.client_app.training.work import Train, Trained
 from posy.strategies.apfl import APFLSettings
 from posy.strategies.replies import Update
 
-TOGETHER, SHARE = 0, 1  # batch streams
+TOGETHER, SHARE = 0, 1  # values of Train.stream
 
 
 class APFLClient(PersonalClient):
-    """Minimise F_i(w), and F_i(alpha v + (1 - alpha) w) over v (APFL, Algorithm 1)."""
+    """Minimise F_i(w) over w, and F_i(alpha v + (1 - alpha) w) over v (APFL, Algorithm 1)."""
 
     method: APFLSettings
 
@@ -32,7 +32,7 @@ class APFLClient(PersonalClient):
         return Update({"model": shared}, both.loss[1]), self.keep_model(self.mixture(personal, shared, alpha))
 
     def mixing_share(self, personal: Tensor, shared: Tensor) -> Steps[float]:
-        """Return alpha. An adaptive alpha first takes a descent step with its gradient <v - w, grad F_i(mixture)>."""
+        """Return alpha. An adaptive alpha first takes a step against its gradient <v - w, grad F_i(mixture)>."""
         stored = self.stored.get("alpha")
         alpha = self.method.alpha if stored is None else float(stored)
         if not self.method.adaptive:
@@ -44,7 +44,7 @@ class APFLClient(PersonalClient):
         return min(1.0, max(0.0, alpha + float(step)))
 
     def mixture(self, personal: Tensor, shared: Tensor, alpha: float) -> Tensor:
-        """Return alpha v + (1 - alpha) w ``(d,)``, with the running statistics in v's vector."""
+        """Return alpha v + (1 - alpha) w ``(d,)``, with the running statistics from ``personal``."""
         parameters = self.layout.trainable
         mixed = torch.lerp(parameters.take(shared), parameters.take(personal), alpha)
         return parameters.put(personal.clone(), mixed)

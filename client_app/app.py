@@ -52,7 +52,7 @@ from posy.strategies.masking import Words
 from posy.strategies.secure_aggregation import EVALUATION, STATISTICS, TRAINING
 
 Result = tuple[Any, int, dict[str, Any]]
-"""The result of a call: the arrays keyed by name, or the loss; the number of samples; and the metrics."""
+"""Result of a call: the arrays keyed by name or the loss, the number of samples, and the metrics."""
 
 isolate_simulation()
 app = ClientApp(mods=[answer_in_kind, record_reply])
@@ -64,7 +64,7 @@ app = ClientApp(mods=[answer_in_kind, record_reply])
 def work(message: Message, context: Context) -> Message:
     """Run a client's training round or evaluation, and return the reply."""
     if message.metadata.message_type not in (MessageType.TRAIN, MessageType.EVALUATE):
-        # Flower also calls this function for `train.default`, which would count as another phase of a round.
+        # Flower also sends `train.default` to this function, and check_once() would accept it as a separate phase.
         raise SettingsError(f"the message type {message.metadata.message_type!r} is neither train nor evaluate")
     return Call(message, context, trusting=of_simulation()).answer()
 
@@ -74,7 +74,7 @@ def work(message: Message, context: Context) -> Message:
 def query(message: Message, context: Context) -> Message:
     """Return this node's clients, their sample counts, and the versions of the installed packages.
 
-    Other queries request a description of a site's data or belong to a stage of secure aggregation. A ping gets an
+    A query can also request a description of a site's data, or belong to a stage of secure aggregation. A ping gets an
     empty reply, which shows that the node has finished processing earlier messages.
     """
     config = record_in(message.content, "config", ConfigRecord)
@@ -100,7 +100,7 @@ def query(message: Message, context: Context) -> Message:
         if policy:
             check_run(workspace)
         description = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
-        _ = workspace.criterion  # reports a missing loss function before the first round
+        _ = workspace.criterion  # raises an error for an invalid loss function before the first round
         if fingerprint := workspace.architecture.fingerprint:
             description["fixed-tensors"] = fingerprint
     description["versions"] = [f"{name} {version}" for name, version in versions().items()]
@@ -118,7 +118,7 @@ def masked_statistics(message: Message, context: Context, policy: Policy | None)
 
 
 def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return this node's name, its clients, and their sample counts."""
+    """Return this node's name, its clients, their sample counts, and warnings."""
     clients, part = hosted_clients(context, workspace), workspace.partition
     return {
         "name": str(context.node_config.get("name", "")),
@@ -144,7 +144,7 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
 
 
 def own_places(config: dict[str, Any], context: Context) -> None:
-    """Replace the server's folders in a message's config with the folders in the node's config.
+    """Replace the server's folders in a message's config with the folders from the node's config.
 
     The client's state goes to the run's folder in ``state-dir``. Its model goes to the run's folder in ``models`` or,
     by default, to a subfolder of the state folder.
@@ -157,7 +157,7 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     run_name = str(config["run"])
     if not is_run_folder(run_name):
         raise SettingsError(
-            f"run = {run_name!r} in the server's message is not a valid name of a folder; change run-name on the server"
+            f"run = {run_name!r} in the server's message is not a valid folder name; change run-name on the server"
         )
     if state:
         config["state-directory"] = str(absolute(state) / run_name)
@@ -175,9 +175,10 @@ class Call:
     context : Context
         Flower's context of the node.
     store : StateStore, optional
-        Storage for the client's state. The default is the directory in the config or, without one, the context.
+        Storage for the client's state. The default is the directory that the config names, or else the context.
     trusting : bool
-        Whether the server may choose this process's folders, as in a simulation. By default, the node's config does.
+        Whether the server may choose this process's folders, as in a simulation. By default, the folders come from the
+        node's config.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class Call:
         self.number = int(self._config["client"])
         arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
         self.received: Arrays = {name: array.numpy() for name, array in arrays.items()}
-        """The arrays from the server, keyed by name and not copied."""
+        """The server's arrays, keyed by name. They are not copied."""
         if self._policy:
             phase, server_round = message.metadata.message_type, int(self._config["server-round"])
             check_place(self.workspace.settings, context, self.number, server_round)
@@ -222,7 +223,7 @@ class Call:
             check_once(context, self.number, phase, server_round, list(self.received.values()), entries)
             if self._training:
                 spend_budget(self._policy, self.workspace.settings, context, self.num_train, server_round)
-        # The class is imported here, because open() may run on one of several threads.
+        # Import the class here, because open() may run on several threads at once.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 
     @property
@@ -249,7 +250,7 @@ class Call:
         return Parcel(head, [*self._state.values(), *self.received.values()])
 
     def unpack_answer(self, answer: Parcel) -> Result:
-        """Unpack a result that :func:`packed` returned in another process, and load the client's new state."""
+        """Unpack a result that another process packed with :func:`packed`, and update the client's state."""
         (state_names, reply_names, num_examples, metrics), arrays = answer
         if state_names is not None:
             self._state = State(dict(zip(state_names, arrays, strict=False)))
@@ -305,7 +306,7 @@ def packed(client: PersonalClient, result: Result) -> Parcel:
 
 
 def reply_to(message: Message, arrays: Arrays, num_examples: int, metrics: dict[str, Any]) -> Message:
-    """Return a reply. Its config holds the strings and the client's index, because Flower averages metrics."""
+    """Return a reply. Strings and the client's index go into its config, because Flower averages all metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]

@@ -1,9 +1,9 @@
-"""A node's audit log: one line for each message that the node answers or refuses, written before the reply leaves.
+"""A node's audit log: one line for each message that the node answers or refuses, written before the reply is sent.
 
 Each line is a JSON object that contains its own hash and the hash of the previous line, so a changed, deleted or moved
-line breaks the chain. A second file, the head, records the number of events and the last hash, so that a truncated log
-is noticed. The log contains no sample, label, file name or path of the site. It lists the names and sizes of a
-message's records, never their values.
+line breaks the chain. A second file, the head, records the number of events and the last hash, so that truncation is
+detected. The log contains no samples, labels, file names or paths. It lists the names and sizes of a message's records,
+never their values.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from posy.words import one_line
 
 HEAD_SUFFIX = ".head"
 START = "0" * 64
-"""The previous hash of the first event."""
+"""The value of ``previous`` in the first event."""
 TAIL_BYTES = 1 << 14
 MAX_NAMES, MAX_TEXT = 40, 100
-"""Maximum number of names that an event lists, and of characters in a string that comes from the server."""
+"""Maximum number of names in a list, and of characters in a string."""
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,59}")
-"""Pattern of the names that the log shows. Other names, which custom code may use, could contain data."""
+"""Pattern of the names that the log shows. Other names are hidden, because custom code could put data into them."""
 RECOVERED, GAP, RUN_BEGIN = "recovered", "gap", "run-begin"
 NOTES = "_posy_audit"
 """The attribute of Flower's context that holds the notes on a message."""
@@ -54,7 +54,7 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Head:
-    """The end of a chain: the number of its events and the hash of the last event. Its string form is an anchor."""
+    """The end of a chain: the number of events and the hash of the last event. Its string form is called an anchor."""
 
     count: int = 0
     hash: str = START
@@ -70,7 +70,7 @@ class Head:
 
 
 def line_of(event: Mapping[str, Any], head: Head) -> tuple[bytes, Head]:
-    """Return the line that appends an event after a chain's head, and the new head."""
+    """Return the log line for an event that follows a chain's head, and the new head."""
     chained = {**event, "number": head.count + 1, "previous": head.hash}
     chained["hash"] = _hash(chained)
     return _canonical(chained) + b"\n", Head(head.count + 1, chained["hash"])
@@ -104,7 +104,7 @@ class Checked:
     """Number of the first broken line, counting from 1, or 0 if the chain is unbroken."""
     problem: str = ""
     unfinished: bool = False
-    """Whether the last line is incomplete, as after a crash. The next event records this."""
+    """Whether the last line is incomplete, as after a crash. The next call of :meth:`AuditLog.append` records it."""
 
 
 def check_lines(lines: bytes, recorded: Head | None) -> Checked:
@@ -145,7 +145,7 @@ def _problem_of(event: Mapping[str, Any], head: Head) -> str:
 
 
 def _recovery(unreadable: Iterable[bytes]) -> dict[str, Any]:
-    """Return the fields of an event that describe the incomplete lines before it."""
+    """Return the event fields that describe the incomplete lines before the event."""
     content = b"\n".join(unreadable)
     return {"event": RECOVERED, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -297,8 +297,8 @@ def _now() -> str:
 def log_of(node_config: Mapping[str, Any]) -> AuditLog | None:
     """Return a node's audit log, or None if the node has no log.
 
-    By default, a node with data keeps its log in ``state-dir``. For any node, the key ``audit`` in its config can name
-    another file.
+    By default, only a node with data keeps a log, in its ``state-dir``. With the key ``audit`` in its config, any node
+    keeps a log, in the file that the key names.
     """
     if path := str(node_config.get(AUDIT, "")):
         return _log_at(absolute(path))
@@ -329,7 +329,7 @@ def note(context: Context, **facts: Any) -> None:
         Flower's context of the message.
     **facts
         ``submitter``, ``signers`` and ``code`` describe the run. ``error`` is the type of an error that stays on the
-        node. ``rule`` is the site's rule that refuses the message. ``epsilon`` and ``delta`` are the privacy budget
+        node. ``rule`` is the policy rule that the message violates. ``epsilon`` and ``delta`` are the privacy budget
         that the site has spent.
     """
     vars(context).setdefault(NOTES, {}).update(facts)
@@ -361,7 +361,7 @@ def record_reply(message: Message, context: Context, call_next: ClientAppCallabl
 
 
 def record(audit_log: AuditLog, message: Message, context: Context, outcome: Message | Exception | str) -> None:
-    """Record the outcome of a message: a reply, an error, or the name of the rule that refuses it.
+    """Record the outcome of a message: a reply, an error, or the name of the violated rule.
 
     Raises :class:`AuditError` if the log cannot be written.
     """
@@ -426,7 +426,7 @@ def _entries(content: RecordDict, name: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _settings_in(text: str) -> tuple[str, str]:
-    """Return the SHA-256 digest of a run's settings, and the run name that they contain."""
+    """Return the SHA-256 digest of a run's settings, and the run's name."""
     if not text:
         return "", ""
     try:
@@ -483,9 +483,10 @@ def _sizes(content: RecordDict) -> dict[str, int]:
 
 
 def _kinds(content: RecordDict) -> dict[str, Any]:
-    """Return the size and the kinds of values of each record in a message's content, keyed by the record's name.
+    """Return a summary of each record in a message's content, keyed by the record's name.
 
-    Arrays are counted. Other values are listed by name, at most ``MAX_NAMES`` per record.
+    A summary contains the record's size in bytes, the number of arrays, and the names of at most ``MAX_NAMES`` other
+    values.
     """
     kinds: dict[str, Any] = {}
     for name, size in _sizes(content).items():

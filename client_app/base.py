@@ -1,4 +1,4 @@
-"""The client that all methods share: FedAvg, with hooks that a method overrides.
+"""The base class of all clients: FedAvg, with hooks that a method can override.
 
 A method's round is a generator. It yields :class:`~posy.client_app.training.work.Train` and
 :class:`~posy.client_app.training.work.Forward` requests and receives their results, so the code reads like the paper's
@@ -23,7 +23,7 @@ from posy.client_app.training.work import Forward, Split
 
 
 class PersonalClient(ClientHooks, NumPyClient):
-    """A NumPyClient for one client of a method.
+    """The NumPyClient of one client.
 
     Methods override the hooks of :class:`~posy.client_app.hooks.ClientHooks`, which also defines the constructor.
     """

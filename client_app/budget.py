@@ -1,4 +1,4 @@
-"""A site's privacy budget: a ledger on its node that lists every training round with noise, across all runs.
+"""A site's privacy budget, and the ledger that lists every training round with noise, across all runs.
 
 The ledger is a file in the node's ``state-dir``. The node writes a line before it trains, so interrupted rounds and
 repeated messages count too.
@@ -36,7 +36,7 @@ def unprotected(values: Mapping[str, Any]) -> str:
 
 
 class Budget:
-    """A site's ledger, and the limit on its budget.
+    """The privacy budget of a site, and the ledger of its past rounds.
 
     Parameters
     ----------
@@ -63,12 +63,12 @@ class Budget:
         self._check(self._past(), planned_events(settings, num_train), "this run")
 
     def spend(self, settings: Settings, num_train: int, server_round: int) -> float:
-        """Record a training round in the ledger, and return the ε that the site has spent, this round included.
+        """Record a training round in the ledger, and return the ε that the site has spent, including this round.
 
         Raises
         ------
         BudgetExceededError
-            If the round does not fit into the budget. The ledger then stays unchanged.
+            If the round does not fit into the budget. The ledger then remains unchanged.
         BudgetError
             If the ledger is damaged.
         """

@@ -1,4 +1,4 @@
-"""A cache of clients' tensors in a process's memory."""
+"""An in-memory cache of clients' tensors."""
 
 import os
 from collections.abc import Callable
@@ -15,9 +15,9 @@ MEMORY_SHARE = 0.25
 
 
 class ClientCache:
-    """The tensors of one process's clients, which stay in memory if there is room.
+    """A cache of the tensors of one process's clients, up to a memory limit.
 
-    No tensors are evicted: clients take turns, so the least recently used client is the next one needed.
+    The cache evicts nothing. Clients take turns, so the least recently used client is the one that is needed next.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class ClientCache:
 
     def __init__(self, load: Callable[[int], ClientData], device: torch.device) -> None:
         self.processes = cores()
-        """Number of processes that share this machine's memory: up to one client process on each core."""
+        """Number of client processes that may share this machine's memory: one for each core."""
         self._load = load
         self._device = device
         self._clients: dict[int, ClientData] = {}
@@ -56,7 +56,7 @@ class ClientCache:
             return data
 
     def load_all(self, num_clients: int) -> None:
-        """Load clients' tensors until all are loaded or the memory for them is full."""
+        """Load clients' tensors until all are loaded or the cache is full."""
         for client in range(num_clients):
             if self._used >= self.room:
                 return

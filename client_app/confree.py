@@ -1,4 +1,4 @@
-"""ConFREE's client, which is the same as FedRep's client."""
+"""The ConFREE client, which trains like the FedRep client."""
 
 from posy.client_app.fedrep import FedRepClient
 

@@ -1,4 +1,4 @@
-"""cwFedAvg's client: FedAvg's client with the weight distribution regulariser."""
+"""The cwFedAvg client: FedAvg with the weight distribution regulariser."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from posy.client_app.training.work import Context, Net, Train
 from posy.strategies.cwfedavg import CwFedAvgSettings
 
 SMALLEST = 1e-12
-"""Minimum sum of norms that is normalised to a distribution."""
+"""Minimum sum of norms. A smaller sum gives the uniform distribution."""
 
 
 class CwFedAvgClient(PersonalClient):
@@ -38,7 +38,7 @@ class CwFedAvgClient(PersonalClient):
 
 
 def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy + λ ||p − p̃||₂, differentiated through the norms of the output rows (Eqs. 4, 8)."""
+    """Return cross-entropy + λ ||p − p̃||₂, where p̃ contains the normalised norms of the head's rows (Eqs. 4, 8)."""
     norms = torch.linalg.vector_norm(net["head.weight"], dim=1)
     total = norms.sum()
     # A head of zeros has the uniform distribution, as on the server.

@@ -1,4 +1,4 @@
-"""Ditto's client: it trains the global model for the server and a personal model for itself."""
+"""The Ditto client trains the global model for the server and a personal model for itself."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
@@ -6,7 +6,7 @@ from posy.client_app.training.work import Pull, Train, Trained
 from posy.strategies.ditto import DittoSettings
 from posy.strategies.replies import Update
 
-GLOBAL, PERSONAL = 0, 1  # batch streams
+GLOBAL, PERSONAL = 0, 1  # values of Train.stream
 
 
 class DittoClient(PersonalClient):

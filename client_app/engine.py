@@ -34,12 +34,12 @@ class Running:
 
 
 class Engine:
-    """Runs clients' rounds with one workspace.
+    """Runs the rounds of clients that share a workspace.
 
-    Where stacking is faster (see :meth:`Trainer.stacks`), groups of clients advance together, and their simultaneous
-    requests of the same kind run as one computation. Otherwise, each client trains alone. Groups, or clients that train
-    alone, run in parallel in processes forked from this one. If forking is not possible, groups run one after another,
-    and clients that train alone run on threads, which share Python's global interpreter lock.
+    Where stacking is faster (see :meth:`Trainer.stacks`), groups of clients advance together, and their requests of the
+    same kind run as one computation. Otherwise, each client trains alone. Groups, or clients that train alone, run in
+    parallel in processes forked from this one. If forking is not possible, groups run one after another, and clients
+    that train alone run on threads, which share Python's global interpreter lock.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -47,17 +47,17 @@ class Engine:
         self._group = Group(workspace)
         self._pool: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
-        # Forked processes share whatever is loaded into memory before the fork.
+        # Forked processes share the data that is loaded before the fork.
         workspace.client_cache.load_all(workspace.settings.data.num_clients)
 
     def run(self, calls: Sequence[Call], finish: Finish, end: float = float("inf")) -> None:
-        """Run calls in decreasing order of the clients' number of training samples.
+        """Run calls, starting with the clients that have the most training samples.
 
-        ``finish`` is called once for each completed call, possibly on another thread. No call begins after the
-        monotonic time ``end``.
+        ``finish`` is called once for each completed call, possibly on another thread. No call begins after ``end``, a
+        value of :func:`time.monotonic`.
         """
         trainer = self.workspace.trainer
-        trainer.interrupted.clear()  # an interrupt affects only the run during which it arrives
+        trainer.interrupted.clear()  # clears an interrupt of an earlier run
         order = sorted(range(len(calls)), key=lambda i: -calls[i].num_train)
         network = self.workspace.network(self.workspace.architecture)
         stacked = trainer.stacks(network, len(order))
@@ -190,7 +190,7 @@ class Group:
         stacks = self.workspace.trainer.stacks(network, 2, request if isinstance(request, Train) else None)
         if isinstance(request, Train):
             return network, request.kind if stacks else id(running), running.client.lr
-        # If all clients share one model, one pass covers all their samples, whether or not the network stacks.
+        # For clients that share one model, one pass covers all their samples, even if the network cannot be stacked.
         return network, request.parameters.shape, request.features, None if stacks else id(request.parameters)
 
     def _answer_group(self, group: Sequence[Running]) -> list[Any]:
@@ -233,7 +233,7 @@ class Group:
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Divide numbers into as few groups as possible, of about equal size and with at most ``most`` numbers each.
+    """Divide numbers into as few groups as possible, all of about the same size and with at most ``most`` numbers.
 
     If there are several groups, their count is rounded up to an even number, because machines usually have an even
     number of cores.

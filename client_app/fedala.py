@@ -1,4 +1,4 @@
-"""FedALA's client: it learns the weights that mix its model with the global model, and trains the mixture."""
+"""The FedALA client learns the weights that mix its model with the global model, and trains the mixture."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from posy.strategies.fedala import FedALASettings
 from posy.strategies.replies import Update
 
 LAST = 10
-"""Number of most recent passes whose losses show whether the weights have converged."""
+"""Number of recent passes whose losses show whether the weights have converged."""
 MOST_PASSES = 50
-"""Maximum number of passes in which a client learns its weights."""
+"""Maximum number of passes in which a client first learns its weights. Later rounds make one pass."""
 LEARNING = 1
-"""Batch stream for these passes: all passes of a round see the same samples in the same order."""
+"""Value of ``Train.stream`` while a client learns its weights. All passes of a round see the same batches."""
 
 
 class FedALAClient(PersonalClient):
@@ -34,18 +34,24 @@ class FedALAClient(PersonalClient):
         return Update({"model": trained.parameters}, trained.loss), self.keep_model(trained.parameters)
 
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
-        """Aggregate with weights that are learned only for this evaluation."""
+        """Return the mixture of both models, with weights that are learned only for this evaluation."""
         start, _ = yield from self.aggregated(received["model"])
         return self.plain(start)
 
     def mixed_part(self) -> tuple[Part, list[Entry]]:
-        """Return the mixed parameters and their entries. BatchNorm's running statistics come from the global model."""
+        """Return the part of the model that is mixed, and its entries.
+
+        BatchNorm's running statistics are not mixed. They come from the global model.
+        """
         upper = self.method.mixed(self.architecture)
         entries = [entry for entry in self.layout.entries if entry.layer in upper and entry.trainable]
         return self.layout.select(lambda entry: entry in entries), entries
 
     def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Return the starting point for training ``(d,)``, initially the global model, and the weights."""
+        """Return the starting point for training ``(d,)``, and the mixing weights.
+
+        In its first round, a client starts from the global model and has no weights.
+        """
         model, weights = self.stored.get("model"), self.stored.get("weights")
         if model is None:
             return shared, None
@@ -86,5 +92,5 @@ def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
 
 
 def settled(losses: list[Tensor], threshold: float) -> bool:
-    """Return whether, after more than ten passes, the last ten losses have a small standard deviation."""
+    """Return whether there are more than ten losses, and the last ten have a standard deviation below ``threshold``."""
     return len(losses) > LAST and bool(torch.stack(losses[-LAST:]).std(correction=0) < threshold)

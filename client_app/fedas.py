@@ -1,4 +1,4 @@
-"""FedAS's client: it aligns the received body with its latest features, then trains the whole network."""
+"""The FedAS client aligns the received body with its latest model's prototypes, then trains the whole network."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from posy.client_app.training.rules import FisherTrace
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
 from posy.strategies.fedas import FedASSettings
 
-LOCAL, ALIGNMENT, FISHER = 0, 1, 2  # batch streams
+LOCAL, ALIGNMENT, FISHER = 0, 1, 2  # values of Train.stream
 
 
 class FedASClient(PersonalClient):
-    """Align, train, and measure the Fisher information (FedAS, Algorithm 1).
+    """Align the body, train the network, and measure the Fisher information (FedAS, Algorithm 1).
 
-    The client stores its latest model's prototypes rather than the model, because its samples are the same in all
-    rounds. Before the first round of training, the latest model is the initial model.
+    The client stores the prototypes of its latest model instead of the model, which suffices because its samples are
+    the same in all rounds. Before the first round of training, the latest model is the initial model.
     """
 
     method: FedASSettings
@@ -55,10 +55,10 @@ class FedASClient(PersonalClient):
 
 
 def alignment(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the sum over classes of the mean of (f − p)² over each class's samples and their features.
+    """Return the sum over classes of the mean of (f − p)² over the samples of a class and their D features.
 
-    p is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. All samples of a class have equal
-    weights.
+    p is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. All samples of a class have the same
+    weight.
     """
     prototypes = context["prototypes"]
     features, _ = net.features(batch.x)

@@ -9,14 +9,14 @@ from posy.client_app.training.work import Train, Trained
 from posy.strategies.fedavg_ft import FedAvgFTSettings
 from posy.strategies.replies import Update
 
-FINE_TUNING = 1  # a separate batch stream
+FINE_TUNING = 1  # value of Train.stream
 
 
 class FedAvgFTClient(PersonalClient):
-    """FedAvg's client, which predicts with a fine-tuned model that it never sends.
+    """A FedAvg client that predicts with a fine-tuned model, which it never sends.
 
     Each evaluation fine-tunes the served model again. If the run's last rounds are reserved for fine-tuning, the client
-    instead stores its model between these rounds.
+    instead fine-tunes a model that it stores between these rounds.
     """
 
     personal_in_every_evaluation = True
@@ -45,7 +45,7 @@ class FedAvgFTClient(PersonalClient):
         return rounds
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the request to fine-tune the served model, before an evaluation or as one of the last rounds."""
+        """Return the request to fine-tune a model ``(d,)``, for an evaluation or in one of the last rounds."""
         training = Train(start, lr=self.method.lr or None, stream=FINE_TUNING)
         if not self.tuning_rounds:
             training.steps = self.method.steps or None

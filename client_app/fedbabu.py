@@ -1,4 +1,4 @@
-"""FedBABU's client: it trains the body under the common initial head, and fine-tunes body and head."""
+"""The FedBABU client trains the body under the common initial head, and fine-tunes the network or only the head."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from posy.strategies.fedbabu import FedBABUSettings
 
 
 class FedBABUClient(FedAvgFTClient):
-    """FedAvg's client with a fixed head (FedBABU, Algorithm 1), which fine-tunes the whole network or the head."""
+    """A FedAvg client with a fixed head, which fine-tunes the whole network or only the head (FedBABU, Algorithm 1)."""
 
     method: FedBABUSettings
 
@@ -17,7 +17,7 @@ class FedBABUClient(FedAvgFTClient):
         return Train(start, rates={"head": 0.0})
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the request to fine-tune the network, or the head alone."""
+        """Return the request to fine-tune the whole network or only the head."""
         work = super().fine_tuning(start)
         if self.method.tuned == "head":
             work.rates = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)

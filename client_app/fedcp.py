@@ -1,4 +1,4 @@
-"""FedCP's client: it trains all layers except the global head, keeping its features near the served body's."""
+"""The FedCP client trains all layers except the global head, and keeps its features near the served body's."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ WIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 
 class FedCPClient(PersonalClient):
-    """Minimise cross-entropy + λ times the discrepancy between the features and the served body's (FedCP).
+    """Minimise cross-entropy + λ times the discrepancy between the trained and the served body's features (FedCP).
 
-    The features of the served body are constant during a round. They are computed without augmentation and, in a
-    network with BatchNorm, with its running statistics.
+    The features of the served body are constant during a round. They are computed in evaluation mode, without
+    augmentation.
     """
 
     method: FedCPSettings

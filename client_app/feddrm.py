@@ -1,4 +1,4 @@
-"""FedDRM's client: it learns to predict both the class of each sample and its own client index."""
+"""The FedDRM client learns to predict the class of each sample and the index of the client that holds it."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""FedFew's client: it trains all K models and reports their losses."""
+"""The FedFew client trains all K models and reports their losses."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from posy.strategies.replies import Update
 
 
 class FedFewClient(PersonalClient):
-    """Train θ_1..θ_K, send Δ_ik = θ_k^local − θ_k and L_ik (Algorithm 1, lines 3-11)."""
+    """Train θ_1..θ_K, and send Δ_ik = θ_k^local − θ_k and L_ik (Algorithm 1, lines 3-11)."""
 
     method: FedFewSettings
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the K models in one pass."""
+        """Train the K models, and send their changes and losses."""
         start = self.assembled(received)
         trained: Trained = yield Train(start, own_batches=self.method.batches == "own")
         self.keep_personal(trained.parameters)
@@ -28,7 +28,7 @@ class FedFewClient(PersonalClient):
         )
 
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
-        """Choose k_i = argmin_k of the training loss of the served models (Algorithm 1, lines 19-24)."""
+        """Return the served model k_i with the lowest training loss (Algorithm 1, lines 19-24)."""
         return self.best_of(self.assembled(received))
 
     def assembled(self, received: Received) -> Tensor:

@@ -1,4 +1,4 @@
-"""FedFomo's client: before training, it moves its model towards models with a lower validation loss."""
+"""Before it trains, the FedFomo client moves its model towards models with a lower validation loss."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from posy.strategies.replies import Update
 class FedFomoClient(PersonalClient):
     """Train from theta + sum_n w_n (theta_n - theta), with weights w_n >= 0 that sum to 1 (FedFomo, Eqs. 3-5).
 
-    theta is the model from which the client last started training. The first theta_n is the trained model.
+    theta is the model from which the client last started training, and the first theta_n is the model that it trained.
     """
 
     method: FedFomoSettings
@@ -52,7 +52,7 @@ class FedFomoClient(PersonalClient):
         )
 
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
-        """Move towards the better models."""
+        """Return the client's model, moved towards the better models."""
         start, _ = yield from self.moved(received["models"])
         return self.plain(start)
 

@@ -1,4 +1,4 @@
-"""FedMTL's client: it trains its own model, with a pull towards the other clients' models."""
+"""The FedMTL client trains its own model, with a pull towards the other clients' models."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps

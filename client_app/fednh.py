@@ -1,4 +1,4 @@
-"""FedNH's client: it trains the body under fixed class prototypes, and sends the mean directions of its classes."""
+"""The FedNH client trains the body under fixed class prototypes, and sends the mean direction of each class."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,13 +10,13 @@ from posy.strategies.replies import Update
 
 
 class FedNHClient(PersonalClient):
-    """Train all layers except the head, and send the classes' mean directions in place of the head (Algorithm 1).
+    """Train all layers except the head, and send the model with the mean direction of each class (Algorithm 1).
 
-    The local model is the trained body with the prototypes that served as its head during training.
+    The local model is the trained body, with the prototypes as its head.
     """
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the body, then compute the classes' mean directions from its features."""
+        """Train the body, then compute the mean direction of each class from its features."""
         trained: Trained = yield Train(received["model"], rates={"head": 0.0})
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means = mean_directions(features, self.data.y_train, self.data.num_classes)
@@ -26,8 +26,8 @@ class FedNHClient(PersonalClient):
 def mean_directions(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     """Return each class's mean normalised feature, rescaled so that its length is the class's share of the samples.
 
-    The mean over clients, weighted by n_i, then weights each class by its sample count n_ic, which the paper sends
-    separately.
+    The server's mean, weighted by n_i, then weights each client's direction of a class by the sample count n_ic. In the
+    paper, clients send n_ic separately.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""FedPAC's client: it trains the head on the served body, then the body with a pull towards the global class means."""
+"""The FedPAC client trains the head on the served body, then the body with a pull towards the global class means."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from posy.client_app.training.work import Forward, Train, Trained
 from posy.strategies.fedpac import FedPACSettings
 from posy.strategies.replies import Update
 
-HEAD, BODY = 0, 1  # batch streams
+HEAD, BODY = 0, 1  # values of Train.stream
 
 
 class FedPACClient(PersonalClient):
@@ -24,7 +24,7 @@ class FedPACClient(PersonalClient):
         return self.personal.put(self.shared.put(model, received["model"]), received["head"])
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Measure the served body's features, train head and body, and send both with the statistics."""
+        """Compute statistics of the served body's features, train head and body, and send both with the statistics."""
         start = self.assembled(received)
         features, _ = yield Forward(start, "train", features=True)
         variance, products = statistics(features, self.data.y_train, self.data.num_classes)
@@ -44,10 +44,10 @@ class FedPACClient(PersonalClient):
 
 
 def statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return V ``()`` and h ``(C, D)`` of features ``(n, D)``.
+    """Return the variance V ``()`` and the weighted class means h ``(C, D)`` of features ``(n, D)``.
 
-    h holds each class's mean times the class's share of the samples. V is the variance of this estimate,
-    (E ||f||² − ||h||²) / n.
+    h contains each class's mean times the class's share of the samples. V = (E ||f||² − ||h||²) / n is the variance of
+    this estimate.
     """
     means, counts = class_means(features, labels, num_classes)
     products = means.double() * (counts / counts.sum()).double()[:, None]

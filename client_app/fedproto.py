@@ -1,4 +1,4 @@
-"""FedProto's client: it stores its network, and pulls its features towards all clients' prototypes."""
+"""The FedProto client trains its own network, with a pull of its features towards all clients' prototypes."""
 
 import torch
 from torch import Tensor
@@ -36,20 +36,23 @@ class FedProtoClient(PersonalClient):
         return Update({"prototypes": update, "counts": counts}, trained.loss), self.personal_model(received, config)
 
     def served_model(self, received: Received, config: Config) -> Predictor:
-        """Return the client's network with the served prototypes, or with its trained head if there are none yet."""
+        """Return the client's network with the served prototypes as its head.
+
+        Before the server has any prototypes, the network uses its trained head.
+        """
         parameters = self.kept_model(self.initial())
         prototypes, defined = received["prototypes"], received["known"]
         return self.nearest(parameters, prototypes, defined) if bool(defined.any()) else self.plain(parameters)
 
     def personal_model(self, received: Received, config: Config) -> Predictor | None:
-        """Return the network as last trained, with the prototypes from that round."""
+        """Return the client's network and prototypes after its last training, or None before that."""
         parameters, prototypes, defined = (self.stored.get(name) for name in ("model", "prototypes", "known"))
         if parameters is None or prototypes is None or defined is None:
             return None
         return self.nearest(parameters, prototypes, defined)
 
     def nearest(self, parameters: Tensor, prototypes: Tensor, defined: Tensor) -> Predictor:
-        """Return a network whose head finds the nearest prototype: the one with the largest 2 f·c − ||c||²."""
+        """Return a network whose head chooses the nearest prototype c, which maximises 2 f·c − ||c||²."""
         parameters = parameters.clone()
         tensors = self.layout.views(parameters)
         tensors["head.weight"].copy_(2 * prototypes)

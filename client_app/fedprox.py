@@ -1,4 +1,4 @@
-"""FedProx's client: FedAvg's client with a pull towards the received model."""
+"""The FedProx client: FedAvg with a pull towards the received model."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""FedRep's client: it trains the head on a fixed body, then the body under a fixed head."""
+"""The FedRep client trains the head on a fixed body, then the body under a fixed head."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from posy.client_app.training.work import Train, Trained
 from posy.strategies.fedrep import FedRepSettings
 
 HEAD, BODY = 0, 1
-"""Batch streams: the two training phases of a round draw their batches independently."""
+"""Values of ``Train.stream``: the two training phases of a round draw their batches independently."""
 
 
 class FedRepClient(PersonalClient):

@@ -1,4 +1,4 @@
-"""FedSAM's client with fine-tuning: it takes the gradient at the worst point near the parameters."""
+"""FedSAM with fine-tuning: training uses the gradient at the worst point near the parameters."""
 
 from torch import Tensor
 

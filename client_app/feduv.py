@@ -1,4 +1,4 @@
-"""FedUV's client: FedAvg's client with regularisers on the probabilities and on the features of each mini-batch."""
+"""The FedUV client: FedAvg with regularisers on the probabilities and the features of each mini-batch."""
 
 import math
 
@@ -11,7 +11,7 @@ from posy.client_app.training.work import Context, Net, Train
 from posy.strategies.feduv import FedUVSettings
 
 SMALLEST = 1e-12
-"""Number added to a variance, because the square root has no finite gradient at 0."""
+"""Constant added to a variance, because the gradient of the square root is infinite at 0."""
 
 
 class FedUVClient(PersonalClient):
@@ -38,7 +38,7 @@ def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
 def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
     """Return L_V, the mean over classes of max(0, γ − the standard deviation of p_c over the batch).
 
-    γ = 1/√C is the standard deviation of p_c if p takes each of the C one-hot vectors once.
+    γ = 1/√C is the standard deviation of p_c over a batch of the C one-hot vectors.
 
     Parameters
     ----------
@@ -73,6 +73,6 @@ def closeness(features: Tensor, present: Tensor) -> Tensor:
     distances = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")[i, j].square()
     pairs = present[i] * present[j]
     counted = (pairs > 0) & (distances > 0)
-    ordered = torch.where(counted, distances, torch.inf).sort().values  # all are infinite if none is counted
+    ordered = torch.where(counted, distances, torch.inf).sort().values  # all infinite if no pair is counted
     median = ordered.gather(0, ((counted.sum() - 1) // 2).clamp_min(0).unsqueeze(0))
     return (pairs * torch.exp(-distances / median)).sum() / pairs.sum().clamp_min(1)

@@ -63,7 +63,7 @@ class ClientHooks:
         self.workspace = workspace
         self.state = state
         self.stored = StoredTensors(state, workspace.device)
-        """The client's state as tensors: ``self.stored["control"]`` persists between rounds."""
+        """The client's state as tensors. For example, ``self.stored["control"]`` persists between rounds."""
         self.settings = workspace.settings
         self.method = workspace.settings.method
         self.device = workspace.device
@@ -89,7 +89,7 @@ class ClientHooks:
         return Train(start)
 
     def served_model(self, received: Received, config: Config) -> Predictor | Steps[Predictor]:
-        """Return the served model: the client's model after it receives the server's message and before it trains."""
+        """Return the served model: the client's model after the server's message and before local training."""
         return self.plain(self.assembled(received))
 
     def personal_model(
@@ -142,11 +142,11 @@ class ClientHooks:
             self.stored["personal"] = self.personal.take(parameters).clone()
 
     def plain(self, parameters: Tensor, chosen: str = "") -> Predictor:
-        """Wrap a single model of the method's network as a predictor."""
+        """Return a predictor for a single model ``(d,)`` of the method's network."""
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, number: int = 0) -> Tensor:
-        """Return the initial parameters ``(d,)`` of one of several models, identical to the server's. Read-only."""
+        """Return the initial parameters ``(d,)`` of one of several models, as on the server. Do not write to them."""
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:

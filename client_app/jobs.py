@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Jobs:
-    """The runner for a client's requests, with the client's samples and its random streams for the round.
+    """Runs a client's requests with the client's samples and its random streams for the round.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Jobs:
         self.processed = 0
         """Number of samples that this call has trained on. With K models, each sample counts K times."""
         self.samples_private = False
-        """Whether training uses DP-SGD. Only training that affects the reply needs it."""
+        """Whether training uses DP-SGD. Only training that affects the reply needs DP-SGD."""
         self.moments: dict[str, Moments] | None = None
         """The states of the round's optimisers, keyed by name, if ``optimizer-state = kept``."""
 
@@ -61,7 +61,7 @@ class Jobs:
             return finished.value
 
     def answer(self, request: Train | Forward) -> Trained | Any:
-        """Run one request."""
+        """Run one request and return its result."""
         network, trainer = self.network(request), self.workspace.trainer
         if isinstance(request, Forward):
             return trainer.forward(request, network, self.samples(request.split))
@@ -74,13 +74,14 @@ class Jobs:
 
     @cached_property
     def class_weight(self) -> Tensor | None:
-        """Class weight of each training sample ``(n,)``, scaled to mean 1, or None if all weights are equal."""
+        """Class weight of each training sample ``(n,)``, scaled to mean 1, or None with ``class-weights = none``."""
         return self.class_weights("train")
 
     def class_weights(self, split: Split) -> Tensor | None:
-        """Return the class weight of each sample of a split ``(n,)``, with mean 1, or None if all weights are equal.
+        """Return the class weight of each sample of a split ``(n,)``, scaled to mean 1.
 
-        The weight of a class is inversely proportional to its number of training samples.
+        The weight of a class is inversely proportional to its number of training samples. The result is None with
+        ``class-weights = none``.
         """
         if self.settings.train.class_weights == "none":
             return None
@@ -90,7 +91,7 @@ class Jobs:
         return weight / weight.mean()
 
     def network(self, request: Train | Forward) -> Network:
-        """Return this process's network for a request."""
+        """Return this thread's network for a request."""
         return self._default_network if request.network is None else self.workspace.network(request.network)
 
     @cached_property
@@ -139,7 +140,7 @@ class Jobs:
         )
 
     def _moments_of(self, work: Train, model: int = 0) -> Moments | None:
-        """Return the optimiser state from which training continues, or None for a fresh optimiser."""
+        """Return the optimiser state from which training continues, or None if the state is not kept between rounds."""
         if self.moments is None or work.plain:
             return None
         name = f"optimiser-{work.stream}-{model}"

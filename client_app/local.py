@@ -1,4 +1,4 @@
-"""Local training: the client continues to train its model."""
+"""Local training: each client trains its own model and sends no update."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps

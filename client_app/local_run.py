@@ -1,4 +1,4 @@
-"""Handling of one message to a client: the method trains or evaluates; Posy scores the model and protects the reply."""
+"""How a client handles a message: the method trains or evaluates, then Posy scores the model and protects the reply."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -96,7 +96,10 @@ class LocalRun:
         return arrays, client.num_train, metrics
 
     def _update(self) -> Steps[tuple[Update, Predictor | None]]:
-        """Return the method's update, or a zero update if training diverged and an error would reveal this."""
+        """Return the method's update and the local model.
+
+        If training diverges and an error would reveal the divergence, the update changes nothing.
+        """
         try:
             update, local = yield from self.client.local_round(self._tensors, self.config)
             return update, self.client.plain(local) if isinstance(local, Tensor) else local
@@ -107,7 +110,7 @@ class LocalRun:
             return Update(dict(self._unchanged()), np.nan), None
 
     def _named(self, update: Update) -> Arrays:
-        """Return an update's arrays in the declared order, or raise :class:`TypeError` if they are not those declared.
+        """Return an update's arrays in the declared order. Raise :class:`TypeError` if their names do not match.
 
         The entries for BatchNorm's running statistics are set to 0 if an array's declaration excludes them.
         """
@@ -125,7 +128,7 @@ class LocalRun:
         return tuple(self.method.returned) if names is None else tuple(name for name in str(names).split(",") if name)
 
     def _without_statistics(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return ``array`` with its running-statistics entries set to 0."""
+        """Return ``array`` with the entries for BatchNorm's running statistics set to 0."""
         layout, parameters = self.client.layout, self.client.layout.trainable
         if parameters.size == layout.size or array.shape[-1:] != (layout.size,):
             return array
@@ -142,7 +145,10 @@ class LocalRun:
         return self.method.reference(client.architecture, self.received, zeros)
 
     def _references(self, arrays: Arrays) -> list[npt.NDArray[Any]]:
-        """Return the values from which the arrays' changes are measured. Raise :class:`TypeError` if one is missing."""
+        """Return the reference of each array, from which the change of the array is measured.
+
+        Raises :class:`TypeError` if a reference is missing.
+        """
         start = self.method.reference(self.client.architecture, self.received, arrays)
         check_names("reference returns", start, tuple(arrays), f"{type(self.method).__name__}.returned")
         return [start[name] for name in arrays]
@@ -180,7 +186,7 @@ class LocalRun:
             return self._masked(self._unchanged(), numbers)
 
     def _masked(self, arrays: Arrays, numbers: Sequence[int]) -> Words:
-        """Return the masked words of an update, which is empty for an evaluation, and of scores."""
+        """Return the masked words of an update and of scores. For an evaluation, the update is empty."""
         assert self.masking is not None
         references, limit = self._references(arrays), self.settings.run.secure_range
         uniform = self.config.get(UNIFORM_WEIGHTS) or self.settings.run.client_weights == UNIFORM or not arrays
@@ -232,7 +238,7 @@ class LocalRun:
         return metrics.get("served-loss", 0.0), len(client.data.y_test), metrics
 
     def _personal_model(self) -> Steps[Predictor | None]:
-        """Return the local model, or None if its training diverged. The served model's scores remain valid."""
+        """Return the local model, or None if its training diverged. The served model's scores are still reported."""
         try:
             return (yield from result_of(self.client.personal_model(self._tensors, self.config)))
         except TrainingDivergedError as error:

@@ -34,7 +34,7 @@ def check_code(method: str, settings: type[MethodSettings], strategy: type[Any],
     _check_returned(prefix, settings, strategy, client)
     if not inspect.isgeneratorfunction(client.local_round):
         raise SettingsError(
-            f"{prefix}: {client.__name__}.local_round is not a generator; it must yield its trainings, as in "
+            f"{prefix}: {client.__name__}.local_round is not a generator; it must yield its training requests, as in "
             "`trained = yield Train(start)`"
         )
 
@@ -74,12 +74,12 @@ def _check_parameters(prefix: str, kind: type[Any], base: type[Any]) -> None:
 
 
 def _check_returned(prefix: str, settings: type[MethodSettings], strategy: type[Any], client: type[Any]) -> None:
-    """Raise :class:`SettingsError` if the method changes the reply or its use without declaring ``returned``."""
+    """Raise :class:`SettingsError` if ``aggregate`` or ``local_round`` is overridden but ``returned`` is not."""
     if any("returned" in vars(kind) for kind in settings.__mro__[: settings.__mro__.index(MethodSettings)]):
         return
     for kind, base, hook, effect in (
         (strategy, PersonalisedStrategy, "aggregate", "uses the replies"),
-        (client, PersonalClient, "local_round", "makes the reply"),
+        (client, PersonalClient, "local_round", "builds the reply"),
     ):
         if getattr(kind, hook) is not getattr(base, hook):
             raise SettingsError(

@@ -1,4 +1,4 @@
-"""MOON's client: it pulls its features towards the global model's and away from its previous model's."""
+"""The MOON client pulls its features towards the global model's features and away from its previous model's."""
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class MOONClient(PersonalClient):
 
 
 def contrastive(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy − μ times the log of the global model's softmax share of the similarities.
+    """Return cross-entropy − μ log p, where p is the global model's entry in the softmax of the similarities.
 
     ``batch.notes`` ``(B, 2, D)`` contains the features of the global and the previous model.
     """

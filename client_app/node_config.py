@@ -1,4 +1,4 @@
-"""A node's config: the keys that a node reads, and the check of them before the node takes part in a run."""
+"""The keys of a node's config, and the checks of the config before the node joins a run."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ NODE_WORDS = (
     "data", "policy", "name", "state-dir", "models", "skip-unreadable", "partition-id", "num-partitions",
     SIGNING, TRUSTED, AUDIT,
 )  # fmt: skip
-"""The keys that a node reads in its config."""
+"""The keys that a node reads from its config."""
 AUDIT_NAME = "audit.jsonl"
 """Default name of the audit log in a node's ``state-dir``. The key ``audit`` can name another file."""
 NODE_NAME = "{name}"
@@ -42,8 +42,8 @@ def check_node_config(config: Mapping[str, Any]) -> None:
     for word, value in config.items():
         if NODE_NAME in str(value):
             raise NodeConfigError(
-                f"{word} = {value!r} in the node config: {NODE_NAME} is the name of a node's key, and no --key of "
-                "`posy supernode` names this node; write the name itself"
+                f"{word} = {value!r} in the node config: {NODE_NAME} is the name of a node's key, but "
+                "`posy supernode` has no --key for this node; write a name instead"
             )
 
 

@@ -1,4 +1,4 @@
-"""Per-FedAvg's client: it minimises the loss after adaptation. The local model is the adapted served model."""
+"""The Per-FedAvg client minimises the loss after adaptation. The local model is the adapted served model."""
 
 from torch import Tensor
 

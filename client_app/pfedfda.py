@@ -1,4 +1,4 @@
-"""pFedFDA's client: it trains the body under the global discriminant, and predicts with a local discriminant."""
+"""The pFedFDA client trains the body under the global discriminant, and predicts with a local discriminant."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from posy.strategies.pfedfda import AUTO, PFedFDASettings
 from posy.strategies.replies import Update
 
 RARE = 1e-4
-"""Number added to the share of each class, so that a class without samples is improbable rather than impossible."""
+"""Constant added to the share of each class, so that a class without samples is improbable rather than impossible."""
 SHARES = 11
 """Number of candidate values of β, from 0 to 1."""
 
@@ -47,7 +47,7 @@ class PFedFDAClient(PersonalClient):
         return Update(arrays, trained.loss), predictor
 
     def served_model(self, received: Received, config: Config) -> Steps[Predictor]:
-        """Fit the head to the served body's features."""
+        """Return the served body with a head that is fitted to the body's features."""
         body, overall = received["model"], (received["means"].double(), received["covariance"].double())
         features, labels = yield from self.training_features(self.with_head(body, overall))
         return self.plain(self.with_head(body, self.fitted(features, labels, overall)))
@@ -58,7 +58,7 @@ class PFedFDAClient(PersonalClient):
         return features.double(), self.data.y_train
 
     def fitted(self, features: Tensor, labels: Tensor, overall: Gaussians) -> Gaussians:
-        """Return Gaussians interpolated between local estimates from features and the global Gaussians.
+        """Return an interpolation between the global Gaussians and local estimates from features.
 
         Parameters
         ----------
@@ -84,7 +84,7 @@ class PFedFDAClient(PersonalClient):
         return torch.lerp(overall[0], local[0], shares[0]), torch.lerp(overall[1], local[1], shares[1])
 
     def with_head(self, body: Tensor, parameters: Gaussians) -> Tensor:
-        """Return a model ``(d,)``: a body whose head is the discriminant of Gaussians."""
+        """Return a model ``(d,)`` that consists of a body and, as its head, the discriminant of Gaussians."""
         weight, bias = discriminant(*parameters, self.log_prior())
         model = self.shared.put(torch.empty(self.layout.size, device=self.device), body)
         return self.personal.put(model, torch.cat([weight.flatten(), bias]).float())
@@ -115,7 +115,7 @@ class CollectedFeatures:
 
 
 def gaussians(features: Tensor, labels: Tensor, means: Tensor, ridge: float, few: int) -> Gaussians:
-    """Return the classes' means ``(C, D)`` and the covariance about them ``(D, D)``.
+    """Return the class means ``(C, D)``, and the covariance ``(D, D)`` about these means.
 
     As in the authors' program, a class with few samples uses its global mean. The ridge keeps an estimate from few
     samples well conditioned.
@@ -162,7 +162,7 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
 
 
 def folds_of(labels: Tensor, count: int) -> Tensor:
-    """Return each sample's fold ``(n,)``, cycling within each class, or −1 for classes smaller than ``count``."""
+    """Return each sample's fold ``(n,)``, assigned in turn within a class, or −1 for classes smaller than ``count``."""
     order = labels.argsort(stable=True)
     counts = labels.bincount()
     ranks = torch.empty_like(labels)

@@ -1,4 +1,4 @@
-"""pFedMe's client: it moves its copy of the global model towards a personal model, step by step."""
+"""The pFedMe client moves its copy of the global model step by step towards a personal model."""
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
@@ -9,7 +9,7 @@ from posy.strategies.replies import Update
 
 
 class PFedMeClient(PersonalClient):
-    """Descend along lambda (w - theta), theta = argmin F_i + lambda/2 ||theta - w||^2 (pFedMe, Algorithm 1)."""
+    """Descend along lambda (w - theta) with theta = argmin F_i + lambda/2 ||theta - w||^2 (pFedMe, Algorithm 1)."""
 
     method: PFedMeSettings
 

@@ -38,7 +38,7 @@ DIGITS = 2
 LARGEST_LOSS = 1000.0
 """The cap on rounded losses."""
 LONGEST_SETTINGS = 1 << 24
-"""Maximum number of characters in a message's settings, because a node stores the settings of several runs."""
+"""Maximum number of characters in a message's settings. A node keeps the settings of several runs in memory."""
 PINNED = "run.json"
 """File in a run's state folder with the digest of the run's settings."""
 _RECORD, _COUNTED, _CLIENT = "site-run", "site-run-counted", "site-client"
@@ -64,13 +64,13 @@ class PolicyError(PermissionError):
 
 
 class NodeError(RuntimeError):
-    """The error that a node with data sends to the server. It contains no sample, label, file name or path."""
+    """The error that a node with data sends to the server. It contains no samples, labels, file names or paths."""
 
     shareable = True
 
 
 def policy_of(node_config: Mapping[str, Any]) -> Policy | None:
-    """Return the policy from the file that a node's config names, else the default for a node with data, else None.
+    """Return the policy that a node's config names, the default policy for other nodes with data, or None.
 
     Raises
     ------
@@ -275,7 +275,10 @@ def size_violations(
 
 def too_many_parameters(parameters: int, policy: Policy) -> Violation:
     """Return the violation for a network with too many parameters."""
-    return Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
+    return Violation(
+        "max-parameters",
+        f"the model has {parameters:,} parameters; the site allows at most {policy.max_parameters:,}",
+    )
 
 
 # -- admission --------------------------------------------------------------------------------------------

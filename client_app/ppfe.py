@@ -1,4 +1,4 @@
-"""PPFE's client: it trains the stage's model, and reweights its samples between stages."""
+"""The PPFE client trains the model of the current stage, and reweights its samples between stages."""
 
 import math
 from functools import cached_property
@@ -20,7 +20,7 @@ FIRST_MASKED, LATER_MASKED = 0.3, 0.1
 
 
 class PPFEClient(PersonalClient):
-    """Local training on weighted samples (Algorithm 1, lines 13-21).
+    """Train on weighted samples (Algorithm 1, lines 13-21).
 
     The client stores the sample weights ω, the coefficients β, the personal layers of each stage, and the shared layers
     of each finished stage. With ``class-weights=balanced``, the initial weights are the class weights, so ω includes
@@ -35,7 +35,7 @@ class PPFEClient(PersonalClient):
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
-        """Train the stage's layers, and send the shared ones.
+        """Train the layers of the current stage, and send the shared layers.
 
         With ``final_epochs``, a stage's last round trains only the personal layers.
         """
@@ -80,7 +80,7 @@ class PPFEClient(PersonalClient):
         return self.stages[int(config["stage"]) - 1]
 
     def close_stage(self, stage: Stage, shared: Tensor) -> Steps[None]:
-        """Add the finished stage to the ensemble, and reweight the samples for the next stage (line 21)."""
+        """Add a finished stage to the ensemble, and reweight the samples for the next stage (line 21)."""
         model = self.stage_model(stage, shared)
         beta, weights = yield from self.reweighted(stage, model)
         self.state["betas"] = np.append(self.betas, np.float32(beta))
@@ -125,7 +125,7 @@ class PPFEClient(PersonalClient):
         return -label_logs / (-label_logs).max().clamp_min(torch.finfo(label_logs.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
-        """Return Σ_t β_t softmax(model_t), or the sum of log-probabilities.
+        """Return the ensemble Σ_t β_t softmax(model_t), or the weighted sum of the models' log-probabilities.
 
         ``current``, the model of the current stage, is included as if the stage ended now. A newcomer trains after the
         last stage has ended, so its trained model replaces its model of the last stage.

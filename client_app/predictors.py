@@ -35,7 +35,7 @@ class Member:
 class Predictor:
     """One model, or an ensemble whose probabilities (with ``logarithms``, log-probabilities) are averaged.
 
-    ``chosen`` is the method's choice for this client, such as the number of the server's model.
+    ``chosen`` is the method's choice for this client, such as the index of one of the server's models.
     """
 
     members: list[Member]
@@ -130,7 +130,7 @@ def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) ->
     if logarithms:
         return F.log_softmax(torch.einsum("t,tnc->nc", coefficients, outputs), dim=-1)
     mixture = torch.einsum("t,tnc->nc", coefficients, outputs.exp())
-    # With negative coefficients the sum is below 1. Distributing the difference evenly keeps the order of the classes.
+    # With negative coefficients, the sum is below 1. Distributing the rest evenly keeps the order of the classes.
     mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
     return mixture.clamp_min(1e-12).log()
 

@@ -22,7 +22,7 @@ from posy.strategies.settings import Settings
 DEVIATIONS = 8
 """Number of standard deviations that the noise exceeds about once in 10¹⁵ numbers."""
 SMOOTH = 8
-"""Minimum standard deviation of a client's noise, in words of the masked sum. Rounding each client's noise then changes
+"""Minimum standard deviation of a client's noise, in integer steps of the masked sum. Rounding the noise then changes
 the distribution of the sum by less than 10⁻²⁰⁰ (Kairouz et al., 2021, Theorem 1)."""
 
 
@@ -148,8 +148,8 @@ def _check_sums(settings: Settings) -> None:
         raise SettingsError(f"{setting} with method = {run.method!r}: {settings.method.sums.why}; set it to false")
     if run.max_update_norm:
         raise SettingsError(
-            f"{setting} with max-update-norm = {run.max_update_norm:g}: the server sees no single update, so it cannot "
-            "measure a norm; set max-update-norm = 0 (each client limits changes of a parameter to secure-range)"
+            f"{setting} with max-update-norm = {run.max_update_norm:g}: the server sees no individual update, so it "
+            "cannot measure a norm; set max-update-norm = 0 (each client limits changes of a parameter to secure-range)"
         )
     cohort = math.ceil(run.fraction_train * settings.data.num_clients - 1e-9)
     if cohort < 2:

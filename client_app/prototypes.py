@@ -20,7 +20,7 @@ def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Ten
 
 
 def distance_to_prototypes(features: Tensor, batch: Batch, context: Context) -> Tensor:
-    """Return the mean of (f − c)² over a batch's samples and their features.
+    """Return the mean of (f − c)² over the samples of a batch and their D features.
 
     c is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. A class with 0 in ``context["known"]``
     ``(C,)`` has no prototype. Its samples have distance 0.

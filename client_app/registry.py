@@ -1,4 +1,4 @@
-"""The lookup of client classes by method name."""
+"""Lookup of client classes by method name."""
 
 from functools import cache
 from importlib import import_module
@@ -13,7 +13,7 @@ from posy.strategies.methods import METHODS, check_method, own_class, settings_c
 
 @cache
 def client_class(method: str) -> Any:
-    """Return the NumPyClient class of a method. The default is :class:`PersonalClient`, FedAvg's client."""
+    """Return the NumPyClient class of a method. The default is the FedAvg client, :class:`PersonalClient`."""
     check_method(method)
     if is_custom(method):
         client = own_class(method, "Client", PersonalClient)

@@ -1,4 +1,4 @@
-"""The check that a run suits a site's data and policy, and that its method supports the noise and masks."""
+"""The check of a run against a site's policy and data, and of the method against the required noise and masks."""
 
 from posy.client_app.policy import PolicyError, size_violations, too_many_parameters
 from posy.client_app.privacy import check_network, check_privacy
@@ -7,10 +7,10 @@ from posy.models.build import count_parameters
 
 
 def check_run(workspace: Workspace) -> None:
-    """Raise an error unless a run suits this site's data and policy, and its method supports its noise and masks.
+    """Check a run against the policy and this site's data, and the method against the required noise and masks.
 
-    A node checks this before every training and evaluation, because a server could skip the query by which a node
-    joins.
+    A node makes this check before every training round and evaluation, because a server could skip the query with which
+    a node joins.
 
     Raises
     ------

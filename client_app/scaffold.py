@@ -1,4 +1,4 @@
-"""SCAFFOLD's client: it corrects its steps with control variates, and stores its own variate."""
+"""The SCAFFOLD client corrects its steps with control variates, and stores its own control variate."""
 
 import torch
 
@@ -9,7 +9,7 @@ from posy.strategies.replies import Update
 
 
 class SCAFFOLDClient(PersonalClient):
-    """Step along the gradient + c − c_i. Then c_i⁺ = c_i − c + (x − y) / (K lr) (SCAFFOLD, Eqs. 3, 4)."""
+    """Step along the gradient + c − c_i, then set c_i⁺ = c_i − c + (x − y) / (K lr) (SCAFFOLD, Eqs. 3, 4)."""
 
     def local_round(self, received: Received, config: Config) -> Steps[Result]:
         """Train, and send the model with the change in the control variate."""
@@ -27,7 +27,8 @@ class SCAFFOLDClient(PersonalClient):
 def gradients_in_distance(steps: int, momentum: float) -> float:
     """Return Σ_{k=1..K} (1 − β^k) / (1 − β), the number of gradients in (x − y) / lr after K steps (K if β = 0).
 
-    The momentum v_k = β v_{k−1} + g_k adds the gradient of step k to the distance 1 + β + … + β^{K−k} times. Divided by
-    this sum, the distance is a weighted mean of the gradients, to which a constant such as c − c_i contributes once.
+    Momentum v_k = β v_{k−1} + g_k adds the gradient of step k to the distance 1 + β + … + β^{K−k} times. Dividing the
+    distance by the returned sum therefore gives a weighted mean of the gradients, in which a constant such as c − c_i
+    has weight 1.
     """
     return sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))

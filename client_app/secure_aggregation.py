@@ -1,8 +1,9 @@
-"""Secure aggregation on a client: it masks its update and scores, and reveals shares of secrets only once.
+"""Secure aggregation on a client, which masks its update and scores, and reveals shares of secrets only once.
 
-The server relays all keys and shares and chooses the clients. This module checks everything that protects the client:
+The server relays all keys and shares and chooses the clients. This module therefore enforces the rules that protect
+the client:
 
-- Each round has new keys and secrets, and its evaluation has separate ones.
+- Each round has new keys and secrets, and so does the evaluation of the round.
 - The client sends only one reply under a round's masks, and can later only repeat it. A round begins only once. The
   server may ask for new keys only before that reply, and the client then deletes the secrets of the earlier keys.
 - All clients have the same view of the round: its cohort, the neighbours of each client, and the thresholds. A site
@@ -87,7 +88,7 @@ _NAME = re.compile(rf"[0-9]{{1,9}}-[0-9]{{1,9}}(-{EVALUATION})?|0-0-{STATISTICS}
 
 
 class ProtocolError(RuntimeError):
-    """A request that would reveal more than the sum, or that needs secrets which the client has deleted."""
+    """A request would reveal more than the sum, or needs secrets that the client has deleted."""
 
     shareable = True
 
@@ -97,17 +98,17 @@ class ProtocolError(RuntimeError):
 
 @dataclass
 class Session:
-    """A client's state in one round. Its neighbours are the clients that may receive its shares, itself included."""
+    """A client's state in one round. Its neighbours are the clients that may receive its shares, including itself."""
 
     name: str
     mask_secret: bytes = b""
-    """Secret for the private key of the masks with other clients. The neighbours receive shares of it."""
+    """Secret for the private key of the masks with other clients. The neighbours receive shares of this secret."""
     seal_secret: bytes = b""
     """Secret for the private key that encrypts shares."""
     own_secret: bytes = b""
-    """Secret for the client's self-mask. The neighbours receive shares of it too."""
+    """Secret for the client's self-mask. The neighbours also receive shares of this secret."""
     sign_secret: bytes = b""
-    """Secret for this round's signing key, for a client without ``signing-key``."""
+    """Secret for this round's signing key, if the node config has no ``signing-key``."""
     cohort: list[int] = field(default_factory=list)
     reach: int = 0
     cohort_threshold: int = 0
@@ -207,7 +208,7 @@ class Secrets:
         self._records[self._key] = ConfigRecord(vars(session).copy())
 
     def signatures(self, session: Session) -> Signatures:
-        """Return the key that signs for this client: the site's key or, without one, the round's key."""
+        """Return the key that signs for this client: the site's key or, if the site has none, the round's key."""
         return self._site or RoundSignatures(session.sign_secret)
 
     @property
@@ -273,7 +274,7 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
 
 
 def smallest_sum(node_config: Mapping[str, Any]) -> int:
-    """Return the minimum number of clients in a sum that a client joins if its site's policy sets none.
+    """Return the minimum number of clients in a sum that a client joins if its site's policy sets no minimum.
 
     A site with trusted keys only joins sums over more than half of the trusted sites.
     """
@@ -295,8 +296,8 @@ def _columns(texts: Sequence[bytes], count: int) -> list[Sequence[bytes]]:
 def _keys(client_secrets: Secrets, *, again: bool = False, early: bool = False) -> list[bytes]:
     """Begin a round unless it has already begun. Return two public keys, their signature and the signer's public key.
 
-    With ``again``, the keys and shares that the client has sent for this round become void, unless it has already sent
-    its reply. So do keys that it has sent early, because another client could have copied them.
+    With ``again``, a client that has not yet sent its reply discards the keys and shares that it has sent for this
+    round. It also discards keys that it has sent early, because another client could have copied them.
     """
     session, name = client_secrets.latest(), client_secrets.name
     if session is None or _order(session.name) < _order(name):
@@ -507,7 +508,7 @@ class Masking:
 
     @property
     def threshold(self) -> int:
-        """Minimum number of neighbours, the client included, for the client to reveal shares."""
+        """Minimum number of surviving neighbours, including the client itself, at which the client reveals shares."""
         return self._session.threshold
 
     def mask_reply(
@@ -585,5 +586,5 @@ class Masking:
 
 
 def _order(name: str) -> tuple[int, ...]:
-    """Return the sort key of a round's name: how often the run has been resumed, and the round."""
+    """Return the sort key of a round's name: the number of times that the run has been resumed, and the round."""
     return tuple(int(number) for number in name.split("-")[:2])

@@ -1,9 +1,9 @@
 """The clients' signatures on their keys for a round, and on the list of survivors.
 
-A site makes two entries in its node config. ``signing-key`` names its private key, for example its node's key.
-``trusted-keys`` names a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them.
-The server cannot impersonate such a site. A client without these entries signs with a key made for the round. The
-protocol is the same, but the signatures then protect only against a server that follows it.
+A site has two entries in its node config. ``signing-key`` is the file with its private key, for example its node's key.
+``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them. The
+server cannot impersonate such a site. A client without these entries signs with a key made for the round. The protocol
+is the same, but the signatures then protect the client only if the server follows the protocol.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _CURVES = {1 + (curve.key_size + 7) // 8: curve for curve in (SECP256R1(), SECP3
 
 
 class UnknownSignerError(ValueError):
-    """No trusted site has signed the keys."""
+    """No trusted site has signed the text."""
 
 
 class Signatures(Protocol):
@@ -62,7 +62,7 @@ class Signatures(Protocol):
 
 
 class SiteSignatures:
-    """Signs with the key of a site, and accepts signatures of the trusted sites."""
+    """Signs with the key of a site, and accepts signatures by the trusted sites."""
 
     colluders = True
 
@@ -87,7 +87,7 @@ class SiteSignatures:
 
     @property
     def trusted(self) -> int:
-        """Number of trusted sites, this site included."""
+        """Number of trusted sites, including this site."""
         return len(self._trusted)
 
     def sign(self, text: bytes) -> list[bytes]:
@@ -124,7 +124,7 @@ class RoundSignatures:
         return [self._private.sign(text), self.verifying_key]
 
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
-        """Raise :class:`UnknownSignerError` unless the signer has signed a text. Any signer is accepted."""
+        """Raise :class:`UnknownSignerError` unless ``signer`` has signed a text. Any signer is accepted."""
         try:
             if len(signer) == ROUND_KEY_BYTES:
                 Ed25519PublicKey.from_public_bytes(signer).verify(signature, text)

@@ -56,7 +56,7 @@ def identity(context: Context) -> dict[str, Any]:
 def describe(settings_json: str, context: Context, policy: Policy | None) -> dict[str, Any]:
     """Return a description of this node's data with the properties that the settings leave open.
 
-    With secure aggregation, the description contains neither labels nor statistics; :func:`numbers` returns both for a
+    With secure aggregation, the description contains neither labels nor statistics. :func:`numbers` returns both for a
     masked sum.
 
     Raises :class:`DataError` if the data cannot be used.
@@ -87,7 +87,10 @@ def _read(settings: DataSettings, context: Context, policy: Policy | None) -> tu
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return this node's name, its sample counts, and warnings about its data. The data must fit the run."""
+    """Return this node's name, its sample counts, and warnings about its data.
+
+    Raises an error if the data has changed, or if the run would exceed the site's privacy budget.
+    """
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
     answer = {

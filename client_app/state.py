@@ -101,7 +101,7 @@ class Versions(NamedTuple):
 
     @classmethod
     def take(cls, config: dict[str, Any]) -> Self:
-        """Remove the versions from a message's config and return them. Raise :class:`SettingsError` if one is bad."""
+        """Remove and return the versions in a message's config. Raise :class:`SettingsError` if one is invalid."""
         versions = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
         for version in (versions.to, *filter(None, (versions.start, *versions.keep))):
             if not _VERSION.fullmatch(version):
@@ -227,16 +227,16 @@ class DirectoryStore(StateStore):
 class MemoryStore(DirectoryStore):
     """Stores states in memory by reference. Beyond a limit, it moves the least recently used clients' states to files.
 
-    The store is thread-safe. Callers treat loaded arrays as read-only. The limit is in bytes (0: no limit).
-    States beyond the limit, and states that checkpoints need, go to the directory.
+    The store is thread-safe. Do not write to loaded arrays. ``limit`` is in bytes, and 0 means no limit. States that
+    checkpoints need are also written to files.
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
         super().__init__(path, durable=False)
-        self.nbytes = 0  # in memory
+        self.nbytes = 0  # size of the states in memory
         self._limit = limit
         self._states: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
-        # Each client's versions, in memory or in files, because listing a folder for each message would be slow.
+        # Each client's versions, in memory or in files. They are cached, because listing a folder is slow.
         self._versions: dict[int, set[str]] = {}
         self._unwritten: set[tuple[int, str]] = set()
         self._unsynced: set[tuple[int, str]] = set()

@@ -38,8 +38,8 @@ class ClientModel(nn.Module):
     client, round : int
         The client and round that the model comes from.
     site, chosen : str
-        The client's name, which may be empty, and the method's choice for the client, such as the number of the
-        server's model.
+        The client's name, which may be empty, and the method's choice for the client, such as the index of
+        one of the server's models.
     point : str
         ``served`` for the model from the server, or ``local`` for the model after local training.
     preprocessing : Preprocessing
@@ -120,12 +120,12 @@ class ClientModel(nn.Module):
         Parameters
         ----------
         samples : iterable
-            As for :meth:`prepare`.
+            Samples, as for :meth:`prepare`.
 
         Returns
         -------
         list of (int, str, float)
-            The sample's number, the feature's name (or number), and its distance from the training mean in standard
+            The sample's index, the feature's name (or index), and its distance from the training mean in standard
             deviations, which exceeds :data:`FAR`. The list is empty for images and text.
         """
         if self.preprocessing.task.kind != "features":

@@ -43,7 +43,7 @@ REMEMBERED = 8
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that the setting names, or raise :class:`SettingsError` if it does not exist."""
+    """Return the device that the setting ``device`` names, or raise :class:`SettingsError` if it does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     match = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
@@ -117,7 +117,7 @@ class Workspace:
 
     @cached_property
     def order_key(self) -> tuple[int, ...]:
-        """Additional key for a site's random streams, so that the server cannot compute a batch's samples."""
+        """Additional key for a site's random streams, so that the server cannot infer the samples of a batch."""
         return (self.dataset.order_seed,) if self.dataset.order_seed else ()
 
     @cached_property
@@ -224,7 +224,7 @@ def _to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def data_path(site: str) -> Path:
-    """Return the path to a node's data, or raise :class:`DataError` if its config names none."""
+    """Return the path to a node's data, or raise :class:`DataError` if its config has no ``data``."""
     if not site:
         raise DataError(
             "this node has no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'", "no-data"

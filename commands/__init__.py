@@ -1,1 +1,1 @@
-"""The `posy` command, tables of runs, and the processes of a deployment."""
+"""The `posy` command-line interface and its subcommands."""

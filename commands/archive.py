@@ -1,7 +1,7 @@
 """The archive of a table's finished runs, in one portable file: ``cells.jsonl.gz``.
 
-One line per run holds its settings, machine, summary, and the clients' results in the last round. ``posy table`` does
-not repeat the runs in the archive.
+Each line contains the settings, machine and summary of a run, and the clients' results in its last round. ``posy
+table`` does not repeat the runs in the archive.
 """
 
 import csv
@@ -28,7 +28,7 @@ FILE = "cells.jsonl.gz"
 RECORD_FILE = "kept.json"
 """File in a run's directory with additional recorded numbers (see :mod:`posy.commands.papers.record`)."""
 ENDED = ("completed", "diverged")
-"""Statuses with which Posy does not repeat a run. A diverged run would diverge again."""
+"""Statuses of runs that Posy does not repeat. A diverged run would diverge again."""
 
 
 class Place(Protocol):
@@ -40,10 +40,10 @@ class Place(Protocol):
 
     @property
     def path(self) -> Path:
-        """Directory of its run."""
+        """Directory of the cell's run."""
 
     def summary(self, *status: str) -> dict[str, Any] | None:
-        """Return the summary of its run if the run has the same settings and one of the statuses, else None."""
+        """Return the summary of the cell's run if the settings match and its status is in ``status``, else None."""
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
         """Return whether the settings ``ran`` of a run match this cell."""
@@ -89,7 +89,7 @@ def clear(path: Path) -> None:
 
 
 def write(path: Path, line: Mapping[str, Any]) -> None:
-    """Call :func:`clear`, then restore the files of a run from its line in an archive."""
+    """Clear a run's directory, then restore the run's files from its line in an archive."""
     clear(path)
     path.mkdir(parents=True)
     text = io.StringIO()
@@ -106,7 +106,7 @@ def write(path: Path, line: Mapping[str, Any]) -> None:
 
 def store(folder: Path, cells: Iterable[Place]) -> None:
     """Write an archive of cells with finished runs, in the order of the cells."""
-    content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # the same cells give the same bytes
+    content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # no timestamp: the same cells give the same bytes
     replace(folder / FILE, lambda temporary: temporary.write_bytes(content))
 
 

@@ -1,4 +1,4 @@
-"""The command `posy audit`: check the chain of a node's audit log, and print its events."""
+"""`posy audit`: check the hash chain of a node's audit log, and print the events."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from posy.settings import SettingsError
 
 COLUMNS = ("event", "time", "node", "run", "submitter", "message", "round", "client", "sent", "bytes", "decision")
 BROKEN = 1
-"""Exit status for a broken chain."""
+"""Exit status if the chain is broken, or if the log does not contain the events of an anchor."""
 
 
 def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int:
@@ -24,7 +24,7 @@ def show(path: Path, run: str, since: str, anchor: str, *, as_json: bool) -> int
     Parameters
     ----------
     path : Path
-        The log, or the directory that holds it.
+        The log, or the directory that contains it.
     run : str
         Print only the events of the run with this id or name; empty: all runs.
     since : str
@@ -110,7 +110,7 @@ def _is_wanted(event: Mapping[str, Any], run: str, first: datetime | None) -> bo
 
 
 def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of an event without unprintable characters, because all strings come from the log."""
+    """Return an event's table cells; replace unprintable characters, because some strings come from the server."""
     sent_records = event.get("sent", {})
     total = sum(record["bytes"] for record in sent_records.values())
     decision = event.get("decision", event["event"]) + (f" ({event['error']})" if "error" in event else "")

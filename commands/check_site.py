@@ -1,4 +1,4 @@
-"""`posy check-site`: check a site's data before any run, as the node does in a run."""
+"""`posy check-site`: check a site's data before a run, in the same way as the node."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from posy.listing import laid_out
 from posy.paths import expanded
 
 FAR = 10.0
-"""Distance of a value from the mean of its feature, in standard deviations, above which Posy lists the feature."""
+"""Posy lists a feature as unusual if a value is more than this many standard deviations from the mean."""
 SHOWN = 20
 """Maximum number of lines that Posy prints from a list."""
 
@@ -33,9 +33,9 @@ class Report:
     """Facts and warnings about a site's data."""
 
     facts: dict[str, str]
-    """Strings by name. Posy does not print empty ones."""
+    """Facts by name. Posy does not print empty strings."""
     classes: dict[str, tuple[int, int]]
-    """Number of training samples and of test samples at the site, by class."""
+    """Numbers of training and test samples at the site, by class."""
     features: list[tuple[str, str, str, str]]
     """Unusual features: name or number of the column, smallest value, largest value, and reason."""
     statistics: list[tuple[str, str, str]]
@@ -46,9 +46,9 @@ class Report:
 
 
 def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report:
-    """Load a site's data for the task, as its node does, and return a report on it.
+    """Load a site's data in the same way as its node, and return a report on the data.
 
-    The node config holds ``data``, and optionally ``policy``, ``name`` and ``skip-unreadable``. The site's data
+    The node config contains ``data``, and optionally ``policy``, ``name`` and ``skip-unreadable``. The site's data
     determines the values of empty settings.
 
     Raises
@@ -115,8 +115,8 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _completed(settings: DataSettings, description: Description, labels: tuple[str, ...]) -> DataSettings:
-    """Return the settings, completed as for a run with only this site."""
-    # A run needs two classes, but a site may have a single class, because other sites have the other classes.
+    """Complete the empty settings as in a run with only this site, and return all settings."""
+    # A run needs at least two classes, but one site may have samples of only one class.
     names = [*labels, "another class"] if len(labels) < 2 else labels
     complete = replace(
         settings,
@@ -134,7 +134,7 @@ def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
 
 
 def _unusual_features(content: Content, dataset: Dataset) -> list[tuple[str, str, str, str]]:
-    """Return the features that are constant or have a value far from the mean in the run or the training samples."""
+    """Return the features that are constant or have a value more than ``FAR`` standard deviations from the mean."""
     low, high = dataset.x.min(0), dataset.x.max(0)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
     lines = []

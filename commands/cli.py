@@ -1,4 +1,4 @@
-"""The `posy` command: runs, tables of runs, and lists of settings, methods and data sets."""
+"""The `posy` command-line interface."""
 
 import ast
 import importlib.util
@@ -32,7 +32,7 @@ from posy.strategies.registry import declared, groups, merge_experiment, parse_w
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""Exception for incorrect use of a command, from click or from the copy of click in newer versions of Typer."""
+"""``UsageError`` of click, or of the copy of click that newer versions of Typer contain."""
 USAGE_ERROR = 2
 """Exit status for an invalid command or setting."""
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_version(wanted: bool) -> None:
-    """Print the versions of Posy, Flower, PyTorch and Python without importing them."""
+    """Print the versions of Posy, Flower, PyTorch and Python, without importing any of the packages, and exit."""
     if wanted:
         file = APP / "pyproject.toml"
         posy_version = (
@@ -113,11 +113,11 @@ def run(
 ) -> int:
     """Run an experiment, on this machine or on a federation.
 
-    EXPERIMENT is a file of settings: a path, or a name in papers/*/settings/. Settings typed as key=value override the
-    file. By default, Posy runs FedFew on scikit-learn's digits.
+    EXPERIMENT is a file of settings: a path, or a name in papers/*/settings/. Settings on the command line (key=value)
+    override the file. By default, Posy runs FedFew on scikit-learn's digits.
 
-    All clients run in this process. With --superlink, Posy submits the run to a federation and shows the log of the
-    run. (`flwr run .` in a checkout starts Flower's simulation.)
+    Without --superlink, all clients run in this process. With --superlink, Posy submits the run to a federation and
+    shows its log. To use Flower's simulation engine, run `flwr run .` in a checkout.
     """
     words = settings or []
     if words and words[0] and ("=" not in words[0] or is_file(Path(words[0]))):
@@ -147,7 +147,9 @@ def table(
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="DIR", help="Directory for results; overrides the file's.")
     ] = None,
-    only_print: Annotated[bool, typer.Option("--only-print", help="Start no runs; print the finished ones.")] = False,
+    only_print: Annotated[
+        bool, typer.Option("--only-print", help="Print the finished runs without starting new ones.")
+    ] = False,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster; its workers execute the runs.")
     ] = None,
@@ -155,8 +157,8 @@ def table(
 ) -> int:
     """Run a grid of experiments and tabulate the results.
 
-    FILE is a table in YAML (examples: benchmarks/tables/). Settings typed as key=value override the file. Every row x
-    variant x seed runs in a separate process. Posy does not repeat finished runs.
+    FILE is a table in YAML (examples: benchmarks/tables/). Settings on the command line (key=value) override the file.
+    Each combination of row, variant and seed runs in a separate process. Posy skips finished runs.
     """
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
@@ -186,9 +188,9 @@ def tune(
 ) -> int:
     """Tune every row of a table with an equal budget.
 
-    FILE is a table, as for `posy table`. Posy tunes the learning rate and the settings for which a method declares a
+    FILE is a table, as for `posy table`. Posy tunes the learning rate and every setting for which the method declares a
     search range (`posy settings` lists the ranges). It scores trials on the clients' validation splits, never on test
-    data. It does not repeat finished trials. The output is a table with the best settings.
+    data, and skips finished trials. The output is a table with the best settings.
     """
     if importlib.util.find_spec("optuna") is None:
         raise SettingsError("posy tune needs Optuna, which is not installed; install it: pip install 'posy[compare]'")
@@ -211,14 +213,14 @@ examples:
   posy paper                                          the papers and the verdicts on their claims
   posy paper fedfew                                   redraw docs/papers/fedfew.md from the finished runs
   posy paper fedfew table1 --scale small              run a table, then redraw the page
-  posy paper fedfew table1 --scale small --seeds 5    use more seeds for claims within the noise
+  posy paper fedfew table1 --scale small --seeds 5    use more seeds for inconclusive claims
   posy paper cwfedavg all --scale small -j 2 data-dir=datasets"""
 )
 def paper(
     name: Annotated[str, typer.Argument(metavar="[PAPER]")] = "",
     part: Annotated[str, typer.Argument(metavar="[TABLE|FIGURE|all]")] = "",
     settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    scale: Annotated[str, typer.Option(metavar="small|full", help="Reduced run or the paper's size.")] = "small",
+    scale: Annotated[str, typer.Option(metavar="small|full", help="Reduced or full-size run.")] = "small",
     seeds: Annotated[
         int | None,
         typer.Option("--seeds", min=1, metavar="N", help="Use seeds 0 to N - 1 instead of the file's seeds."),
@@ -230,7 +232,7 @@ def paper(
     """Reproduce a paper's tables and figures.
 
     Posy compares its results with the paper's in docs/papers/PAPER.md. Each table or figure is a YAML file in papers/.
-    Posy does not repeat finished runs, and the tables and figures of a paper share their runs.
+    Posy skips finished runs, including the runs of the paper's other tables and figures.
     """
     from posy.commands.papers.run import list_papers, run_part, show_paper  # noqa: PLC0415 - imports pandas
 
@@ -262,7 +264,7 @@ def predict(
     point: Annotated[
         str,
         typer.Option(
-            metavar="served|local", help="Model before or after local training; default: depends on the method."
+            metavar="served|local", help="Model before or after local training; the default depends on the method."
         ),
     ] = "",
     as_json: Json = False,
@@ -270,10 +272,10 @@ def predict(
     """Predict classes with a client's model.
 
     RUN is the directory of a run, or its name in runs/. At a site, RUN is the directory where the node stores its
-    model. CLIENT is a number or the name of a site.
+    model. CLIENT is the number of a client or the name of a site.
 
-    FILE is an image or a text. You may also type the text itself. A .csv file with a header holds one sample per row.
-    In a .npy array, the first axis indexes the samples.
+    FILE is an image or a text file. You may also pass the text itself. A .csv file has a header and one sample per
+    row. In a .npy array, the first axis indexes the samples.
     """
     from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
 
@@ -291,7 +293,7 @@ def route(
     run: Run,
     files: Samples,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the clients' probabilities or votes into this file.")
+        Path | None, typer.Option(metavar="FILE", help="Plot the clients' probabilities or votes to this file.")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -341,9 +343,9 @@ def watch(
 ) -> int:
     """Watch a run until it ends.
 
-    Shows the round, the accuracy, the dropped replies and the time left. RUN is the directory of a run, or its name in
-    runs/. With --superlink, RUN is the run id or run-name of a run there, and Posy also shows the nodes that are
-    online. The default is the newest run. Ctrl-C stops watching, not the run.
+    Posy shows the round, the accuracy, the dropped replies and the time left. RUN is the directory of a run, or its
+    name in runs/. With --superlink, RUN is the id or run-name of a run on this SuperLink, and Posy also shows the
+    number of online nodes. The default is the newest run. Ctrl-C stops the display, not the run.
     """
     if superlink is not None:
         from posy.commands.deploy.control import show_run  # noqa: PLC0415 - imports Flower
@@ -400,9 +402,9 @@ def datasets() -> int:
 def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value...")]) -> int:
     """Check a site's data before any run.
 
-    Loads the data as the site's node does in a run with dataset=sites. Shows kind, shape, classes, split, warnings and
-    unreadable files. Sends nothing. The key=value words are the node config (data, policy, name, skip-unreadable) and
-    the settings of the run, if you know them.
+    Posy loads the data as the site's node does in a run with dataset=sites. It shows the kind, shape, classes and split
+    of the data, warnings, and unreadable files. It sends nothing over the network. The key=value words are the node
+    config (data, policy, name, skip-unreadable) and the settings of the run, if you know them.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
@@ -433,7 +435,7 @@ def _check_command(words: Sequence[str], group: typer.core.TyperGroup) -> None:
 
 
 def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -> str:
-    """Return a one-line error message for a wrong option, such as a setting written as ``--method fedavg``."""
+    """Return a one-line error message for a usage error, such as a setting written as ``--method fedavg``."""
     name = next((word for word in words if word in group.commands), "")
     command, typed = (group.commands[name], f"posy {name}") if name else (group, "posy")
     message = error.format_message().rstrip(".")
@@ -453,7 +455,7 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
 
 
 def _about(method: str) -> str:
-    """Return the first sentence of a method's module, without importing it."""
+    """Return the first paragraph of the docstring of a method's module, without importing the module."""
     spec = importlib.util.find_spec("posy.strategies." + method.replace("-", "_"))
     assert spec is not None and spec.origin is not None
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""

@@ -1,4 +1,4 @@
-"""Runs in this process, and code shared by the commands that start processes or runs."""
+"""Run experiments in this process, and provide helpers for the commands that start runs or other processes."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posy.server_app.recorder import Recorder
 
 APP = Path(__file__).resolve().parent.parent
-"""The Flower app: the directory that holds its pyproject.toml."""
+"""Directory of the Flower app, which contains its pyproject.toml."""
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -33,14 +33,14 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Connection:
-    """Address of a SuperLink's control API, and the certificate that identifies it."""
+    """Address of a SuperLink, and the CA certificate that verifies it."""
 
     address: str
     root_certificates: Path | None = None
     """Certificate of the authority that signed the SuperLink's certificate; None: no TLS."""
 
     def words(self) -> list[str]:
-        """Return the options that name this SuperLink on the command line."""
+        """Return the command-line options that select this SuperLink."""
         ca = self.root_certificates
         return ["--superlink", self.address, *(["--insecure"] if ca is None else ["--root-certificates", str(ca)])]
 
@@ -53,7 +53,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
     Raises
     ------
     SettingsError, DataError
-        If a setting or the data is wrong.
+        If a setting or the data is invalid.
     """
     run_folders: list[Path] = []
     if not settings.get("resume"):  # check before importing PyTorch; a resumed run uses stored settings
@@ -75,7 +75,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
 def record_in_process(
     settings: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
 ) -> "Recorder":
-    """Run in this process and return the run's record; call ``begun`` with the run's directory once it exists."""
+    """Execute a run in this process and return its record; call ``begun`` with its directory once it exists."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch
@@ -113,7 +113,7 @@ def resume_command(run: str, *words: str) -> str:
 
 
 def _print_how_to_resume(outcome: str, run: Path | None) -> None:
-    """Print how a run ended, and the command that resumes it if rounds are missing."""
+    """Print how a run ended and, unless it is complete, the command that resumes it."""
     finished, rounds = reached(run) if run else (0, 0)
     if run is None or not finished:
         print(f"posy: {outcome} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)

@@ -34,7 +34,7 @@ RUN = "run"
 def cluster(address: str, gpus: float) -> Iterator[Start]:
     """Connect to a cluster, and yield a function that starts a cell on it with one core and ``gpus`` GPUs.
 
-    The workers need the same version of Posy, and the data under the same path, as on this machine.
+    The workers need the same version of Posy as this machine, and the data under the same path.
     Raises :class:`LaunchError` if no cluster answers at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -72,7 +72,7 @@ def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, 
     if digest != digest_of_code():
         raise RuntimeError("another version of Posy is installed on the Ray worker")
     with TemporaryDirectory(prefix="posy-") as folder:
-        # No checkpoints: the folder disappears with the process.
+        # Disable checkpoints, which would be lost: the folder is deleted when the process ends.
         overrides: dict[str, Scalar] = {"output-dir": folder, "run-name": RUN, "checkpoint-every": 0}
         cell = Cell("", "", 0, {**config, **overrides})
         process = start_run(cell)
@@ -84,7 +84,7 @@ def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, 
 
 
 def start_run(cell: Cell) -> "subprocess.Popen[bytes]":
-    """Start the run of a cell on one core, in a process that shares nothing with Ray's worker."""
+    """Start the run of a cell on one core, in a process that is separate from Ray's worker."""
     file = prepared(cell)
     python_path = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", CORES: "1", "PYTHONPATH": os.pathsep.join(python_path)}
@@ -100,7 +100,7 @@ def start_run(cell: Cell) -> "subprocess.Popen[bytes]":
 
 
 def pack_files(folder: Path) -> bytes:
-    """Return the files of a run, except its models, as an archive."""
+    """Return the files of a run, except its models, as a compressed tar archive."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
         for item in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -135,6 +135,6 @@ class RemoteRun:
         ray.cancel(self._result)
 
     def wait(self) -> int:
-        """Wait at most ``STOP_SECONDS`` for the run to end, and return the exit status, or 0 if there is none."""
+        """Wait at most ``STOP_SECONDS`` for the run to end; return the last polled status, or 0 if there is none."""
         ray.wait([self._result], timeout=STOP_SECONDS)
         return self.returncode or 0

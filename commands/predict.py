@@ -1,4 +1,4 @@
-"""`posy predict` and `posy route`: predictions by a finished run's models for new samples."""
+"""`posy predict` and `posy route`: classify new samples with the models of a run."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     SettingsError
         If the run, the client or the model does not exist.
     DataError
-        If a file does not contain samples in the form that the model takes.
+        If a file does not contain samples in the format that the model expects.
     """
     model = Record.find(run).predictor(client, point)
     names, samples = _samples(files, model.preprocessing)
@@ -48,9 +48,9 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
 
 
 def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
-    """Print the client and the prediction for each sample, or the clients' votes.
+    """Print the predicted clients and the predicted class of each sample, or the clients' votes.
 
-    Raises the errors of :func:`predict`.
+    Raises the same errors as :func:`predict`.
     """
     record = Record.find(run)
     first = record.predictor(min(record.names))
@@ -79,7 +79,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
             (name, _shares(row), a.prediction.label, _shares(a.prediction.probabilities))
             for (name, a), row in zip(pairs, shares, strict=True)
         ]
-        print_table("each input goes to the client that it most probably comes from", columns, rows)
+        print_table("each input is routed to the client that it most probably comes from", columns, rows)
     else:
         votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
         print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
@@ -100,7 +100,7 @@ def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> N
 
 
 def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[str], list[Any]]:
-    """Return the names of the samples in some files, and the samples."""
+    """Return the names of the samples in some files, and the samples themselves."""
     pairs = [pair for word in files for pair in _read(word, preprocessing)]
     if not pairs:
         raise DataError(f"no samples in {', '.join(files)}")
@@ -108,7 +108,7 @@ def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[s
 
 
 def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
-    """Yield the samples of a file with their names; a word on the command line may also be the text itself."""
+    """Yield the name and content of each sample in the file ``word``; ``word`` may also be the text itself."""
     path, kind = Path(word), preprocessing.task.kind
     suffix = path.suffix.lower()
     if suffix == ".npy":
@@ -128,7 +128,10 @@ def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a table with a header, with only the model's columns if the model stores their names."""
+    """Yield the name and content of each row of a table.
+
+    If the model stores the names of its columns, ignore all other columns.
+    """
     rows = rows_of(path)
     _, header = next(rows, (0, []))
     texts = preprocessing.sample_kind == "text"
@@ -154,7 +157,7 @@ def _number(cell: str, where: str) -> float:
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    """Return the largest shares with their names, leaving out shares of 0.0 %."""
+    """Return the largest shares with their names, without shares that round to 0.0 %."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     texts = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
     return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)

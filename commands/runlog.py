@@ -31,11 +31,11 @@ _REASON = re.compile(r"ERROR\s*: +ServerApp raised an exception: (.+)")
 class RunLog:
     """A filter that receives the lines of a run's log and prints the relevant lines.
 
-    It hides Flower's INFO lines, and a few of Flower's warnings that are not about the run. It prints other warnings,
-    errors, and all lines without a log level, such as Posy's output. It prints or hides the lines of a traceback
-    together, and prints identical tracebacks once. If ``verbose`` is true, it prints every line immediately. With
-    ``suffix``, the string that it returns is appended to the line of each finished round. In a terminal, the line of
-    the next round then replaces this line.
+    The filter hides Flower's INFO lines, and a few of Flower's warnings that do not concern the run. It prints other
+    warnings, errors, and all lines without a log level, such as Posy's output. It prints or hides the lines of a
+    traceback together, and prints identical tracebacks once. If ``verbose`` is true, it prints every line immediately.
+    If ``suffix`` is set, the filter appends the string that ``suffix`` returns to the line of each finished round. In a
+    terminal, each of these lines then replaces the line of the previous round.
     """
 
     def __init__(self, verbose: bool, suffix: Callable[[], str] | None = None) -> None:
@@ -44,26 +44,26 @@ class RunLog:
         self.results = ""
         """Directory of the results; empty until the log names it."""
         self.rounds = 0
-        """The last finished round in the log; 0 before the first round ends and after the last round."""
+        """Number of the last finished round in the log; 0 if no round has finished, or if all rounds have finished."""
         self.reason = ""
-        """Reason for the failure of the run, if the user caused it."""
+        """Reason for the failure of the run, if the log has an error message for the user; otherwise empty."""
         self._verbose = verbose
         self._printing = True
         self._error: list[str] = []
-        """The lines of the current error, which are printed together or not at all."""
+        """Lines of the current error, which are printed together or not at all."""
         self._hidden: list[str] = []
-        """The lines hidden before the log names the directory of the results."""
+        """Lines that were hidden; empty once the log names the directory of the results."""
         self._explained = False
         self._ends: set[str] = set()
 
     def add(self, line: str) -> None:
-        """Print a line, hide it, or wait for the other lines of its error."""
+        """Print a line, hide it, or store it until its error is complete."""
         plain = _COLOUR.sub("", line)
         explains = self._note(plain)
         if self._verbose:
             self._print(line)
             return
-        if explains:  # the end of the command shows the reason
+        if explains:  # the command prints the reason when it ends
             self._show_error()
             return
         level = _LEVEL.match(plain)
@@ -83,7 +83,7 @@ class RunLog:
             self._hidden.append(line)
 
     def _note(self, plain: str) -> bool:
-        """Record the rounds, directory or reason in a line, and return whether it explains a failure."""
+        """Record the round, results directory or reason in a line; return whether the line explains a failure."""
         if match := _ROUND.match(plain):
             self.rounds = int(match[1]) if match[1] != match[2] else 0
         elif match := _BEGUN.search(plain):  # in a long run, only some rounds print a line when they end
@@ -98,9 +98,9 @@ class RunLog:
         return match is not None
 
     def end(self, *, failed: bool = False) -> None:
-        """Print the remaining lines; if the run failed without an explanation, also print the hidden lines.
+        """Print the current error; if the run failed without an explanation, also print the hidden lines.
 
-        Hidden lines exist only until the log names the directory of the results.
+        The filter stores hidden lines only until the log names the directory of the results.
         """
         self._show_error()
         if failed and not self._explained:

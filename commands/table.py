@@ -77,7 +77,7 @@ LEGEND = (
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a table, with its variant (data set, partition; may be unnamed), row (method) and seed."""
+    """One run of a table, identified by its variant (data set and partition; may be empty), row (method) and seed."""
 
     variant: str
     row: str
@@ -91,7 +91,7 @@ class Cell:
 
     @property
     def place(self) -> str:
-        """Names of its variant and row."""
+        """Names of the variant and the row."""
         return " / ".join(filter(None, (self.variant, self.row)))
 
     @property
@@ -153,7 +153,7 @@ class Cell:
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
-        """The settings that affect the results: for each, its value here and its value in runs that predate it."""
+        """Settings that affect the results, each with its value in this cell and its value in runs that predate it."""
         values = read_settings(self.config, self.where or self.name, sources=self.sources).as_config()
         declarations = declared_for(values)
         return {key: (values[key], declarations[key].before) for key in values if declarations[key].decides}
@@ -169,7 +169,7 @@ class Plan:
     content: Mapping[str, Any] = field(default_factory=dict)
     """Content of the file."""
     collect: Callable[[Path], None] | None = None
-    """Function that is called with the directory of each completed run before Posy deletes its models."""
+    """Function to call with the directory of each completed run, before Posy deletes the run's models."""
     overrides: Mapping[str, Scalar] = field(default_factory=dict)
     """Settings on the command line, which override the file."""
 
@@ -192,7 +192,7 @@ Start = Callable[[Cell], Running]
 
 
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start | None = None) -> int:
-    """Run the missing cells of a table, print it, and write ``table.md`` and ``table.csv``; return the exit status.
+    """Run the missing cells of a table, print and write the table, and return the exit status.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     Raises
     ------
     SettingsError
-        If another process runs the table, or the directory of a run holds other files.
+        If another process runs the table, or the directory of a run contains other files.
     """
     archive.restore(plan.output, plan.cells)
     failures = {} if only_print else fill(plan, jobs=jobs, begin=begin)
@@ -240,10 +240,10 @@ def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]
     Raises
     ------
     SettingsError
-        If another process runs the table, or the directory of a run holds other files.
+        If another process runs the table, or the directory of a run contains other files.
     """
     with locked_output(plan.output):
-        archive.store(plan.output, ended(plan))  # a complete archive, to which new runs can be appended
+        archive.store(plan.output, ended(plan))  # rewrite the archive before run_cells appends to it
         return run_cells(plan, jobs, begin)
 
 
@@ -265,16 +265,16 @@ def locked_output(output: Path) -> Iterator[None]:
 
 
 def ended(plan: Plan) -> list[Cell]:
-    """Return the cells of a table with a finished run, which Posy does not repeat."""
+    """Return the cells of a table whose runs have finished. Posy does not repeat these runs."""
     return [cell for cell in plan.cells if cell.summary(*ENDED) is not None]
 
 
 def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
     """Read a table file and check the settings of all its cells.
 
-    A table file holds ``runs`` and ``seeds``. Optional keys are ``variants``, ``settings`` for all cells, ``title`` and
-    ``output`` (directory; default ``results/`` and the file's name). Each entry of ``runs`` is a row with ``name``,
-    ``settings`` and ``variants``, which maps names of variants to settings. ``runs: all`` makes one row per method.
+    A table file contains ``runs`` and ``seeds``. Optional keys are ``variants``, ``settings`` for all cells, ``title``
+    and ``output`` (directory; default ``results/`` and the file's name). Each entry of ``runs`` is a row with ``name``,
+    ``settings`` and ``variants``, which maps names of variants to settings. ``runs: all`` creates one row per method.
     Each entry of ``variants`` has a ``name`` and ``settings``.
 
     A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
@@ -306,8 +306,8 @@ def plan_of(
 ) -> Plan:
     """Return the runs that a table file's content describes; see :func:`read_plan`.
 
-    The settings ``reduced`` of a reduced run override the content, and ``command_line`` overrides both. Unless
-    ``strict``, an override need not have an effect in any cell.
+    The settings ``reduced`` of a reduced run override the content, and ``command_line`` overrides both. If ``strict``
+    is false, Posy accepts overrides that have no effect in any cell.
     """
     overrides = {**(reduced or {}), **command_line}
     if content.get("runs") == ALL:
@@ -323,7 +323,7 @@ def plan_of(
     declarations = declared_for(command_line)
     with_experiment(
         {key: value for key, value in command_line.items() if key in declarations}, COMMAND_LINE
-    )  # raises an error now
+    )  # report invalid overrides with the command line as their source
     typed = dict.fromkeys(command_line, COMMAND_LINE)
     sources = dict.fromkeys(overrides, f"the settings of reduced runs in {file}") | typed
     cells, methods, effects = [], set(), Effects()
@@ -345,7 +345,7 @@ def plan_of(
         for seed in seeds:
             paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
             cells.append(cell := Cell(variant, row, seed, config | paths, where, typed))
-            cell.decisive  # noqa: B018 - raises an error of the settings now
+            cell.decisive  # noqa: B018 - raises now if the settings are invalid
         methods.add(method)
     effects.check(() if strict else overrides)
     if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
@@ -360,7 +360,7 @@ def _cell_config(
     sources: Mapping[str, str],
     effects: "Effects",
 ) -> dict[str, Any]:
-    """Return the settings that have an effect in a cell, and record which settings have one.
+    """Return the settings that have an effect in a cell, and record in ``effects`` which settings do.
 
     Parameters
     ----------
@@ -371,16 +371,16 @@ def _cell_config(
     sources : mapping
         Source of each override.
     effects : Effects
-        The settings with and without an effect.
+        Record of the settings with and without an effect; updated in place.
     """
     *_, where = groups
     in_file = {key: value for group in groups.values() for key, value in group.items()}
     # Most cells take minutes, so they write no checkpoints. An interrupted cell restarts from its first round.
     config = {"checkpoint-every": 0} | with_experiment({**in_file, **overrides}, where)
-    # Rows share settings, which may belong to another row's method.
+    # Drop shared settings that belong to the method of another row.
     config = relevant_settings(config, str(config.get("method", RunSettings.method)))
     reasons = without_effect(config)
-    # Because of an override on the command line, a setting in the file may have no effect.
+    # An override may disable a setting of the file. This is not an error.
     reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
     for source, group in groups.items():
         effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
@@ -392,7 +392,10 @@ def _cell_config(
 
 @dataclass
 class Effects:
-    """The settings of a table with and without an effect in some cell, by source and key."""
+    """Settings of a table that have an effect in some cell (``useful``) or none in some cell (``idle``).
+
+    Both are keyed by source and key. ``idle`` contains the error messages.
+    """
 
     useful: set[tuple[str, str]] = field(default_factory=set)
     idle: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -429,7 +432,7 @@ class Effects:
 def plan_as_yaml(
     plan: Plan, tuned: Mapping[tuple[str, str], Mapping[str, Scalar]], common: Mapping[str, Scalar]
 ) -> dict[str, Any]:
-    """Return the table file with the tuned settings of each (variant, row) and the ``common`` settings."""
+    """Return a table file's content, with the tuned settings of each (variant, row) and the ``common`` settings."""
     content: dict[str, Any] = {**plan.content}
     content["title"] = f"{plan.title}, tuned"
     # Keep the path relative, as in the file, so that the tuned table contains no path from this machine.
@@ -521,9 +524,9 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
 
     ``X`` is the mean over the seeds, or NaN if no seed has a value. ``X-seeds-std`` is the sample standard deviation
     over the seeds (NaN for one seed). ``X-clients-std`` is the mean over the seeds of the standard deviation over the
-    clients. ``X-measured`` is the number of seeds with a value of ``X``, and ``X-scored`` the number of clients that it
-    covers for these seeds. ``members`` is the number of clients that a round can evaluate. ``last`` uses only the last
-    round, never an earlier one.
+    clients. ``X-measured`` is the number of seeds with a value of ``X``, and ``X-scored`` the number of clients that
+    these values cover, summed over the seeds. ``members`` is the number of clients that a round can evaluate. ``last``
+    is the last round, never an earlier one.
     """
     columns: dict[str, Any] = {"seeds": ("seconds", "size")}
     columns["members"] = ("members", "mean")
@@ -661,7 +664,7 @@ def failure_of(status: int, log: Path) -> str:
     lines = list(filter(None, map(str.strip, log.read_text(encoding="utf-8", errors="replace").splitlines())))
     reasons = [
         line for line in lines if not line.startswith("posy: failed ")
-    ]  # this line names the command that resumes the run
+    ]  # this line contains only the command that resumes the run
     last = (reasons or lines or ["no output"])[-1]
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
 
@@ -690,12 +693,12 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
     text = f"{100 * row[key]:.2f}"
     if not pd.isna(row[f"{key}-seeds-std"]):
         text += f" ± {100 * row[f'{key}-seeds-std']:.2f}"
-    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # secure aggregation hides it
+    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # secure aggregation hides this number
     return text + (f" ({100 * row[f'{key}-clients-std']:.2f})" if over_clients else "")
 
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
-    """Return how many of the finished seeds have a value, if not all of them do."""
+    """Return how many of the finished seeds have a value, or an empty string if all of them do."""
     measured, measured_once = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
     if measured == row["seeds"] or not (measured or measured_once):  # the method never evaluates this point
         return ""
@@ -703,7 +706,7 @@ def _measured(row: Mapping[str, Any], point: str) -> str:
 
 
 def _covered(row: Mapping[str, Any], point: str) -> str:
-    """Return how many clients a figure covers over all seeds, if it does not cover all of them."""
+    """Return how many clients a figure covers over all seeds, or an empty string if it covers all of them."""
     scored, members = round(row[f"{point}-scored"]), round(row["members"] * row[f"{point}-measured"])
     return f", {coverage(scored, members)} clients" if 0 < scored < members else ""
 

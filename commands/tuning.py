@@ -21,7 +21,7 @@ from posy.strategies.methods import settings_class
 from posy.strategies.registry import declared, unmet_conditions
 
 FRACTION = 0.2
-"""Default fraction of the training samples for validation."""
+"""Default fraction of the training samples that is held out for validation."""
 DIGITS = 3
 """Significant digits of a tuned number."""
 FIRST_TRIALS = 4
@@ -61,16 +61,16 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     plan : Plan
         The table. All trials use its first seed.
     trials : int
-        Trials per row and variant. The first trial has the table's settings, if they are in the search range.
+        Trials per row and variant. The first trial uses the table's settings, if they are in the search range.
     jobs : int
         Number of parallel runs.
 
     Notes
     -----
-    The studies are stored in Optuna's journal, in ``tuning/`` in the table's output directory. Posy does not repeat
-    finished trials. A lock keeps other processes from tuning the table at the same time. A trial's score is the mean
-    accuracy on the validation splits in its last round, as in a table, at its method's evaluation point. A trial is
-    pruned if its best accuracy so far is below the median of the earlier trials in the same round.
+    Optuna stores the studies in a journal in ``tuning/``, in the table's output directory. Posy skips finished trials.
+    A lock keeps other processes from tuning the table at the same time. A trial's score is the clients' mean validation
+    accuracy in its last evaluated round, at its method's evaluation point. Optuna prunes a trial if its best accuracy
+    so far is below the median of the earlier trials in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
@@ -125,7 +125,7 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
         pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_TRIALS, n_warmup_steps=FIRST_ROUNDS),
     )
     for trial in study.trials:
-        if trial.state == TrialState.RUNNING:  # left by a stopped process
+        if trial.state == TrialState.RUNNING:  # left over from a process that was stopped
             study.tell(trial.number, state=TrialState.FAIL)
     if not study.trials:
         declarations = declared([cell.method])
@@ -237,7 +237,7 @@ def ended(attempt: Attempt) -> bool:
 
 
 def describe_trial(attempt: Attempt) -> str:
-    """Return a line about a finished trial."""
+    """Return the log line of a trial that has ended."""
     trial: FrozenTrial = attempt.search.study.trials[attempt.trial.number]
     trial_settings = ", ".join(f"{key}={value}" for key, value in rounded(trial.params).items())
     outcomes = {

@@ -19,7 +19,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = ["posy.server_app.app", "sklearn.datasets", "flwr_datasets.partitioner"]
 """Modules that the fork server imports once."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Environment variables that libraries read during their import."""
+"""Environment variables that limit numerical libraries to one thread. The libraries read them during import."""
 
 
 class WarmProcess:
@@ -41,7 +41,7 @@ class WarmProcess:
         return self._process.exitcode
 
     def terminate(self) -> None:
-        """Ask the process to end."""
+        """Terminate the process."""
         self._process.terminate()
 
     def wait(self) -> int:
@@ -66,7 +66,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _call(target: Callable[..., int], arguments: tuple[Any, ...], log: str, cores: int) -> None:
-    """Call a function in this process, and end the process with the result as its exit status."""
+    """Call a function in this process, write its output to ``log``, and exit with its result as the exit status."""
     os.environ[CORES] = str(cores)
     with open(os.devnull) as null_device, open(log, "w", encoding="utf-8") as file:  # noqa: PTH123
         os.dup2(null_device.fileno(), 0)

@@ -14,7 +14,7 @@ from posy.storage import is_locked
 from posy.strategies.run_settings import RunSettings
 
 LOOK_SECONDS = 0.5
-"""Seconds between reads of the files."""
+"""Seconds between two reads of the files."""
 
 
 def directory_of(word: str) -> Path:
@@ -63,7 +63,7 @@ def watch_run(word: str) -> int:
 
 
 def _grown(file: Path, offset: int) -> bytes:
-    """Return the complete lines of a file after its first ``offset`` bytes."""
+    """Return the complete lines of a file after its first ``offset`` bytes; empty if the file is missing."""
     if not file.is_file():
         return b""
     with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""The task of a run over sites: the settings specify it, or else the sites agree on it.
+"""Determine the task of a run over sites from the settings and from the sites' descriptions of their data.
 
 The server has no samples. It asks each site to describe its data and writes the agreed task into the run's settings
 (:func:`agreed`). Afterwards, the settings alone determine the task (:func:`task_of`).
@@ -29,10 +29,11 @@ MODES = {1: "L", 3: "RGB"}
 _MAX_SIZE = 1 << 28  # numbers in one sample
 _MAX_NAME = 300
 UNLIKE_MEAN, UNLIKE_SPREAD = 2.0, 10.0
-"""The server warns about a feature above these limits: on the distance between a site's mean and the other sites' mean,
-in standard deviations, and on the ratio of the standard deviations."""
+"""Limits above which the server warns about a feature: the distance between a site's mean and the other sites' mean, in
+standard deviations, and the ratio of the standard deviations."""
 MIN_SHOWN = 10
-"""Minimum number of training samples at a site for a warning to show numbers: fewer could reveal a person's value."""
+"""Minimum number of training samples at a site for a warning to quote its statistics. Statistics of fewer samples could
+reveal a person's value."""
 MAX_UNLIKE = 20
 """Maximum number of features that the server warns about."""
 
@@ -47,14 +48,14 @@ class Description:
 
     kind: str
     shape: tuple[int, ...]  # of one sample, as in the setting input-shape
-    fixed: bool  # False for image files and texts, which take any shape
+    fixed: bool  # False for image files and texts, which Posy can resize or truncate
     classes: tuple[str, ...]  # names; empty if the settings name the run's classes
-    count: int  # number of training samples that the next two attributes summarise
+    count: int  # number of training samples from which mean and squares are computed
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
     columns: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # notes on the data; from_answer ignores these and skipped
-    skipped: int = 0  # number of unreadable files
+    warnings: tuple[str, ...] = ()  # notes on the data; not read by from_answer
+    skipped: int = 0  # number of unreadable files; not read by from_answer
 
     def as_answer(self) -> dict[str, Any]:
         """Return the description as the values of a Flower ConfigRecord."""
@@ -64,7 +65,7 @@ class Description:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> "Description":
-        """Read a site's answer.
+        """Return the description in a site's answer.
 
         Raises
         ------
@@ -95,7 +96,7 @@ class Description:
 
 
 def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
-    """Return the warnings about a site's data for other machines: at most 20, each of at most 300 characters."""
+    """Return up to 20 shareable warnings of up to 300 characters each, and the number of unreadable files."""
     return {"warnings": [warning[:_MAX_NAME] for warning in shared_notes(warnings)[:20]], "skipped": skipped}
 
 
@@ -103,7 +104,7 @@ def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
 
 
 def open_settings(settings: DataSettings, kind: str) -> list[str]:
-    """Return the keys of the task settings left unset for this kind of sample; the sites must agree on their values."""
+    """Return the keys of the unset task settings for this kind of sample. The sites must agree on their values."""
     keys = ["sample-kind", "input-shape", "classes"]
     keys += ["feature-mean", "feature-std"] if kind == "features" else []
     values = as_config(settings)
@@ -116,7 +117,7 @@ def is_complete(settings: DataSettings) -> bool:
 
 
 def open_statistics(settings: DataSettings, kind: str) -> bool:
-    """Return whether the settings leave the features' mean or standard deviation to the sites."""
+    """Return whether the features' mean or standard deviation is unset, so that the sites must provide it."""
     return kind == "features" and not (settings.feature_mean and settings.feature_std)
 
 
@@ -148,7 +149,7 @@ def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
 
 
 def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the settings ``feature-mean`` and ``feature-std``, float64 ``(F,)``, or raise :class:`SettingsError`."""
+    """Return ``feature-mean`` and ``feature-std`` as float64 ``(F,)`` each, or raise :class:`SettingsError`."""
     pair = []
     for key, text in (("feature-mean", settings.feature_mean), ("feature-std", settings.feature_std)):
         try:
@@ -166,7 +167,7 @@ def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.nd
 
 
 def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
-    """Return the names in the setting ``feature-names``, which may be empty, or raise :class:`SettingsError`."""
+    """Return the names in ``feature-names`` (none if unset), or raise :class:`SettingsError` if they are invalid."""
     names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
     if len(names) not in (0, width):
         raise SettingsError(f"feature-names = {settings.feature_names!r:.200}: expected {width} different names")
@@ -174,13 +175,13 @@ def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names in the format that :func:`names_in` reads."""
+    """Join names in the format that :func:`names_in` parses."""
     plain = all(name and "," not in name and name == name.strip() and not name.startswith("[") for name in names)
     return ",".join(names) if plain else json.dumps(list(names), ensure_ascii=False)
 
 
 def difference(columns: Sequence[str], names: Sequence[str]) -> str:
-    """Describe which names have no column and which columns are unknown; the result is empty if they agree."""
+    """Describe the missing and the unknown columns, or return an empty string if there are none."""
     missing = [name for name in names if name not in set(columns)]
     unknown = [name for name in columns if name not in set(names)]
     lists = {"missing": missing, "unknown": unknown}
@@ -201,28 +202,29 @@ def agreed(
     names: Sequence[str],
     pool: Callable[[DataSettings, list[str]], Pooled] | None = None,
 ) -> tuple[DataSettings, list[str]]:
-    """Return the settings with the task that the sites agree on, and one-sentence warnings that name sites.
+    """Return the settings with the agreed task filled in, and one-sentence warnings that name the affected sites.
 
-    The settings override the sites. Otherwise the run uses the kind, the shape and the columns that most sites have,
-    the sorted classes of these sites, and the mean and the standard deviation of each feature over their training
-    samples.
+    Values that are already set take precedence. Otherwise, the run uses the kind, the shape and the columns that most
+    sites have, the sorted classes of these sites, and the mean and the standard deviation of each feature over their
+    training samples.
 
     Parameters
     ----------
     settings : DataSettings
-        The settings.
+        The run's data settings.
     descriptions, names : sequence
-        The description of each site, and its name.
+        The description and the name of each site.
     pool : callable, optional
         Function that returns the classes and the statistics over all sites. Its arguments are the settings with kind,
-        shape and columns, and the names of the sites that fit them. By default, both come from the descriptions.
+        shape and columns, and the names of the sites that fit them. By default, the descriptions provide the classes
+        and the statistics.
 
     Raises
     ------
     SettingsError
-        If the user must decide: there is no majority for a kind, a shape or a set of columns, a site's images would
-        lose their colours, or only one of several sites has a class. Also if no site fits the settings, or the sites
-        have only one class.
+        If the user must decide: two kinds, shapes or sets of columns are equally common, a site's images would lose
+        their colours, or a class occurs at only one of several sites. Also if no site fits the settings, or all sites
+        together have only one class.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
     kind, shape = _agreed_form(sites, settings)
@@ -249,7 +251,7 @@ def agreed(
 def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
     """Return the kind and the shape of the run's samples, and remove sites whose samples differ.
 
-    Raise :class:`SettingsError` if no site remains, or there is no majority.
+    Raise :class:`SettingsError` if no site remains, or in case of a tie.
     """
     kind, shape = settings.sample_kind, settings.input_shape
     if kind == "auto":
@@ -278,7 +280,7 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
 
 
 def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
-    """Return the settings with the mean and standard deviation of each feature over all samples, unless they are set.
+    """Return the settings with the mean and standard deviation of each feature over all samples, unless already set.
 
     A constant feature gets a standard deviation of 1.
     """
@@ -296,11 +298,12 @@ def with_statistics(settings: DataSettings, descriptions: Sequence[Description] 
 
 
 def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[str] = ()) -> list[str]:
-    """Return a warning for each feature that differs between a site and the other sites, for example in its unit.
+    """Return a warning for each feature whose values differ between sites, for example because of different units.
 
-    The function compares each site's mean with the other sites' mean, in units of their standard deviation, and the
-    site's standard deviation with the geometric mean of theirs. All sites have the same weight, so a large site with a
-    different unit cannot hide the difference. With only two sites, a warning does not say which one is wrong.
+    The function compares each site's mean with the mean of the other sites, in units of the other sites' standard
+    deviation. It also compares each site's standard deviation with the geometric mean of the other sites' standard
+    deviations. All sites have the same weight, so a large site with a different unit cannot hide the difference. With
+    only two sites, a warning does not say which one is wrong.
 
     Parameters
     ----------
@@ -314,7 +317,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     means = np.stack([d.mean for _, d in sites])
     variances = np.stack([d.squares / d.count for _, d in sites])
     logs = np.log(np.sqrt(variances), out=np.zeros_like(variances), where=variances > 0)
-    # With only two sites, either could be the one with the wrong unit.
+    # With only two sites, either could have the wrong unit.
     compare = _pair_differences if len(sites) == 2 else _outliers
     warnings = compare(sites, means, variances, logs)
     return [
@@ -327,7 +330,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
 def _outliers(
     sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
 ) -> dict[int, list[str]]:
-    """Describe, for each feature, which of three or more sites differ; the arguments are as in _pair_differences."""
+    """Describe the outliers among three or more sites for each feature; the arguments are as in _pair_differences."""
     warnings: dict[int, list[str]] = {}
     for site, (name, described) in enumerate(sites):
         other_sites = np.arange(len(sites)) != site
@@ -396,7 +399,7 @@ class _Sites:
         self.entries = [(name, d) for name, d in self.entries if fits(d)]
 
     def most(self, key: str, problem: str, value_of: Callable[[Description], str]) -> str:
-        """Return the most common value among the sites, or raise :class:`SettingsError` for a tie."""
+        """Return the most common value among the sites, or raise :class:`SettingsError` in case of a tie."""
         counts = Counter(value_of(d) for _, d in self.entries).most_common()
         if len(counts) > 1 and counts[0][1] == counts[1][1]:
             values = [
@@ -419,7 +422,7 @@ class _Sites:
         return shape
 
     def having(self, label: str) -> str:
-        """Return the names of the sites with a label, in parentheses; empty if no site lists the label."""
+        """Return the names of the sites that have a label, in parentheses, or an empty string if there are none."""
         names = [name for name, d in self.entries if label in d.classes]
         return f" ({_shown(names)})" if names else ""
 
@@ -433,7 +436,7 @@ class _Sites:
             )
 
     def check_classes(self, classes: Iterable[str]) -> None:
-        """Raise :class:`SettingsError` if only one site has a class, which may be another name for a shared class."""
+        """Raise :class:`SettingsError` if only one site has a class: it may be another name for a shared class."""
         lone_labels: dict[str, list[str]] = {}
         for label in sorted_names(set(classes)):
             sites = [name for name, d in self.entries if label in d.classes]
@@ -449,7 +452,7 @@ class _Sites:
     def most_columns(self) -> tuple[str, ...]:
         """Return the most common columns in their most common order, or no columns if no site names its columns.
 
-        Raise :class:`SettingsError` for a tie.
+        Raise :class:`SettingsError` in case of a tie.
         """
         named = [(name, d) for name, d in self.entries if d.columns]
         if not named:
@@ -465,7 +468,7 @@ class _Sites:
         return next(order for order, _ in orders.most_common() if set(order) == sets[0][0])
 
     def columns(self, columns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the run's columns in their order, and remove the sites with other columns."""
+        """Return the run's column names in order, and remove the sites with other columns."""
         columns = columns or self.most_columns()
         self.keep(
             lambda d: not d.columns or set(d.columns) == set(columns),
@@ -499,7 +502,7 @@ def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
 
 
 def _shown(sites: Iterable[str]) -> str:
-    """Return the names of the first five sites, and the number of others, for a message."""
+    """Return the names of up to five sites and the number of further sites, for a message."""
     names = list(sites)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 

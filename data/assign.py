@@ -1,4 +1,4 @@
-"""Assignment of samples to clients; the partitioners of flwr-datasets draw the random assignments."""
+"""Assign samples to clients, in some partitions with the partitioners of flwr-datasets."""
 
 import contextlib
 import io
@@ -17,21 +17,21 @@ from posy.settings import SettingsError
 
 Parts = list[np.ndarray]
 
-_FEW = 10  # minimum number of samples that each client of a Dirichlet partition should have
-_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that Posy tries with _FEW samples, and in total; each draws _TRIES times
+_FEW = 10  # minimum number of samples that each client of a Dirichlet partition should get
+_DRAWS_FEW, _DRAWS = 4, 1500  # maximum number of partitioners with _FEW samples, and in total; each draws _TRIES times
 _TRIES = 11
 _HOPELESS = 1e-3
-"""Posy gives up after the first partitioner if the expected number of successes in all draws is below this."""
+"""Posy gives up after the first partitioner if the expected number of successful draws is below this value."""
 _SIMULATED = 100_000
-"""Number of clients that the estimate simulates over all its draws."""
+"""Number of clients that :func:`share_below` simulates, summed over its draws."""
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Divide each class in Dirichlet proportions.
+    """Divide each class among the clients in Dirichlet proportions.
 
     The function draws until each client has at least 10 samples, or fewer if the data set is small. If this fails, it
-    draws until each client has at least 2. ``dirichlet_balanced`` selects the rule of PFLlib and FedLab, by which a
-    client that already has 1/M of all samples gets none of the later classes.
+    draws until each client has at least 2. ``dirichlet_balanced`` selects the rule of PFLlib and FedLab: a client that
+    already has 1/M of all samples gets no samples of later classes.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
@@ -53,7 +53,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 
 
 def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
-    """Raise :class:`SettingsError` if hardly any draw would give each client ``least`` samples."""
+    """Raise :class:`SettingsError` if a draw is very unlikely to give each client ``least`` samples."""
     clients = settings.num_clients
     share = share_below(np.bincount(dataset.y), settings, least)
     if share == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-share)) < _HOPELESS:
@@ -136,7 +136,7 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
 
 
 def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Sort samples by label, cut them into equal shards, and give each client some at random (FedDRM, section 5).
+    """Sort samples by label, cut them into equal shards, and give each client random shards (FedDRM, section 5).
 
     Samples after the last complete shard are not used.
     """
@@ -169,7 +169,7 @@ ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]]
 
 
 class _Labels(datasets.Dataset):  # type: ignore[misc]
-    """The labels of a data set as one array, for a partitioner."""
+    """The labels of a data set for a partitioner, which receives them as one array."""
 
     def __getitem__(self, key: Any) -> Any:
         values = super().__getitem__(key)
@@ -180,7 +180,7 @@ class _Labels(datasets.Dataset):  # type: ignore[misc]
         return np.asarray(indices, np.int64)
 
     def sort(self, _: str) -> Any:
-        """Return the labels unchanged: a partitioner that sorts them receives sorted labels anyway."""
+        """Return the labels unchanged, because :func:`_divide` already sorts them for a partitioner that sorts."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""Augmentation of image batches on their device."""
+"""Augment batches of images on their device."""
 
 import math
 from collections.abc import Callable
@@ -22,12 +22,12 @@ _TRIES = 10  # boxes drawn to find one that fits into the image
 
 
 def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ...], name: str = "the data") -> None:
-    """Raise :class:`SettingsError` if the samples are not images, or the transforms do not fit their shape.
+    """Raise :class:`SettingsError` for augmentation of samples that are not images, or transforms that do not fit them.
 
     Parameters
     ----------
     augment, transforms : str
-        The settings.
+        The settings of these names.
     kind : str
         The kind of the samples.
     shape : tuple of int
@@ -103,7 +103,7 @@ def draw_sides(count: int, generator: torch.Generator) -> Tensor:
 
 
 def crop(x: Tensor, boxes: Tensor) -> Tensor:
-    """Cut a box from each image and resize it to the full size.
+    """Crop a box from each image, and resize the crop to the size of the image.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
 
 
 def flip(x: Tensor, numbers: Tensor) -> Tensor:
-    """Mirror left to right those images ``(B, C, H, W)`` whose number ``(B, 1)`` is below one half."""
+    """Mirror images ``(B, C, H, W)`` left to right if their number ``(B, 1)`` is below one half."""
     return torch.where(numbers[:, :, None, None] < 0.5, x.flip(3), x)
 
 

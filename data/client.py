@@ -45,7 +45,7 @@ class ClientData:
 def client_data(
     dataset: Dataset, part: Partition, client: int, settings: DataSettings, device: torch.device, *, seed: int = 0
 ) -> ClientData:
-    """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if it does not exist.
+    """Gather, shift and normalise a client's samples, or raise :class:`IndexError` if the client does not exist.
 
     With `resized-crop`, the function crops each test and validation image once; the seed determines the crops. Training
     draws a new crop of each training image in every epoch.
@@ -70,7 +70,7 @@ def client_data(
 def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:
     x = torch.from_numpy(np.ascontiguousarray(dataset.x[indices]))
     if dataset.task.kind == "image" and settings.shift != "none":
-        # Run on the CPU, so that every device trains on the same pixels.
+        # Shift on the CPU, so that the pixels do not depend on the device.
         shifted = apply_shift(x.permute(0, 3, 1, 2), SHIFTS[settings.shift][client])
         x = shifted.permute(0, 2, 3, 1).contiguous()
     return normalised(x.to(device), dataset.task.kind, dataset.mean, dataset.std)

@@ -1,4 +1,4 @@
-"""Decides which columns of a table contain the label, the samples and the groups."""
+"""Decide which columns of a table contain the label, the samples and the groups."""
 
 import json
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ _SHOWN = 20  # maximum number of column names that a message lists
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that the settings name. Any other columns are determined by their names in the table."""
+    """The columns that the settings name. :func:`roles` infers the others from the header of the table."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
     group: str = ""
     offered: tuple[str, ...] | None = None
-    """The columns that the site's policy offers as inputs, or None without a policy. With a policy, the label is one of
-    the remaining columns, whichever columns the run uses, so a run cannot choose the label."""
+    """The columns that the site's policy offers as inputs, or None without a policy. With a policy, Posy looks for the
+    label outside these columns, whichever columns the run uses, so a run cannot choose the label."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
@@ -31,14 +31,14 @@ class Columns:
         return cls(label_name(settings.label_column), inputs, label_name(settings.group_column))
 
     def named(self) -> list[tuple[str, str]]:
-        """Return pairs of a setting's key and a column name that the setting contains."""
+        """Return a pair (setting key, column name) for each column that the settings name."""
         pairs = [("label-column", self.label), ("group-column", self.group)]
         return [(key, name) for key, name in pairs if name] + [("input-columns", name) for name in self.inputs]
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a table's columns, which are given by their indices in the header."""
+    """The roles of a table's columns, as indices in the header."""
 
     label: int
     inputs: tuple[int, ...]
@@ -113,7 +113,7 @@ def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:
 
 
 def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: Sequence[int]) -> tuple[int, list[str]]:
-    """Return the index of the label column, and a note if no name determines it."""
+    """Return the index of the label column, and a note if Posy falls back to the last column."""
     if columns.label:
         return header.index(columns.label), []
     eligible: Sequence[int] = free
@@ -142,7 +142,7 @@ def names_in(key: str, text: str) -> tuple[str, ...]:
         except (ValueError, RecursionError) as error:
             raise SettingsError(f"{key} = {text!r:.200}: not a JSON list ({error})") from error
     if not all(isinstance(name, str) for name in names):
-        raise SettingsError(f"{key} = {text!r:.200}: expected a list of texts")
+        raise SettingsError(f"{key} = {text!r:.200}: expected a list of strings")
     listed_names = tuple(label_name(name) for name in names)
     if len(set(listed_names)) < len(listed_names) or (key == "classes" and not all(listed_names)):
         raise SettingsError(f"{key} = {text!r:.200}: expected names, without duplicates")

@@ -24,9 +24,9 @@ class Dataset:
 
     ``x``, which may be memory-mapped, contains ``(N, H, W, C)`` images, uint8 or scaled float32; ``(N, F)`` features,
     float32, or float64 if float32 would change a value; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
-    :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``. Images have one float32 of
-    each per channel (of pixels/255 if they are uint8), and features have one float64 of each per feature. Both are 0
-    and 1 if values need no normalisation, and for features before :func:`fitted`.
+    :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``. For images, both contain one
+    float32 per channel, which applies to pixels/255 if the pixels are uint8. For features, both contain one float64 per
+    feature. They are 0 and 1 if values need no normalisation, and for features before :func:`fitted`.
     """
 
     name: str  # name or path of the data
@@ -42,7 +42,7 @@ class Dataset:
     notes: tuple[str, ...] = ()  # one-sentence warnings about the data
     skipped: int = 0  # number of unreadable files
     sample_kind: str = ""  # as in :class:`Content`
-    words: tuple[str, ...] = ()  # vocabulary, in the order of its tokens from 2; empty if words are hashed
+    words: tuple[str, ...] = ()  # vocabulary: word i has token i + 2; empty if words are hashed
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
     order_seed: int = 0  # a site's secret seed for the order of its samples in batches; 0: use the run's seed
 
@@ -59,7 +59,7 @@ class Content:
     kind: str  # image (uint8), image-float, features, text or tokens (word indices)
     x: Any  # as in Dataset; for text, the N texts
     labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
-    groups: np.ndarray | None = None  # this and the next two are as in Dataset
+    groups: np.ndarray | None = None  # groups, is_test and given are as in Dataset
     is_test: np.ndarray | None = None
     given: Indices | None = None
     class_names: tuple[str, ...] = ()  # if the data has them; the labels are then class indices 0..C-1
@@ -67,7 +67,7 @@ class Content:
     group_names: tuple[str, ...] = ()  # as in Dataset
     read_notes: tuple[str, ...] = ()  # one-sentence warnings about the data
     unreadable: tuple[str, ...] = ()  # one error message per unreadable file
-    resized: bool = False  # whether image files were resized to one size, and can be resized to any
+    resized: bool = False  # whether the samples come from image files, which can be resized to any size
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -112,12 +112,13 @@ def make_dataset(
     text_length: int = 0,
     **attributes: Any,
 ) -> Dataset:
-    """Build a data set from samples and labels, as in :class:`Dataset`, and the parts of its :class:`Task`.
+    """Build a :class:`Dataset` from its samples, its labels and the parts of its :class:`Task`.
 
-    uint8 pixels are scaled to [-1, 1], as in PFLlib, to make curves comparable. Other pixels and tokens do not change.
+    uint8 pixels are scaled to [-1, 1], so that learning curves are comparable with PFLlib's. Other pixels and tokens do
+    not change.
     ``scale`` is the mean and the standard deviation of the features; without it, :func:`fitted` computes them.
     ``text_length`` is the number of tokens per text after :func:`fitted`. ``sample_kind`` is as in :class:`Content`.
-    ``attributes`` are further attributes of the data set.
+    ``attributes`` are passed to :class:`Dataset`.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
     kind = TASK_KINDS[sample_kind]
@@ -138,8 +139,8 @@ def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dat
     """Return the data set with statistics and a vocabulary derived from training samples alone.
 
     The mean and the standard deviation of each feature are taken over the training samples of all clients. A constant
-    feature is only centred. Texts become tokens: each of the ``max_words`` most frequent words in the training texts
-    gets a number. Images and tokens need no statistics.
+    feature is only centred. Texts become tokens, with a separate token for each of the ``max_words`` most frequent
+    words in the training texts. Images and tokens need no statistics.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Loads any data set by its name or path."""
+"""Load any data set by its name or path."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
     except MemoryError as error:
-        raise DataError(f"{name}: more than fits into memory ({error})") from error
+        raise DataError(f"{name}: does not fit into memory ({error})") from error
     _check_resized(dataset, settings)
     return _subset(dataset, settings, seed)
 
@@ -78,8 +78,8 @@ def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
     """Raise :class:`SettingsError` if the settings name columns, but the data has none."""
     if (named := columns.named()) and not has_columns:
         raise SettingsError(
-            f"{named[0][0]} = {named[0][1]!r} cannot go with dataset = {name!r}, which has no columns: they are for "
-            ".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk; remove it"
+            f"{named[0][0]} = {named[0][1]!r} cannot be combined with dataset = {name!r}, which has no columns: "
+            "only .csv, .parquet, hf:owner/name and folders of datasets.save_to_disk have columns; remove it"
         )
 
 
@@ -94,13 +94,13 @@ def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
         if expected[0] and (task.kind != kind or sizes != expected):
             shape = "x".join(map(str, sizes if task.kind == kind else task.input_shape))
             raise SettingsError(
-                f"{key} = {expected[0]} cannot go with {dataset.name}, which holds samples of the kind {task.kind} "
-                f"and the size {shape}: only {reason}; set it to 0"
+                f"{key} = {expected[0]} cannot be combined with {dataset.name}, which holds samples of the kind "
+                f"{task.kind} and the size {shape}: only {reason}; set it to 0"
             )
     if settings.vocabulary != DataSettings.vocabulary and dataset.sample_kind != "text":
         raise SettingsError(
-            f"vocabulary = {settings.vocabulary} cannot go with {dataset.name}, which holds samples of the kind "
-            f"{dataset.sample_kind}: only words of texts get numbers; set it to {DataSettings.vocabulary}"
+            f"vocabulary = {settings.vocabulary} cannot be combined with {dataset.name}, which holds samples of the "
+            f"kind {dataset.sample_kind}: only texts need a vocabulary; set it to {DataSettings.vocabulary}"
         )
 
 
@@ -110,7 +110,7 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
         return dataset
     if dataset.given is not None or settings.partition == "file":
         raise SettingsError(
-            f"max-samples = {size} cannot go with a partition that names its samples "
+            f"max-samples = {size} cannot be combined with a partition that names its samples "
             "(a PFLlib directory, or partition = 'file'); set it to 0"
         )
     if size > len(dataset):

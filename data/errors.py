@@ -8,7 +8,7 @@ CODES = {
     "unreadable-images": "image files cannot be read",
     "missing-value": "a value is missing",
     "not-a-number": "a cell is not a finite number in the range of float32",
-    "wrong-label": "a label is missing, or is neither a whole number nor a text",
+    "wrong-label": "a label is missing, or is neither a whole number nor a string",
     "missing-column": "a column that the run names does not exist",
     "label-column": "the run uses the label of the site as another column",
     "other-columns": "its columns differ from the run's columns",
@@ -43,7 +43,7 @@ class DataError(ValueError):
         self.code, self.column, self.count = code, column, count
 
     def shared(self, min_rows: int) -> str:
-        """Return the message for other machines: code, column and count, which is inexact below ``min_rows``."""
+        """Return the message for other machines: code, column and count. A count below ``min_rows`` is not exact."""
         column = f", column {self.column}" if self.column else ""
         counted = str(self.count) if self.count >= min_rows else f"below {min_rows}"
         count = f", count {counted}" if self.count else ""

@@ -31,7 +31,7 @@ def check_fits(size: float, where: str) -> None:
     """Raise :class:`DataError` if data of ``size`` bytes would fill too much of the free memory."""
     free = free_memory()
     if size > _MEMORY_SHARE * free:
-        raise DataError(f"{where}: more than fits into memory ({size / 1e9:.3g} GB; {free / 1e9:.3g} GB are free)")
+        raise DataError(f"{where}: does not fit into memory ({size / 1e9:.3g} GB; {free / 1e9:.3g} GB are free)")
 
 
 def read_json(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Turns a user's image, text or row of numbers into a network's input, with the same preprocessing as in training."""
+"""Convert a user's image, text or row of numbers to a network's input, with the same preprocessing as in training."""
 
 import json
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
     if kind == "text":
         return x
     centre, width = torch.from_numpy(mean).to(x.device), torch.from_numpy(std).to(x.device)
-    if kind == "features":  # round last, because samples may differ only in the last digits of a value
+    if kind == "features":  # round to float32 last, because samples may differ only in the last digits
         return x.double().sub_(centre).div_(width).float()
     scale = 255.0 if x.dtype == torch.uint8 else 1.0
     return x.float().sub_(centre * scale).div_(width * scale).permute(0, 3, 1, 2)
@@ -99,7 +99,7 @@ class Preprocessing:
         if self.task.kind == "features":
             names = f" ({', '.join(self.columns[:5])}{', …' * (len(self.columns) > 5)})" if self.columns else ""
             return f"rows of {shape[0]} numbers{names}"
-        return "texts" if self.sample_kind == "text" else f"at most {shape[0]} tokens, numbers of words"
+        return "texts" if self.sample_kind == "text" else f"at most {shape[0]} tokens (word indices)"
 
     def _refused(self, description: str) -> DataError:
         return DataError(f"{description}; the model takes {self.describe()}")

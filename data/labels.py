@@ -1,4 +1,4 @@
-"""Labels, as read from cells and arrays, and the names of the classes."""
+"""Read labels from cells and arrays, and determine the names of the classes."""
 
 import re
 import unicodedata
@@ -18,10 +18,11 @@ _ABSENT = frozenset({"nan", "na", "n/a", "none", "null", "missing", "?"})
 
 
 def as_labels(y: np.ndarray, where: str) -> np.ndarray:
-    """Return labels ``(N,)`` without merging any: as int64, or as strings if int64 cannot represent all of them.
+    """Return labels ``(N,)`` as int64, or as strings if int64 cannot represent all of them.
 
-    Whole numbers of every type, including whole floats, keep their values. If they exceed int64, they become strings of
-    digits. The function strips spaces around strings, normalises accents (NFC), and decodes bytes as UTF-8.
+    Whole numbers of every type, including floats such as 2.0, keep their values. If they exceed int64, they become
+    strings of digits. The function strips spaces around strings, normalises them (Unicode NFC), and decodes bytes as
+    UTF-8.
 
     Raises
     ------
@@ -33,14 +34,14 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
     if y.ndim > 1 and y.size == len(y):
         y = y.reshape(-1)
     if y.ndim != 1:
-        raise DataError(f"{where}: labels of shape {y.shape}; one label for each sample is allowed, (N,)")
+        raise DataError(f"{where}: labels of shape {y.shape}; expected one label for each sample, (N,)")
     kind = y.dtype.kind
     if kind in "SU":
         return _as_names(y, where)
     if kind in "ibu":
         return y.astype(str if kind == "u" and len(y) and y.max() > np.iinfo(np.int64).max else np.int64)
     if kind != "f":
-        raise DataError(f"{where}: labels of type {y.dtype}; whole numbers and texts are allowed")
+        raise DataError(f"{where}: labels of type {y.dtype}; whole numbers and strings are allowed")
     invalid = ~np.isfinite(y) | (y != np.floor(y))
     if invalid.any():
         raise DataError(f"{where}: label {y[invalid][0]} at index {invalid.argmax()}; whole numbers are allowed")
@@ -49,7 +50,7 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
     if large.any():
         raise DataError(
             f"{where}: label {y[large][0]} at index {large.argmax()}; {y.dtype} cannot distinguish whole numbers "
-            f"from {limit:.0f} upwards: store labels as whole numbers or texts"
+            f"from {limit:.0f} upwards: store labels as whole numbers or strings"
         )
     return y.astype(np.int64)
 
@@ -64,7 +65,7 @@ def _as_names(y: np.ndarray, where: str) -> np.ndarray:
             raise DataError(f"{where}: label {value!r:.60} is not UTF-8 ({error})") from error
     if "" in names:
         first = int(np.flatnonzero(indices == names.index(""))[0])
-        raise DataError(f"{where}: the label at index {first} is empty; numbers and texts are allowed")
+        raise DataError(f"{where}: the label at index {first} is empty; numbers and strings are allowed")
     return np.array(names, str)[indices] if names else y.astype(str)
 
 
@@ -79,7 +80,7 @@ def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
     """Return the labels of data with C known classes as int64; raise :class:`DataError` unless all are 0..C-1."""
     labels = as_labels(y, where)
     if labels.dtype.kind != "i":
-        raise DataError(f"{where}: the label {labels[0]!s:.60} is a text; allowed: 0 to {num_classes - 1}")
+        raise DataError(f"{where}: the label {labels[0]!s:.60} is a string; allowed: 0 to {num_classes - 1}")
     invalid = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if invalid.size:
         raise DataError(f"{where}: label {labels[invalid[0]]} at index {invalid[0]}; allowed: 0 to {num_classes - 1}")
@@ -120,7 +121,7 @@ def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray
 
 
 def label_name(text: str) -> str:
-    """Return ``text`` as a class name, without surrounding spaces and with normalised accents (NFC)."""
+    """Return ``text`` as a class name, without surrounding spaces and normalised (Unicode NFC)."""
     return unicodedata.normalize("NFC", text.strip())
 
 
@@ -128,8 +129,8 @@ def written_label(cell: str) -> str:
     """Return the label in a cell of a table.
 
     A whole number has one name, even if it is written as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are all class 1.
-    Any other string, without surrounding spaces, is a class name of its own: ``01`` is not 1. The meaning of a cell
-    does not depend on other cells, so it is the same at every site.
+    Any other string, without surrounding spaces, is a separate class name: ``01`` is not 1. The result depends only on
+    the cell itself, so it is the same at every site.
     """
     name = label_name(cell)
     if integer := _CANONICAL.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Assigns samples to clients and splits them into training, test and validation samples."""
+"""Assign samples to clients, and split them into training, test and validation samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from posy.settings import SettingsError
 class Partition:
     """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in ascending order.
 
-    A test split is empty only if the client has a single sample, or if a given partition leaves it empty. A validation
+    A test split is empty only if the client has a single sample, or if it is empty in a given partition. A validation
     split is empty only if the client has a single training sample, or if ``validation_fraction`` is 0.
     """
 
@@ -35,7 +35,7 @@ class Partition:
     """Names of the clients' groups, if the partition is ``natural`` and the data names its groups."""
 
     def __post_init__(self) -> None:
-        """Add empty validation splits if there are no validation splits."""
+        """Give each client an empty validation split if there are no validation splits."""
         if not self.validation:
             object.__setattr__(self, "validation", tuple(train[:0] for train in self.train))
 
@@ -59,9 +59,9 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     The same data, settings and seed give the same partition in every process. Data that is already partitioned keeps
     its partition.
 
-    A supplied test set is used for tests, unless ``test_set`` pools it. In the former case, Posy assigns the training
-    samples, and each client gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, its
-    group's test samples. Without a test set, ``test_fraction`` of each client's samples are set aside for tests.
+    If the data comes with a test set that ``test_set`` does not pool, Posy assigns only the training samples. Each
+    client then gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, its group's test
+    samples. Otherwise, ``test_fraction`` of each client's samples are set aside for tests.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
             )
         rows = np.flatnonzero(~is_test)
         groups = None if dataset.groups is None else dataset.groups[rows]
-        # The partition rules use only labels and groups.
+        # Keep all of x, because the partition rules use only labels and groups.
         training = replace(dataset, y=dataset.y[rows], groups=groups, is_test=None)
         _check(kind, training, settings)
         pairs = _with_test_set(kind, dataset, is_test, training, settings, rng)
@@ -104,9 +104,9 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 
 
 def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
-    """Return clients' (train, test) indices as a partition with at most ``train_samples`` training samples per client.
+    """Convert clients' (train, test) indices to a partition with at most ``train_samples`` training samples per client.
 
-    A fraction ``validation_fraction`` of them is held out for validation.
+    A fraction ``validation_fraction`` of these training samples is held out for validation.
     """
     if settings.train_samples:
         pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
@@ -126,8 +126,8 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     if kind == "given":
         if settings.test_set == "pooled" and dataset.given is not None:
             raise SettingsError(
-                f"test-set = 'pooled' cannot go with {dataset.name}, which comes with a test set for each client; "
-                "set it to 'supplied'"
+                f"test-set = 'pooled' cannot be combined with {dataset.name}, which comes with a test set for each "
+                "client; set it to 'supplied'"
             )
         if dataset.given is None:
             raise SettingsError(
@@ -152,8 +152,8 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
         )
     if settings.samples_per_client and kind not in ("classes", "iid"):
         raise SettingsError(
-            f"samples-per-client = {settings.samples_per_client} goes with partition = 'classes' or 'iid', "
-            f"not with {kind!r}; set it to 0"
+            f"samples-per-client = {settings.samples_per_client} needs partition = 'classes' or 'iid', "
+            f"not {kind!r}; set it to 0"
         )
     if kind == "natural":
         if dataset.groups is None:
@@ -213,10 +213,10 @@ def _with_test_set(
 def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return the number of test samples that each client gets from a test set, per class, ``(M, C)`` int64.
 
-    Each class is divided in proportion to the clients' training samples of that class, so that a client is tested on
+    Each class is divided in proportion to the clients' training samples of that class, so that each client is tested on
     the class proportions that it trains on. Each sample goes to one client. Samples left over after rounding down go to
     the clients with the largest remainders, with ties broken at random. A client that would get no test sample takes
-    one of its most frequent class from the client with the most test samples of this class.
+    a sample of its most frequent class from the client with the most test samples of this class.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
 def _divided(
     dataset: Dataset, test: np.ndarray, train: Sequence[np.ndarray], rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide the indices of a test set among clients as :func:`share_test_set` determines."""
+    """Divide the indices of a test set among clients, in the numbers that :func:`share_test_set` returns."""
     num_classes, y = dataset.task.num_classes, dataset.y
     available = np.bincount(y[test], minlength=num_classes)
     shares = share_test_set(_class_counts(train, y, num_classes), available, rng)
@@ -261,7 +261,7 @@ def _divided(
 
 
 def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *, tested: bool = True) -> Indices:
-    """Give each client the same number of samples, equally from each of its S classes (PPFE, appendix A.2).
+    """Give each client the same number of samples, divided evenly among its S classes (PPFE, appendix A.2).
 
     Each client gets ``samples_per_client`` training samples. If ``tested``, it also gets test samples from the same
     pool and classes, which make up ``test_fraction`` of all its samples. Each client takes the S classes that the
@@ -308,9 +308,10 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
 def _from_file(
     dataset: Dataset, settings: DataSettings, rng: np.random.Generator, is_test: np.ndarray | None = None
 ) -> Indices:
-    """Read a file that contains a list of index lists, or two such lists as {"train": [...], "test": [...]}.
+    """Return the (train, test) indices of each client from the partition file.
 
-    With ``is_test``, a client may not train on samples of the supplied test set.
+    The file contains a list of index lists, or two such lists as {"train": [...], "test": [...]}. With
+    ``is_test``, a client may not train on samples of the supplied test set.
     """
     path = expanded(settings.partition_file)
     if not settings.partition_file or not exists(path):
@@ -369,7 +370,10 @@ def count_aside(count: int, fraction: float) -> int:
 
 
 def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator) -> Indices:
-    """Set aside a random fraction of each client's samples; with two or more samples, neither part is empty."""
+    """Return the (remaining, set-aside) indices of each client, with a random ``fraction`` of its samples set aside.
+
+    If a client has two or more samples, neither part is empty.
+    """
     pairs = []
     for part in parts:
         shuffled = rng.permutation(part)

@@ -1,7 +1,7 @@
 """The policy of a site: one file on its node that limits how runs may use the site's data.
 
-Only the node reads the file (``policy`` in its node config). A node with data but no such file uses the defaults.
-:mod:`posy.client_app.policy` checks a run against the policy before the node works on any message.
+Only the node reads the file (``policy`` in its node config). A node with data but without a policy uses the defaults.
+:mod:`posy.client_app.policy` checks a run against the policy before the node processes a message.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from posy.yaml12 import read_yaml
 
 @dataclass(frozen=True)
 class Policy:
-    """The rules of a site. A refusal names a rule by its key in the file."""
+    """The rules of a site. An error names the violated rule by its key in the file."""
 
     columns: str = setting(
         "", "columns that a run may use as inputs, separated by commas, or a JSON list; empty: all columns"

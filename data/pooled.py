@@ -1,4 +1,4 @@
-"""Task statistics as sums over sites, where each site adds whole numbers to a masked sum.
+"""Compute task statistics over all sites from a masked sum, to which each site adds whole numbers.
 
 With secure aggregation, a site sends neither its labels nor its means. The server learns only the number of sites with
 each label, and the mean and the sum of squared deviations of each feature over all sites.

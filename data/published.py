@@ -37,7 +37,7 @@ DIGITS = tuple(string.digits)
 
 @dataclass(frozen=True)
 class Published:
-    """A published data set. If ``classes`` is set and ``<name>.npz`` exists, Posy reads this file instead."""
+    """A published data set. If ``classes`` is set, Posy prefers ``<name>.npz`` to the original files."""
 
     about: str
     classes: tuple[str, ...] = ()  # class names in label order
@@ -55,7 +55,7 @@ class Published:
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """Return, for each data set, its name, content and files needed in the data directory, and if Posy downloads it."""
+    """Return the name, the content and the required files of each data set, and whether Posy downloads it."""
     rows = []
     for name, s in DATASETS.items():
         folder = s.torchvision[1] if s.torchvision else ""

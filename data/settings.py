@@ -21,8 +21,8 @@ class DataSettings:
 
     dataset: str = setting(
         "digits",
-        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images or .npy files, one "
-        "from `datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` on the Hugging Face Hub, a custom "
+        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images or .npy files, a "
+        "folder from `datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` on the Hugging Face Hub, a custom "
         f"function (`file:function`), or `{SITES}`: each node reads the data that its node config names",
         custom_kind="a function that returns the data",
         synonyms=("data",),
@@ -240,7 +240,8 @@ def path_of(name: str, data_dir: str | Path) -> Path:
 def located(settings: DataSettings) -> DataSettings:
     """Return the settings with the data set's absolute path, and with the partition that comes with the data, if any.
 
-    A name stays unchanged, and so does a path that does not exist here, because it may exist on the nodes.
+    The name of a published data set stays unchanged. So does a path that does not exist on this machine, because it may
+    exist on the nodes.
     """
     if settings.dataset in (*DATASETS, SITES):
         return settings

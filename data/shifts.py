@@ -9,7 +9,7 @@ from posy.settings import SettingsError
 
 
 class Shift(NamedTuple):
-    """A client's image transform, in FedDRM's order: saturation, hue, gamma, then posterising."""
+    """A client's image transform. As in FedDRM, it changes saturation, hue and gamma, and then posterises."""
 
     gamma: float
     hue: float

@@ -1,4 +1,4 @@
-"""Reads and describes a site's data, and loads it for the task of the run.
+"""Read and describe a site's data, and load it for the task of the run.
 
 Every site checks its data against the run's settings and rejects data that does not fit (see
 :mod:`posy.data.agreement`). The site's policy decides which rows are test samples, so no run setting can select rows.
@@ -59,16 +59,16 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
 
 
 def describe_site(content: Content, settings: DataSettings, policy: Policy, *, masked: bool = False) -> Description:
-    """Describe a site's data with respect to the parts of the task that the settings leave open.
+    """Describe a site's data, including any statistics and labels that the settings do not specify.
 
-    The mean and the variance of the features are taken over all rows outside the test split, which do not depend on the
-    run's settings. The description lists only labels of at least ``policy.min_rows`` of these rows. With ``masked``, it
-    has neither statistics nor labels, because the site adds :func:`site_numbers` to a masked sum.
+    The mean and the variance of the features are taken over all rows outside the test split. These rows do not depend
+    on the run's settings. The description lists only labels that occur in at least ``policy.min_rows`` of them. With
+    ``masked``, it has neither statistics nor labels, because the site adds :func:`site_numbers` to a masked sum.
 
     Raises
     ------
     DataError
-        If the site has fewer than ``policy.min_rows`` such rows.
+        If the site has fewer than ``policy.min_rows`` rows outside the test split.
     """
     rows, _ = site_split(content, policy)
     _check_rows(content, len(rows), policy)
@@ -93,7 +93,7 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
 def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> list[int]:
     """Return a site's labels and statistics as numbers for a masked sum, unless the settings specify them.
 
-    The numbers cover the same rows as :func:`describe_site`. The settings specify the kind, the shape and the columns.
+    The numbers cover the same rows as :func:`describe_site`. The settings already contain the kind, shape and columns.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> li
 def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple[Dataset, Partition]:
     """Return a site's samples for the run, and a partition with the site as its only client.
 
-    :func:`site_split` selects the test samples. The function puts columns into the run's order.
+    :func:`site_split` selects the test samples. The columns of the samples are in the run's order.
 
     Raises
     ------
@@ -150,8 +150,8 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
 def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of a site's rows for training (including validation) and for tests, int64.
 
-    The test rows are the supplied test set, else ``policy.test_fraction`` of the rows. A hash of the data seeds the
-    draw, so each version of the data has exactly one split, which no run setting can change.
+    The test rows are the supplied test set, or else a random ``policy.test_fraction`` of the rows. A hash of the data
+    seeds the draw, so each version of the data has exactly one split, which no run setting can change.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray
 
 
 def _seed(content: Content, purpose: str) -> int:
-    """Derive a seed for one purpose from the hash of a site's data, which other machines cannot compute."""
+    """Derive a seed for one purpose from the hash of a site's data. Other machines cannot compute this hash."""
     return int.from_bytes(hashlib.blake2b(content.digest, digest_size=8, key=purpose.encode()).digest(), "big") >> 1
 
 
@@ -255,7 +255,7 @@ def check_suits(content: Content, settings: DataSettings) -> None:
 
 
 def fingerprint(dataset: Dataset, part: Partition) -> str:
-    """Return 16 hexadecimal digits that change with any sample or label of a site's data, and with its split."""
+    """Return a fingerprint of a site's samples, labels and split, as 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for array in (dataset.x, dataset.y, part.train[0], part.test[0], part.validation[0]):
         digest.update(f"{array.dtype} {array.shape}".encode())
@@ -272,11 +272,11 @@ def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
 
 
 def _partition(content: Content, settings: DataSettings, policy: Policy) -> tuple[Partition, list[Note]]:
-    """Return a site's split with the run's validation samples, and notes on splits that are too small for scores.
+    """Return a site's split, including the run's validation split, and notes on splits that are too small for scores.
 
     A test or validation split that would have fewer than ``min_rows`` rows is left empty, because its scores could
-    reveal a row. The rows of such a validation split stay in training. Otherwise, runs with and without validation
-    would train on data that differs by just these few rows.
+    reveal a row. The rows of a validation split that is too small stay in training. Otherwise, runs with and without
+    validation would train on data that differs by just these few rows.
     """
     pair = site_split(content, policy)
     part, notes = finished((pair,), settings, np.random.default_rng(_seed(content, "validation"))), []

@@ -1,4 +1,4 @@
-"""Converts texts to tokens: word indices from a vocabulary, or from a hash that is the same everywhere."""
+"""Convert texts to tokens: word indices from a vocabulary, or from a hash that is the same on every machine."""
 
 import re
 import zlib
@@ -13,7 +13,7 @@ PADDING, UNKNOWN = 0, 1
 MAX_WORDS = 20_000
 MAX_LENGTH = 200
 _UNCHECKED = 1 << 26
-"""Maximum size of the tokens, in bytes, for which Posy does not check the free memory."""
+"""Size of the tokens in bytes up to which Posy skips the check of the free memory."""
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
@@ -41,7 +41,7 @@ def tokens_of(text: str, length: int, words: Sequence[str]) -> np.ndarray:
 
 
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
-    """Turn texts into tokens for their lower-cased words with a hash that is the same everywhere.
+    """Turn texts into tokens for their lower-cased words with a hash that is the same on every machine.
 
     The sites need no common vocabulary, so no site reveals its words. Different words may share a token. The function
     returns int64 tokens ``(N, L)`` as :func:`tokenise` does, with tokens 2 to V-1 for words.

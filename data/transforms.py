@@ -15,9 +15,9 @@ from posy.settings import SettingsError, suggestions
 SEED_NUMBERS = 2
 """Number of random numbers in [0, 1) that seed the transforms of an image."""
 TRIES = 16
-"""Number of times that the check of a setting applies its random transforms."""
+"""Number of random draws with which :func:`check_transforms` tests the transforms."""
 Transform = Callable[[Any], Any]
-_STEPS = 2**24  # float32 numbers in [0, 1) that PyTorch draws
+_STEPS = 2**24  # number of different float32 values in [0, 1) that torch.rand returns
 
 
 class Transforms:
@@ -43,7 +43,7 @@ class Transforms:
 
 
 def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") -> None:
-    """Check that the transforms of a setting suit images.
+    """Check that the transforms of a setting work for images of the given shape.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") 
 def _problem(chain: tuple[Transform, ...], image: Tensor) -> tuple[Transform, Any, Exception | None] | None:
     """Return the transform that fails, or the last one that changes the shape or the type of an image.
 
-    The tuple also contains the result and any error. The function returns None if the chain suits the image.
+    The tuple also contains the result and any error. If the chain works for the image, the function returns None.
     """
     current: Any = image.clone()
     changing = None

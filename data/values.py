@@ -12,7 +12,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 LOST = 1e-3
 """Fraction of a feature's range by which rounding may move a value without a warning."""
 _BLOCK = 1 << 22  # numbers copied at once while an array is scanned
-_ROUNDING = 4 * float(np.finfo(np.float64).eps)  # a feature with at most this std/mean counts as constant
+_ROUNDING = 4 * float(np.finfo(np.float64).eps)  # a feature counts as constant if std/mean is at most this value
 
 
 def check_lengths(where: str, **lengths: int) -> None:
@@ -54,11 +54,11 @@ def check_alike(
         if not ((mixed or pixels) and small and large):
             return
         pair = small[0], large[0]
-    raise DataError(f"{where}: {texts[min(pair)]}, {texts[max(pair)]}; both must be of one kind and scale")
+    raise DataError(f"{where}: {texts[min(pair)]}, {texts[max(pair)]}; both must have the same kind and scale")
 
 
 def as_float32(x: np.ndarray, where: str) -> np.ndarray:
-    """Return numbers as float32; :class:`DataError` names the index of a number that is NaN, infinite or too large."""
+    """Return numbers as float32, or raise :class:`DataError` with the index of a NaN, infinite or too large number."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = x.astype(np.float32, copy=False)
         if not np.isfinite(result.sum(dtype=np.float64)):  # a NaN or infinity propagates to the sum
@@ -109,7 +109,7 @@ def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = (
 def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the sum of squared deviations of each feature in ``(N, F)``, float64 ``(F,)`` each.
 
-    For a constant feature, they are exactly its value and 0. ``rows`` selects the samples to use; ``None``: all.
+    For a constant feature, they are exactly its value and 0. ``rows`` selects the samples; with ``None``, all are used.
     """
     mean, squares = np.empty(x.shape[1]), np.empty(x.shape[1])
     for first, columns in _columns(x):

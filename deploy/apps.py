@@ -31,10 +31,10 @@ class Apps:
         self._app: ClientAppCallable | None = None
 
     def load(self, bundle: Bundle, rule: str) -> ClientAppCallable:
-        """Return the node's own ClientApp, or the ClientApp from the bundle, which the method installs if it is new.
+        """Return the node's own ClientApp or the bundle's ClientApp; install the bundle first if it is new.
 
         :func:`posy.deploy.foreign.check_code` chooses between them according to the node's ``code`` rule. The method
-        raises its errors, and the errors of :func:`check_signatures` and :func:`install_whole`.
+        also raises the errors of :func:`check_code`, :func:`check_signatures` and :func:`install_whole`.
         """
         if self._app is None or self._hash != bundle.hash:
             self._app = None

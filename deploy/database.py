@@ -19,7 +19,7 @@ from sqlalchemy.pool import Pool
 TURN_SECONDS = 60.0
 """Seconds that a writer waits for its turn before its call fails and has to be retried."""
 STEP_SECONDS = 2.0
-"""Drift in seconds between the wall clock and the monotonic clock above which the clock counts as having been set."""
+"""Drift in seconds between wall clock and monotonic clock above which Posy assumes that the clock was set."""
 TROUBLE_SECONDS = 1.0
 """Duration of failing writes, in seconds, after which heartbeats may be missing. A node pauses for up to 20 s after
 failed calls, so even a short failure can use up the 30 s within which it must send a heartbeat."""
@@ -60,10 +60,10 @@ class Turns:
     gives up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin
     a transaction for a statement that starts with ``WITH``, so this class does.
 
-    Deadlines are in doubt after the SuperLink has started, after the clock was set, and after writes have failed.
-    Before the next statement that compares deadlines, this class extends the deadlines of all live nodes and runs. A
-    dead node or run is detected once its extended deadline passes. If the extension fails, the call fails, and its
-    caller retries it.
+    Deadlines are unreliable after a start of the SuperLink, after a clock change, and after failed writes.
+    Before the next statement that compares deadlines, this class extends the deadlines of all live nodes and runs.
+    Flower detects a dead node or run once its extended deadline has passed. If the extension fails, the call fails, and
+    its caller retries it.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Turns:
         in_doubt = self._doubtful() and _compares_deadlines(statement)
         if writes is None and not in_doubt:
             return
-        info = connection.info  # not `record_info`, which is another dictionary
+        info = connection.info  # not `record_info`, which is a different dictionary
         if _TURN not in info:
             lock = self._locks.setdefault(str(database), threading.Lock())
             if not lock.acquire(timeout=TURN_SECONDS):

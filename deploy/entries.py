@@ -1,6 +1,6 @@
 """The entries that a node and its worker exchange over their socket.
 
-An entry is one line with a JSON object, whose ``sizes`` contains the lengths of the parts, and then the parts' bytes.
+An entry is a line with a JSON object, followed by the bytes of its parts. The key ``sizes`` contains their lengths.
 """
 
 import json

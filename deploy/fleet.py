@@ -83,9 +83,9 @@ class Fleet:
     address : str
         Address of the SuperLink, HOST:PORT.
     key : ec.EllipticCurvePrivateKey or None
-        The node's registered private key; None: the node registers a new key.
+        The node's registered private key, or None to register a new key.
     root_certificates : bytes or None
-        Certificates (PEM) of the authorities that the node trusts; None: the authorities that gRPC trusts.
+        Certificates (PEM) of the authorities that the node trusts, or None for the defaults of gRPC.
     insecure : bool
         Whether to connect without TLS.
     """

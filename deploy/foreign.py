@@ -37,7 +37,7 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
     """Return whether a node runs its installed Posy instead of an app's bundle (the bytes of a zip file).
 
     With the rule ``installed``, the node does so, and neither unpacks nor runs anything from the bundle. With any other
-    rule, it runs the bundle, and the function logs the files that differ from the installed Posy. ``signed`` is whether
+    rule, it runs the bundle, and the function logs the files that differ from the installed Posy. ``signed`` means that
     a trusted entity has signed the bundle.
 
     Raises

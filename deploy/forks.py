@@ -2,8 +2,8 @@
 
 All nodes on a machine share the memory of the loaded modules, and a new worker needs no time to load them. The parent
 has only one thread, no gRPC channel and no CUDA context, because these do not survive a fork. All nodes and workers are
-its children. A node requests its worker over a socket, and terminates when this socket closes; a worker terminates with
-its node.
+its children. A node requests its worker over a socket, and terminates when this socket closes; a worker terminates
+when its node does.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ class Family:
             signal.signal(number, lambda *_: None)  # the signals are read from the socket
         self.selector.register(self._wakeup, selectors.EVENT_READ)
         gc.collect()
-        gc.freeze()  # garbage collection would copy all loaded modules into every child
+        gc.freeze()  # so that garbage collection does not copy all loaded modules into every child
         for node in self.nodes:
             self._fork_node(node)
         while any(node.process or node.worker for node in self.nodes):
@@ -191,7 +191,7 @@ class Family:
                 other.connection.close()
             for end in other.output or ():
                 os.close(end)
-        with contextlib.suppress(OSError):  # on Linux, for `ps` and `top`
+        with contextlib.suppress(OSError):  # on Linux, set the name that `ps` and `top` show
             Path("/proc/self/comm").write_text(title[:15])
 
     def _heed(self, signals: bytes) -> None:

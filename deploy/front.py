@@ -47,19 +47,19 @@ SWEEP_SECONDS = 10.0
 START_SECONDS = 300.0
 """Seconds after which a ServerApp that has not reported no longer counts as starting."""
 MAX_TOKENS = 1000
-"""Maximum number of accepted ServerApps in the cache; any that is dropped from it is checked by Flower again."""
+"""Maximum number of accepted ServerApps in the cache. Flower checks a ServerApp again if it is no longer cached."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
 AGAIN = "The database is busy, locked or full; try again."
 
 
 class Runs:
-    """Finds out which runs are running from Flower's answers to a node's request for a run."""
+    """Determines which runs are active from Flower's answers to the call ``GetRun``."""
 
     def __init__(self) -> None:
         self.ask: Callable[[Any, None], object] | None = None
-        """Flower's handler for this request, which raises an error with a code if the run is not running."""
+        """Flower's handler for ``GetRun``, which raises an error with a code if the run is not running."""
         self.node = 0
-        """Id of the node in the request: the node that made the last call."""
+        """Id of the node that made the last call, on whose behalf Posy calls the handler."""
         self._seen: dict[int, float] = {}
         self._changes = 0
 
@@ -75,7 +75,7 @@ class Runs:
             if not isinstance(code := getattr(error, "code", None), int):
                 raise
             self._seen.pop(run_id, None)
-            return code != RUN_ENDED  # otherwise, the node was unregistered in the meantime
+            return code != RUN_ENDED  # any other code: the node was unregistered in the meantime
         if changes == self._changes:  # otherwise the answer may be older than the change
             self._seen[run_id] = time.monotonic()
         return True
@@ -152,7 +152,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Answers UNAVAILABLE to a node's call that failed but may succeed later, so that Flower's node retries it.
+    """Answers UNAVAILABLE to a node's call that failed but may succeed later, so that the node retries it.
 
     A call may also fail because a clock was set and the SuperLink rejects the call's timestamp. Flower's answer would
     make the node terminate, so the interceptor answers UNAVAILABLE instead, except to a node's first call.
@@ -198,9 +198,9 @@ class _Context:
 class AppCalls:
     """Serves ServerApps' calls about messages, and observes some calls that Flower serves.
 
-    When a ServerApp's first messages arrive, Posy has Flower check the ServerApp: it passes Flower a message for a
-    nonexistent node with the ServerApp's headers, which Flower accepts only with a valid token for the run. Until then,
-    for example after a restart of the SuperLink, Flower serves the ServerApp's other calls.
+    When a ServerApp's first messages arrive, Posy lets Flower check the ServerApp. Posy passes Flower a message to a
+    nonexistent node, with the ServerApp's headers. Flower accepts the message only with a valid token for the run.
+    Until then, for example after a restart of the SuperLink, Flower serves the ServerApp's other calls.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ class AppCalls:
     # -- other calls ---------------------------------------------------------------------------------------
 
     async def _acquire_task(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Return a task unless too many ServerApps are starting; if none is pending, first wait for a submission.
+        """Return a task unless too many ServerApps are starting; if no task is pending, first wait for a submission.
 
         Flower would start all waiting ServerApps at once, and restart each one that has not reported after 30 seconds.
         With a dozen runs on a busy machine, there would soon be too many processes for any of them to report in time.

@@ -1,8 +1,8 @@
 """Installs a run's code atomically.
 
 Flower copies the code to a folder file by file, and treats the code as installed as soon as the folder exists.
-Therefore, if two runs with the same code start together, the second one fails because a file is missing. So does a run
-after an interrupted copy.
+Therefore, if two runs with the same code start together, the second one may fail because a file is missing. A run after
+an interrupted copy fails too.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 The process runs Flower's SuperLink. Posy serves the calls about messages itself (:mod:`posy.deploy.front`), keeps
 messages in memory (:mod:`posy.deploy.message_queue`) and makes writers to the database take turns
-(:mod:`posy.deploy.database`). For this, it replaces the functions of gRPC and uvicorn that start a server; it does not
-depend on Flower's classes.
+(:mod:`posy.deploy.database`). It patches the functions of gRPC and uvicorn that start a server, and does not depend on
+Flower's classes.
 """
 
 import logging
@@ -38,7 +38,7 @@ def main() -> None:
     else:
         log(
             WARNING,
-            "posy: Flower is %s, not %s: the SuperLink runs without Posy's changes, and slower",
+            "posy: Flower is %s, not %s: the SuperLink runs without Posy's changes and is slower",
             flwr.__version__,
             FLOWER,
         )
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def apply_patches() -> None:
-    """Put Posy in front of the servers that this process starts."""
+    """Patch gRPC and uvicorn so that Posy intercepts calls to the servers that this process starts."""
     TURNS.install()
     runs = Runs()
     queue = MessageQueue(runs.is_active)

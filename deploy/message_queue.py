@@ -5,8 +5,8 @@ of the time of a short round. :class:`MessageQueue` keeps the messages and their
 lost when the SuperLink terminates, and the ServerApp then sends them again. Runs, nodes and code stay in the database.
 
 The queue delivers a message or reply only when all its objects have arrived. Otherwise, the receiver would wait for the
-missing objects, during which a ServerApp would not ask for other replies. A receiver confirms a message when it has all
-the objects. If it asks for messages again without confirming one, the queue delivers that message again.
+missing objects, and a waiting ServerApp would not request other replies. A receiver confirms a message when it has all
+the objects. If it requests messages again without confirming one, the queue delivers that message again.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ SERVER = 1
 HOLD_SECONDS = 1.0
 """Maximum number of seconds that a request for messages waits."""
 GATHER_SECONDS = 0.05
-"""Maximum number of seconds that a ServerApp's request waits for more replies, because an answer costs ten queries."""
+"""Maximum number of seconds that a ServerApp's request waits for more replies, to save further requests."""
 HELD_NODES, HELD_SERVERS = 500, 16
 """Maximum numbers of requests from nodes and from ServerApps that may wait; Flower serves them with 1,000 and 40
 threads."""
@@ -82,15 +82,15 @@ class Parcel:
 
 
 class Presence:
-    """Tracks which nodes are online, on the monotonic clock, so that no clock change makes a node count as offline."""
+    """Tracks which nodes are online. It uses the monotonic clock, so that no clock change makes a node seem offline."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._seen: dict[int, tuple[float, float]] = {}
-        """Time of each node's last sign of life, and its heartbeat interval."""
+        """Time at which each node was last known to be alive, and its heartbeat interval."""
 
     def alive(self, node: int, interval: float | None = None) -> None:
-        """Record a sign of life from a node, and its heartbeat interval if that is known."""
+        """Record that a node is alive, and its heartbeat interval if that is known."""
         self._seen[node] = time.monotonic(), interval or self._seen.get(node, (0.0, DEFAULT_INTERVAL))[1]
 
     def leave(self, node: int) -> None:
@@ -151,7 +151,7 @@ class Depot:
         return [parcel for parcel in parcels if not parcel.missing]
 
     def get(self, run_id: int, number: str) -> bytes | None:
-        """Return an object, which is empty if it has not arrived, or None if no parcel needs it."""
+        """Return an object (empty bytes if it has not arrived), or None if no parcel needs it."""
         key = run_id, number
         return self._objects.get(key, b"") if key in self._uses else None
 
@@ -165,7 +165,7 @@ class Places:
         self._free = {True: HELD_SERVERS, False: HELD_NODES}
 
     def enter(self, replies: bool, node: int) -> bool:
-        """Return whether a node's request or, with ``replies`` and 0 as ``node``, a ServerApp's request may wait."""
+        """Reserve a place for a request, and return whether it may wait; for a ServerApp, ``node`` is 0."""
         with self._lock:
             if node in self._nodes or not self._free[replies]:
                 return False
@@ -174,7 +174,7 @@ class Places:
             return True
 
     def leave(self, replies: bool, node: int) -> None:
-        """Record that a request no longer waits."""
+        """Free the place of a request that no longer waits."""
         with self._lock:
             self._free[replies] += 1
             self._nodes.discard(node)
@@ -261,7 +261,7 @@ class MessageQueue:
         return None
 
     def _ready(self, node: int) -> list[Parcel]:
-        """Return a node's complete messages; forget messages that have expired or that it never confirms."""
+        """Return a node's complete messages; forget messages that have expired or were delivered too often."""
         with self._changed:
             ready = []
             for parcel in list(self._waiting[node].values()):
@@ -351,12 +351,12 @@ class MessageQueue:
         return complete is not None
 
     def find(self, run_id: int, number: str) -> bytes | None:
-        """Return an object, which is empty if it has not arrived, or None if no message needs it."""
+        """Return an object (empty bytes if it has not arrived), or None if no message needs it."""
         with self._changed:
             return self._depot.get(run_id, number)
 
     def confirm(self, run_id: int, number: str) -> bool:
-        """Record that a receiver has all objects of a message or reply, and return whether that was in transit."""
+        """Record that a receiver has all objects of a message or reply, and return whether it was in transit."""
         with self._changed:
             if (parcel := self._parcels.get(number)) is not None and parcel.run_id == run_id:
                 self._confirm(parcel)

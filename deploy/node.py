@@ -55,9 +55,9 @@ KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 """Shortest and longest pause, in seconds, before a node asks for a message again; many nodes may share a SuperLink."""
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
-"""Pause as a share of the time between messages, and as a share of the expected time until the next message."""
+"""Pauses as fractions of the time between messages, and of the expected time until the next message."""
 GAPS = 4
-"""Number of recent waits from which the node predicts the next one; each round has two."""
+"""Number of recent waits from which the node predicts the next wait; each round has two waits."""
 LOOK_SECONDS = 5.0
 """Seconds between checks of the connection to the SuperLink."""
 WORKER_START_SECONDS = 300.0
@@ -189,7 +189,7 @@ class WarmNode:
     Parameters
     ----------
     fleet : Fleet
-        The SuperLink.
+        The connection to the SuperLink.
     parent : Parent
         The parent process, which forks the worker.
     node_config : mapping
@@ -346,7 +346,7 @@ class WarmNode:
         self._failed_starts += 1
         log(ERROR, "the worker process did not start (%s)", worker.end())
         if self._failed_starts >= MAX_FAILED_STARTS:
-            raise RuntimeError(f"{MAX_FAILED_STARTS} worker processes in a row did not start; the log says why")
+            raise RuntimeError(f"{MAX_FAILED_STARTS} worker processes in a row did not start; see the log")
         return None
 
 
@@ -362,7 +362,7 @@ def _message_from(envelope: Any, objects: Mapping[str, bytes]) -> Any:
 class Watch(threading.Thread):
     """Terminates the node when its SuperLink has been unreachable for too long.
 
-    Flower applies ``--max-wait-time`` to each request separately, so its node may run for ever. This class exits the
+    Flower applies ``--max-wait-time`` to each request separately, so its node may run forever. This class exits the
     process at once, because a normal exit reports to the SuperLink first, and would wait for it again.
     """
 
@@ -414,7 +414,7 @@ def main() -> None:
 
 
 def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the keys of trusted entities, given ``flower-supernode`` arguments, or None if they do not name any."""
+    """Return the keys of trusted entities from ``flower-supernode`` arguments, or None if no file is given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(TRUSTED_ENTITIES, dest="file", type=Path)
     file = parser.parse_known_args(arguments)[0].file
@@ -460,7 +460,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     content = path.read_bytes()
     key = (load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key)(content, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        sys.exit(f"posy: {path} ({KEY}) is not a private key as `posy certificates` makes it")
+        sys.exit(f"posy: {path} ({KEY}) is not a private key in the format of `posy certificates`")
     return key
 
 

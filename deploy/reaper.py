@@ -1,8 +1,8 @@
 """Kills process groups when the process that started them has ended for any reason.
 
-A process starts this program, and writes the id of each group that it starts to the program's standard input, and the
-negated id once the group has ended. At the end of the input, the program kills the remaining groups, so they do not
-survive even if the process is killed.
+The process that starts this program writes the id of each group to the program's standard input, and the negated id
+once the group has ended. When the input ends, for example because that process was killed, the program kills the
+remaining groups.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """The secrets of secure aggregation, which stay in a worker's memory and never reach the node's process.
 
 A node stores a run's context only after the worker has sent the reply. If the node lost the context in between, the
-client would forget that it has revealed shares, and could reveal others. A worker therefore takes the sessions out of
-the context before it sends a reply. If the worker terminates, its sessions are lost, and the client refuses the rest of
-the round.
+client would forget that it has revealed shares, and could reveal others. Before it sends a reply, a worker therefore
+takes the sessions, which contain the secrets, out of the context. If the worker terminates, its sessions are lost, and
+the client refuses the rest of the round.
 """
 
 from collections import OrderedDict

@@ -1,10 +1,10 @@
 """An unmodified Flower node: ``python -m posy.deploy.stock`` takes the arguments of ``flower-supernode``.
 
-Flower's node gives no secret to the process that takes its tasks, so any user of the machine can take them. Here, both
+Flower's node gives no secret to the process that takes its tasks, so any user of the machine can take tasks. Here, both
 processes share a secret. This process becomes the node, and the other process terminates with it.
 
 Flower copies a run's code to a folder file by file, and treats the code as installed as soon as the folder exists. If
-nodes of a machine shared ``FLWR_HOME``, one could import code that another is still copying. Here, each node of a
+nodes on a machine shared ``FLWR_HOME``, one could import code that another is still copying. Here, each node on a
 machine installs code in its own subfolder of ``FLWR_HOME``.
 """
 

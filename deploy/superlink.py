@@ -1,4 +1,4 @@
-"""The SuperLink and the process that runs ServerApps, kept separate so that a run survives the SuperLink's death.
+"""The SuperLink and the process that runs ServerApps, kept separate so that a run survives a SuperLink crash.
 
 ``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the ServerApp in
 another process. If the SuperLink dies, Posy restarts it with its state. The ServerApp and the nodes retry until it
@@ -44,7 +44,7 @@ class _Kept:
     def start(self) -> None:
         self.started = time.monotonic()
         self.starts += 1
-        # In a separate session, so that Ctrl-C reaches it only through this process, in the right order.
+        # Use a separate session, so that Ctrl-C reaches only this process, which stops the others in the right order.
         self.process = subprocess.Popen(
             self.command, env=dict(self.environment), start_new_session=True, pass_fds=[self.lock]
         )
@@ -59,12 +59,12 @@ class _Kept:
             self.starts = 0
         if self.starts >= MAX_STARTS or (self.starts == 1 and self.process.returncode > 0):  # e.g. the port is taken
             raise LaunchError(f"{self.name} ended with status {self.process.returncode}; see its messages above")
-        print(f"posy: {self.name} died ({self.process.returncode}) and is started again", file=sys.stderr, flush=True)
+        print(f"posy: {self.name} died ({self.process.returncode}); Posy restarts it", file=sys.stderr, flush=True)
         time.sleep(LOOK_SECONDS * 2 ** (self.starts - 1))
         self.start()
 
     def stop(self) -> None:
-        """Stop the process and its children, because a ServerApp among them would otherwise retry for ever."""
+        """Stop the process and its children, because a ServerApp among them would otherwise retry forever."""
         with contextlib.suppress(ProcessLookupError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
@@ -80,7 +80,7 @@ class _Kept:
 class _Reaper:
     """A process that kills Posy's processes and their children if the process that runs :func:`keep` is killed.
 
-    Otherwise, the processes would keep the state locked, and a ServerApp would retry for ever.
+    Otherwise, the processes would keep the state locked, and a ServerApp would retry forever.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Reaper:
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
     def add(self, group: int) -> None:
-        """Have a process group killed when this process has ended."""
+        """Let the reaper kill a process group when this process has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the reaper was killed
             print(group, file=self._process.stdin, flush=True)

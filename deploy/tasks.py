@@ -1,4 +1,4 @@
-"""The work that a node passes to its worker: a message, the run that it belongs to, and the run's code."""
+"""The task that a node passes to its worker: a message, the run that it belongs to, and the run's code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -68,7 +68,7 @@ def hand_over(
     *,
     with_code: bool,
 ) -> None:
-    """Send a task to the worker; without ``with_code``, the worker still has the code from its previous task.
+    """Send a task to the worker; without ``with_code``, the worker uses the code of its previous task.
 
     ``node`` contains the node's id and config.
     """

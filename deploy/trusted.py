@@ -56,7 +56,7 @@ def signers(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
 
 
 def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
-    """Return the ids of the trusted keys that have signed an app.
+    """Check an app's hash and signatures, and return the ids of the trusted keys that have signed it.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
 
 
 def _has_signed(bundle: Bundle, name: str, key: str) -> bool:
-    """Return whether a key has signed an app: the time of signing in eight bytes, then the app's SHA-256."""
+    """Return whether a key has signed the time of signing (eight bytes) followed by the app's SHA-256."""
     try:
         verification = json.loads(bundle.verifications[name])
         signature = str(verification["signature"])

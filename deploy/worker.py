@@ -47,7 +47,7 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
 
     ``entities`` maps ids of trusted entities to public keys. If it is set, the worker runs only signed code.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # only its node may terminate it
+    for number in (signal.SIGINT, signal.SIGTERM):  # only the node may terminate its worker
         signal.signal(number, signal.SIG_IGN)
     node, apps, last, sessions, bundle = EntrySocket(connection), Apps(entities), LastAnswer(), Sessions(), None
     tasks: queue.Queue[tuple[dict[str, Any], list[bytes]]] = queue.Queue()
@@ -59,7 +59,7 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
 
 
 def _listen(connection: socket.socket, tasks: "queue.Queue[tuple[dict[str, Any], list[bytes]]]") -> None:
-    """Put the node's tasks into a queue, and exit at once when the node has ended."""
+    """Put the node's tasks into a queue, and exit the process at once when the node has ended."""
     try:
         with connection.makefile("rb") as stream:
             while entry := read_entry(stream):
@@ -76,7 +76,7 @@ class LastAnswer:
         self._content = RecordDict()
 
     def find(self, message: Message) -> Message | None:
-        """Return the stored answer if a message is a copy of the one answered last."""
+        """Return the stored answer if the message is a copy of the last one, or None if it is not."""
         return Message(self._content, reply_to=message) if self._asked == _asked(message) else None
 
     def keep(self, message: Message, reply: Message) -> None:
@@ -115,12 +115,12 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
         reply = error_reply(message, str(error))
     sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
     task.push(reply)
-    task.finish(context)  # after errors too: the context records what the client may still reveal
+    task.finish(context)  # after errors too: the context records which shares the client may still reveal
     last.keep(message, reply)  # only now, after the context with the client's state has reached the node
 
 
 def _text_for_server(error: Exception, context: Context) -> str:
-    """Return an error's message for the server; on a node with data, it reveals nothing about the data."""
+    """Return an error's message for the server; on a node with data, the message reveals nothing about the data."""
     return shared_text(error) if "data" in context.node_config else str(error)
 
 

@@ -1,7 +1,7 @@
 """A hashable description of a network, from which server and clients build the same network.
 
-This module imports no PyTorch, so that the settings of a method can be read without it. :mod:`posy.models.assembly`
-builds the networks.
+This module does not import PyTorch at the top level, so that the settings of a method can be read without it.
+:mod:`posy.models.assembly` builds the networks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,8 +89,8 @@ class Architecture:
     def fingerprint(self) -> list[float]:
         """Two numbers for each fixed tensor w: ||w|| and Σ_j w_j cos(j) / ||w||.
 
-        Every process builds the fixed tensors itself, and the server compares these numbers. Different tensors have
-        different numbers, which hardly depend on how a processor rounds.
+        Every process builds the fixed tensors itself, and the server compares the clients' numbers with its own. The
+        numbers differ between different tensors, and hardly depend on a processor's rounding.
         """
         return list(_fingerprint(self))
 

@@ -16,8 +16,8 @@ from posy.settings import SettingsError
 def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
     """Build a network whose initial weights depend only on the seed; the global generators do not change.
 
-    ``ranks`` maps names of fully connected layers to ranks (PPFE). Each is capped at the largest rank that saves
-    parameters. Unnamed layers are dense, and so are layers that no rank makes smaller.
+    ``ranks`` maps names of fully connected layers to ranks (PPFE). Each rank is capped at the largest rank that saves
+    parameters. Layers without a rank are dense, and so are layers that no rank makes smaller.
 
     Raises
     ------

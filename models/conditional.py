@@ -28,7 +28,7 @@ class Conditional(nn.Module):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The layers other than the model's, by name."""
+        """The policy and the global head, by name."""
         return {"policy": self.policy, "global-head": self.global_head}
 
     def forward(self, x: Tensor, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:

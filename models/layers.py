@@ -49,9 +49,9 @@ class FullyConnected(nn.Module):
 class Dropout(nn.Module):
     """Dropout that zeroes features with probability p, and divides the others by 1 − p (Srivastava et al., 2014).
 
-    A feature is zeroed where ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. The trainer sets them for
-    each batch, so that they depend only on the client and its round. Without numbers, or in evaluation, the layer
-    changes nothing.
+    A feature is zeroed where the random ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. The trainer sets
+    ``numbers`` for each batch, so that the mask depends only on the client and its round. Without ``numbers``, or in
+    evaluation, the layer changes nothing.
     """
 
     numbers: Tensor | None
@@ -73,7 +73,7 @@ class LowRankLinear(nn.Module):
     """Linear layer ``y = (x Vᵀ) Uᵀ + b`` with two dense factors (PPFE, Section 4 and Appendix A.3).
 
     V ``(rank, in_features)`` is the weight of ``down``. U ``(out_features, rank)`` and b are the weight and bias of
-    ``up``. Without ``bias`` there is no b.
+    ``up``. With ``bias=False``, b is omitted.
     """
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True) -> None:

@@ -18,11 +18,11 @@ from posy.settings import SettingsError, nearest
 TORCHVISION = "torchvision:"
 """Prefix of the names of torchvision's networks."""
 _PROBES = 2
-"""Number of samples with which Posy tests a new network."""
+"""Number of samples with which Posy checks a new network."""
 
 
 class Described(NamedTuple):
-    """A network whose author may name the modules that are its layers, in order, and its head."""
+    """A network and, optionally, the names of the modules that are its layers, in order, and of its head."""
 
     module: nn.Module
     layers: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class CustomModel(ChainModel):
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """Names of the plain linear layers, including the head; subclasses, such as an adapter's, are not plain."""
+        """Names of the linear layers, including the head, without subclasses of ``nn.Linear`` such as adapters."""
         kinds = (nn.Linear, LowRankLinear)
         linears = [name for name, path in self._paths.items() if path and type(self.layer(name)) in kinds]
         return (*linears, "head")
@@ -97,7 +97,7 @@ def build_custom(name: str, task: Task, ranks: Mapping[str, int]) -> CustomModel
     Raises
     ------
     SettingsError
-        If the network is not available or does not suit the task. The message contains the reason.
+        If the network is not available or does not suit the task.
     """
     source = f"model = {name!r}"
     generator = torch.get_rng_state()
@@ -175,7 +175,7 @@ def _called(build: Callable[[], Any], source: str) -> Any:
 
 
 def _check_parameters(module: nn.Module, source: str) -> None:
-    """Refuse parameters that cannot be stored in one float32 vector."""
+    """Raise :class:`SettingsError` for parameters that cannot be stored in one float32 vector."""
     lazy = [name for name, tensor in module.named_parameters() if is_lazy(tensor)]
     if lazy:
         raise SettingsError(
@@ -195,7 +195,7 @@ def _check_parameters(module: nn.Module, source: str) -> None:
 def _check_constant(
     module: nn.Module, fixed: set[str], build: Callable[[], nn.Module], generator: Tensor, source: str
 ) -> None:
-    """Refuse fixed tensors that differ when the network is built again, because every process builds them itself."""
+    """Raise :class:`SettingsError` if fixed tensors differ between builds, because each process builds its own."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(generator)
         rebuilt = build().state_dict()
@@ -236,7 +236,7 @@ def _logits(module: nn.Module, probe: Tensor, task: Task, source: str) -> Tensor
 
 
 def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
-    """Let dropout take its random numbers from the trainer, so that they depend only on the client and its round."""
+    """Replace dropout layers with :class:`CustomDropout`, whose masks depend only on the client and its round."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     dropouts = {name: part for name, part in module.named_modules() if isinstance(part, kinds) and part.p > 0}
     shapes: dict[str, list[tuple[int, ...]]] = {name: [] for name in dropouts}
@@ -269,7 +269,7 @@ def _replace_dropout(module: nn.Module, probe: Tensor, source: str) -> None:
 
 
 def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
-    """Refuse a network that draws random numbers that Posy cannot reproduce."""
+    """Raise :class:`SettingsError` for a network that draws random numbers that Posy cannot reproduce."""
     first, second = (_trained_on(copy.deepcopy(network), probe, seed) for seed in (0, 1))
     if not torch.equal(first, second):
         raise SettingsError(
@@ -279,7 +279,7 @@ def _check_repeats(network: CustomModel, probe: Tensor, source: str) -> None:
 
 
 _SOUND: set[tuple[str, Task]] = set()
-"""Networks that have passed Posy's tests, with their tasks; they are not tested again when they are rebuilt."""
+"""Networks that have passed Posy's checks, with their tasks; Posy does not check them again."""
 
 
 def _trained_on(model: nn.Module, probe: Tensor, seed: int) -> Tensor:

@@ -146,8 +146,8 @@ def fixed_tensors(module: "nn.Module") -> set[str]:
     """Return the names of the parameters and buffers that training does not change.
 
     These are the parameters without gradient (``requires_grad_(False)``), and buffers such as the statistics of a
-    frozen BatchNorm layer. A buffer depends on the parameters of its module, or of the nearest enclosing module that
-    has parameters. The buffer is fixed if none of these parameters has a gradient.
+    frozen BatchNorm layer. A buffer is fixed if no parameter of its module has a gradient. For a module without
+    parameters, the nearest enclosing module that has parameters decides.
     """
     modules = dict(module.named_modules())
     fixed = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}

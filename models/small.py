@@ -41,10 +41,10 @@ def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-10: 64 and 64 channels, 120 and 64 units.
 
-    PPFE's network has two convolutions and three fully connected layers (Appendix A.1) of unstated widths. With its
+    PPFE's network has two convolutions and three fully connected layers (Appendix A.1) of unstated widths. With PPFE's
     ranks (100, 50, 24) and (80, 40, 16), each capped at the layer's full rank, this network saves 5.97 % and 17.74 % of
-    its 307,842 parameters: the paper's "6 %" and "18 %". With ranks capped so that each layer saves parameters, it
-    saves 6.56 % and 17.79 %.
+    its 307,842 parameters: the paper's "6 %" and "18 %". With Posy's cap, at which each layer saves parameters, the
+    network saves 6.56 % and 17.79 %.
     """
     return _cnn_3fc(task, ranks, (64, 64), (120, 64))
 
@@ -52,7 +52,7 @@ def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return FedRep's network for CIFAR-100: 64 and 128 channels, 256 and 128 units, dropout before the head.
 
-    PPFE uses it for CIFAR-100: the transmitted fractions in Section 6.3.3 are of its 1,075,044 parameters.
+    PPFE uses this network for CIFAR-100: the fractions in Section 6.3.3 refer to its 1,075,044 parameters.
     """
     return _cnn_3fc(task, ranks, (64, 128), (256, 128), dropout=0.6)
 
@@ -60,8 +60,8 @@ def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def lenet_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a LeNet with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
 
-    The paper gives no widths, so they come from the authors' program. The two branches share nothing, ``conv1``, both
-    convolutions, or all blocks but ``fc3``. Even with `deep` sharing, each branch has a separate ``fc3``.
+    The paper gives no widths, so they come from the authors' program. The two branches share no blocks, ``conv1``, both
+    convolutions, or all blocks but ``fc3``.
     """
     blocks = {
         "conv1": Convolution(task.input_shape[0], 32, KERNEL, norm_groups=8),

@@ -11,11 +11,11 @@ from posy.data.task import Task
 from posy.models.chain import ChainModel
 from posy.models.layers import FullyConnected, linear
 
-DIMENSION = 64  # of the token embeddings
-CHANNELS = 100  # of each of TextCNN's convolutions
-WIDTHS = (3, 4, 5)  # of TextCNN's convolutions, in tokens
+DIMENSION = 64  # dimension of the token embeddings
+CHANNELS = 100  # output channels of each TextCNN convolution
+WIDTHS = (3, 4, 5)  # widths of TextCNN's convolutions, in tokens
 VECTOR = 300  # dimension of the LSTM's word vectors
-UNITS = (128, 64, 32)  # of the LSTM, and of the fully connected layers after it
+UNITS = (128, 64, 32)  # units of the LSTM, and of the fully connected layers after it
 
 
 def fasttext(task: Task, ranks: Mapping[str, int]) -> ChainModel:
@@ -78,10 +78,10 @@ class WordVectors(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Long short-term memory (Hochreiter and Schmidhuber, 1997; Gers et al., 2000): its output after the last token.
+    """LSTM that returns its output after the last token (Hochreiter and Schmidhuber, 1997; Gers et al., 2000).
 
     Tokens whose vector is zero are skipped. The weights have PyTorch's layout: the rows of the gates i, f, g and o are
-    stacked in this order. PyTorch's own module does not work with ``vmap``.
+    stacked in this order. ``nn.LSTM`` does not work with ``vmap``.
 
         i, f, o = sigmoid(W x + U h + b),  g = tanh(W x + U h + b);  c = f c + i g;  h = o tanh(c)
     """

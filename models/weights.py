@@ -60,8 +60,8 @@ def weights_for(
     Raises
     ------
     SettingsError
-        If the file is missing or its SHA-256 differs from ``digest``, torchvision does not have the network, or word
-        vectors are used without words.
+        If the file is missing or its SHA-256 differs from ``digest``, torchvision's weights are used for another
+        network, or word vectors are used without words.
     """
     if not where:
         return None
@@ -93,7 +93,7 @@ def weights_for(
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
-    """Load a network's tensors by their names in the user's module or in Posy's files.
+    """Load initial weights into a network, matching tensors by name in Posy's network or in the user's module.
 
     The layers ``fresh`` keep their random weights, and so does the head if its number of outputs differs from the
     file's. In a network with fixed tensors, trained tensors that the file lacks (such as adapters) keep their values
@@ -103,7 +103,8 @@ def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) 
     Raises
     ------
     SettingsError
-        If the file cannot be read, lacks a tensor, or has a tensor of another shape.
+        If the file cannot be read, lacks a tensor, or has a tensor of another shape or with NaN or infinite numbers, or
+        if word vectors are used for a network without exactly one embedding.
     """
     source = f"weights = {weights.where!r}"
     if weights.words:
@@ -165,7 +166,7 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
 def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
     """Return the vectors ``(V, D)`` of all tokens from a file in GloVe's text format: a word and D numbers per line.
 
-    If a word has several lines, the first one counts. A header of two numbers (word2vec) is skipped.
+    If a word has several lines, the first line is used. A header of two numbers (word2vec) is skipped.
     """
     source = f"weights = {weights.where!r}"
     tokens_of = {word: token for token, word in enumerate(weights.words.split("\n"), FIRST_WORD)}

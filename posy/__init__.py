@@ -4,14 +4,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Otherwise, NumPy's idle threads keep the cores busy for about 50 ms, which slows down the clients' training.
+# By default, OpenBLAS's idle threads keep the cores busy for about 50 ms, which slows down the clients' training.
 # OpenBLAS reads the variable when NumPy is loaded, so Posy must be imported before NumPy, as in Posy's commands.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "server_app").is_dir():
     # In a checkout, this folder contains links to data/, models/ and the other packages. In a wheel it contains the
-    # packages themselves. Flower's bundle of the app has neither, so Python searches the parent folder.
+    # packages themselves. Flower's bundle of the app has neither, so Posy adds the parent folder to the search path.
     __path__.append(str(_HERE.parent))
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(**settings: "Scalar") -> "Record":
     Raises
     ------
     SettingsError, DataError
-        If a setting or the data is wrong. Posy raises the error before the first round.
+        If a setting or the data is invalid. Posy raises the error before the first round.
     """
     from posy.commands.launch import record_in_process  # noqa: PLC0415 - imports PyTorch
 
@@ -75,7 +75,7 @@ def network(module: "nn.Module", layers: "Sequence[str]" = (), head: str = "") -
         The network, which maps samples ``(B, *input_shape)`` to logits ``(B, C)``.
     layers : sequence of str
         Names of its modules, as in ``named_modules``, from input to output, excluding the head. Together they contain
-        all parameters except the head's. By default, the module's children in order.
+        all parameters except the head's. By default, the children of the module, in order.
     head : str
         Name of the linear output layer. By default, the last ``nn.Linear``.
     """

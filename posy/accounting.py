@@ -24,7 +24,7 @@ import numpy.typing as npt
 from posy.settings import SettingsError
 
 Unit = Literal["client", "sample"]
-"""What two neighbouring data sets differ in: all the data of one client, or one sample."""
+"""How two neighbouring data sets differ: in all the data of one client, or in one sample."""
 MODES = ("local", "central", "sample")
 """Modes of differential privacy, as in the setting ``dp``."""
 CANCELLATION = 1e-6
@@ -36,7 +36,7 @@ TOLERANCE = 1e-9
 
 
 class BudgetError(ValueError):
-    """A line of a ledger is not a valid event."""
+    """An event is invalid, for example because a line of a ledger is damaged."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Event:
     ----------
     mode : str
         ``local``: noise on a client's reply hides any change to the client's data. ``central``: noise on a sum hides
-        whether the sum includes a client. ``sample``: noise on a gradient step hides whether it includes a sample.
+        whether the sum includes a client. ``sample``: noise on a gradient step hides whether the step uses a sample.
     noise_multiplier : float
         Standard deviation of the noise, divided by the sensitivity.
     count : int
@@ -132,7 +132,7 @@ def _least(excess: Callable[[float], float]) -> float:
 
 
 def composed(events: Iterable[Event]) -> float:
-    """Return the noise multiplier of the one Gaussian mechanism that is equivalent to events without subsampling."""
+    """Return the noise multiplier of the single Gaussian mechanism that is equivalent to events without subsampling."""
     precision = math.fsum(event.count / event.noise_multiplier**2 for event in events)
     return precision**-0.5 if precision > 0 else math.inf
 
@@ -144,9 +144,9 @@ def as_unit(event: Event, unit: Unit) -> Event | None:
     """Convert an event to a unit of privacy; return None if the event gives no guarantee for this unit.
 
     A client's reply with local noise hides any change to its data, and therefore also a change to one sample. A central
-    event hides whether a client takes part, which moves the sum by up to C. Changing one sample may reverse the
-    client's update and move the sum by up to 2C, so the noise multiplier is halved. Noise for single samples does not
-    hide a client.
+    event hides whether a client takes part, which moves the sum by up to the clipping bound C. Changing one sample may
+    reverse the client's update and move the sum by up to 2C, so the noise multiplier is halved. Noise that hides single
+    samples does not hide a client.
     """
     if unit == "client":
         return None if event.mode == "sample" else event
@@ -163,7 +163,7 @@ def spent(events: Iterable[Event], delta: float, unit: Unit = "sample") -> float
     delta : float
         δ for all events together.
     unit : {"client", "sample"}
-        What two neighbouring data sets differ in.
+        How two neighbouring data sets differ.
     """
     counts: Counter[Event] = Counter()
     for event in events:
@@ -216,7 +216,7 @@ def accountant_library() -> Any:
 def sampled_noise_multiplier(epsilon: float, delta: float, sampling: float, count: int) -> float:
     """Return the smallest noise multiplier at which ``count`` uses with Poisson subsampling satisfy (ε, δ).
 
-    The result exceeds the exact number by at most one part in a thousand.
+    The result exceeds the exact value by at most 0.1 %.
     """
     if sampling == 1:
         return math.sqrt(count) * noise_multiplier_for(epsilon, delta)
@@ -240,7 +240,7 @@ def sampled_noise_multiplier(epsilon: float, delta: float, sampling: float, coun
 
 
 def ledger_line(event: Event, **facts: Any) -> str:
-    """Return an event as a ledger line, with additional facts such as the run and the round."""
+    """Format an event as a ledger line, with additional facts such as the run and the round."""
     entry = {
         "mode": event.mode,
         "noise-multiplier": event.noise_multiplier,
@@ -291,6 +291,6 @@ def fits(past: Sequence[Event], planned: Sequence[Event], epsilon: float, delta:
     epsilon, delta : float
         The budget for all runs together.
     unit : {"client", "sample"}
-        What two neighbouring data sets differ in.
+        How two neighbouring data sets differ.
     """
     return spent([*past, *planned], delta, unit) <= epsilon * (1 + TOLERANCE)

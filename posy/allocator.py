@@ -5,7 +5,7 @@ import os
 from functools import cache
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Options of glibc's ``mallopt`` (malloc.h): how many freed bytes to keep, and the minimum size of a mapped block."""
+"""Options of glibc's ``mallopt`` (malloc.h): number of freed bytes to keep, and minimum size of a mapped block."""
 THRESHOLD_BYTES = 1 << 30
 """Value of both options in bytes. This process keeps freed memory up to this size."""
 USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")

@@ -26,7 +26,7 @@ def is_custom(text: str) -> bool:
 
 
 def key_prefix(method: str) -> str:
-    """Return the key prefix of a method's settings: its name, or a custom class's name in lower case."""
+    """Return the key prefix of a method's settings: the method's name, or a custom class's name in lower case."""
     return method.rpartition(":")[2].lower()
 
 
@@ -47,10 +47,10 @@ def located(text: str) -> str:
 
 
 def bundle_files(text: str) -> tuple[str, dict[str, Path]]:
-    """Return the name of ``module:name`` in the app's bundle, and the files to bundle, keyed by their paths in it.
+    """Return the name of ``module:name`` in the app's bundle, and its files, keyed by their paths in the bundle.
 
-    The files are the named file and the modules that it imports from its folder. The name of an installed module stays
-    the same, and that module must be installed on every machine of the run.
+    The files are the named file and the modules that it imports from its folder. An installed module keeps its name
+    and must be installed on every machine of the run.
     """
     origin, _, name = located(text).rpartition(":")
     file = Path(origin)

@@ -1,7 +1,7 @@
 """Figures of a run, as PNG files that are 1200 pixels wide (wider for rows of panels).
 
 Every function takes data and a path and writes one file, unless the data is empty or contains only None and NaN. The
-functions use matplotlib's objects, never pyplot, so they keep no global state.
+functions use matplotlib's object-oriented interface instead of pyplot, so they keep no global state.
 """
 
 import math
@@ -58,7 +58,7 @@ _STYLE: Any = {
 }
 _COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # makes even a single sample visible
 MOST_TICKS = 8
-"""Maximum number of values on a logarithmic axis; with more, matplotlib chooses the labels."""
+"""Maximum number of values that are labelled on a logarithmic axis; with more, matplotlib chooses the labels."""
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
 
 
@@ -109,7 +109,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
                 for edge in (low, high):
                     axes.plot(x, edge, color=colour, alpha=0.45, linewidth=0.8, linestyle=":")
             else:
-                x += 0.1 * index  # side by side, because the markers would overlap
+                x += 0.1 * index  # side by side, because the markers would otherwise overlap
                 axes.vlines(x, low, high, color=colour, linewidth=1, linestyle=":")
                 axes.vlines(x, mean - std, mean + std, color=colour, alpha=0.3, linewidth=8)
             last = f"{100 * mean[-1]:.2f} %" if percent else f"{mean[-1]:.3g}"

@@ -35,11 +35,11 @@ from posy.words import one_line
 R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRecord)
 
 FLOWER = "1.39"
-"""Version of Flower that Posy's warm nodes and SuperLink need. With other versions, Posy starts Flower's own."""
+"""Version of Flower that Posy's warm nodes and SuperLink need. With other versions, Posy starts Flower's processes."""
 LOWEST, HIGHEST = (1, 39), (1, 42)
 """Lowest and highest Flower releases that Posy supports."""
 CLOCK_SECONDS = 60.0
-"""Tolerated clock skew between two machines. Messages live this much longer than round-timeout."""
+"""Tolerated clock skew between two machines. Messages expire this long after round-timeout."""
 MAX_REASON = 300
 """Maximum number of characters of a reason in a message."""
 UNANSWERED = 1000
@@ -95,7 +95,7 @@ class ErrorsOnOneLine(logging.Filter):
         self._explained = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replace the traceback of such an exception with its message, and drop the exit code that follows."""
+        """Replace the traceback of an exception in ``kinds`` with its message, and drop the exit code that follows."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, self.kinds):
             record.msg, record.args = "%s: %s", (record.getMessage(), " ".join(str(error).split()))
@@ -111,7 +111,7 @@ PLAIN: dict[type, set[type]] = {
     flwr.app.ConfigRecord: {bool, int, float, str, bytes},
     flwr.app.MetricRecord: {int, float},
 }
-"""Types of entries that Posy puts into each kind of Flower record without Flower's checks."""
+"""Types of entries that Posy stores in each kind of Flower record without Flower's checks."""
 
 
 @cache
@@ -131,7 +131,7 @@ def isolate_simulation() -> None:
 
     The actors' import path begins with the working directory of the process that starts Ray. In a simulation, this is
     the directory of the first ``flwr run``. A ``client_app/`` in this directory would run in place of the submitted
-    app. An environment variable stores this directory, against which relative paths are resolved.
+    app. An environment variable stores the original directory, against which relative paths are resolved.
     """
     if in_simulation():
         os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))
@@ -158,7 +158,7 @@ def raised(reason: str) -> str:
 
 
 def failure(error: Error) -> str:
-    """Return the reason why a message has no proper reply, without ids, so that equal failures have equal reasons."""
+    """Return the reason why a message has no valid reply, without ids, so that equal failures have equal reasons."""
     template = FAILURES.get(error.code, f"error {error.code}: {{}}")
     return template.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
 
@@ -232,7 +232,7 @@ def with_error(message: Message, error: Error) -> Message:
 
 
 def encoded(content: RecordDict) -> bytes:
-    """Serialise records."""
+    """Serialise records to bytes."""
     data: bytes = recorddict_to_proto(content).SerializeToString(deterministic=True)
     return data
 
@@ -250,7 +250,7 @@ ClientAppCallable = Callable[[Message, Context], Message]
 class Array(flwr.app.Array):
     """A Flower array that is serialised only when a transport asks for its bytes, and only once.
 
-    A strategy and the clients in one process share the array without copying it, so they must not modify it. On the
+    A strategy and the clients in one process share the array without copying it, so they may not modify it. On the
     wire it is an ordinary ``Array``, so the class must have the same name. A scalar keeps its shape ``()``.
     """
 
@@ -279,11 +279,11 @@ class Array(flwr.app.Array):
         return ndarray
 
 
-_name_of = cache(str)  # of a data type; NumPy rebuilds the string on every call
+_name_of = cache(str)  # the name of a data type, which NumPy would rebuild on every call
 
 
 def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
-    """Return a record of a message; raise :class:`KeyError` if there is none of this name and kind.
+    """Return a record of a message, or raise :class:`KeyError` if no record has this name and kind.
 
     Flower's ``array_records`` and similar properties first check all records, which takes longer than a training step.
     """
@@ -303,8 +303,8 @@ def record_of(arrays: Mapping[str, npt.NDArray[Any] | Array]) -> flwr.app.ArrayR
 def with_entries(record: R, values: Mapping[str, Any]) -> R:
     """Return a copy of a Flower record with additional entries.
 
-    Flower checks each new entry, which takes longer than a small training step. This function checks only the types of
-    numbers, strings and bytes. Flower checks all other values, and raises :class:`TypeError` for an invalid entry.
+    Flower checks each new entry, which takes longer than a small training step. This function adds numbers, strings and
+    bytes without this check. For other values, Flower raises :class:`TypeError` if they are invalid.
     """
     record = record.copy()
     entries, plain_types = entries_of(record), PLAIN[type(record)]
@@ -321,6 +321,6 @@ def content_of(**records: flwr.app.ArrayRecord | flwr.app.ConfigRecord | flwr.ap
 
 
 def entries_of(record: Any) -> dict[str, Any]:
-    """Return the mutable entries of a Flower record, without checks; :func:`with_entries` checks new entries."""
+    """Return the mutable entries of a Flower record. New entries bypass Flower's checks; see :func:`with_entries`."""
     entries: dict[str, Any] = record.__dict__["_data"]
     return entries

@@ -20,7 +20,7 @@ PIECE_BYTES = 1_800_000
 """Size of a piece in bytes. A failed call restarts from the beginning, so larger pieces would never get through a
 connection that breaks every 2 MB."""
 REST = "folded"
-"""Name of the record that holds everything except the large arrays, and also its only key."""
+"""Name of the record that holds everything except the large arrays, and name of the only entry in this record."""
 
 
 def fold(content: RecordDict) -> RecordDict:

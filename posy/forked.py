@@ -34,9 +34,9 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 """Alignment of arrays in bytes."""
 BUNDLES_PER_WORKER = 2
-"""Number of bundles that a process has at a time: it works on the first while the others wait."""
+"""Number of bundles that a process has at a time: it works on the first while the second waits."""
 MAX_BUNDLE_PARCELS, MAX_BUNDLE_BYTES = 8, 8 << 20
-"""Maximum number of parcels in a bundle, and bytes at which it is full. Bundles save the time to wake a process."""
+"""Limits on the parcels and bytes in a bundle. Posy sends parcels in bundles to wake a process less often."""
 
 
 CORES = "POSY_CORES"
@@ -44,7 +44,7 @@ CORES = "POSY_CORES"
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use. Raise :class:`SettingsError` for a malformed number."""
+    """Return the number of cores that this process may use. Raise :class:`SettingsError` if the variable is invalid."""
     if value := os.environ.get(CORES, ""):
         if not value.isascii() or not value.isdigit() or not int(value):
             variable = f"the environment variable {CORES} = {value!r}"
@@ -86,7 +86,7 @@ class Shelf:
         self._memory: mmap | None = None
 
     def put(self, arrays: Sequence[Array], begin: int = 0) -> list[Place]:
-        """Copy arrays to the shelf from byte ``begin``, and return their positions."""
+        """Copy arrays to the shelf, starting at byte ``begin``, and return their positions."""
         locations = []
         for array in arrays:
             _checked_bytes(array)
@@ -123,7 +123,7 @@ Work = Callable[[Sequence[Parcel]], Sequence[Parcel | Exception]]
 class Worker:
     """A worker process with this process's end of the pipe, its shelves, and its current bundles.
 
-    A bundle contains the numbers of its parcels in groups, and the number of its shelf. ``done`` counts the finished
+    A bundle consists of groups of parcel numbers, and the number of its shelf. ``done`` counts the finished
     groups of the first bundle, in memory that both processes share.
     """
 
@@ -150,7 +150,7 @@ class Worker:
 
 @dataclass
 class _Job:
-    """One call of :meth:`Workers.run`: its groups of parcels, its functions, and the shared arrays by identity."""
+    """One call of :meth:`Workers.run`: its remaining groups, its functions, and its shared arrays, keyed by ``id``."""
 
     waiting: deque[list[int]]
     prepare: Callable[[int], Parcel]
@@ -159,7 +159,7 @@ class _Job:
     end: float
 
     def next_bundle(self, num_workers: int) -> list[dict[int, Parcel]]:
-        """Return groups to send together: fewer if they are large, and fewer towards the end."""
+        """Return groups to send together: fewer groups if they are large, and fewer towards the end of the job."""
         bundle: list[dict[int, Parcel]] = []
         most, size = min(MAX_BUNDLE_PARCELS, 1 + len(self.waiting) // (4 * num_workers)), 0
         while self.waiting and sum(map(len, bundle)) < most and size < MAX_BUNDLE_BYTES:
@@ -190,7 +190,7 @@ class Workers:
         self._common = Shelf()
         self._workers: list[Worker] = []
         self.end = weakref.finalize(self, _end_all, self._workers, self._common)
-        """A function that ends all workers. If nothing calls it, they end with this process."""
+        """A function that ends all workers. If it is not called, the workers end with this process."""
 
     @staticmethod
     def possible() -> bool:
@@ -205,10 +205,10 @@ class Workers:
         common: Sequence[Array] = (),
         end: float = float("inf"),
     ) -> None:
-        """Process groups of parcels in order. ``prepare`` makes each parcel just before Posy sends it.
+        """Process groups of parcels in order. ``prepare`` builds each parcel just before Posy sends it.
 
         ``finish`` receives each answer, or the :class:`Exception` that ``prepare`` or the work raised. Other exceptions
-        that the work raises, such as :class:`KeyboardInterrupt`, are raised here. The arrays in ``common`` belong to
+        of the work, such as :class:`KeyboardInterrupt`, propagate to the caller. The arrays in ``common`` belong to
         several parcels and are copied only once. No group starts after the monotonic time ``end``.
         """
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
@@ -298,7 +298,7 @@ class Workers:
             connection.send(answers)
 
     def _send(self, worker: Worker, groups: Sequence[Mapping[int, Parcel]], job: "_Job") -> None:
-        """Send a bundle of groups to a worker, which starts none of them after the end of the job."""
+        """Send a bundle of groups to a worker. The worker starts no group after the end of the job."""
         shelf, end, bundle, shelved = worker.free_shelf(), 0, [], job.shelved
         for group in groups:
             bundle.append(list[Any]())

@@ -1,4 +1,4 @@
-"""Print tables: fitted to the width of a terminal, or with one line per row if the output goes into a pipe."""
+"""Print tables: fitted to the width of a terminal, or with one line per row if the output is piped."""
 
 import io
 import sys
@@ -48,5 +48,5 @@ def as_lines(table: Table) -> list[str]:
 
 
 def shortened(text: str, length: int = WIDTH // 2) -> str:
-    """Return text, shortened to ``length`` characters if it is longer, with an ellipsis at the end."""
+    """Return text, truncated to ``length`` characters with an ellipsis at the end if it is longer."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -119,7 +119,7 @@ def perturb(
     deviation : float
         Standard deviation of the noise, above 0.
     generator : SecureGenerator, optional
-        Source of the noise; by default a new one.
+        Source of the noise; by default a new generator.
     """
     if not 0 < deviation < math.inf:
         raise ValueError(f"the standard deviation of the noise must be positive and finite, not {deviation}")

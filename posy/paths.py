@@ -1,4 +1,4 @@
-"""Paths from users: an impossible path is treated as missing, and never causes a traceback."""
+"""Handle paths from users. An impossible path is treated as missing, and never causes a traceback."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ START_DIRECTORY = "POSY_START_DIRECTORY"
 
 
 def expanded(text: str) -> Path:
-    """Return a path with ``~`` expanded. Raise :class:`SettingsError` if its user does not exist."""
+    """Return a path with ``~`` expanded. Raise :class:`SettingsError` if the user after ``~`` does not exist."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

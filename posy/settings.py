@@ -31,7 +31,7 @@ LONGEST = 120
 """Maximum number of characters of a value in an error message."""
 COMMAND_LINE = "the command line"
 """Source of settings from the command line, for error messages."""
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 class RunError(RuntimeError):
@@ -175,18 +175,18 @@ class Setting:
     search: Search | None = None
     """Search range for `posy tune`, or None if `posy tune` does not tune the setting."""
     earlier: Any = None
-    """Value that applies to runs from before the setting existed. None means the default."""
+    """Value for runs that were started before the setting existed. None means the default."""
     affects_results: bool = True
-    """Whether the results depend on it. False for settings that control only where and how Posy executes the run."""
+    """Whether the results depend on the setting. False if it controls only where and how Posy executes the run."""
 
     @property
     def decides(self) -> bool:
-        """Whether the results of a run and of its repetitions depend on it."""
+        """Whether the results of a run and of its repetitions depend on the setting."""
         return self.affects_results and not self.once
 
     @property
     def before(self) -> Any:
-        """Its value for runs from before the setting existed."""
+        """Its value for runs that were started before the setting existed."""
         return self.default if self.earlier is None else self.earlier
 
     @property
@@ -374,7 +374,7 @@ def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
 
 
 def set_in(where: str) -> str:
-    """Return a source of settings with its preposition, for error messages."""
+    """Return a source of settings with its preposition, such as ``in my.yaml``, for error messages."""
     return f"{'on' if where == COMMAND_LINE else 'in'} {where}"
 
 
@@ -382,16 +382,16 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
     """Add to an error message the sources of the settings that it quotes as ``key = value``.
 
     The function adds each source once, after the first setting from it. If the message quotes no setting but begins
-    with the key of a setting, the source of this setting follows the message.
+    with the key of a setting, the function appends the source of this setting.
 
     Parameters
     ----------
     message : str
-        The message. A quotation that already has a source remains unchanged.
+        The message. A quoted setting that is already followed by a source remains unchanged.
     values : mapping
         The values of the settings by key.
     sources : mapping
-        The sources of some settings by key. The others have their defaults, so the message names no source for them.
+        The sources of the settings by key. Settings without a source have their defaults.
     """
     quotations = []
     for key in values.keys() & sources.keys():
@@ -422,7 +422,7 @@ def quoted(value: Any) -> str:
         return str(value).lower()
     try:
         text = repr(value)
-    except ValueError:  # by default, Python converts no integer of more than 4,300 digits
+    except ValueError:  # by default, Python does not convert integers of more than 4,300 digits to strings
         return "a number of thousands of digits"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
@@ -457,7 +457,7 @@ def suggestions(word: str, candidates: Iterable[str], most: int = 3, cutoff: flo
 
 
 def suggest_keys(key: str, declarations: Mapping[str, Setting]) -> str:
-    """Return the settings that the user may have meant by an unknown key, joined by `or`, or an empty string."""
+    """Return the keys that the user may have meant by an unknown key, joined by `or`, or an empty string."""
     word = key.lower().replace("_", "-")
     exact_matches = [name for name, setting in declarations.items() if word == name or word in setting.synonyms]
     suffix_matches = [name for name in declarations if name.endswith(f"-{word}")]  # the user may omit the method

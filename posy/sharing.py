@@ -15,7 +15,7 @@ def is_shared(objects: Sequence[object]) -> bool:
 
 
 class IdentityCache(Generic[S, T]):
-    """A cache keyed by identity: it calls ``make`` once per object, and keeps the ``most`` latest results used."""
+    """A cache keyed by identity. It calls ``make`` once per object, and keeps up to ``most`` recently used results."""
 
     def __init__(self, make: Callable[[S], T], most: int | None = None) -> None:
         self._make = make

@@ -72,9 +72,9 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def lock(path: Path) -> int:
-    """Lock a directory until the returned descriptor is closed, here and in processes that inherit it.
+    """Lock a directory until this process and all processes that inherit the returned descriptor have closed it.
 
-    Raises :class:`BlockingIOError` if another process has locked it.
+    Raise :class:`BlockingIOError` if another process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

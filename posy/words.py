@@ -1,4 +1,4 @@
-"""Names of clients in messages, and external text on one line."""
+"""Format the names of clients, and external text, for messages."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""Read and write YAML with YAML 1.2 scalars. A malicious file can neither do harm nor block the reader.
+"""Read and write YAML with YAML 1.2 scalars. A malicious file can neither cause harm nor block the reader.
 
 By default, PyYAML reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a string.
 """
@@ -111,7 +111,7 @@ def dump(content: Any) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
-    Raises :class:`SettingsError` if the file cannot be read, is larger than 4 MiB or not a regular file, or does not
+    Raise :class:`SettingsError` if the file cannot be read, is larger than 4 MiB or not a regular file, or does not
     contain a mapping.
     """
     try:
@@ -131,4 +131,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 _parsed = lru_cache(maxsize=1024)(parse)
-"""Cached version of :func:`parse`, whose results are read-only. A table reads a run's file several times."""
+"""A cached :func:`parse`, because a table reads a run's file several times. Callers may not modify its results."""

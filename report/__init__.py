@@ -1,1 +1,1 @@
-"""Read recorded runs, compare them, and present them on a page."""
+"""Read recorded runs, compare them, and write an HTML report."""

@@ -29,14 +29,14 @@ INK, SOFT, RULE, PAPER = "#1c1c1c", "#5b5b5b", "#dcdcdc", "#ffffff"
 COLOURS = ("#0072b2", "#c04a00", "#007a58", "#a8447c", "#966500", "#2a7fb0", INK)
 VARIABLES = {colour: f"var(--c{index})" for index, colour in enumerate(COLOURS)}
 VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", PAPER: "var(--paper)"}
-"""Style-sheet variables, by colour. The style sheet also gives them values for dark mode."""
+"""Style-sheet variables, by colour. The style sheet also defines their values for dark mode."""
 DASHES, MARKERS = ("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5))), "osD^"
 SMALL, LARGE = (240, 140), (360, 200)
 """Width and height of a small and of a large chart."""
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
-"""Maximum number of points in a series for every point to get a marker, and the height of a line of text."""
+"""Maximum number of points in a series with a marker at each point, and the height of a line of text."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
@@ -235,7 +235,7 @@ def _markup(axes: Axes, about: str, tag: str = "svg", root_attributes: Mapping[s
         warnings.filterwarnings("ignore", "Glyph")  # the browser has the fonts
         axes.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(file.getvalue())
-    root.remove(root[0])  # a style sheet, which would apply to the page
+    root.remove(root[0])  # a style sheet, which would apply to the whole page
     for element in list(root.iter()):
         element.tag = element.tag.rpartition("}")[2]
         element.text, element.tail = (element.text or "").strip(), None

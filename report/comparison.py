@@ -1,4 +1,4 @@
-"""Compare the rows of a table: clients' gains, costs, and significant differences."""
+"""Compare the rows of a table: the clients' gains, the significant differences, and the costs."""
 
 import statistics
 import warnings
@@ -21,17 +21,19 @@ ALPHA = 0.05
 FEWEST_BLOCKS = 3
 """Minimum number of blocks for a rank test."""
 FULL = 0.9
-"""Minimum share of the fullest row's clients that a ranked row must cover, as in :func:`posy.metrics.best`."""
+"""Minimum number of clients of a ranked row, as a share of the largest number of clients of any row (see
+:func:`posy.metrics.best`)."""
 
 LEGEND = (
     "Last round, for the model that each method is scored by (`at`). `lowest tenth`: mean over the tenth of the "
     "clients with the lowest accuracy. `over Local`, `over FedAvg`: mean gain of a client over the same client with "
-    "Local or FedAvg. `lose`: clients with a lower accuracy than with it, of all clients in all seeds. `≈`: not "
-    "significantly different from the best row. Significant means 5 % in Wilcoxon's signed-rank test over the clients "
-    "of all seeds, adjusted for the number of rows (Holm), also for gains over local training. "
-    "`6 of 60`: the figures cover 6 clients of all seeds, of 60 that took part. Rows are summarised over the clients "
-    "that all of them cover. A row with fewer than nine tenths of the clients of the fullest row is summarised over "
-    "its clients alone, and is neither the best row nor ranked. "
+    "Local or FedAvg. `lose`: number of clients whose accuracy is lower than with Local or FedAvg, out of the clients "
+    "of all seeds. `≈`: not significantly different from the best row. This difference and the gains over local "
+    "training are tested with Wilcoxon's signed-rank test over the clients of all seeds at 5 %, adjusted for the "
+    "number of rows (Holm). "
+    "`6 of 60`: the figures cover 6 of the 60 clients that took part, over all seeds. Rows are summarised over the "
+    "clients that all of them cover. A row that covers fewer than nine tenths as many clients as the row with the most "
+    "clients is summarised over its clients alone, and is neither the best row nor ranked. "
     "`samples`: number of training samples, counted in each pass; `memory`: peak memory of the run's process."
 )
 
@@ -40,7 +42,7 @@ Accuracies = Mapping[int, float]
 
 
 def client_accuracies(path: Path, point: str, server_round: int) -> dict[int, float]:
-    """Return the clients' accuracies at an evaluation point in a round of the run in a directory."""
+    """Return the clients' accuracies at an evaluation point in one round of the run at ``path``."""
     column = f"{point}_accuracy"
     rows = client_rows(path, server_round)
     return {int(row["partition"]): float(row[column]) for row in rows if row[column] != ""}
@@ -104,7 +106,8 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str,
     Returns
     -------
     dict
-        Accuracies of the rows that cover at least :data:`FULL` of the fullest row's clients in each of their seeds.
+        Accuracies of the rows that cover at least the share :data:`FULL` of the largest number of clients of any row,
+        in each of their seeds.
     """
     measured = {
         row: {seed: accuracies for seed, accuracies in seeds.items() if accuracies} for row, seeds in rows.items()
@@ -239,7 +242,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         - ``members``: number of clients that took part
         - ``ranked``: whether the row covers enough clients
         - ``gain-local`` and ``gain-fedavg``: gain over local training and over FedAvg, if the variant has such a row
-        - ``losing-local`` and ``losing-fedavg``: how many clients lose, out of how many, such as ``3/20``
+        - ``losing-local`` and ``losing-fedavg``: number of clients that lose, out of all clients, such as ``3/20``
         - ``newcomers-served`` and ``newcomers-local``: accuracies of hold-out clients
         - ``alike``: whether the row does not differ significantly from the variant's best row (Wilcoxon, Holm)
         - ``served-beats-local`` and ``local-beats-local``: whether clients gain significantly over local training at
@@ -401,7 +404,7 @@ def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, 
 
 
 def average(values: Iterable[Any]) -> float:
-    """Return the mean of the values that are not NaN, or NaN if there are none; pandas would round partial sums."""
+    """Return the mean of the values that are not NaN, or NaN if there are none. pandas would round partial sums."""
     numbers = [float(value) for value in values if not pd.isna(value)]
     return statistics.fmean(numbers) if numbers else float("nan")
 

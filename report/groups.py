@@ -39,10 +39,10 @@ class Group:
 
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
-    """Group runs, in the order of the runs. If runs have the same settings and seed, each becomes its own group."""
+    """Group runs that differ only in their seed. If runs have the same settings and seed, each is a separate group."""
     posy_settings = declared()
     defaults = {key: item.default for key, item in posy_settings.items() if item.decides and key != "seed"}
-    defaults |= {key: None for run in runs for key in run.settings if key not in posy_settings}  # of custom methods
+    defaults |= {key: None for run in runs for key in run.settings if key not in posy_settings}  # custom methods
     decisive = {
         run: {k: run.settings.get(k, defaults[k]) for k in defaults if owner(k) in (None, run.method)} for run in runs
     }
@@ -77,7 +77,7 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def by_data(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups by their clients' data, which is named after the data settings that differ."""
+    """Return the groups, keyed by the data settings in which they differ."""
     declared_settings = settings_of(DataSettings)
     keys = [key for key, item in declared_settings.items() if item.decides]
     data = [{key: group.first.settings.get(key, declared_settings[key].default) for key in keys} for group in groups]
@@ -125,7 +125,7 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _name(run: Recorded, settings: Mapping[str, Any], differing: Mapping[str, Any]) -> str:
-    """Return the method and the differing settings, with only the last part of paths."""
+    """Return a group's name: the method and the differing settings, with only the last part of each path."""
     differ = {key: str(settings[key]) for key in differing if key in settings and key != "method"}
     short = {key: value.rpartition("/")[2] if value.startswith("/") else value for key, value in differ.items()}
     data = [short.pop("dataset")] if "dataset" in short else []

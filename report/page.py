@@ -32,7 +32,7 @@ DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
 SPREAD = {"min": "worst client", "tenth": "lowest tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
-"""Number of colours in a picture on the page: enough for charts, and it makes the file much smaller."""
+"""Number of colours in an embedded picture. Few colours are enough for charts and make the file much smaller."""
 AT = {"served": "served model", "local": "local model"}
 
 
@@ -44,7 +44,7 @@ _PARTS: Any = _TEMPLATES.get_template("parts.html").module
 
 
 def page(paths: Iterable[Path]) -> str:
-    """Return the report on runs in directories, or raise :class:`SettingsError` for a directory without a run."""
+    """Return an HTML report on the runs in some directories; raise :class:`SettingsError` if one contains no run."""
     groups = grouped([Recorded.read(path) for path in dict.fromkeys(path.resolve() for path in paths)])
     sections = {
         "Runs": _runs(groups),
@@ -134,7 +134,7 @@ def _accuracy(groups: Sequence[Group]) -> Markup:
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
-    """Return a run's accuracies at an evaluation point, with a row for each round or mean over rounds."""
+    """Return the table rows of a run's accuracies at an evaluation point: one per round or mean over rounds."""
     rows: dict[str, list[str]] = {}
     names: dict[str, list[str]] = {}
     for which, words in WHICH.items():
@@ -158,7 +158,7 @@ def _comparison(groups: Sequence[Group]) -> Markup:
     try:
         rows, sentence = compared(groups)
     except ImportError as error:
-        return _PARTS.paragraph(f"The tests need further packages ({error}): pip install 'posy[compare]'")
+        return _PARTS.paragraph(f"The tests need additional packages ({error}): pip install 'posy[compare]'")
     if not rows and any(run.summary.get("client-scores") for _, run in _each(groups)):
         return _PARTS.paragraph(
             "Not available: with secure aggregation the server does not know the scores of single clients."
@@ -190,8 +190,8 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         "Last round of the completed runs, for the model by which each method is scored. ≈: the best row, and all rows "
         "that are not significantly different from it (Wilcoxon's signed-rank test over the clients of all seeds at "
         "5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients that all of them cover. A "
-        "row shows the number of its clients if it covers fewer clients than took part. A row with fewer than nine "
-        "tenths of the clients of the fullest row is not ranked."
+        "row shows the number of its clients if it covers fewer clients than took part. A row that covers fewer than "
+        "nine tenths as many clients as the row with the most clients is not ranked."
     )
     selected_lines = [[line[n] for n in column_numbers] for line in lines]
     table = _PARTS.table([columns[n] for n in column_numbers], selected_lines, numbers=columns[3:])

@@ -20,7 +20,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A run, in progress or finished, as its files describe it."""
+    """The files of a run, which may be in progress."""
 
     path: Path
     config: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Recorded:
 
     @classmethod
     def read(cls, path: Path) -> "Recorded":
-        """Read the directory of a run, or raise :class:`SettingsError` if it is not one."""
+        """Read the directory of a run; raise :class:`SettingsError` if it contains no run."""
         summary = read_summary(path)
         if not summary:
             raise SettingsError(f"{path} is not the directory of a run: it has no readable summary.json")
@@ -114,8 +114,8 @@ def point_of(summary: Mapping[str, Any]) -> str:
     """Return the evaluation point at which a run's method is scored.
 
     For one of Posy's own methods, the current code defines the point. Runs record the accuracies at both points, so
-    reports can score older and newer runs by the same model. For a custom method it is the recorded point, because the
-    method's file may be missing.
+    reports can score older and newer runs by the same model. For a custom method, use the recorded point, because
+    the method's file may be missing.
     """
     method = str(summary["method"])
     recorded = None if method in METHODS else summary.get("point")

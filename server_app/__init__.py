@@ -1,1 +1,1 @@
-"""The ServerApp: from the run config to a finished run."""
+"""Posy's ServerApp, which reads the run config, runs the rounds and records the results."""

@@ -54,7 +54,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def user_settings_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's own settings from a run config, which contains all keys.
+    """Return the settings that the user has set, given a run config with all keys.
 
     These are the overrides given when the run was submitted, and settings edited in ``pyproject.toml``.
     """
@@ -111,7 +111,7 @@ def _run(
     begun: Callable[[Path], object],
     status: RunStatus | None,
 ) -> Recorder:
-    """Run an experiment with checked settings, as described for :func:`run`."""
+    """Run an experiment with checked settings; see :func:`run`."""
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
     find(settings.run.track)  # reports a missing tracker before the run begins
@@ -168,7 +168,7 @@ def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveG
 
 
 def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace:
-    """Return the server's workspace, which clients in this process share, after checking the data and code."""
+    """Check the data and the code, and return the server's workspace, which clients in this process share."""
     workspace = workspace_for(settings, "")
     if in_this_process:
         workspace.client_cache.processes = 1
@@ -183,7 +183,7 @@ def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace
 def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrategy:
     """Return a run's strategy, with the clients' names if the data contains them.
 
-    Raise :class:`SettingsError` if a round needs more replies than there are clients that train in it.
+    Raise :class:`SettingsError` if a round needs more replies than it has clients that train.
     """
     strategy: PersonalisedStrategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if not workspace.of_sites:

@@ -26,8 +26,8 @@ from posy.strategies.settings import Settings
 MAX_CHECKPOINTS = 2
 """Number of checkpoints kept on disk: the newest and a spare."""
 WRITING_SHARE = 0.02
-"""Share of a run's time spent on checkpoints that checkpoint-every does not schedule. A killed run therefore
-loses about 50 times as long as it takes to write a checkpoint, at most."""
+"""Maximum fraction of a run's time spent on checkpoints that checkpoint-every does not schedule. A killed run
+therefore loses at most about 50 times the time that it takes to write a checkpoint."""
 ARRAYS = "server.safetensors"
 
 
@@ -46,7 +46,10 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class Checkpoints:
-    """A run's checkpoints, written after every n-th round (0: none) and the last one. The newest two are kept."""
+    """A run's checkpoints, of which the newest two are kept.
+
+    Posy writes one after every n-th round (``every``; 0 for none), after the last round, and when writing is cheap.
+    """
 
     directory: RunDirectory
     every: int
@@ -99,7 +102,7 @@ class Checkpoints:
         return Checkpoint(server_round, arrays, progress)
 
     def newest(self, load: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Return the newest complete checkpoint that ``load`` accepts, and rename folders of damaged checkpoints."""
+        """Return the newest complete checkpoint that ``load`` accepts, and rename the folders of damaged ones."""
         newest, versions, reasons = None, {}, []
         for number in reversed(checkpoint_rounds(self.directory.path)):
             try:
@@ -158,7 +161,7 @@ def resumption(
 ) -> Resumption:
     """Load a run's newest checkpoint into the strategy, and return the resumption of the run from it.
 
-    Raise :class:`SettingsError` if the run has no usable checkpoint, is complete, or its data has changed.
+    Raise :class:`SettingsError` if the run has no usable checkpoint or is complete, or if its data has changed.
     """
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
@@ -198,7 +201,7 @@ def resumption(
 
 
 def data_digests(workspace: Workspace) -> dict[str, str]:
-    """Return digests of the samples, the labels and the partition, or no digests if the data is at sites."""
+    """Return digests of the samples, the labels and the partition, or no digests if the sites hold the data."""
     if workspace.of_sites:
         return {}
     digests = {}

@@ -1,4 +1,4 @@
-"""Message delivery to real nodes, which distinguishes lost messages from slow nodes, and limits waiting times."""
+"""Delivers messages to real nodes, distinguishes lost messages from slow nodes, and limits waiting times."""
 
 import math
 import time
@@ -20,38 +20,38 @@ LEAST_PAUSE = 0.005
 PUSHES = 5
 """Maximum number of attempts to push messages whose content does not arrive."""
 HELD_SECONDS = 2.0
-"""Seconds after which a request for replies counts as slow, so that its delay is not held against the nodes."""
+"""Seconds after which a request for replies counts as slow. Its delay then extends the nodes' time limits."""
 TIMEOUT_SHARE = 1 / 3
-"""Maximum share of a timeout before silence counts as unusual, so that a lost message can be sent again in time."""
+"""Maximum fraction of a timeout before silence counts as unusual, so that there is time to resend a lost message."""
 COPIES = 3
 """Maximum number of copies of a lost message that the server sends."""
 RETURN_SECONDS = 90.0
-"""Seconds after an outage within which a missing node may reappear. Nodes report at least twice a minute."""
+"""Seconds that the server waits for a missing node after an outage. Nodes report at least twice a minute."""
 
 
 @dataclass
 class Delivery:
-    """A message in transit to a node, and the questions sent to the node in the meantime."""
+    """A message in transit to a node, and the pings sent to the node in the meantime."""
 
     message: Message
     number: str
-    """Id in its reply: the id of the message or of its last copy; empty if no reply can arrive."""
+    """Id that a reply refers to: the id of the message or of its last copy; empty if no reply can arrive."""
     sent: float
     """Time at which it was first sent, on the monotonic clock."""
     ask_at: float
-    """Time at which the next question to its node is due."""
+    """Time at which the next ping to its node is due."""
     silence: float
     """Seconds after which the node's silence is unusual."""
     patience: float
-    """Seconds between the next question and the one after it, which doubles with each question."""
+    """Seconds between the next ping and the one after it. The interval doubles with each ping."""
     questions: set[str] = field(default_factory=set)
-    """Ids of the questions sent after the last copy."""
+    """Ids of the pings sent after the message or its last copy."""
     proven: bool = False
-    """Whether its node has answered a question that was sent after the message."""
+    """Whether its node has answered a ping that was sent after the message."""
     lost: bool = False
     """Whether the message or its reply is lost, so that a copy is due as soon as the node is connected."""
     patience_ends: float = math.inf
-    """Time at which the server gives up on a missing node, which may reappear after an outage of the SuperLink."""
+    """Time at which the server gives up on a node that has been missing since an outage of the SuperLink."""
     copies: int = 0
     reply: Message | None = None
     """The reply, or the last error."""
@@ -74,27 +74,27 @@ class Delivery:
 
 @dataclass
 class Wait:
-    """The messages to which a phase awaits replies, and the phase's time limits."""
+    """The messages whose replies a phase is waiting for, and the phase's time limits."""
 
     messages: Sequence[Message]
     """Messages without a reply, some of which may not have been sent yet."""
     seconds: float
     """Seconds since the phase began."""
     remaining: float
-    """Maximum number of seconds that the phase will still wait, or infinity if there is no limit so far."""
+    """Maximum number of seconds for which the phase will still wait, or infinity if it has no limit yet."""
     silence: float
     """Number of seconds after which a missing reply is unusual."""
 
 
 class PollingGrid(WaveGrid):
-    """A grid of real nodes that requests replies up to ten times a second, whereas Flower's does so every 3 s.
+    """A grid of real nodes that polls for replies up to ten times a second, whereas Flower's grid polls every 3 s.
 
-    A node handles one message at a time, in order of creation. If a node is silent for long, the grid sends it a
-    question that changes no state. If the node answers the question but not the earlier message, the message or its
+    A node handles one message at a time, in order of creation. If a node is silent for too long, the grid sends it a
+    ping, a query that changes no state. If the node answers the ping but not the earlier message, the message or its
     reply has been lost, and the grid sends a copy. A busy node answers neither. If a phase ends before a node has
     answered, the node receives no further messages until it does. Its late reply is then dropped and counted.
 
-    In a simulation (``real`` is False), no message is lost, and the grid asks no questions.
+    In a simulation (``real`` is False), no message is lost, and the grid sends no pings.
     """
 
     def __init__(self, grid: Grid, pace: Pace | None = None, *, real: bool = True) -> None:
@@ -104,14 +104,14 @@ class PollingGrid(WaveGrid):
         self.enough = 1
         """Number of replies that a training phase needs."""
         self.grace: float | None = None
-        """Seconds that the other nodes have after these replies have arrived, or None for no limit."""
+        """Seconds that the other nodes have once ``enough`` replies have arrived, or None for no limit."""
         self.on_wait: Callable[[Wait], object] = lambda wait: None
         """Called before each request for replies."""
         self.late: dict[int, Delivery] = {}
         """Messages of earlier phases that nodes are still working on, keyed by node."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages, retrying if the SuperLink restarts, and return their ids, which are empty if refused."""
+        """Push messages, retry if the SuperLink restarts, and return their ids; a refused message has an empty id."""
         wave, attempts = list(messages), PUSHES
         while True:
             try:
@@ -120,19 +120,19 @@ class PollingGrid(WaveGrid):
                 if not (attempts := attempts - 1):
                     raise
                 log(WARNING, "the SuperLink has lost messages in transit; the server sends them again: %s", error)
-                for message in wave:  # get new ids, because the SuperLink knows the old ones, but without content
+                for message in wave:  # changes the ids, because the SuperLink has stored the old ids without content
                     message.metadata.created_at = time.time()
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send each node its messages one at a time, and return a reply or an error for each message.
 
-        All messages share the ``timeout``. In addition, the pace may limit the time of each node.
+        All messages share the ``timeout``. In addition, the pace may limit the time that each node has.
         """
         all_messages = list(messages)
         phase = _Phase(self, all_messages, math.inf if timeout is None else timeout)
         requested = time.monotonic()
         while not phase.over():
-            # Posy's SuperLink holds a request until a reply has arrived.
+            # Posy's SuperLink may already have held the request until a reply arrived, so pause only for the rest.
             time.sleep(max(LEAST_PAUSE, pause(phase.waited) - (time.monotonic() - requested)))
             requested = time.monotonic()
         self._note_gone(all_messages, phase.replies)
@@ -151,14 +151,14 @@ class PollingGrid(WaveGrid):
         return deliveries
 
     def look(self, deliveries: Collection[Delivery]) -> float:
-        """Request replies to deliveries, send copies of lost messages, and send questions to silent nodes.
+        """Request replies to deliveries, send copies of lost messages, and ping silent nodes.
 
-        Return the seconds by which a slow request has delayed all replies, which is not held against the nodes.
+        Return the delay in seconds if the request was slow, by which the caller extends the time limits.
         """
         outages, under_way = self.outages.count, [*deliveries, *self.late.values()]
         delay = self._read(under_way)
         clock = time.monotonic()
-        if outages != self.outages.count:  # ask before sending copies, because the messages may have arrived
+        if outages != self.outages.count:  # ping before sending copies, because the messages may have arrived
             for delivery in under_way:
                 delivery.ask_at, delivery.patience_ends = min(delivery.ask_at, clock), clock + RETURN_SECONDS
         for delivery in under_way:
@@ -174,7 +174,7 @@ class PollingGrid(WaveGrid):
         return delay
 
     def _read(self, deliveries: Collection[Delivery]) -> float:
-        """Request and record replies to messages, copies and questions once, and return the delay in seconds."""
+        """Request and record replies to messages, copies and pings once, and return the delay of a slow request."""
         awaited = {delivery.number: delivery for delivery in deliveries if delivery.number}
         questions = {number: delivery for delivery in deliveries for number in delivery.questions}
         if not awaited and not questions:
@@ -191,14 +191,14 @@ class PollingGrid(WaveGrid):
             missing = reply.has_error() and reply.error.code in LOST
             if number in questions:
                 questions[number].questions.discard(number)
-                questions[number].proven |= not missing  # without the question, a reply proves nothing
+                questions[number].proven |= not missing  # an error for a lost ping proves nothing
             else:
                 awaited[number].number = ""
                 self._take(awaited[number], reply, missing=missing)
         return delay
 
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
-        """Record the reply to a message or its copy; ``missing`` means that the message or its node does not exist."""
+        """Record the reply to a message or its copy; ``missing`` is set for the errors in :data:`LOST`."""
         clock = time.monotonic()
         delivery.reply = answer_to(delivery.message, reply)
         if not reply.has_error():
@@ -235,14 +235,14 @@ class PollingGrid(WaveGrid):
             delivery.ask_at = clock + delivery.patience
 
     def _ask(self, silent: Collection[Delivery], clock: float) -> None:
-        """Ask nodes whether they are busy."""
+        """Ping nodes. A busy node does not answer a ping."""
         if not silent:
             return
         questions = []
         for delivery in silent:
             content, metadata = RecordDict({"config": ConfigRecord({PING: True})}), delivery.message.metadata
             question = Message(content, delivery.node, MessageType.QUERY, ttl=metadata.ttl)
-            # Make the question newer than the message, even if the clock was set back in the meantime.
+            # Make the ping newer than the message, even if the clock was set back in the meantime.
             question.metadata.created_at = max(question.metadata.created_at, metadata.created_at + 1e-3)
             questions.append(question)
         for delivery, number in zip(silent, self.push_messages(questions), strict=False):

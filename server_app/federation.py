@@ -45,7 +45,7 @@ class Federation:
     settings : Settings
         The settings of the run.
     status : RunStatus, optional
-        Publishes what the run waits for, and the nodes' answers.
+        Publishes why the run is waiting, and the nodes' answers.
     """
 
     def __init__(self, grid: WaveGrid, settings: Settings, status: RunStatus | None = None) -> None:
@@ -103,18 +103,18 @@ class Federation:
         return self.settings
 
     def join(self, fixed_tensors: Sequence[float] = ()) -> dict[int, ClientInfo]:
-        """Ask nodes for their clients until enough clients have joined or time is up, and return :attr:`clients`.
+        """Query the nodes until enough clients have joined or the time is up, and return :attr:`clients`.
 
         Parameters
         ----------
         fixed_tensors : sequence of float
-            Fingerprint of the network's fixed tensors. Nodes whose networks have different ones are excluded.
+            Fingerprint of the network's fixed tensors. Nodes with a different fingerprint are excluded.
 
         Raises
         ------
         SettingsError
-            If too few clients join in time, or nodes with different names claim the same client. The message contains
-            the reasons for which nodes were excluded.
+            If too few clients join in time, or nodes with different names claim the same client. The message lists the
+            reasons for excluding nodes.
         """
         self._query.fixed_tensors = fixed_tensors
         self._presence.wait_for_claims()
@@ -131,15 +131,15 @@ class Federation:
         return self.clients
 
     def refresh(self) -> list[int]:
-        """Update the nodes that have connected or left since the last round, and return returned or moved clients.
+        """Look up the connected nodes before a round, and return the clients that have returned or moved.
 
         The states of these clients may be lost. New nodes have ``REFRESH_SECONDS`` to answer. If there are fewer
-        clients than ``min-clients``, or none, the round waits for more for up to ``join-timeout``.
+        clients than ``min-clients``, or none, the round waits for up to ``join-timeout``.
         """
         earlier_nodes = {client: self.nodes[info.node_id] for client, info in self.clients.items()}
         earlier_clients = set(self._members.records)
         self._presence.wait_for_round()
-        # A returned node has a new record, even under its old id.
+        # A node that returns has a new Node object, even if it has kept its id.
         moved = [
             client for client, info in self.clients.items() if earlier_nodes.get(client) is not self.nodes[info.node_id]
         ]
@@ -191,7 +191,7 @@ class Federation:
         return self._members.class_counts()
 
     def _pooled(self, data: DataSettings, names: list[str]) -> Pooled:
-        """Return labels and statistics over sites, using secure aggregation, and reserve these sites' clients."""
+        """Return the sites' labels and statistics, from secure aggregation, and reserve the clients of these sites."""
         hosts = {client: claims[0] for client, claims in sorted(self._members.claims().items())}
         titles = {client: _site_of(client, info.name) for client, info in hosts.items()}
         hosts = {client: info for client, info in hosts.items() if titles[client] in names}
@@ -203,7 +203,7 @@ class Federation:
 def _site_row(
     client: int, info: ClientInfo | None, owner: str, descriptions: Mapping[str, Description]
 ) -> dict[str, Any]:
-    """Return a client's row for the task table, from its site's answers; ``info`` is None if it is absent."""
+    """Return a client's row for the task table, from its site's answers; ``info`` is None for an absent client."""
     if info is None:
         return {"site": owner, "client": client}
     row = {"site": info.name, "client": client, "training": info.num_train, "test": info.num_test}

@@ -1,4 +1,4 @@
-"""The transport of messages to the nodes and of replies to the server."""
+"""Grids, which deliver messages to the nodes and replies to the server."""
 
 import math
 import time
@@ -14,13 +14,13 @@ from posy.flower import ErrorCode, Outages
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
 """Shortest and longest pause in seconds between requests for replies."""
 POLL_SHARE = 0.02
-"""Pause as a share of the time waited so far, subject to these limits."""
+"""Pause as a fraction of the time waited so far, within these limits."""
 LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-"""Error codes for a message, a reply or a node that does not exist."""
+"""Error codes for a message, a reply or a node that is not available."""
 
 
 def pause(waited: float) -> float:
-    """Return the seconds to pause after ``waited`` seconds; the longer the wait, the rarer the requests."""
+    """Return the pause before the next request, in seconds, after a wait of ``waited`` seconds."""
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
 
 
@@ -45,16 +45,16 @@ class WaveGrid(PosyGrid):
     """A grid with at most one message in transit to each node.
 
     A node may host several clients (``flwr run`` simulates two nodes by default). Each message reads and writes the
-    node's state, so messages to one node never overlap.
+    node's state, so a node gets one message at a time.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.outages = Outages(grid)
         self.gone: set[int] = set()
-        """Nodes that had left by the time they should have answered. The reader clears the set."""
+        """Nodes that left before they answered. The :class:`~posy.server_app.nodes.NodeRegistry` clears the set."""
         self.counts: Counter[str] = Counter()
-        """Numbers of lost messages that were ``sent-again``, and of ``late-replies``. The reader clears the counts."""
+        """Numbers of resent messages (``sent-again``) and of ``late-replies``. The recorder resets the counts."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send the messages in waves, each with at most one message to a node, and return all replies.
@@ -79,7 +79,7 @@ class WaveGrid(PosyGrid):
         return replies
 
     def _note_gone(self, messages: Iterable[Message], replies: Iterable[Message]) -> None:
-        """Record the nodes that had left by the time they should have answered."""
+        """Record the nodes that left before they answered."""
         receivers = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         unavailable = [r for r in replies if r.has_error() and r.error.code == ErrorCode.NODE_UNAVAILABLE]
         self.gone |= {receivers.get(reply.metadata.reply_to_message_id, 0) for reply in unavailable}
@@ -93,9 +93,9 @@ class WaveGrid(PosyGrid):
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages unchanged."""
+        """Push messages, and return their ids."""
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull replies."""
+        """Return the replies that have arrived."""
         return self._grid.pull_messages(message_ids)

@@ -1,4 +1,4 @@
-"""A Flower grid inside the ServerApp's process, with the usual messages, clients and state but no transport."""
+"""A Flower grid that runs the clients in the ServerApp's process, with the usual messages but no network."""
 
 import itertools
 import time
@@ -36,18 +36,18 @@ class InProcessGrid(PosyGrid):
         self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # unique across grids
         self._engine: Engine | None = None
         self.states: StateStore | None = None
-        """Store for the clients' states, or None if each call chooses its own."""
+        """Store for the clients' states. If None, each call chooses a store."""
         self.trusting = True
-        """Whether the server chooses the clients' folders, because they share its process."""
+        """Whether the server may choose the clients' folders. It may, because they run in its process."""
 
     def end(self) -> None:
-        """Stop the engine that trains the clients. The next messages will start a new one."""
+        """Stop the engine that trains the clients. The next messages start a new one."""
         if self._engine is not None:
             self._engine.end()
             self._engine = None
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the virtual nodes 1..M."""
+        """Return the ids of the virtual nodes, 1 to M."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -73,7 +73,7 @@ class InProcessGrid(PosyGrid):
                 continue
             try:
                 outcome = self._receive(message)
-            except Exception as error:  # a client's exception becomes its reply, as on a real node
+            except Exception as error:  # becomes an error reply, as on a real node
                 outcome = _failure(message, error)
             if isinstance(outcome, Call):
                 calls[number] = outcome
@@ -97,7 +97,7 @@ class InProcessGrid(PosyGrid):
         return [replies[number] for number in sorted(replies)]
 
     def _receive(self, message: Message) -> Message | Call:
-        """Return the reply to a message, or the call that it requests."""
+        """Return the reply to a query, or the pending call for a training or evaluation message."""
         context = self.contexts[message.metadata.dst_node_id]
         if message.metadata.message_type == MessageType.QUERY:
             return client_app(message, context)
@@ -105,7 +105,7 @@ class InProcessGrid(PosyGrid):
 
 
 def _failure(message: Message, error: Exception) -> Message:
-    """Return a client's failure as an error reply, or raise the error if it is a mistake in the method's code."""
+    """Return an error reply for a client's failure, or raise the error if it is a mistake in the method's code."""
     if isinstance(error, MethodError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if not is_failure(error):

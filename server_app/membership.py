@@ -52,8 +52,8 @@ class Membership:
     def claims(self) -> dict[int, list[ClientInfo]]:
         """Return the claims to each client in name order, and exclude nodes that claim another name's client.
 
-        Sites without a partition-id get the indices that are still free, in name order. Surplus sites get indices of M
-        and above. A site has only one client, even if nodes with its name claim several.
+        Sites without a partition-id get the indices that are still free, in name order. Surplus sites get indices of at
+        least M. A site has only one client, even if nodes with its name claim several.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class Membership:
                     self._nodes.exclude(self._nodes[other.node_id], self._objection(other, -1) or duplicate)
 
     def reserve(self, clients: Iterable[ClientInfo]) -> None:
-        """Reserve clients for their names before they join."""
+        """Reserve each client for its site before the clients join."""
         self.records |= {info.client: ClientInfo(info.client, 0, 0, 0, info.name) for info in clients if info.name}
 
     def class_counts(self) -> npt.NDArray[np.int64] | None:

@@ -1,4 +1,4 @@
-"""A run's connected nodes: the question to each, its answer, and any reasons to exclude it."""
+"""A run's connected nodes, their answers to the server's query, and the reasons for excluding nodes."""
 
 import math
 import re
@@ -21,37 +21,37 @@ from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo
 from posy.words import one_line
 
 ASK_SECONDS = 60.0
-"""Seconds until the server repeats an unanswered question to a node, which double with each repetition."""
+"""Seconds until the server repeats an unanswered query to a node. The interval doubles with each repetition."""
 MAX_REASON = 500
 """Maximum number of characters in the reason for a node's exclusion."""
 MAX_EXCLUDED = 200
-"""Maximum number of names and reasons for which exclusions are counted separately; the others are counted together."""
+"""Maximum number of pairs of name and reason whose exclusions are counted separately; all others share one count."""
 
 
 @dataclass
 class Node:
-    """A connected node with its open question and its answers."""
+    """A connected node, its open query, and its latest answer."""
 
     number: int
-    """Flower's id for the node, which may change with every start."""
+    """Flower's id of the node, which may change when the node restarts."""
     registered: str = ""
-    """Registered name of its key."""
+    """Name under which its key is registered, or an empty string."""
     claimed_name: str = ""
-    """Name according to its answer: the registered name, or else the name in its node config."""
+    """The registered name, or else the name in the node config; empty until the node answers."""
     question: str = ""
-    """Id of the open question."""
+    """Id of the open query, or an empty string."""
     asked_at: float = 0.0
-    """Time at which the open question was first sent, on the monotonic clock."""
+    """Time at which the open query was first sent, on the monotonic clock."""
     ask_at: float = 0.0
-    """Time at which the next question is due, on the monotonic clock."""
+    """Time at which the next query is due, on the monotonic clock."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
-    """Seconds after which the server repeats the next question if the node does not answer it."""
+    """Seconds that the server waits for an answer to the next query before it repeats the query."""
     clients: tuple[ClientInfo, ...] = ()
     """Clients that it claims to host. A site's client may have no index yet (-1)."""
     description: Description | None = None
     """The site's description of its data."""
     reasons: set[str] = field(default_factory=set)
-    """Reasons for excluding it, or some of its clients."""
+    """Reasons for excluding the node or some of its clients."""
 
     @property
     def name(self) -> str:
@@ -60,19 +60,19 @@ class Node:
 
     @property
     def title(self) -> str:
-        """The node's name for messages."""
+        """The node's display name."""
         return self.name or f"node {self.number}"
 
 
 class NodeRegistry:
-    """The connected nodes, keyed by Flower's id, their open questions, and all exclusions during the run.
+    """The connected nodes, keyed by Flower's id, and all exclusions during the run.
 
     Parameters
     ----------
     grid : WaveGrid
         The grid.
     query : NodeQuery
-        The question to every node.
+        The query that every node receives.
     status : RunStatus
         Publishes the answers.
     """
@@ -95,19 +95,19 @@ class NodeRegistry:
         return len(self._nodes)
 
     def __getitem__(self, number: int) -> Node:
-        """Return the connected node with an id."""
+        """Return the connected node with the given id."""
         return self._nodes[number]
 
     @property
     def silent(self) -> list[Node]:
-        """The nodes that have not answered their open question."""
+        """The nodes that have not answered their open query."""
         return [node for node in self if node.question]
 
     def poll(self) -> list[Node]:
-        """Look up the connected nodes, send due questions, read answers, and return the nodes queried.
+        """Look up the connected nodes, send due queries, read answers, and return the queried nodes.
 
-        A node that returns receives the question again, because it may have restarted with other data. So does a silent
-        node, because a node that stops loses its question, and may return with the same id.
+        A node that reconnects receives the query again, because it may have restarted with different data. A silent
+        node also receives it again, because a node that restarts loses the query, and may keep its id.
         """
         self._look_up()
         time_now = time.monotonic()
@@ -122,7 +122,7 @@ class NodeRegistry:
         return due_nodes
 
     def ask_again(self) -> None:
-        """Prepare to ask all nodes that were not excluded again, even those whose answers are in transit."""
+        """Let :meth:`poll` query all nodes again except the excluded ones, even if their answers are in transit."""
         self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
 
     def exclude(self, node: Node, reason: str) -> None:
@@ -137,7 +137,7 @@ class NodeRegistry:
         log(WARNING, "%s is excluded: %s", node.title, reason)
 
     def _look_up(self) -> None:
-        """Add new nodes, and remove nodes that have left or whose questions may have been lost in an outage."""
+        """Add new nodes, and remove nodes that have left or whose queries may have been lost in an outage."""
         connected = {info.node_id: info.name for info in self._grid.get_nodes()}
         had_outage = self._outages != self._grid.outages.count
         self._outages = self._grid.outages.count

@@ -1,4 +1,4 @@
-"""A run's pictures: the partition, the accuracy over the rounds, the clients, and pictures specific to the method."""
+"""A run's figures: the partition, the accuracy over the rounds, the clients, and figures specific to the method."""
 
 import time
 from logging import WARNING
@@ -14,11 +14,11 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import drawing_of
 
 DRAW_SECONDS = 30.0
-"""Minimum time, in seconds, before the accuracy over the rounds is drawn again."""
+"""Minimum number of seconds before Posy draws the accuracy over the rounds again."""
 
 
 class Pictures:
-    """Draws a run's pictures into the folder ``figures`` in its directory.
+    """Draws a run's figures into the folder ``figures`` in its directory.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class Pictures:
     workspace : Workspace
         The clients' data.
     federation : Federation
-        The clients, which may report their numbers of samples per class if they are sites with local data.
+        The run's clients. Sites with local data may report their numbers of samples per class.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Pictures:
         return time.perf_counter() - self._drawn > DRAW_SECONDS
 
     def draw_partition(self) -> None:
-        """Write and draw each client's number of samples per class."""
+        """Write and plot each client's number of samples per class, and pass the training counts to the strategy."""
         task = self.workspace.task
         if self.workspace.of_sites:
             counts = self.strategy.class_counts = self.federation.class_counts()
@@ -60,7 +60,7 @@ class Pictures:
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def draw(self, totals: Totals, system: SystemAccuracy | None = None, *, final: bool = False) -> None:
-        """Draw the pictures; if this fails, log a warning, and let the run continue.
+        """Draw the figures; if an error occurs, log a warning, and let the run continue.
 
         Parameters
         ----------
@@ -86,5 +86,5 @@ class Pictures:
                 if draw := drawing_of(type(self.strategy)):
                     draw(self.strategy, folder)
         except (ValueError, OSError, ArithmeticError) as error:
-            log(WARNING, "a picture could not be drawn: %r", error)
+            log(WARNING, "a figure could not be drawn: %r", error)
         self._drawn = time.perf_counter()

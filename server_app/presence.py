@@ -1,4 +1,4 @@
-"""Waiting for clients before a run begins, and before a round if clients have left."""
+"""Waits for clients before a run begins, and before a round if clients have left."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from posy.strategies.settings import Settings
 from posy.words import describe_clients
 
 SILENT_SECONDS = 10.0
-"""Seconds that a run waits for silent connected nodes before it begins, after enough others have answered."""
+"""Seconds that a new run waits for connected nodes that have not answered, once it has enough clients."""
 REFRESH_SECONDS = 2.0
 """Seconds that a round waits for answers from newly connected nodes. Later answers take effect in the next round."""
 
@@ -29,13 +29,13 @@ class Presence:
     Parameters
     ----------
     settings : Settings
-        The settings of the run: ``num-clients``, ``min-clients`` and ``join-timeout``.
+        The settings of the run, which include ``num-clients``, ``min-clients`` and ``join-timeout``.
     registry : NodeRegistry
         The connected nodes.
     members : Membership
         The clients that these nodes claim.
     status : RunStatus
-        Publishes what the run waits for.
+        Publishes why the run is waiting.
     """
 
     def __init__(self, settings: Settings, registry: NodeRegistry, members: Membership, status: RunStatus) -> None:
@@ -48,12 +48,11 @@ class Presence:
         self._started = time.monotonic()
 
     def wait_for_claims(self, *, describe: bool = False) -> None:
-        """Wait until enough clients are claimed: ``min-clients``, or all M clients if that is 0.
+        """Wait until nodes claim enough clients: ``min-clients``, or all M clients if ``min-clients`` is 0.
 
-        Once there are enough clients, the server does not wait for absent nodes. Connected nodes that have not answered
-        get :data:`SILENT_SECONDS` more, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they must ``describe`` their
-        data. ``join-timeout`` counts from the start of the run, but a connected node has at least ``ASK_SECONDS`` to
-        answer.
+        Once there are enough clients, the server waits only for connected nodes that have not answered. They have
+        :data:`SILENT_SECONDS`, or :data:`~posy.server_app.nodes.ASK_SECONDS` if they must ``describe`` their data.
+        ``join-timeout`` counts from the start of the run, but a connected node has at least ``ASK_SECONDS`` to answer.
 
         Raises
         ------
@@ -63,7 +62,7 @@ class Presence:
         begun = time.monotonic()
         required = self._run.min_clients or self._num_clients
         patience = nodes.ASK_SECONDS if describe else SILENT_SECONDS
-        enough_since = math.inf  # time since which enough clients have been claimed
+        enough_since = math.inf  # time at which nodes claimed enough clients; infinity until then
         while True:
             self._nodes.poll()
             time_now = time.monotonic()
@@ -77,7 +76,7 @@ class Presence:
             if is_late or not silent:
                 self._exclude_silent(silent)
                 if is_late or self._is_hopeless(claimed):
-                    self._members.assign()  # reports nodes that claim the same client
+                    self._members.assign()  # excludes duplicates, which the error message then lists
                     raise SettingsError(self._too_few(claimed, waited))
             self._publish_wait(claimed, self._num_clients, self._started)
             time.sleep(pause(time_now - begun))
@@ -123,7 +122,7 @@ class Presence:
     def _is_hopeless(self, claimed: int) -> bool:
         """Return whether excluded nodes make further waiting pointless."""
         excluded = sum(bool(node.reasons) for node in self._nodes)
-        # Without min-clients, a run on benchmark data, which is the same on all nodes, needs every client.
+        # Without min-clients, a run on benchmark data needs all clients, so it cannot begin if a node is excluded.
         needs_all = not self._of_sites and not self._run.min_clients
         return bool(excluded and needs_all) or excluded + claimed >= self._num_clients
 

@@ -1,4 +1,4 @@
-"""A run's privacy ledger, which records the noise added whenever a client trains, and gives the (ε, δ) spent."""
+"""A run's privacy ledger, which records the noise added in each training, and computes the (ε, δ) spent."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from posy.strategies.run_settings import OFF, SAMPLE
 from posy.strategies.settings import Settings
 
 LEDGER = "privacy.jsonl"
-"""File in a run's directory that is never truncated, because rounds that a resumed run repeats count too."""
+"""Ledger file in a run's directory. It is never truncated, because rounds that a resumed run repeats count twice."""
 PROTECTED = {
     "local": "the data of each client, from the server and all others",
     "central": "the participation of each client, from all but the server",
     "sample": "each sample, from the server and all others",
 }
-"""Protected data in each mode, and the party against which the noise protects it."""
+"""The data that the noise protects in each mode, and the parties from which the noise hides it."""
 
 
 class PrivacyLedger:
@@ -71,19 +71,19 @@ class PrivacyLedger:
             self._events[int(client)][one_training] += event.count
 
     def epsilon(self) -> float:
-        """Return the largest ε that any client has spent so far, given ``dp-delta``."""
+        """Return the largest ε that any client has spent so far, at δ = ``dp-delta``."""
         sequences = {tuple(sorted(events.items(), key=repr)) for events in self._events.values()}
         totals = [[Event(e.mode, e.noise_multiplier, n, e.sampling) for e, n in events] for events in sequences]
         return max((spent(events, self.settings.train.dp_delta, self._unit) for events in totals), default=0.0)
 
     def round_row(self) -> dict[str, Any]:
-        """Return a round's privacy entries for ``rounds.jsonl``, which are empty without noise."""
+        """Return a round's privacy entries for ``rounds.jsonl``, or an empty dictionary if ``dp`` is off."""
         if self.settings.train.dp == OFF:
             return {}
         return {"dp_epsilon": self.epsilon(), "dp_delta": self.settings.train.dp_delta}
 
     def summary(self) -> dict[str, Any]:
-        """Return the entry for ``summary.json``: the guarantee, and the numbers that it does not cover."""
+        """Return the entry for ``summary.json``: the guarantee, and the numbers that the guarantee does not cover."""
         train = self.settings.train
         if train.dp == OFF:
             return {}

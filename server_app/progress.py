@@ -1,4 +1,4 @@
-"""A run's progress, its table of the task, and the table of results at its end."""
+"""A run's progress, and the tables of its task and its results."""
 
 import logging
 import math
@@ -21,22 +21,22 @@ from posy.listing import WIDTH, as_lines, laid_out, shortened
 MAX_LINES = 200
 """Approximate maximum number of lines that a run writes to a log, however many rounds it has."""
 MAX_NAMED = 10
-"""Maximum number of clients that a line of the table at the end names."""
+"""Maximum number of clients named in a line of the results table."""
 ABSENT = "n/a"
-"""Cell for a figure that depends on individual clients' scores, which secure aggregation hides from the server."""
+"""Cell for a metric that needs individual clients' scores, which secure aggregation hides from the server."""
 MAX_ROWS = 50
 """Maximum number of sites in the task table."""
 PACE_ROUNDS = 20
-"""Number of rounds over which the time per round is averaged: the first one also loads data and starts processes."""
+"""Number of recent rounds that the time per round is averaged over. The first round is slow, because it loads data."""
 TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
 
 
 class Progress:
     """Shows a run's rounds on a stream, as a live bar in a terminal or as plain lines in a log.
 
-    Flower copies the server process's output to ``flwr log``. There, and on any other stream that is not a terminal, a
-    line is printed after every round, or after every n-th one so that there are at most about 200 lines. ``done`` of
-    the ``rounds`` were finished before this process started. ``clock`` returns seconds.
+    On a stream that is not a terminal, such as the one that Flower copies to ``flwr log``, a line appears after every
+    n-th round, so that there are at most about 200 lines. ``done`` is the number of ``rounds`` that had finished
+    before this process started. ``clock`` returns the time in seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Progress:
         live = self._stream.isatty() and "write" not in vars(self._stream)
         self._bar = _bar(self._stream) if live else None
         self._stack = ExitStack()
-        self._latest: dict[str, tuple[int, str]] = {}  # round and text of each figure, keyed by name
+        self._latest: dict[str, tuple[int, str]] = {}  # last round and text of each metric, keyed by name
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and the times at which they ended
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class Progress:
         row : mapping
             The round's row in ``rounds.jsonl``.
         clients : int
-            Number of clients that a round can evaluate. A figure that covers fewer clients is shown with their number.
+            Number of clients that a round can evaluate. If a metric covers fewer, their number is shown next to it.
         """
         missing = len(row["missing"])
         self._dropped += len(row["dropped"])
@@ -104,7 +104,7 @@ class Progress:
         present: str = "",
         partial: Mapping[str, str] | None = None,
     ) -> None:
-        """Show a finished round; a missing figure is repeated from an earlier round, with its number.
+        """Show a finished round; for a missing metric, repeat its last value, with the number of its round.
 
         Parameters
         ----------
@@ -117,7 +117,7 @@ class Progress:
         present : str
             A note about missing clients and dropped replies.
         partial : mapping of str to str, optional
-            Remarks about the clients that a figure covers, keyed by ``served`` or ``local``.
+            Remarks about the clients that an accuracy covers, keyed by ``served`` or ``local``.
         """
         self._ends.append((server_round, self._clock()))
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
@@ -145,18 +145,18 @@ class Progress:
             for handler in logger.handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stdout__, sys.__stderr__):
                     self._stack.callback(handler.setStream, handler.stream)
-                    handler.setStream(sys.stdout)  # the bar has replaced it
+                    handler.setStream(sys.stdout)  # which the bar has replaced
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
-    """Return a table with a line for each of a run's sites, and the facts about the agreed task.
+    """Return a table with a row for each of a run's sites, followed by facts about the agreed task.
 
     Parameters
     ----------
     rows : sequence of mapping
         The facts about each site, keyed by :data:`TASK_COLUMNS`. Empty columns are skipped.
     facts : mapping of str to str
-        Facts about the task, keyed by name. Long ones are wrapped.
+        Facts about the task, keyed by name. Long facts are wrapped.
     """
     columns = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
     cells = [[shortened(str(row.get(name, ""))) for name in columns] for row in rows[:MAX_ROWS]]
@@ -169,7 +169,7 @@ def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> s
 
 
 def results_table(summary: Mapping[str, Any], path: Path) -> str:
-    """Return the table at the end of a run, with lines for the last and the best round at each evaluation point.
+    """Return a run's table of results, with rows for the last and the best round at each evaluation point.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def guarantee(privacy: dict[str, Any]) -> str:
 
 
 def _limited(summary: Mapping[str, Any], key: str) -> str:
-    """Return the clients that the server has limited, as in ``site-b in 12 rounds``, most rounds first."""
+    """Return the clients whose influence was limited, as in ``site-b in 12 rounds``, most rounds first."""
     entries = sorted(summary.get(key, ()), key=lambda entry: (-entry["rounds"], entry["client"]))
     sites = summary.get("sites") or []
     texts = []
@@ -242,7 +242,7 @@ def members_of(summary: Mapping[str, Any]) -> int:
 
 
 def coverage(number: int, members: int) -> str:
-    """Return the number of clients that a figure covers: ``30``, or ``3 of 30`` if it does not cover all members."""
+    """Return the number of clients that a metric covers: ``30``, or ``3 of 30`` if it does not cover all members."""
     return str(number) if number >= members else f"{number} of {members}"
 
 
@@ -290,7 +290,7 @@ def _clients(summary: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any], members: int) -> list[str]:
-    """Return the table cells for an accuracy over the clients, of which a round can evaluate ``members``."""
+    """Return the table cells for an evaluation; ``members`` is the number of clients that a round can evaluate."""
     covered = coverage(row["clients"], members)
     if "samples" in row:
         return [str(row["round"]), _percent(row["mean"]), *[ABSENT] * 4, covered]

@@ -1,4 +1,4 @@
-"""The question to each node about its clients and data, and the checks of its answer."""
+"""The query that asks each node about its clients and data, and the checks of the answer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -34,18 +34,18 @@ class NodeClients:
 
 
 class NodeQuery:
-    """The question to a node about which clients it hosts and, if the task is incomplete, about their data.
+    """The query that asks a node which clients it hosts and, if the task is incomplete, for a description of its data.
 
     Parameters
     ----------
     settings : Settings
-        The run's settings, which are replaced after the sites have agreed on a task.
+        The run's settings. The federation replaces them after the sites have agreed on a task.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.fixed_tensors: Sequence[float] = ()
-        """Fingerprint of the network's fixed tensors, which are not sent, so every node must build the same ones."""
+        """Fingerprint of the network's fixed tensors, which are never sent, so all nodes must build the same ones."""
         self._num_clients = settings.data.num_clients
         self._of_sites = settings.data.dataset == SITES
         self._warned: set[tuple[str, str]] = set()
@@ -56,7 +56,7 @@ class NodeQuery:
         return self._of_sites and not is_complete(self.settings.data)
 
     def message(self, node: int) -> Message:
-        """Return the question to a node."""
+        """Return the query for a node."""
         describe = {"describe": True} if self.is_open else {}
         config = ConfigRecord({"settings": self.settings.to_json(), **describe})
         return Message(RecordDict({"config": config}), dst_node_id=node, message_type=MessageType.QUERY)
@@ -78,7 +78,7 @@ class NodeQuery:
         )
 
     def _site(self, answer: Mapping[str, Any], node: int, name: str) -> NodeClients:
-        """Return the client in the answer from a site's node, with index -1 if the node has no partition-id."""
+        """Return the client in a site's answer, with index -1 if the node config has no partition-id."""
         if "client" not in answer and not name:
             raise BadReplyError("its node config has neither name nor partition-id")
         client = check_index(answer["client"], self._num_clients) if "client" in answer else -1
@@ -114,10 +114,10 @@ class NodeQuery:
         """
         warnings, skipped = answer.get("warnings", []), answer.get("skipped", 0)
         if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
-            raise BadReplyError("its warnings are not a list of texts")
+            raise BadReplyError("its warnings are not a list of strings")
         check_count("skipped", skipped, 0)
         texts = [one_line(text, MAX_WARNING) for text in warnings[:MAX_WARNINGS]]
-        if skipped and not texts:  # Posy's nodes add a warning about these files themselves
+        if skipped and not texts:  # an answer from Posy's own code already has such a warning
             texts.append(f"{int(skipped)} of its files cannot be read and are skipped")
         for text in texts:
             if (source, text) not in self._warned and len(self._warned) < MAX_WARNED:
@@ -138,7 +138,7 @@ def name_in(answer: Mapping[str, Any], registered: str) -> str:
 
 
 def check_index(client: Any, num_clients: int) -> int:
-    """Return the client's index, or raise :class:`BadReplyError` if the run has no such client."""
+    """Return the client's index, or raise :class:`BadReplyError` if it is out of range."""
     if not isinstance(client, int) or not 0 <= client < num_clients:
         raise BadReplyError(f"partition-id {client}: the run has the clients 0 to {num_clients - 1}")
     return client

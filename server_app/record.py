@@ -32,10 +32,10 @@ SHOWN = 10
 
 
 class Answer(NamedTuple):
-    """The federation's answer to a query that names no client.
+    """The federation's prediction for a sample of unknown origin.
 
-    ``clients`` maps the clients that may answer to their probabilities, most probable first. If the clients vote, it is
-    empty, and ``prediction`` contains the shares of votes.
+    ``clients`` maps each client to the probability that the sample is from this client, most probable first. If the
+    clients vote, ``clients`` is empty, and ``prediction`` contains each class's fraction of the votes.
     """
 
     prediction: Prediction
@@ -53,7 +53,7 @@ def _newest_on_node(folder: Path) -> Path | None:
         path
         for pattern in patterns
         for path in folder.glob(pattern)
-        if path.is_file() and not (path.parents[1] / CONFIG).is_file()  # the directory belongs to a server's run
+        if path.is_file() and not (path.parents[1] / CONFIG).is_file()  # not the directory of a server's run
     ]
     return max(files, key=lambda path: path.stat().st_mtime).parent if files else None
 
@@ -74,7 +74,7 @@ class Record:
 
     @classmethod
     def find(cls, run: str | Path) -> "Record":
-        """Return the record of a run given as a folder, or as a name in ``runs``, as described in :func:`posy.load`."""
+        """Return the record of a run, given its folder or its name in ``runs``; see :func:`posy.load`."""
         candidates = [absolute(str(run)), absolute(RunSettings.output_dir) / run]
         for folder in candidates:
             if (folder / CONFIG).is_file() or any(folder.glob("client-*.safetensors")):
@@ -102,7 +102,7 @@ class Record:
 
     @cached_property
     def rounds(self) -> "DataFrame":
-        """The rows of ``rounds.jsonl``, where nested keys are joined, as in ``served_accuracy_mean``."""
+        """The rows of ``rounds.jsonl``, with nested keys joined as in ``served_accuracy_mean``."""
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
         lines = self._file("rounds.jsonl").read_text(encoding="utf-8").splitlines()
@@ -117,7 +117,7 @@ class Record:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The names of the clients whose models are stored, empty for clients without a name."""
+        """The names of the clients whose models are stored, keyed by client; empty for clients without a name."""
         return {client: read_metadata(path).get("site", "") for client, path in self._files.items()}
 
     def predictor(self, client: int | str, point: str = "") -> ClientModel:
@@ -151,9 +151,9 @@ class Record:
         return model
 
     def route(self, samples: Iterable[Any]) -> list[Answer]:
-        """Return the answers to queries that name no client, as for system accuracy.
+        """Classify samples of unknown origin, as for system accuracy.
 
-        A method with ``routes`` chooses the client that answers. With any other method, the local models vote.
+        A method with ``routes`` chooses a client for each sample. With any other method, the local models vote.
 
         Parameters
         ----------
@@ -163,7 +163,7 @@ class Record:
         Raises
         ------
         SettingsError
-            If no model is stored, or the folder belongs to a node, which lacks other clients' models.
+            If no model is stored, or the folder belongs to a node, which does not have the other clients' models.
         """
         queries, members = list(samples), self._members()
         first = self.predictor(members[0])
@@ -181,9 +181,9 @@ class Record:
 
     @torch.no_grad()
     def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
-        """Return the answers of the chosen clients; the choice depends only on layers that all clients share."""
+        """Return the chosen clients' predictions; the choice depends only on layers that all clients share."""
         logits = first.client_logits(first.prepare(samples))
-        sizes = np.ones(logits.shape[1])  # the clients' weights in the mean, which are their priors in the client loss
+        sizes = np.ones(logits.shape[1])  # the clients' weights in the averaged loss, used as priors
         if first.settings.run.client_weights == "samples":
             for client, counts in self.clients.groupby("partition")["n_train"]:
                 sizes[client] = counts.iloc[-1]
@@ -198,7 +198,7 @@ class Record:
 
     @property
     def models(self) -> Path:
-        """The folder of the models."""
+        """The folder that contains the models."""
         return self.path / "models" if (self.path / CONFIG).is_file() else self.path
 
     @cached_property
@@ -219,7 +219,7 @@ class Record:
         raise SettingsError(f"{self.path} has no clients' models: {reason}")
 
     def _number(self, client: int | str) -> int:
-        """Return the number of a client whose model is stored."""
+        """Return the number of a client with a stored model, given its number or name."""
         number_by_name = {name: number for number, name in self.names.items() if name}
         text = str(client)
         number = number_by_name.get(text, int(text) if text.isdecimal() else -1)

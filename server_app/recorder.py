@@ -1,4 +1,4 @@
-"""Records a run: writes its rounds to files, and shows them as progress lines and pictures."""
+"""Records a run: writes its rounds to files, prints its progress, and draws its figures."""
 
 import math
 import re
@@ -54,11 +54,11 @@ from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
-"""Pattern for reasons for which replies are dropped that indicate divergence."""
+"""Pattern of the reasons for a dropped reply that indicate divergence."""
 NOT_AVAILABLE = "not available: with secure-aggregation the server knows only sums over the clients"
 """The entry ``client-scores`` in a summary under secure aggregation."""
 HELD_BYTES = 1 << 30
-"""Maximum size, in bytes, of a server state that is copied after each round, to be saved if the next is interrupted."""
+"""Maximum size, in bytes, of a server state that is copied after each round in case the next round is interrupted."""
 
 
 class Recorder:
@@ -90,7 +90,7 @@ class Recorder:
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
             self._resumed: list[dict[str, Any]] = []
             self._data = data_digests(workspace) if self.checkpoints.every else {}
-        else:  # the resumption has compared the data
+        else:  # the resumption has already compared the data
             self.directory, self.checkpoints, checkpoint, self._resumed = resumption
             self._data = checkpoint.progress["data"]
         absent_columns = {
@@ -110,7 +110,7 @@ class Recorder:
         self.privacy = PrivacyLedger(settings, self.directory.path, lambda client: strategy.clients[client].num_train)
         strategy.rounds.before_training = self.privacy.note
         self.rounds = 0
-        # The server's state after the last finished round; None while a round is being recorded, or if it is large.
+        # The server's state after the last finished round; None while recording a round, or if the state is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None
@@ -168,7 +168,7 @@ class Recorder:
         Raises
         ------
         NothingTrainedError
-            If no client's training was accepted, so that the figures describe the initial model.
+            If no client's training was accepted, so that the results describe the initial model.
         RunError
             If evaluations were requested but none was accepted.
         DivergedError
@@ -200,7 +200,7 @@ class Recorder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Convert an error in writing the run's files to :class:`RunError`, which is reported in one line."""
+        """Convert an error in writing the run's files to :class:`RunError`, which Posy reports in one line."""
         try:
             yield
         except OSError as error:
@@ -252,13 +252,13 @@ class Recorder:
             self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
         self._note_versions()
         if self.checkpoints.every and sum(array.nbytes for array in state.values()) <= HELD_BYTES:
-            # The next round may write into its arrays before it is interrupted.
+            # Copy the arrays, because the next round may change them before it is interrupted.
             self._server_state = {name: array.copy() for name, array in state.items()}
         if self._pictures.due:
             self._pictures.draw(self.totals)
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
-        """Return the system accuracy after a round, or None if the round is not part of the final average."""
+        """Return the system accuracy after a round, or None if it is not available or not part of the final average."""
         is_due = schedule.in_average(self.settings.run, server_round) and schedule.evaluates(
             self.settings.run, server_round
         )
@@ -281,9 +281,9 @@ class Recorder:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def prepare_messages(self, *, one_file_system: bool) -> None:
-        """Let the strategy's messages name the folder for the clients' states, and the versions to keep.
+        """Add the folder for the clients' states, and the versions to keep, to the strategy's messages.
 
-        With ``one_file_system``, the clients can write into the run's directory.
+        Set ``one_file_system`` if the clients can write into the run's directory.
         """
         states = self.strategy.exchange.states
         states.attempt = len(self._resumed)
@@ -371,7 +371,7 @@ class Recorder:
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Return the peak memory of this run's processes and of its tensors on a GPU, in bytes.
 
-    For forked processes, the current private memory is counted.
+    For forked processes, the function counts the current private memory instead of the peak.
     """
     peaks = {}
     with suppress(ImportError):

@@ -1,4 +1,4 @@
-"""A run's results, in a directory that is up to date after each round, even if the process is killed later."""
+"""A run's directory, to which Posy writes the results after each round, so that a killed run keeps them."""
 
 import csv
 import dataclasses
@@ -35,7 +35,7 @@ Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 POINTS = ("served", "local")
 """Evaluation points: a client's served model, and its local model after training."""
 MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
-"""Columns of a client's row that each round summarises over the clients."""
+"""Columns of a client's row that Posy summarises over the clients in each round."""
 VALIDATION, TRAINING = (
     tuple(f"{point}_{split}_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
     for split in ("validation", "training")
@@ -46,7 +46,7 @@ CLIENT_COLUMNS = (
     *("chosen", "bytes_up", "bytes_down", "site"),
 )
 GROWING = ("rounds.jsonl", "clients.csv")
-"""Files to which each round appends."""
+"""Files to which Posy appends after each round."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Totals:
     """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
-    """Numbers of evaluations that the server has requested, and that it has accepted."""
+    """Numbers of evaluations that the server has requested and accepted."""
     worst_loss: float = 0.0
     """Highest mean training loss in any round."""
     bytes_up: int = 0
@@ -67,7 +67,7 @@ class Totals:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped replies, keyed by reason."""
     delivery: Counter[str] = field(default_factory=Counter)
-    """Numbers of messages sent again and of late replies."""
+    """Numbers of resent messages and of late replies."""
     clipped: Counter[int] = field(default_factory=Counter)
     discarded: Counter[int] = field(default_factory=Counter)
     down_weighted: Counter[int] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class Totals:
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Read the totals from the result of :meth:`as_json`; ``stored`` may also contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
-        # Checkpoints from earlier versions lack the system accuracy of individual rounds and the limited clients.
+        # Checkpoints from earlier versions lack the system accuracy of individual rounds and the fields in LIMITED.
         optional_names = ("system", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
@@ -104,14 +104,14 @@ class Totals:
         return totals
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields under their keys in a checkpoint."""
+        """Return all fields, keyed as in a checkpoint."""
         return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round, and return the spread of each of :data:`MEASURES` over the clients, or from their masked sums.
+        """Add a round, and return the spread of each measure over the clients, from their rows or from masked sums.
 
-        A measure that no client reports is None, or absent if it is in :data:`VALIDATION` or :data:`TRAINING`.
-        ``evaluated`` is whether an evaluation was due in the round.
+        A measure in :data:`MEASURES` that no client reports is None; other measures without reports are absent.
+        Set ``evaluated`` if an evaluation was due in the round.
         """
         rows = dict(sorted(record.clients.items()))  # so that the sums do not depend on the order of the replies
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
@@ -173,7 +173,7 @@ class Totals:
 class RunDirectory:
     """The existing directory of one run, which is locked until the run ends, and the run's unique id.
 
-    Raise :class:`SettingsError` if a process is still using the directory.
+    Raise :class:`SettingsError` if another process is using the directory.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -295,7 +295,7 @@ class RunDirectory:
                 intact_ends.append((end, expected))
             path.touch()
             os.truncate(path, intact_ends[-1][0])
-            # A round without rows ends where the previous round ends.
+            # A round whose rows are lost ends where the last intact round ends.
             self.grown[name] = (intact_ends + [intact_ends[-1]] * len(rounds))[1 : len(rounds) + 1]
 
 

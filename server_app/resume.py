@@ -1,4 +1,4 @@
-"""Resumption of a run from its directory. The run keeps its settings, only some of which may change."""
+"""Resumes a run from its directory. Only some settings of the run may change."""
 
 import json
 import re
@@ -32,13 +32,13 @@ class StoredRun:
     damage: str = ""
     """Why its ``config.yaml`` cannot be used, or an empty string if the file matches the run."""
     ran_on: Mapping[str, Any] = field(default_factory=dict)
-    """The ``machine`` and ``versions`` in its ``config.yaml``, if the file is used."""
+    """The ``machine`` and ``versions`` in its ``config.yaml``, if the file matches the run."""
 
     @classmethod
     def find(cls, user_settings: Mapping[str, Any], where: str) -> "StoredRun | None":
         """Return the run that the settings resume, or None for a new run.
 
-        The run's ``config.yaml`` is meant only for the user. Posy rewrites the file if it is lost or damaged.
+        The run's settings come from its checkpoint. Posy rewrites its ``config.yaml`` if the file is lost or damaged.
 
         Raises
         ------
@@ -87,7 +87,7 @@ class StoredRun:
         return cls(path, record["run"], current_keys(record["settings"]), record["resumed"], damage, ran_on)
 
     def check(self, settings: Settings) -> dict[str, Any]:
-        """Return the settings that differ from the stored run's, or raise :class:`SettingsError` if one may not."""
+        """Return the settings that have changed, or raise :class:`SettingsError` if one of them may not change."""
         new_settings = settings.as_config()
         declared = declared_for(new_settings)
         run_settings = {key: setting.before for key, setting in declared.items()} | dict(self.settings)
@@ -133,7 +133,7 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 
 def _written(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the content of a run's ``config.yaml`` and an empty string, or an empty content and the problem."""
+    """Return the content of a run's ``config.yaml`` and an empty string, or an empty dictionary and the problem."""
     try:
         record = read_yaml(path / CONFIG)
     except SettingsError as error:
@@ -144,7 +144,7 @@ def _written(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _records(run: Path, reasons: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the round and record of each usable checkpoint, newest first; add the errors of others to ``reasons``."""
+    """Yield the round and record of each usable checkpoint, newest first; add the problems of others to ``reasons``."""
     for number in reversed(checkpoint_rounds(run)):
         file = run / "checkpoints" / f"round-{number}" / PROGRESS
         try:

@@ -32,7 +32,7 @@ FOLDER = "posy-runs"
 _WORK = {MessageType.TRAIN: "train", MessageType.EVALUATE: "evaluate"}
 
 _Key = tuple[str, str, int, Any]
-"""Type, round, node and client of a message, which its copies share."""
+"""Type, round, node and client of a message. Copies of a message have the same key."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class RunStatus:
         self._facts: dict[str, Any] = {"round": 0, "dropped": 0, "sent-again": 0}
         self._nodes: dict[int, dict[str, Any]] = {}
         self._works: dict[int, _Work] = {}  # keyed by node
-        self._asked: dict[str, tuple[int, float]] = {}  # node and time of each question, keyed by the question's id
+        self._asked: dict[str, tuple[int, float]] = {}  # node and time of each query, keyed by the query's id
         self._phase: tuple[str, str] = ("", "")
         self._sent: dict[_Key, int] = {}  # number of times that each message of the phase was sent
         self._phase_since = 0.0
@@ -64,7 +64,7 @@ class RunStatus:
 
     @classmethod
     def of_run(cls, number: int) -> "RunStatus":
-        """Return the status of a run under a SuperLink, without a file if ``FLWR_HOME`` is not set."""
+        """Return the status of a SuperLink's run, without a file if ``FLWR_HOME`` is not set."""
         home = os.environ.get("FLWR_HOME")
         return cls(Path(home) / FOLDER / f"{number}.json" if home else None)
 
@@ -76,19 +76,19 @@ class RunStatus:
         self._change()
 
     def waits(self, reason: str, since: float, until: float) -> None:
-        """Record why the run cannot send messages yet, and when the wait began and will end at the latest."""
+        """Record why the run cannot send messages yet, and the start and the deadline of the wait."""
         self._waits = {"for": reason, "since": since, "until": until}
         self._change()
 
     def waits_until(self, until: float | None) -> None:
-        """Record when the wait for replies will end at the latest, or None if this is unknown."""
+        """Record the deadline of the wait for replies, or None if it is unknown."""
         if until is None or self._until is None or abs(until - self._until) > WRITE_SECONDS:
             changed, self._until = until != self._until, until
             if changed:
                 self._change()
 
     def node(self, number: int, clients: Iterable[int], answer: Mapping[str, Any]) -> None:
-        """Record a node's clients, and the versions of its packages according to its answer."""
+        """Record a node's clients, and the package versions in its answer."""
         version_texts = answer.get("versions", [])
         lines = (
             [one_line(str(text), MAX_VERSION) for text in version_texts[:MAX_VERSIONS]]
@@ -123,15 +123,15 @@ class RunStatus:
         self._change()
 
     def answered(self, replies: Iterable[Message]) -> None:
-        """Record replies, whose nodes are now idle, and the clock errors of nodes that have answered a question.
+        """Record replies, mark their nodes as idle, and estimate the clock errors of nodes that answered a query.
 
-        The status stores the smallest possible clock error in seconds, which is positive if the node's clock is ahead.
+        The estimate is the smallest possible error, in seconds. It is positive if the node's clock is ahead.
         """
         for reply in replies:
             number = reply.metadata.reply_to_message_id
             node, asked_at = self._asked.pop(number, (None, 0.0))
             if node is not None and not reply.has_error():
-                # If the clock is correct, the answer was created after the question was sent and before now.
+                # If the clock is correct, the answer was created after the query was sent and before now.
                 created = reply.metadata.created_at
                 error = max(created - time.time(), 0.0) + min(created - asked_at, 0.0)
                 self._nodes.setdefault(node, {})["clock"] = error
@@ -185,12 +185,12 @@ class RunStatus:
 
 
 class WatchedGrid(PosyGrid):
-    """A grid of real nodes that records all messages, and folds each into a few parts."""
+    """A grid of real nodes that records all messages, and folds each into a few objects (:mod:`posy.folding`)."""
 
     def __init__(self, grid: Grid, status: RunStatus) -> None:
         self._grid = grid
         self._status = status
-        self._retry_invoker = retries_of(grid)  # detects outages
+        self._retry_invoker = retries_of(grid)  # Outages looks for this attribute
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""

@@ -22,7 +22,7 @@ from posy.strategies.settings import Settings
 from posy.words import one_line
 
 ROUND = f"0-0-{STATISTICS}"
-"""Name of the secure round, in which each site takes part only once per run."""
+"""Name of the secure round. A site takes part in it only once per run."""
 MAX_REASON = 500
 
 
@@ -73,7 +73,7 @@ class SiteQueries:
     nodes, names : mapping
         Flower's id for each client's node, and the name of each client's site.
     timeout : float or None
-        Seconds to wait for the answers in a stage; None: no limit.
+        Seconds to wait for the answers in a stage, or None for no limit.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SiteQueries:
         ]
         answers = {}
         replies = self._grid.send_and_receive(messages, timeout=self._timeout)
-        # The SuperLink itself reports a lost node's error, so only the message id identifies the client.
+        # The SuperLink itself replies for a lost node, so only the message id identifies the client.
         clients = {message.metadata.message_id: client_of(message) for message in messages}
         for reply in replies:
             client = clients[reply.metadata.reply_to_message_id]
@@ -121,7 +121,7 @@ class SiteQueries:
 def _check_statistics(client: int, answer: Answer, *, numbers: int) -> None:
     """Raise :class:`BadReplyError` unless an answer contains the masked words of ``numbers`` whole numbers."""
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes]:
-        raise BadReplyError("the statistics are not a single text")
+        raise BadReplyError("the statistics are not a single byte string")
     if len(answer[0]) != 4 * (1 + LIMBS * numbers):
         raise BadReplyError(f"the statistics have {len(answer[0])} bytes instead of {4 * (1 + LIMBS * numbers)}")
 

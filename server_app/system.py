@@ -1,4 +1,4 @@
-"""System accuracy: the accuracy of the federation as a whole on queries that name no client."""
+"""System accuracy: the accuracy of the federation as a whole on inputs of unknown origin."""
 
 from collections.abc import Collection, Sequence
 from logging import WARNING
@@ -29,20 +29,20 @@ class SystemAccuracy(NamedTuple):
 
     accuracy: float
     routed: npt.NDArray[np.int64] | None = None
-    """Number of samples per true and chosen client ``(M, M)``, if the method chooses clients."""
+    """Number of samples per true and chosen client ``(M, M)``, if the method chooses a client for each sample."""
 
     @property
     def routing_accuracy(self) -> float | None:
-        """The share of samples for which the chosen client is the true one."""
+        """The fraction of samples for which the method chooses the true client."""
         return None if self.routed is None else float(np.trace(self.routed) / self.routed.sum())
 
 
 def system_accuracy(
     settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace, directory: RunDirectory
 ) -> SystemAccuracy | None:
-    """Return the accuracy on the pooled test sets of all members, or None if it is disabled or not available.
+    """Return the accuracy on the pooled test splits of all members, or None if it is disabled or not available.
 
-    A method with ``routes`` chooses the client that answers. With any other method, the clients' local models vote.
+    A method with ``routes`` chooses a client for each sample. With any other method, the clients' local models vote.
     """
     setting, routes = settings.run.system_accuracy, settings.method.routes
     if setting == "off" or (setting == "auto" and not routes):
@@ -60,7 +60,7 @@ def system_accuracy(
     if reason:
         log(WARNING, "system accuracy is not available: %s", reason)
         return None
-    # If a client was lost in the last round, its stored model may be from an earlier round.
+    # If a client dropped out of the last round, its stored model may be from an earlier round.
     stored_clients = [
         c for c, path in paths.items() if "n_train" in strategy.record.clients.get(c, {}) and path.exists()
     ]
@@ -81,7 +81,7 @@ def system_accuracy(
 def routed_accuracy(
     strategy: PersonalisedStrategy, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor
 ) -> SystemAccuracy:
-    """Return the accuracy on the pooled test samples, each of which is classified by the chosen client's head.
+    """Return the accuracy on the pooled test samples, where the head of the chosen client classifies each sample.
 
     The folder ``models`` contains the heads. ``owner`` ``(n,)`` is the true client of each sample.
     """
@@ -107,8 +107,8 @@ def routed_accuracy(
 
 
 def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
-    """Return the client that answers each query, ``(n,)``, given the outputs ``(n, M)`` for the clients."""
-    weights = np.ones(strategy.num_clients)  # including newcomers without a node, which answer no queries
+    """Return the client chosen for each sample, ``(n,)``, given the outputs ``(n, M)`` for the clients."""
+    weights = np.ones(strategy.num_clients)  # newcomers may keep this weight, because they are never chosen
     for client in strategy.clients:
         weights[client] = strategy.exchange.weight(client)  # the client's prior in the averaged loss
     return routing_scores(strategy.method, outputs, weights, strategy.newcomers).argmax(dim=-1)
@@ -117,7 +117,7 @@ def chosen_clients(strategy: PersonalisedStrategy, outputs: Tensor) -> Tensor:
 def routing_scores(
     method: MethodSettings, outputs: Tensor, weights: npt.NDArray[np.float64], absent: Collection[int]
 ) -> Tensor:
-    """Return a method's scores ``(n, M)`` for queries and clients; the scores of absent clients are minus infinity."""
+    """Return a method's scores ``(n, M)`` for samples and clients; the scores of absent clients are minus infinity."""
     scores: Tensor = method.client_scores(outputs, weights).clone()
     scores[..., list(absent)] = -torch.inf
     return scores
@@ -144,7 +144,7 @@ def pooled_test(workspace: Workspace, clients: Sequence[int]) -> tuple[Tensor, T
 def stored_probabilities(
     workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
 ) -> Tensor:
-    """Return the probabilities ``(n, C)`` from a model stored by :class:`~posy.client_app.base.PersonalClient`."""
+    """Return the class probabilities ``(n, C)`` of samples, given the arrays of a stored model."""
     predictor = Predictor.from_arrays(arrays, architecture, workspace.settings.method)
     outputs = []
     for member in predictor.members:

@@ -19,7 +19,7 @@ WORK = {MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
 class WaitLog:
     """Prints the clients that a phase is waiting for when the wait becomes unusual, and whenever it has doubled.
 
-    It also records the latest end of the wait in the run's ``status``.
+    It also records the deadline of the wait in the run's ``status``.
     """
 
     def __init__(self, federation: Federation, status: RunStatus | None = None) -> None:
@@ -28,9 +28,9 @@ class WaitLog:
         self._next, self._seconds = 0.0, math.inf
 
     def __call__(self, wait: Wait) -> None:
-        """Record a phase's wait, and print the clients it is waiting for if a line is due."""
+        """Record a phase's wait, and print the clients that the phase is waiting for if a line is due."""
         self._status.waits_until(time.time() + wait.remaining if wait.remaining < math.inf else None)
-        if wait.seconds < self._seconds:  # another phase
+        if wait.seconds < self._seconds:  # a new phase has begun
             self._next = wait.silence
         self._seconds = wait.seconds
         if wait.seconds >= self._next:
@@ -39,7 +39,7 @@ class WaitLog:
 
 
 def describe_wait(wait: Wait, owners: Mapping[int, str], num_clients: int) -> str:
-    """Return a line with the clients that a phase is waiting for, the time waited, and the remaining limit."""
+    """Return a line with the clients that a phase is waiting for, the time waited, and the remaining time."""
     [first, *_] = wait.messages
     work = WORK.get(first.metadata.message_type, first.metadata.message_type)
     clients = describe_clients(sorted(map(client_of, wait.messages)), owners, num_clients)

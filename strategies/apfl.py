@@ -39,7 +39,7 @@ class APFLSettings(MethodSettings, robust=True):
         if self.adaptive or 0 < self.alpha < 1:
             return ()
         other = "local training" if self.alpha else "FedAvg's model after local training"
-        return (f"apfl-alpha = {self.alpha:g}: the mixture is one of its two models, so `local` equals {other}",)
+        return (f"apfl-alpha = {self.alpha:g}: the mixture equals one of its two models, so `local` is {other}",)
 
     card = MethodCard(
         paper=Paper(
@@ -52,7 +52,7 @@ class APFLSettings(MethodSettings, robust=True):
         equations=(
             "w_i ← w_i − η ∇f_i(w_i; ξ) (Algorithm 1)",
             "v_i ← v_i − η ∇_v f_i(α_i v_i + (1 − α_i) w_i; ξ), at the same w_i and mini-batch (Algorithm 1)",
-            "α_i ← α_i − η ⟨v_i − w_i, ∇f_i(α_i v_i + (1 − α_i) w_i; ξ)⟩, once a round, kept in [0, 1] (adaptive α)",
+            "α_i ← α_i − η ⟨v_i − w_i, ∇f_i(α_i v_i + (1 − α_i) w_i; ξ)⟩, once a round, clipped to [0, 1] (adaptive α)",
             "w ← Σ_i (n_i / n) w_i over the clients of the round (Algorithm 1, with `client-weights`)",
         ),
         sent={"model (d,)": "the server's model w"},
@@ -63,18 +63,17 @@ class APFLSettings(MethodSettings, robust=True):
             "model": "the mixture after the last training (d,)",
             "alpha": "the share α_i (), with `apfl-adaptive`",
         },
-        scored="The local model: the paper reports the mixture on each client's data after its training.",
+        scored="The local model: the paper evaluates the mixture on each client's data after local training.",
         deviations=(
-            "The mean of the clients is weighted by samples; it is uniform in the paper (`client-weights=uniform`).",
-            "All v_i start at the common initial model, because the paper does not say where they start.",
+            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
+            "All v_i start from the common initial model, because the paper does not specify their initial values.",
             "The step on α uses one mini-batch at the start of the round. The authors' program also adds 0.02 α to "
             "the gradient; the paper does not.",
-            "BatchNorm's running statistics are not interpolated: the mixture's statistics follow its forward passes.",
+            "BatchNorm's running statistics are not interpolated; the mixture's forward passes update its statistics.",
         ),
         no_program=(
             "Published programs compute v_i differently. The authors' program (MLOPTPSU/FedTorch), which FL-bench "
-            "follows, "
-            "steps w_i first, then differentiates a mixture of both models' outputs, not of their parameters. PFLlib "
-            "trains v_i alone. A test computes Algorithm 1 in NumPy."
+            "follows, updates w_i first, and then differentiates a mixture of both models' outputs instead of their "
+            "parameters. PFLlib trains v_i alone. A test compares Posy with a NumPy implementation of Algorithm 1."
         ),
     )

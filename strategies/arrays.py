@@ -42,19 +42,19 @@ class Returned:
     Secure aggregation and ``dp = central`` reveal only the mean.
     """
     change_of: str = ""
-    """Name of the sent array that the client updates; empty if the array is not an update of one."""
+    """Name of the sent array that the client updates to obtain this array; empty if there is none."""
     is_change: bool = False
-    """Whether the client sends the difference from its starting value instead of the updated array."""
+    """Whether the client sends the array's change from its starting value instead of its final value."""
     shape: Dimensions | Callable[[Arrays], Shape] | None = None
-    """The shape: numbers, names from :func:`dimensions` and names of the method's settings, or a function of the sent
-    arrays. None means the shape of the sent array ``change_of``."""
+    """The dimensions (numbers, names from :func:`dimensions` or names of the method's settings), or a function that
+    computes the shape from the sent arrays. None means the shape of the sent array ``change_of``."""
     limited: bool = True
-    """Whether ``max-update-norm`` and ``max-norm-ratio`` cover the array."""
+    """Whether ``max-update-norm`` and ``max-norm-ratio`` apply to the array."""
     has_statistics: bool = True
     """Whether a model-shaped array contains BatchNorm's running statistics; if not, Posy sets these entries to 0."""
 
     def start(self, sent: Mapping[str, npt.NDArray[Any]], array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the array's starting value on the client: zeros if it is a difference or updates no sent array."""
+        """Return the array's starting value on the client: zeros if it is a change or updates no sent array."""
         return sent[self.change_of] if self.change_of and not self.is_change else np.zeros_like(array)
 
 
@@ -63,7 +63,7 @@ def verdict(answer: Answer) -> Refused | None:
     if answer is True:
         return ALLOWED
     if not isinstance(answer, str) or not answer:
-        raise TypeError(f"noise, sums, dp_sgd and robust are True, or the reason why not; one of them is {answer!r}")
+        raise TypeError(f"noise, sums, dp_sgd and robust must be True or the reason why not; one of them is {answer!r}")
     return Refused(answer)
 
 
@@ -84,7 +84,7 @@ def model(
 
 
 def gradient(*, noise: Answer, sums: Answer, change_of: str) -> Returned:
-    """Declare a difference with one number per parameter, such as a control variate's, without running statistics."""
+    """Declare the change of a model-shaped array without running statistics, such as a control variate."""
     return Returned(noise=verdict(noise), sums=verdict(sums), change_of=change_of, is_change=True, has_statistics=False)
 
 
@@ -96,20 +96,21 @@ def numbers(
     limited: bool = False,
     shape_from: Callable[[Arrays], Shape] | None = None,
 ) -> Returned:
-    """Declare other numbers, such as losses or class means.
+    """Declare an array of other numbers, such as losses or class means.
 
     Parameters
     ----------
     *shape : int or str
         The dimensions: numbers, names of :func:`dimensions`, or names of the method's settings. A scalar has none.
     noise, sums : True or str
-        True if the array tolerates noise, and if the server needs only the clients' mean; otherwise the reason.
+        True if the array tolerates noise (``noise``) or if the server needs only the clients' mean (``sums``);
+        otherwise the reason why not.
     change_of : str
-        The sent array that the client updates, whose shape is the default; empty if there is none.
+        Name of the sent array that the client updates, whose shape is the default; empty if there is none.
     limited : bool
-        Whether ``max-update-norm`` and ``max-norm-ratio`` cover the array.
+        Whether ``max-update-norm`` and ``max-norm-ratio`` apply to the array.
     shape_from : callable, optional
-        Returns the shape from the arrays that the client has received.
+        Function that computes the shape from the arrays that the client has received.
     """
     default = None if change_of and not shape else shape
     return Returned(
@@ -135,7 +136,7 @@ RETURNED = reply(model=model(noise=True, sums=True))
 
 
 def dimensions(network: Any, shared: int) -> dict[str, Callable[[], int]]:
-    """Return a network's dimensions by name: its numbers of parameters, shared parameters, classes and features."""
+    """Return functions that compute a network's numbers of parameters, shared parameters, classes and features."""
     return {
         "parameters": lambda: int(network.layout.size),
         "shared": lambda: shared,
@@ -154,7 +155,7 @@ def shape_of(declared: Returned, sent: Arrays, named: Mapping[str, Callable[[], 
     sent : dict
         The arrays that the client has received.
     named : mapping
-        The dimensions that :func:`dimensions` returns, keyed by name.
+        The functions that :func:`dimensions` returns, keyed by name.
     method : MethodSettings
         The method's settings; integer settings can serve as dimensions too.
     """
@@ -172,7 +173,7 @@ def check_names(kind: str, arrays: Mapping[str, Any], declared: tuple[str, ...],
     Parameters
     ----------
     kind : str
-        How the error message begins: ``serve returns`` or ``the update has``.
+        Start of the error message: ``serve returns`` or ``the update has``.
     arrays : mapping
         The arrays, keyed by name.
     declared : tuple of str

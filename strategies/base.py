@@ -2,7 +2,7 @@
 
 A method's strategy stores the server's state as arrays. It returns the arrays to send to a client (``serve``) and
 updates the state from the replies (``aggregate``). :mod:`posy.strategies.rounds` and :mod:`posy.strategies.exchange`
-handle cohorts, messages, reply checks, privacy and failures, which a method does not see.
+handle cohorts, messages, reply checks, privacy and failures, so that a method does not have to.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,8 +39,8 @@ from posy.strategies.settings import Settings
 class PersonalisedStrategy(ServerHooks, Strategy):
     """Base class of all strategies.
 
-    A method overrides hooks of :class:`ServerHooks`, from :meth:`initialise` to :meth:`lost`, and may call
-    :meth:`mean`, :meth:`initial` and :meth:`restart_clients`.
+    A method overrides hooks of :class:`ServerHooks`, and may call :meth:`mean`, :meth:`initial` and
+    :meth:`restart_clients`.
 
     Parameters
     ----------
@@ -84,14 +84,14 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         return {}
 
     def mean(self, updates: list[Update], name: str = "model") -> FloatArray:
-        """Return the clients' models combined by the rule that the setting ``robust`` selects.
+        """Combine the clients' models into one ``(d,)`` by the rule that the setting ``robust`` selects.
 
         Parameters
         ----------
         updates : list of Update
             Updates of clients that started from the same model.
         name : str
-            The name of the array.
+            The name of the array to combine.
         """
         models, weights = stacked(updates, name), num_examples(updates)
         if self.influence.rule is None:
@@ -101,7 +101,7 @@ class PersonalisedStrategy(ServerHooks, Strategy):
         return combined
 
     def restart_clients(self) -> None:
-        """Make all clients start afresh, without their stored states."""
+        """Make all clients restart without their stored states."""
         self.exchange.states.versions = {}
 
     # -- Flower's Strategy -----------------------------------------------------------------------------
@@ -176,11 +176,11 @@ class PersonalisedStrategy(ServerHooks, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Return a message for every member with the arrays currently served to it, if the round is evaluated."""
+        """Return an evaluation message for every member that has joined, or none if the round is not evaluated."""
         return self.rounds.configure_evaluate(server_round, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Record each client's scores."""
+        """Record the clients' scores, and return the mean served accuracy."""
         return self.rounds.aggregate_evaluate(server_round, replies)
 
 

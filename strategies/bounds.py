@@ -1,4 +1,4 @@
-"""Bounds on the influence of a single client: on the norm of its update, and on its share of a mean."""
+"""Bounds on a single client's influence: on the norm of its update, and on its weight in a mean."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,16 +6,16 @@ import numpy.typing as npt
 Float64 = npt.NDArray[np.float64]
 
 NORM_RATIO = 3.0
-"""With sites, the maximum norm of an update, as a multiple of the round's median norm."""
+"""Default maximum norm of an update in a run with sites, as a multiple of the round's median norm."""
 LARGEST_SHARE, FAIR_SHARES = 0.5, 3.0
-"""With sites, a client's maximum share of a mean: as a fraction of the total, and as a multiple of an equal share."""
+"""Default bounds on a site's weight in a mean: as a fraction of the total, and as a multiple of an equal share."""
 
 
 def clipping_factors(norms: npt.ArrayLike, ratio: float) -> Float64:
     """Return min(1, ratio · median / norm) for each norm ``(M,)``, and 1 for a norm of 0.
 
     For an even number of norms, the median is the smaller of the two middle norms. A minority of clients therefore
-    cannot raise the median above the largest norm of the others.
+    cannot raise the median above the largest norm of the majority.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ def clipping_factors(norms: npt.ArrayLike, ratio: float) -> Float64:
 def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
     """Return factors ``(M,)`` that scale the weights so that no weight exceeds a given fraction of their sum.
 
-    Only weights above this fraction change, and each becomes exactly this fraction of the new sum. If the fraction is
-    smaller than 1/M, all weights become equal.
+    Only the weights that would exceed this fraction change, and each becomes exactly this fraction of the new sum. If
+    no factors achieve this, all positive weights become equal.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
         return np.ones(len(w))
     limit = falling[-1]
     if len(falling) * largest > 1:
-        for above in range(len(falling)):  # `above` weights are at the limit, and the others are below it
+        for above in range(len(falling)):  # the `above` largest weights are at the limit
             limit = largest * falling[above:].sum() / (1 - above * largest)
             if falling[above] <= limit:
                 break
@@ -56,5 +56,5 @@ def share_factors(weights: npt.ArrayLike, largest: float) -> Float64:
 
 
 def site_share(clients: int) -> float:
-    """Return a site's maximum share among ``clients`` clients: three equal shares, but at most one half."""
+    """Return a site's maximum weight, as a fraction of the total: three times an equal share, but at most one half."""
     return min(LARGEST_SHARE, FAIR_SHARES / clients)

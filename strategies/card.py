@@ -31,7 +31,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Program:
-    """A published program, whose results ``tests/programs`` compares with Posy's.
+    """A published program whose results the tests in ``tests/programs`` compare with Posy's.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Program:
 
 @dataclass(frozen=True)
 class MethodCard:
-    """The facts about a method stated on its page in ``docs/methods``.
+    """The facts about a method that its page in ``docs/methods`` states.
 
     Parameters
     ----------
@@ -65,13 +65,13 @@ class MethodCard:
     equations : tuple of str
         Each equation or algorithm line that the code implements, with its number in the paper.
     sent, returned : mapping of str to str
-        Arrays of the server's message and of a client's reply, in order: name and shape, mapped to the meaning.
+        Arrays of the server's message and of a client's reply, in order: names and shapes, mapped to meanings.
     server_state, client_state : mapping of str to str
         Arrays that each side stores between rounds: names in the code, mapped to meanings.
     scored : str
         The model that the authors score, which explains the choice of ``point``.
     deviations : tuple of str
-        Differences from the paper, each with its reason and, where it was measured, its effect.
+        Differences from the paper, each with its reason and, if measured, its effect.
     program : Program or None
         The published program with which a test compares Posy.
     no_program : str

@@ -1,12 +1,12 @@
 """CFL (Sattler et al., 2020): clients form clusters, and a cluster splits in two when its clients' updates diverge.
 
 A cluster splits only in a round in which all its members reply, because the criterion compares updates of the same
-model. If some members do not reply and the others meet the criterion, Posy logs a warning.
+model. If some members do not reply and the remaining members meet the criterion, Posy logs a warning.
 
 The splits form a binary tree. If the run has hold-out clients, the server stores, for each split, the model
-before the split and the updates on both sides. After the last round, each newcomer descends from the root. At each
-split it trains the stored model, and follows the side with the update most similar to its own. Posy then serves it the
-model of the cluster that it has reached.
+before the split and the updates on both sides. After the last round, each of these newcomers descends from the
+root. At each split it trains the stored model, and follows the side with the update most similar to its own. The server
+then sends the newcomer the model of the cluster that it has reached.
 """
 
 import math
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 class CFLSettings(
     MethodSettings,
-    robust="it splits clusters by the mean and the angles of single updates, which an attacker can steer",
+    robust="it splits clusters by the mean of the updates and the angles between them, which an attacker can steer",
     point="served",
 ):
     """Settings of CFL."""
 
     returned = reply(
         model=model(
-            noise="it splits clusters by the cosine similarity of single updates, which noise drives to zero",
-            sums="it splits clusters by the cosine similarity of single updates",
+            noise="it splits clusters by the cosine similarity of individual updates, which noise drives to zero",
+            sums="it splits clusters by the cosine similarity of individual updates",
         )
     )
 
@@ -62,7 +62,7 @@ class CFLSettings(
             "c splits only if ||mean of Δθ_i|| < ε1 and max_i ||Δθ_i|| > ε2 (stopping and splitting criterion)",
             "c1, c2 = the bipartition of c with the smallest max α_ij over i in c1, j in c2",
             "c splits only if γ_max < sqrt((1 − max α_ij) / 2) over i in c1, j in c2",
-            "A newcomer follows, at each split, the side with the largest α between a stored update and its update",
+            "At each split, a newcomer follows the side with the stored update most similar to its own (largest α)",
         ),
         sent={"model (d,)": "the model θ_c of the client's cluster"},
         returned={"model (d,)": "the trained model θ_c + Δθ_i"},
@@ -73,16 +73,18 @@ class CFLSettings(
             "parents": "the cluster that each split divided (k,); split s created cluster s + 1",
             "split_models": "with hold-out clients: the divided cluster's model before each split (k, d)",
             "split_updates": "with hold-out clients: the updates before each split (r, p), without running statistics",
-            "split_sides": "the split of each of these updates, and 1 if its client left the old cluster (r, 2)",
+            "split_sides": "for each of these updates, its split, and 1 if its client left the old cluster (r, 2)",
         },
         client_state={},
         scored="The served model: the authors' notebook scores the model of each client's cluster after aggregation.",
         deviations=(
-            "The mean weighs clients by training samples; the authors' program has uniform means (`client-weights`).",
+            "Clients are weighted by numbers of samples; the authors' program weights them equally "
+            "(`client-weights=uniform`).",
             "The bipartition minimises the largest similarity between its parts, as in the paper. The notebook uses "
             "complete linkage, which need not find this bipartition.",
-            "A cluster may split in any round and at any size; the notebook waits 20 rounds and keeps pairs together.",
-            "`gamma-max` is 0 by default: the notebook does not test γ_max.",
+            "A cluster may split in any round and at any size; the notebook waits 20 rounds and does not "
+            "split clusters of two clients.",
+            "`cfl-gamma-max` is 0 by default, because the notebook does not apply this criterion.",
             "A cluster with an absent member does not split; the paper assumes that all members reply.",
             "The norms and similarities exclude BatchNorm's running statistics, which are averaged as in FedAvg.",
         ),
@@ -110,9 +112,9 @@ class CFLSettings(
     )
     gamma_max: float = setting(
         0.0,
-        "bound on the clients' relative deviation: a cluster splits only if it is below sqrt((1 - a) / 2), where a is "
-        "the largest similarity across the two parts; 0 allows any split into parts that differ",
-        source="choice: the authors' notebook does not test it",
+        "bound on the clients' relative deviation: a cluster splits only if this bound is below sqrt((1 - a) / 2), "
+        "where a is the largest similarity across the two parts; 0 allows any split into parts that differ",
+        source="choice: the authors' notebook does not apply this criterion",
         needs="cfl-eps1 > 0",
         minimum=0,
         maximum=1,
@@ -159,7 +161,7 @@ class Descent(NewcomerPhase):
         super().run(server_round, train_config, evaluate_config, grid, timeout)
 
     def _next_splits(self, reached: dict[int, int]) -> dict[int, int]:
-        """Return each newcomer's next split, if there is one; ``reached`` holds the first split to consider."""
+        """Return the next split of each newcomer that has one; ``reached`` holds the first split to consider."""
         following = {}
         for client, start in reached.items():
             splits = np.flatnonzero(self.strategy.parents[start:] == self.strategy.cluster[client])
@@ -168,7 +170,7 @@ class Descent(NewcomerPhase):
         return following
 
     def _choose_side(self, client: int, update: Update) -> None:
-        """Move a newcomer to the cluster that split off if the update most similar to its own is on that side."""
+        """Move a newcomer to the cluster that split off if that side has the update most similar to its own."""
         cfl = self.strategy
         index = cfl.descending[client]
         change = cfl.parameters.take(update.arrays["model"] - cfl.split_models[index])
@@ -198,7 +200,7 @@ class CFL(PersonalisedStrategy):
         """Index of the split at which each newcomer trains during its descent, keyed by client."""
 
     def serve(self, client: int) -> Arrays:
-        """Send the model of the client's cluster or, during a newcomer's descent, the model from before the split."""
+        """Return the model of the client's cluster or, during a newcomer's descent, the model from before the split."""
         if client in self.descending:
             return {"model": self.split_models[self.descending[client]]}
         return {"model": self._models()[self.cluster[client]]}
@@ -252,7 +254,7 @@ class CFL(PersonalisedStrategy):
 def split(
     changes: FloatArray, n: npt.NDArray[np.float64], eps1: float, eps2: float, gamma_max: float = 0.0
 ) -> npt.NDArray[np.bool_]:
-    """Return which clients leave a cluster: none, unless ||Σ (n_i / n) Δ_i|| < ε1 and max ||Δ_i|| > ε2.
+    """Return a mask of the clients that leave a cluster: none, unless ||Σ (n_i / n) Δ_i|| < ε1 and max ||Δ_i|| > ε2.
 
     Parameters
     ----------
@@ -263,7 +265,7 @@ def split(
     eps1, eps2 : float
         Bounds ε1 and ε2.
     gamma_max : float
-        Bound γ_max: clients leave only if it is below sqrt((1 − a) / 2), with a the largest similarity across parts.
+        Bound γ_max: clients leave only if γ_max < sqrt((1 − a) / 2), where a is the largest similarity across parts.
 
     Returns
     -------
@@ -281,8 +283,8 @@ def split(
 def bipartition(similarity: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Return the mask ``(m,)`` of the second part of the bipartition with the smallest maximum similarity across parts.
 
-    The function joins pairs in order of decreasing similarity until two parts remain. The first client is in the first
-    part.
+    The function merges the parts of pairs in order of decreasing similarity until two parts remain. The first
+    client is in the first part.
 
     Parameters
     ----------

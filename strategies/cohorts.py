@@ -1,4 +1,4 @@
-"""The clients that take part in each round, drawn from the settings alone, so that server and clients agree on them."""
+"""Draw the clients of each round from the settings alone, so that the server and the clients agree on them."""
 
 import math
 from collections import Counter

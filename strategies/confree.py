@@ -21,10 +21,10 @@ from posy.strategies.replies import Update, gram, stacked
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-6
-"""Small number added to a length of about 1 before dividing by it."""
+"""Number added to a length of about 1 to avoid a division by zero."""
 
 
-class ConFREESettings(FedRepSettings, robust="its server mixes updates by their angles", point="served"):
+class ConFREESettings(FedRepSettings, robust="its server weights updates by the angles between them", point="served"):
     """Settings of ConFREE."""
 
     returned = reply(
@@ -55,11 +55,11 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
         scored="The served model: the authors' program is built on PFLlib, whose FedRep scores the received body with "
         "the client's head before training.",
         deviations=(
-            "The client is FedRep's; the authors combine ConFREE with eight methods, FedRep among them.",
+            "Clients train as in FedRep, one of the eight methods with which the authors combine ConFREE.",
             "The authors' program differs from the poster. It treats each tensor separately (`confree-parts=tensors`), "
             "projects in a random order without division by the squared length, and divides the step by 1 + c² (both "
             "`confree-rule=program`).",
-            "The authors give no value of c.",
+            "The authors do not state their value of c.",
             "BatchNorm's running statistics are not projected, but averaged as in FedAvg.",
         ),
         program=Program(
@@ -72,15 +72,15 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     head_epochs: int = setting(
         1,
         "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
-        source="PFLlib's `--plocal_epochs 1`, on which the authors' program is built",
+        source="`--plocal_epochs 1` of PFLlib, on which the authors' program is built",
         needs="local-steps = 0",
         minimum=1,
         search=Search(1, 10),
     )
     alpha: float = setting(
         0.5,
-        "radius c of the ball around the guidance vector, relative to its length",
-        source="choice: the default of CAGrad (Liu et al., 2021), which has the same step; the authors give no value",
+        "radius c of the ball around the guidance vector, relative to the vector's length",
+        source="choice: the default of CAGrad (Liu et al., 2021), which takes the same step; the authors give no value",
         minimum=0,
         maximum=1,
         search=Search(0.1, 0.9),
@@ -94,7 +94,7 @@ class ConFREESettings(FedRepSettings, robust="its server mixes updates by their 
     parts: str = setting(
         "body",
         "unit of the projections: the whole body as one vector, or each of its tensors",
-        source="the authors' poster, Algorithm 1; their program has tensors",
+        source="the authors' poster, Algorithm 1; their program treats each tensor separately",
         choices=("body", "tensors"),
     )
 
@@ -134,7 +134,7 @@ class ConFREE(PersonalisedStrategy):
         return [tensors] if self.method.parts == "body" else [[tensor] for tensor in tensors]
 
     def _weights(self, products: Float64, generator: np.random.Generator) -> Float64:
-        """Return each update's weight in the step ``(M,)``."""
+        """Return the weight of each update in the server's step ``(M,)``."""
         c = self.method.alpha
         if self.method.rule == "paper":
             return best_for_the_worst(products, guidance(products), c)
@@ -165,15 +165,16 @@ def guidance(products: Float64) -> Float64:
 def sequential_guidance(products: Float64, generator: np.random.Generator) -> Float64:
     """Return the guidance vector of the authors' program as a mixture of the updates.
 
-    Each update is compared with the others in a random order. If its remainder r so far has a negative inner
-    product with another update Δ, then <r, Δ> Δ is subtracted from r, without division by ||Δ||².
+    Starting from each update r, the function goes through the other updates Δ in a random order. If <r, Δ> is
+    negative, it subtracts <r, Δ> Δ from r, without division by ||Δ||². The guidance
+    vector is the mean of the results.
 
     Parameters
     ----------
     products : numpy.ndarray, (M, M)
         Inner products of the updates.
     generator : numpy.random.Generator
-        Draws the orders.
+        Source of the random orders.
 
     Returns
     -------
@@ -193,7 +194,7 @@ def sequential_guidance(products: Float64, generator: np.random.Generator) -> Fl
 
 
 def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
-    """Return the mixture d, within c ||g|| of the guidance vector g, that maximises the smallest gain of any client.
+    """Return the mixture d, within c ||g|| of the guidance vector g, that maximises the smallest gain over the clients.
 
     The solution of max_d min_i <Δ_i, d> over ||d − g|| ≤ c ||g|| is d = g + c ||g|| Δ_w / ||Δ_w|| (Eq. 4). The weights
     w minimise <Δ_w, g> + c ||g|| ||Δ_w|| over the simplex, with Δ_w = Σ_i w_i Δ_i (Eq. 5).
@@ -205,7 +206,7 @@ def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
     guide : numpy.ndarray, (M,)
         Weight of each update in g.
     c : float
-        Radius; with 0 the function returns g.
+        Radius; 0 gives g itself.
 
     Returns
     -------

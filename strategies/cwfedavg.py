@@ -47,7 +47,7 @@ class CwFedAvgSettings(
     )
     distribution: str = setting(
         "approx",
-        "class distributions to use: estimated from the output layer, or empirical ones that the clients send",
+        "class distributions: estimated from the output layer, or empirical distributions that the clients send",
         choices=("approx", "empirical"),
         source="Eq. 4 and Algorithm 1, line 8",
     )
@@ -74,12 +74,12 @@ class CwFedAvgSettings(
         equations=(
             "p̃_ij = ‖w_ij‖₂ / Σ_k ‖w_ik‖₂, with w_ij row j of client i's output weights (Eq. 4)",
             "w_j^G = Σ_i q_ij w_i with q_ij = p_i p̃_ij / Σ_i p_i p̃_ij and p_i = n_i / N (Eqs. 5 and 6)",
-            "w_i = Σ_j p̃_ij w_j^G, the layers that client i is served (Eq. 7)",
+            "w_i = Σ_j p̃_ij w_j^G, the class-wise layers sent to client i (Eq. 7)",
             "minimise cross-entropy + λ ‖p_i − p̃_i‖₂ on each mini-batch (Eq. 8)",
-            "p̃_ij = 1 / C at first (Algorithm 1, line 2)",
+            "p̃_ij = 1 / C initially (Algorithm 1, line 2)",
         ),
         sent={
-            "model (d_a,)": "layers averaged over all clients, equal for all",
+            "model (d_a,)": "layers averaged over all clients, the same for each client",
             "classwise (d_cw,)": "the client's mix of the class models (Eq. 7)",
         },
         returned={
@@ -90,19 +90,19 @@ class CwFedAvgSettings(
             "model": "layers averaged over all clients (d_a,)",
             "class_models": "class models w_j^G of the class-wise layers (C, d_cw)",
             "distributions": "class distribution of each client, 1 / C until its first reply (M, C)",
-            "local_norms": "norms of the output rows of each client's last model, for pictures (M, C)",
+            "local_norms": "norms of the rows of each client's latest output weights, for figures (M, C)",
         },
         client_state={},
-        scored="The served model w_i of Eq. 7: the authors' program evaluates after it has mixed the class models and "
-        "before the clients train.",
+        scored="The served model w_i of Eq. 7: the authors' program evaluates after mixing the class models and before "
+        "local training.",
         deviations=(
-            "The authors' program multiplies the regulariser by λ / 2, the paper by λ. To repeat the program's runs, "
-            "set half of its `-wd`.",
-            "The means cover the clients of the round (Algorithm 1, line 4). Posy serves other clients with their last "
-            "p̃_i.",
-            "A client that `holdout-clients` sets aside has no p̃_i and is served the plain mean of the class models.",
-            "BatchNorm's running statistics follow their layer. The paper's networks are a CNN without BatchNorm and a "
-            "ResNet-18.",
+            "The authors' program multiplies the regulariser by λ / 2, the paper by λ. To reproduce the "
+            "program's runs, set `cwfedavg-wdr-lambda` to half of its `-wd`.",
+            "The means cover the clients of the round (Algorithm 1, line 4). Models for absent clients are mixed with "
+            "the clients' last p̃_i.",
+            "A client that `holdout-clients` sets aside has no p̃_i and receives the uniform mean of the class models.",
+            "BatchNorm's running statistics are averaged in the same way as their layer. The paper's networks are a "
+            "CNN without BatchNorm and a ResNet-18.",
             "With `cwfedavg-distribution=empirical` a class without samples keeps its class model.",
         ),
         program=Program(
@@ -124,19 +124,19 @@ class CwFedAvgSettings(
         return network.layout.without(names), network.layout.part(names)
 
     def assembled(self, network: Architecture, sent: Mapping[str, Any], model: A) -> A:
-        """Write the averaged and the class-wise layers into a model ``(d,)``."""
+        """Write the averaged and the class-wise layers into a model ``(d,)``, and return it."""
         for part, values in zip(self.parts(network), (sent["model"], sent["classwise"]), strict=True):
             part.put(model, values)
         return model
 
     def reference(self, network: Architecture, sent: Arrays, reply: Arrays) -> Arrays:
-        """Return the whole model, reassembled from the two parts that the server sent to the client."""
+        """Return the starting values, with ``model`` reassembled from the two parts that the server sent."""
         model = self.assembled(network, sent, np.empty(network.layout.size, np.float32))
         return {**super().reference(network, sent, reply), "model": model}
 
 
 class CwFedAvg(PersonalisedStrategy):
-    """Average some layers class-wise and the others as FedAvg does (Eqs. 4–7).
+    """Average some layers class-wise and the remaining layers as in FedAvg (Eqs. 4–7).
 
     The state holds the averaged layers, the class models ``(C, d_cw)``, and the clients' class distributions and the
     norms of their output-layer rows, both ``(M, C)``.
@@ -160,11 +160,11 @@ class CwFedAvg(PersonalisedStrategy):
         self.local_norms = np.full((self.num_clients, self.num_classes), np.nan)
 
     def serve(self, client: int) -> Arrays:
-        """Send the averaged layers and, for the class-wise layers, w_i = Σ_j p̃_ij w_j^G (Eq. 7)."""
+        """Return the averaged layers, and the client's class-wise layers w_i = Σ_j p̃_ij w_j^G (Eq. 7)."""
         return {"model": self.model, "classwise": self.distributions[client].astype(np.float32) @ self.class_models}
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Expect the local model, and the empirical distribution if the method uses it."""
+        """Return the names of the local model and, if the method uses it, of the empirical distribution."""
         return ("model", "distribution") if self.method.distribution == "empirical" else ("model",)
 
     def check(self, client: int, arrays: Arrays) -> None:
@@ -192,7 +192,7 @@ class CwFedAvg(PersonalisedStrategy):
         return {"largest_class_share": float(distributions.max(axis=1).mean()), **self._distance(clients)}
 
     def _distance(self, clients: list[int]) -> dict[str, float]:
-        """Return the mean of ||p_i − p̃_i||₂ over the clients (Eq. 8), if the server knows p."""
+        """Return the mean of ||p_i − p̃_i||₂ over the clients (Eq. 8), or nothing if the server does not know p."""
         if self.class_counts is None:
             return {}
         empirical = self.class_counts[clients] / self.class_counts[clients].sum(axis=1, keepdims=True)
@@ -200,7 +200,7 @@ class CwFedAvg(PersonalisedStrategy):
         return {"distribution_distance": float(distances.mean())}
 
     def output_weights(self, models: FloatArray) -> FloatArray:
-        """Return the output weights ``(M, C, E)`` of whole models ``(M, d)``."""
+        """Return the output weights ``(M, C, E)`` of models ``(M, d)``."""
         return models[:, self.output.start : self.output.stop].reshape(len(models), *self.output.shape)
 
 

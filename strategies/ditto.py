@@ -23,7 +23,7 @@ class DittoSettings(MethodSettings, robust=True):
     strength: float = setting(
         0.1,
         "lambda: strength of the personal model's pull towards the global one",
-        source="choice: a weak pull; the README of the authors' program has 1, the paper tunes 0.05 to 2",
+        source="choice: a weak pull; the README of the authors' program has 1, the paper tries 0.05 to 2",
         minimum=0,
         search=Search(0.01, 10.0, log=True),
     )
@@ -65,8 +65,8 @@ class DittoSettings(MethodSettings, robust=True):
         client_state={"model": "the personal model v_k (d,)"},
         scored="The local model: the paper and its program score v_k.",
         deviations=(
-            "The mean of the clients is weighted by samples; it is uniform in the paper (`client-weights=uniform`).",
-            "Clients are sampled uniformly; the authors' program samples them in proportion to their samples.",
+            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
+            "Clients are drawn uniformly; the authors' program draws them in proportion to their numbers of samples.",
             "The two models see mini-batches in different orders; in the authors' program they share each mini-batch.",
         ),
         program=Program(

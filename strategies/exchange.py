@@ -1,4 +1,4 @@
-"""Send the messages of a round, decode the replies, and drop lost or unusable replies."""
+"""Send the messages of a round, decode the replies, and drop clients whose replies are missing or unusable."""
 
 import math
 import time
@@ -25,11 +25,11 @@ from posy.strategies.states import ClientStates, LostStateError, decoded_reply
 from posy.words import describe_clients, one_line
 
 SAVE_SECONDS = 120.0
-"""Seconds after which clients store their models again, so that an interrupted run has recent ones."""
+"""Seconds after which clients store their models again, so that an interrupted run keeps recent models."""
 MAX_LIFE_SECONDS = 7 * 86_400.0
 """Maximum lifetime of a message."""
 MAX_REASONS = 10
-"""Maximum number of reasons for dropped replies logged per phase."""
+"""Maximum number of reasons for dropping replies that Posy logs per phase."""
 Decoder = Callable[[int], Callable[[RecordDict], Any]]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,8 +50,8 @@ class Exchange:
         self.refresh: Callable[[], list[int]] | None = None
         """Function that updates the strategy's clients before each round."""
         self.client_names: Mapping[int, str] = {}
-        """Names of clients from the data, such as the groups of a natural partition; other clients are named after
-        their nodes."""
+        """Client names that come from the data, such as the groups of a natural partition; other clients are named
+        after their nodes."""
         self.models_folder: Path | None = None
         self.states = ClientStates()
         self.saving = False
@@ -131,13 +131,13 @@ class Exchange:
         return self._named(self.strategy.members[0]) | arrays_once(self.strategy)
 
     def note_finished(self, server_round: int) -> None:
-        """Record this round for each newly completed array of ``sent_once``."""
+        """Record ``server_round`` as the round that completed each new array of ``sent_once``."""
         if name := self.strategy.method.sent_once:
             finished, rounds = getattr(self.strategy, name), self.strategy.finished_in
             rounds += [server_round] * (len(finished) - len(rounds))
 
     def _stored_by(self, client: int) -> int:
-        """Return how many arrays of ``sent_once`` a client's state contains, judging by the state's version."""
+        """Return how many arrays of ``sent_once`` a client's state contains, according to the state's version."""
         if not (version := self.states.versions.get(client, "")):
             return 0
         number, evaluation = (int(word) for word in version.split("-")[1:])
@@ -171,24 +171,24 @@ class Exchange:
         *,
         stateful: bool = True,
     ) -> list[R]:
-        """Return the results for the accepted replies; drop and record errors and unusable replies.
+        """Return the results of ``accept``; drop and record errors and unusable replies.
 
         The function catches the decoder's exceptions, and :class:`BadReplyError` from ``accept``. Any other exception
-        from a hook is a mistake in the method and ends the run.
+        from a hook is a bug in the method and ends the run.
 
         Parameters
         ----------
         replies : iterable of Message
             Replies to the messages in ``sent``.
         decoder : callable
-            Returns, for a client, a function that decodes its reply. This function may raise any of
+            Returns the function that decodes a client's reply. The decoding function may raise any exception in
             :data:`~posy.strategies.replies.UNREADABLE`.
         accept : callable
             Checks and records a client's decoded reply. It raises :class:`BadReplyError` for unusable values.
         versions : dict, optional
-            Where to store the version of each client's state; by default ``states.versions``.
+            Mapping that stores the version of each client's state; by default ``states.versions``.
         stateful : bool
-            Whether replies state the version of the client's state.
+            Whether replies contain the version of the client's state.
 
         Raises
         ------
@@ -221,7 +221,7 @@ class Exchange:
         return accepted
 
     def report_lost(self) -> None:
-        """Tell the strategy which clients have lost their states in this phase."""
+        """Notify the strategy of the clients that have lost their states in this phase."""
         clients, self._lost = sorted(set(self._lost)), []
         if clients:
             self.strategy.lost(clients)
@@ -255,7 +255,7 @@ class Exchange:
         row["bytes_down"] += down
 
     def lap(self, phase: str) -> None:
-        """Add the time since the previous lap to a phase of the round, in seconds."""
+        """Add the seconds since the previous lap to the recorded time of a phase."""
         clock = time.perf_counter()
         seconds = self.strategy.record.seconds
         seconds[phase] = seconds.get(phase, 0.0) + clock - self._clock
@@ -272,7 +272,7 @@ def _decoded(
 ) -> tuple[str | None, T]:
     """Return the version of a client's state and its decoded reply; raise :class:`BadReplyError` for an error reply."""
     if message is None:
-        raise BadReplyError("a reply to no message of this phase, or a second reply")
+        raise BadReplyError("a reply that matches no message of this phase, or a duplicate reply")
     if reply.has_error():
         raise_mistake(client, reply.error)
         raise BadReplyError(failure(reply.error))

@@ -28,8 +28,8 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
 
     returned = reply(
         model=model(
-            noise="it decides who collaborates by the cosine similarity of single models, which noise drives to zero",
-            sums="it decides who collaborates by the cosine similarity of single models",
+            noise="it selects collaborators by the cosine similarity of individual models, which noise drives to zero",
+            sums="it selects collaborators by the cosine similarity of individual models",
         )
     )
 
@@ -67,32 +67,32 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
         server_state={
             "seen": "clients with a trained model, sorted (m,)",
             "models": "their latest models w_i (m, d)",
-            "stateless": "whether each client has lost its own state since its last update (M,)",
+            "stateless": "1 for each client that has lost its state since its last update (M,)",
             "mixed": "their intermediate models u_i (m, d)",
-            "pictures": "attention of some rounds, for pictures (P, M, M)",
+            "pictures": "attention matrices of some rounds, for the figure (P, M, M)",
             "pictured": "the numbers of these rounds (P,)",
         },
         client_state={"model": "the client's latest model w_i, which later evaluations score"},
         scored="The local model w_i: Algorithm 1 returns w_1, …, w_n, the models after local training (Eq. 5).",
         deviations=(
-            "Client i always takes part in its own mean. In the paper s_ii = 1 exceeds δ, which fails for p = 1 and "
-            "for equal models, as in round 1 from one common initialisation.",
-            "Similarities s_ij ≤ 0 are omitted, because negative weights extrapolate. The paper sums all s_ij > δ, "
-            "also for a negative δ.",
+            "Client i's mean always includes its own model. In the paper this requires s_ii = 1 > δ, which fails for "
+            "p = 1 and for equal models, as in round 1 after a common initialisation.",
+            "Similarities s_ij ≤ 0 are omitted, because negative weights extrapolate. The paper sums over all "
+            "s_ij > δ, even if δ is negative.",
             "BatchNorm's running statistics do not enter s_ij, since they would outweigh the parameters. They are "
             "mixed like all other entries.",
             "A client without a trained model does not enter S. It starts from the common initial model, or, once "
-            "others have trained, from their plain mean. With `fedacs-initialisation=own` it starts from its own "
-            "initial model. In the paper the initial models enter S in round 1.",
-            "The latest model of an absent client stays in the means of the others: W in the paper contains the models "
-            "of all clients.",
+            "other clients have trained, from the uniform mean of their models. With `fedacs-initialisation=own` it "
+            "starts from its own initial model. In the paper the initial models enter S in round 1.",
+            "The latest model of an absent client stays in the other clients' means, because W in the paper contains "
+            "the models of all clients.",
         ),
-        no_program="The authors published no program, and neither PFLlib nor FL-bench has the method.",
+        no_program="The authors published no program, and neither PFLlib nor FL-bench implements the method.",
     )
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the attention determines them."""
-        reason = "attention weighs the clients' models"
+        reason = "the attention determines the weights of the clients' models"
         return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
@@ -124,8 +124,8 @@ class FedACS(AttentionStrategy):
     method: FedACSSettings
 
     def serve(self, client: int) -> Arrays:
-        """Send u_i; with ``initialisation=own``, send clients that have not trained yet their own initial models."""
-        # A newcomer has no initial model: the server sends the mean, as with a common initialisation.
+        """Return u_i; with ``initialisation=own``, a client that has not trained yet gets its own initial model."""
+        # Newcomers have no initial models; they receive the mean, as with a common initialisation.
         if self.method.initialisation == "own" and client in self.members and client not in self.seen:
             return {"model": self.initial(client)}
         return super().serve(client)
@@ -162,15 +162,15 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
 def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
     """Return the weights of Eq. 4; each row sums to 1.
 
-    δ is the p-quantile of all elements of S. Client i always takes part in its own mean, even if rounding or identical
-    models make δ ≥ 1. Similarities ≤ 0 get weight 0.
+    δ is the p-quantile of all elements of S. Client i's mean always includes its own model, even if rounding or
+    identical models make δ ≥ 1. Similarities ≤ 0 get weight 0.
 
     Parameters
     ----------
     similarity : numpy.ndarray, (M, M)
         S, with 1 on the diagonal.
     p : float
-        The quantile that gives δ: with 0, all but the least similar clients take part; with 1, each trains alone.
+        Level of the quantile δ: with 0, all but the least similar pairs collaborate; with 1, each client trains alone.
     """
     delta = np.quantile(similarity, p)
     weights = np.where((similarity > delta) & (similarity > 0), similarity, 0.0)

@@ -30,7 +30,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         ),
         equations=(
             "Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ [1^(|Θ_i|−p); W_i] (Eq. 4)",
-            "W_i ← clip(W_i − η ∇_{W_i} L(Θ̂_i), 0, 1), repeated until the loss settles (Eq. 5, Algorithm 1)",
+            "W_i ← clip(W_i − η ∇_{W_i} L(Θ̂_i), 0, 1), repeated until the loss converges (Eq. 5, Algorithm 1)",
             "Θ_i ← SGD from Θ̂_i;  Θ ← Σ_i (n_i / n) Θ_i (Algorithm 1)",
         ),
         sent={"model (d,)": "the global model Θ"},
@@ -42,15 +42,16 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         },
         scored="The served model: the authors' program tests after local aggregation, before training (serverALA.py).",
         deviations=(
-            "Only the clients of a round run ALA, as in Algorithm 1. In the authors' program all clients run it in "
-            "every round, including clients that do not train.",
-            "The mean loss of a pass decides whether the weights have settled. The authors' program uses the last "
-            "mini-batch.",
-            "A client stops after 50 passes. The authors' README warns that a small threshold may never be reached.",
-            "A pass takes full mini-batches of the sampled share, in a random order that all passes of a round repeat.",
-            "The evaluation learns the weights again and does not store them.",
-            "`max-update-norm` and `dp` measure an update from the global model. Training starts from the mixture, "
-            "but only the client knows the weights of the mixture.",
+            "Only the clients of a round run adaptive local aggregation (ALA), as in Algorithm 1. In the authors' "
+            "program all clients run it in every round, including clients that do not train.",
+            "The mean loss of a pass decides whether the weights have converged. The authors' program uses the loss of "
+            "the last mini-batch.",
+            "A client stops after 50 passes, because a small threshold may never be reached (authors' README).",
+            "A pass takes full mini-batches from the sampled part of the data, in a random order that all passes of a "
+            "round repeat.",
+            "Each evaluation learns the weights again and does not store them.",
+            "`max-update-norm` and `dp` measure an update relative to the global model. Training starts from the "
+            "mixture, but only the client knows the mixture's weights.",
         ),
         program=Program(
             "TsingZ0/FedALA",
@@ -76,7 +77,7 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
     )
     sample: float = setting(
         0.8,
-        "share of the training samples that each pass over the weights uses, rounded to full batches",
+        "fraction of the training samples that each pass uses to learn the weights, rounded to full batches",
         above=0,
         maximum=1,
         source="authors' program, run_me.sh: s = 80",
@@ -84,8 +85,8 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
     )
     threshold: float = setting(
         0.01,
-        "the weights have settled once the standard deviation of the last ten passes' losses is below this; a client's "
-        "first ALA takes 11 to 50 passes",
+        "the weights have converged once the standard deviation of the last ten passes' losses is below this "
+        "threshold; a client's first adaptive local aggregation takes 11 to 50 passes",
         above=0,
         source="authors' README: 0.01 in the paper",
         needs="fedala-eta > 0",
@@ -93,11 +94,11 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
     )
 
     def mixed(self, network: "Architecture") -> tuple[str, ...]:
-        """Return the layers that are mixed."""
+        """Return the names of the layers to mix."""
         return network.layer_names[-self.layers :]
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn if the weights stay at 1, or if the setting mixes more layers than the network has."""
+        """Warn if the weights stay at 1, or if ``fedala-layers`` exceeds the number of layers."""
         notices = []
         depth = len(network.layer_names)
         if self.layers > depth:

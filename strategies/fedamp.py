@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
 SMALLEST = 1e-30
-"""Smallest sigma used: below it, only equal models attend to each other, as at 0, and quotients might overflow."""
+"""Lower bound on sigma, at which only equal models attend to each other; below it, quotients might overflow."""
 NEGLIGIBLE = 1e-3
-"""Attention below which a notice says that models do not attend to each other."""
+"""Attention below which Posy reports that models do not attend to each other."""
 
 
-class FedAMPSettings(MethodSettings, robust="its server mixes a model for each client by distance"):
+class FedAMPSettings(MethodSettings, robust="its server mixes a model for each client by the distances between models"):
     """Settings of FedAMP."""
 
     returned = reply(
         model=model(
-            noise="it decides who collaborates by the distances between single models, and noise makes these "
+            noise="it selects collaborators by the distances between individual models, and noise makes these "
             "distances similar",
-            sums="it decides who collaborates by the distance of single models",
+            sums="it selects collaborators by the distances between individual models",
         )
     )
 
@@ -55,21 +55,21 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",
-            "stateless": "1 for each client that has lost its own state since its last update (M,)",
+            "stateless": "1 for each client that has lost its state since its last update (M,)",
             "mixed": "the messages u_i (m, d)",
-            "pictures": "the attention ξ in the rounds of the picture (P, M, M)",
-            "pictured": "these rounds (P,)",
+            "pictures": "the attention ξ in the rounds that the figure shows (P, M, M)",
+            "pictured": "the numbers of these rounds (P,)",
         },
         client_state={"model": "the trained model w_i (d,)"},
-        scored="The local model: the paper personalises w_i, which the clients train, and u_i only pulls it.",
+        scored="The local model: the paper's personalised models are the w_i that the clients train.",
         deviations=(
             "If the ξ_ij of a row with j ≠ i sum to more than 1, they are scaled to sum to 1, so u_i stays a convex "
-            "combination. The paper chooses α small enough.",
-            "Training starts from the client's own model. It starts from the message only in the client's first "
-            "training, and after the client has lost its state.",
+            "combination. The paper instead requires a small enough α.",
+            "Training starts from the client's own model. It starts from u_i only in the client's first round, and "
+            "after the client has lost its state.",
             "Distances exclude BatchNorm's running statistics; u_i mixes them with the same weights.",
-            "PFLlib computes the pull from detached tensors. That pull has no gradient, so PFLlib's clients train "
-            "alone; `fedamp-strength = 0` has the same effect.",
+            "PFLlib computes the proximal term from detached tensors. The term then has no gradient, so PFLlib's "
+            "clients train alone; `fedamp-strength = 0` has the same effect.",
         ),
         program=Program(
             "TsingZ0/PFLlib",
@@ -107,20 +107,20 @@ class FedAMPSettings(MethodSettings, robust="its server mixes a model for each c
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the attention determines them."""
-        reason = "attention weighs the clients' models"
+        reason = "the attention determines the weights of the clients' models"
         return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Report the distance beyond which models do not attend to each other."""
         limit = farthest(self.alpha, self.sigma)
         return (
-            f"models at an L2 distance above {limit:.3g} do not attend to each other (fedamp-sigma sets it); if all "
+            f"models at an L2 distance above {limit:.3g} do not attend to each other (set by fedamp-sigma); if all "
             "models are farther apart, this is local training, and attention_to_self in the record is 1",
         )
 
 
 class FedAMP(AttentionStrategy):
-    """Send client i the model u_i = Σ_j ξ_ij w_j (Eq. 6), towards which it pulls its own model (Eq. 4)."""
+    """Send client i the model u_i = Σ_j ξ_ij w_j (Eq. 6), towards which the client pulls its model (Eq. 4)."""
 
     method: FedAMPSettings
 
@@ -129,7 +129,7 @@ class FedAMP(AttentionStrategy):
         return message_weights(models, self.method.alpha, self.method.sigma)
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
-        """Return the model that the client's training starts from: its own, or the one sent to it if it has none."""
+        """Return the model that the client's training starts from: its own model, or u_i if it has none."""
         return {"model": self.client_model(client, self.serve(client)["model"])}
 
 
@@ -142,7 +142,7 @@ def farthest(alpha: float, sigma: float) -> float:
 def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArray[np.float64]:
     """Return ξ_ij = α A'(||w_i − w_j||²) for j ≠ i and ξ_ii = 1 − Σ_j ξ_ij, with A(x) = 1 − exp(−x/σ).
 
-    The paper takes α small enough that ξ_ii ≥ 0. If the ξ_ij with j ≠ i in a row sum to more than 1, the function
+    The paper chooses α small enough that ξ_ii ≥ 0. If the ξ_ij with j ≠ i in a row sum to more than 1, the function
     rescales them to a sum of 1, so that u_i remains a convex combination.
 
     Parameters

@@ -1,7 +1,7 @@
 """FedAS (Yang et al., 2024): clients align the received body, and the server weights bodies by Fisher information.
 
-A client first trains the body that it receives towards the class prototypes of its latest model. It then trains the
-whole network. The server weights each body by the trace of the trained model's Fisher information.
+A client first pulls the features of the received body towards the class prototypes of its latest model. It then trains
+the whole network. The server weights each body by the trace of the trained model's Fisher information.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ from posy.strategies.settings import MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
-SINGLE_REPLIES = "it weighs bodies by the Fisher information of single clients"
+SINGLE_REPLIES = "it weights bodies by the Fisher information of individual clients"
 
 
 class FedASSettings(
-    MethodSettings, robust="its server weighs bodies by the Fisher information that the clients report"
+    MethodSettings, robust="its server weights bodies by the Fisher information that the clients report"
 ):
     """Settings of FedAS."""
 
     returned = reply(
         model=model(noise=True, sums=SINGLE_REPLIES),
         fisher=numbers(
-            noise="the trace of the Fisher information, which its clients send, has no noise",
+            noise="its clients send the trace of the Fisher information without noise",
             sums=SINGLE_REPLIES,
         ),
     )
@@ -68,7 +68,7 @@ class FedASSettings(
         sent={"model (b,)": "the shared body θ"},
         returned={
             "model (b,)": "the trained body θ_i",
-            "fisher ()": "mean of ‖∇ mean log p‖² over mini-batches, weighted by their samples",
+            "fisher ()": "mean of ‖∇ mean log p‖² over mini-batches, weighted by their sizes",
         },
         server_state={"model": "the shared body θ (b,)"},
         client_state={
@@ -77,11 +77,11 @@ class FedASSettings(
         },
         scored="The local model: the authors' program tests each client's trained model.",
         deviations=(
-            "The program adds the squared norms of all mini-batches. Posy sends their mean and multiplies it by n_i. "
-            "Both give the same weights if all clients have full batches.",
-            "The alignment uses mini-batches of `batch-size` samples. The program uses 16.",
-            "The program aligns one shared model for all clients in turn, so a client's alignment starts from its "
-            "predecessors' result. In Posy every client aligns its own copy.",
+            "The program adds the squared norms of all mini-batches. In Posy a client sends their mean, and the server "
+            "multiplies it by n_i. Both give the same weights if all clients have full batches.",
+            "The alignment uses mini-batches of `batch-size` samples. The program uses mini-batches of 16.",
+            "The program aligns one shared model for all clients in turn, so a client's alignment starts from the "
+            "previous client's result. In Posy every client aligns its own copy.",
         ),
         program=Program(
             "xiyuanyang45/FedAS",
@@ -93,7 +93,7 @@ class FedASSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the Fisher information determines them."""
-        return {"client-weights": "the trace of the Fisher information weighs the clients' bodies"}
+        return {"client-weights": "the trace of the Fisher information determines the weights of the clients' bodies"}
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Keep the head on the client."""

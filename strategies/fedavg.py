@@ -9,7 +9,7 @@ from posy.strategies.settings import MethodSettings
 
 
 class FedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
-    """Settings of FedAvg, which adds none."""
+    """Settings of FedAvg, which has only the shared settings."""
 
     card = MethodCard(
         paper=Paper(

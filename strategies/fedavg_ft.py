@@ -30,10 +30,10 @@ CARD = MethodCard(
         "w_i ← w_i − η ∇f_i(w_i; b) from the served w, before each evaluation or in the last rounds (fine-tuning)",
     ),
     sent={"model (d,)": "the server's model w"},
-    returned={"model (d,)": "the trained model w_i; nothing in the rounds of fine-tuning"},
+    returned={"model (d,)": "the trained model w_i; nothing in fine-tuning rounds"},
     server_state={"model": "the server's model w (d,)"},
-    client_state={"model": "the fine-tuned model w_i (d,), in the rounds of fine-tuning"},
-    scored="The local model: FedDRM, PPFE and cwFedAvg score the model after fine-tuning.",
+    client_state={"model": "the fine-tuned model w_i (d,), in fine-tuning rounds"},
+    scored="The local model: the papers on FedDRM, PPFE and cwFedAvg score the model after fine-tuning.",
     deviations=("The paper does not fine-tune. FedDRM (2025, Section 3.1) fine-tunes in the last rounds.",),
     program=PROGRAM,
 )
@@ -78,7 +78,7 @@ class FedAvgFTSettings(MethodSettings, dp_sgd=True, robust=True):
 
     @property
     def follows_number_of_rounds(self) -> bool:
-        """Whether the last rounds differ from the others."""
+        """Whether the run ends with fine-tuning rounds."""
         return self.rounds > 0
 
     def tunes(self, server_round: int, num_rounds: int) -> bool:
@@ -98,7 +98,7 @@ class FedAvgFT(PersonalisedStrategy):
             raise SettingsError(f"{key}: it must be less than num-server-rounds = {run.num_server_rounds}")
         if self.method.rounds and run.secure_aggregation:
             raise SettingsError(
-                f"{key} cannot go with secure-aggregation = true: clients send nothing in these rounds; "
+                f"{key} cannot be combined with secure-aggregation = true: clients send nothing in these rounds; "
                 "set one of them to its default"
             )
         if 0 < self.method.rounds < run.average_rounds:
@@ -109,7 +109,7 @@ class FedAvgFT(PersonalisedStrategy):
         super().initialise()
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Expect a model, or nothing while the clients fine-tune."""
+        """Return the name of the model, or no names while the clients fine-tune."""
         return () if self._tunes(server_round) else super().returns(server_round, client)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:

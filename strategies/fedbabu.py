@@ -30,19 +30,20 @@ class FedBABUSettings(FedAvgFTSettings, dp_sgd=True, robust=True):
             "(θ_ext, θ_cls) ← SGD on the client's samples: fine-tuning before prediction (personalisation)",
         ),
         sent={"model (s,)": "the shared body: all layers but the head"},
-        returned={"model (s,)": "the client's body after training; nothing in rounds of `fedbabu-rounds`"},
+        returned={"model (s,)": "the client's body after training; nothing in fine-tuning rounds (`fedbabu-rounds`)"},
         server_state={"model": "the shared body (s,)"},
         client_state={},
         scored=(
             "The local model: the authors report personalised accuracy, after fine-tuning (analysis.ipynb). Their "
-            "initial accuracy is the accuracy of the served model."
+            "initial accuracy corresponds to the served model."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples. It is uniform in the paper's program "
+            "Clients are weighted by numbers of samples; the paper's program weights them equally "
             "(`client-weights=uniform`).",
-            "Fine-tuning runs in every evaluation. The authors fine-tune once, from the round with the best test "
-            "accuracy; Posy does not select on test data.",
-            "With `fedbabu-rounds`, clients store their model and fine-tune it in the last rounds (FedDRM's paper).",
+            "Fine-tuning runs in every evaluation. The authors fine-tune once, starting from the model with the best "
+            "test accuracy; Posy does not select on test data.",
+            "With `fedbabu-rounds`, clients store their models and fine-tune them in the last rounds, as in FedDRM's "
+            "paper.",
         ),
         program=Program(
             "jhoon-oh/FedBABU",

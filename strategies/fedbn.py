@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
-    """Settings of FedBN, which adds none."""
+    """Settings of FedBN, which has only the shared settings."""
 
     card = MethodCard(
         paper=Paper(
@@ -37,9 +37,8 @@ class FedBNSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
             "normalisation (federated/fed_digits.py)."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples. It is uniform in the paper "
-            "(`client-weights=uniform`).",
-            "GroupNorm and LayerNorm stay with the clients as well; the paper has BatchNorm only.",
+            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
+            "GroupNorm and LayerNorm layers stay with the clients too; the paper has only BatchNorm.",
         ),
         program=Program(
             "med-air/FedBN",

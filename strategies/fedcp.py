@@ -1,8 +1,8 @@
 """FedCP (Zhang et al., 2023): a policy divides each sample's features between a personal and a global head.
 
 The body, the policy and the global head are shared; the personal head stays on the client. A client trains with the
-global head fixed, and sends the mean of both heads in its place. The loss pulls the client's features towards the
-served body's features.
+global head fixed, and then sends the mean of both heads in place of the global head. The loss pulls the client's
+features towards the served body's features.
 """
 
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
             "(r, s) = softmax over two outputs of the policy for each feature, r + s = 1",
             "logits = personal head(r ⊙ h) + global head(s ⊙ h)",
             "loss = cross-entropy + λ MMD²(h, features of the served body)",
-            "sent in place of the global head: (personal head + global head) / 2; all means have weights n_i / n",
+            "sent in place of the global head: (personal head + global head) / 2; the mean has weights n_i / n",
         ),
         sent={"model (s,)": "body, policy and global head"},
         returned={"model (s,)": "trained body and policy, and the mean of both heads"},
@@ -42,14 +42,14 @@ class FedCPSettings(MethodSettings, robust=True, point="served"):
         client_state={"personal": "the client's personal head, flat"},
         scored="The served model: the authors' program evaluates before local training (servercp.py, FedCP.train).",
         deviations=(
-            "The shares r and s are a softmax. The authors' program draws them with Gumbel noise, even when it tests.",
-            "v_i follows the head; the authors' program sets v_i once a round, to random numbers in round 1. SGD on "
-            "the cross-entropy does not move v_i, because the gradient's rows sum to 0. Only Adam and custom losses "
-            "move v_i.",
-            "The served body's features are computed once a round, from samples without augmentation, with BatchNorm's "
-            "running statistics. The authors' program computes them for every mini-batch in training mode.",
-            "All clients of a round receive policy and global head. The authors' program sends them only to the "
-            "clients of the previous round.",
+            "The shares r and s are a plain softmax. The authors' program adds Gumbel noise, even at test time.",
+            "v_i is always computed from the current head; the authors' program sets v_i once per round, to random "
+            "numbers in round 1. SGD on the cross-entropy does not change v_i, because the gradient's rows sum to 0. "
+            "Only Adam and custom losses change v_i.",
+            "The served body's features are computed once per round, from samples without augmentation, with "
+            "BatchNorm's running statistics. The authors' program computes them for every mini-batch in training mode.",
+            "All clients of a round receive the policy and the global head. The authors' program sends them only "
+            "to the clients of the previous round.",
         ),
         program=Program(
             "TsingZ0/FedCP",

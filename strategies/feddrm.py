@@ -68,17 +68,17 @@ class FedDRMSettings(MethodSettings, robust=True, point="served"):
         server_state={"model": "shared layers (d_s,)"},
         client_state={"personal": "class classifier (α_i, β_i)"},
         scored="The served model: the authors score the averaged layers with each client's classifier before the next "
-        "local training, weighted by n_i. System accuracy answers each pooled test sample with the classifier of the "
-        "client that it is routed to.",
+        "local training, weighted by n_i. For system accuracy, each pooled test sample is classified by the "
+        "client to which it is routed.",
         deviations=(
             "A client that `holdout-clients` sets aside never trains, so no query is routed to it.",
             "The mean covers the clients of the round. In the paper all clients take part in every round.",
             "The density rule subtracts the log of the client's weight in the mean: log(n_i / N), or a constant with "
             "`client-weights=uniform`.",
-            "`class-weights=balanced` weighs the client loss too. The client branch then estimates density ratios of "
+            "`class-weights=balanced` also weights the client loss. The client branch then estimates density ratios of "
             "the class-balanced data. The paper has no class weights.",
-            "Linear layers start from PyTorch's initialisation. The paper's Kaiming-normal weights are "
-            "`linear-init=kaiming`, which the papers' settings select.",
+            "Linear layers start from PyTorch's default initialisation. The paper's Kaiming-normal initialisation "
+            "is `linear-init=kaiming`, which the settings of the paper's experiments select.",
             "BatchNorm's running statistics are averaged with the other shared entries. The paper's networks have "
             "GroupNorm and LayerNorm only.",
         ),
@@ -144,7 +144,7 @@ def route_queries(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: 
 
 
 def routing_logits(client_logits: "Tensor", n: npt.NDArray[np.float64], routing: str) -> "Tensor":
-    """Return the logits ``(n, M)`` of which :func:`route_queries` takes the argmax; the arguments are the same."""
+    """Return the logits ``(n, M)`` whose argmax :func:`route_queries` returns; the arguments are the same."""
     if routing != "density":
         return client_logits
     log_prior = np.log(n / n.sum())

@@ -28,13 +28,13 @@ Float64 = npt.NDArray[np.float64]
 IDLE_ROUNDS = 10
 """Number of rounds after which Posy warns about a model that has not had the lowest loss on any client."""
 SMALLEST = 1e-30
-"""Smallest smoothing parameter: below it, weights are one-hot, as at 0, and losses divided by it might overflow."""
+"""Lower bound on the smoothing parameter, at which weights are one-hot; below it, scaled losses might overflow."""
 
-SINGLE_REPLIES = "it weighs a client's updates by the client's losses in this round, so the server needs single replies"
+SINGLE_REPLIES = "it weights a client's updates by the client's losses, so the server needs individual replies"
 
 
 class FedFewSettings(
-    MethodSettings, robust="its server weighs updates by the losses that the clients report", point="served"
+    MethodSettings, robust="its server weights updates by the losses that the clients report", point="served"
 ):
     """Settings of FedFew."""
 
@@ -43,7 +43,7 @@ class FedFewSettings(
         models=model(change_of="models", is_change=True, noise=True, sums=SINGLE_REPLIES),
         losses=numbers(
             "models",
-            noise="the K training losses, by which its server weighs the updates, have no noise",
+            noise="its clients send the K training losses, which determine the weights of updates, without noise",
             sums=SINGLE_REPLIES,
         ),
     )
@@ -71,22 +71,22 @@ class FedFewSettings(
     )
     full_steps: bool = setting(
         True,
-        "divide each model's step by the sum of its weights, so that all K take full steps; false: as in the paper",
+        "divide each model's step by the sum of its weights, so all K models take full steps; false: as in the paper",
         earlier=False,
-        source="choice: with the paper's steps most clients end on one model (docs/results.md)",
+        source="choice: with the paper's steps most clients end up with the same model (docs/results.md)",
     )
     weigh_losses: bool = setting(
         True, "multiply each client's losses by n_i / N before computing weights", source="footnote 2 of Section 4.1"
     )
     initialisation: str = setting(
         "distinct",
-        "initial models from K independent seeds, or from one; with `same` and shared batches, the K models stay equal",
+        "initial models from K independent seeds or one seed; with `same` and shared batches, the K models stay equal",
         choices=("distinct", "same"),
         source="choice: Algorithm 1 takes K initial models Θ(0); the authors' program copies one",
     )
     batches: str = setting(
         "shared",
-        "order of a client's samples: one for all K models, or a separate one for each",
+        "order of a client's samples: the same for all K models, or a separate order for each",
         choices=("shared", "own"),
         source="choice: cheaper, and distinct initial models diverge anyway; the authors' program shuffles for each "
         "model",
@@ -99,7 +99,7 @@ class FedFewSettings(
     personal_statistics: bool = setting(
         False,
         "keep BatchNorm's running statistics on the clients",
-        source="choice: as FedAvg does here; the authors' program aggregates parameters only",
+        source="choice: averaged, as in FedAvg; the authors' program aggregates parameters only",
     )
 
     card = MethodCard(
@@ -116,7 +116,7 @@ class FedFewSettings(
             "w_ik = exp(−L_ik / μ) / S_i with S_i = Σ_k exp(−L_ik / μ) (Eq. 12)",
             "α_i = S_i⁻¹ / Σ_j S_j⁻¹ (Eq. 11)",
             "θ_k ← θ_k + η_s Σ_i α_i w_ik Δ_ik with Δ_ik = θ_ik − θ_k for −η g_ik (Eq. 13; Algorithm 1, line 15)",
-            "g = μ log Σ_i S_i⁻¹, the objective, which the record of a round contains (Eq. 9)",
+            "g = μ log Σ_i S_i⁻¹, the objective, which Posy records in every round (Eq. 9)",
             "k_i = argmin_k L_i(θ_k) over the training samples (Algorithm 1, lines 19–24)",
         ),
         sent={"models (K, d)": "the K models θ_k"},
@@ -126,23 +126,25 @@ class FedFewSettings(
         },
         server_state={
             "models": "the K models (K, d)",
-            "losses": "last training losses of each client, for pictures (M, K)",
-            "weights": "last inner weights w_ik of each client, for pictures (M, K)",
-            "objectives": "round and objective g, for pictures (R, 2)",
+            "losses": "last training losses of each client, for figures (M, K)",
+            "weights": "last inner weights w_ik of each client, for figures (M, K)",
+            "objectives": "round and objective g, for figures (R, 2)",
         },
         client_state={"personal": "heads or BatchNorm statistics of the K models, if they are personal (K, d_p)"},
         scored="The served model k_i: Algorithm 1 selects it after the last broadcast (lines 19–24). The authors' "
-        "program scores the selected model after local training instead. Compare its numbers with the column `local`.",
+        "program scores the selected model after local training instead. Compare its results with the column `local`.",
         deviations=(
-            "`fedfew-full-steps=true` divides the step of each model by Σ_i α_i w_ik. In the paper these products sum "
-            "to 1 over all models, so that K models share one step and most clients end on one of them. On 3,000 "
-            "images of CIFAR-10 with Dir(0.1), one model serves 22.4 %, three models 23.4 % with the paper's steps and "
-            "34.0 % with full steps (docs/results.md). `fedfew-full-steps=false` is the paper's step.",
-            "Each model starts from its seed. The authors' program copies one model K times and shuffles the samples "
-            "for each model: `fedfew-initialisation=same fedfew-batches=own`, which the papers' settings select.",
-            "The server multiplies the step of parameters by `fedfew-server-lr`. BatchNorm's running statistics always "
-            "move with factor 1, because an extrapolated variance can be negative. The authors' program leaves the "
-            "statistics on the clients: `fedfew-personal-statistics=true`.",
+            "`fedfew-full-steps=true` divides the step of each model by Σ_i α_i w_ik. In the paper these sums add up "
+            "to 1 over all models, so the K models share one step and most clients end up with the same model. On "
+            "3,000 images of CIFAR-10 with Dir(0.1), one model has a served accuracy of 22.4 %. Three models reach "
+            "23.4 % with the paper's steps and 34.0 % with full steps (docs/results.md). `fedfew-full-steps=false` "
+            "selects the paper's steps.",
+            "Each model starts from its own seed. The authors' program copies one model K times and shuffles the "
+            "samples for each model: `fedfew-initialisation=same fedfew-batches=own`, which the settings of the "
+            "paper's experiments select.",
+            "The server scales the steps of the parameters by `fedfew-server-lr`, but not the steps of BatchNorm's "
+            "running statistics, because an extrapolated variance can be negative. The authors' program keeps the "
+            "statistics on the clients (`fedfew-personal-statistics=true`).",
             "With partial participation the weights cover the clients of the round, as in the authors' program.",
             "The local model is the model with the lowest mean loss during the last local epoch. The authors' program "
             "evaluates the K trained models again.",
@@ -157,7 +159,7 @@ class FedFewSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the losses determine them."""
-        return {"client-weights": "the clients' losses weigh them, see fedfew-weigh-losses"}
+        return {"client-weights": "the clients' losses determine the weights, see fedfew-weigh-losses"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if all K models stay equal, or if the network has no statistics to keep personal."""
@@ -165,7 +167,7 @@ class FedFewSettings(
         if self.models > 1 and self.initialisation == "same" and self.batches == "shared":
             warnings.append(
                 "fedfew-initialisation = 'same' with fedfew-batches = 'shared': all models stay equal, so "
-                f"fedfew-models = {self.models} serves the same model as 1; set fedfew-batches = 'own'"
+                f"fedfew-models = {self.models} has the same effect as 1; set fedfew-batches = 'own'"
             )
         if self.personal_statistics and all(entry.trainable for entry in network.layout.entries):
             warnings.append(
@@ -180,7 +182,7 @@ class FedFewSettings(
 
 
 class STCHWeights(NamedTuple):
-    """Weights of one round, inner w ``(M, K)`` and outer α ``(M,)``, and the objective g."""
+    """The inner weights w ``(M, K)``, the outer weights α ``(M,)`` and the objective g of one round."""
 
     inner: Float64
     outer: Float64
@@ -252,8 +254,8 @@ class FedFew(PersonalisedStrategy):
         if (self.idle == IDLE_ROUNDS).any():
             log(
                 WARNING,
-                "round %s: %s of %s models have not had the lowest loss on any client for %s rounds; fewer "
-                "fedfew-models would serve the same (docs/results.md)",
+                "round %s: %s of %s models have not had the lowest loss on any client for %s rounds; a smaller "
+                "fedfew-models would give the same result (docs/results.md)",
                 self.record.number,
                 int((self.idle >= IDLE_ROUNDS).sum()),
                 len(in_use),
@@ -297,7 +299,7 @@ def server_step(
 ) -> FloatArray:
     """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ for −η∇L).
 
-    The products α_i w_ik sum to 1 over all i and k, so that the K models share one step and the model with the largest
+    The products α_i w_ik sum to 1 over all i and k, so the K models share one step and the model with the largest
     weights learns fastest. ``full`` divides each model's products by their sum, which is not in the paper.
 
     Parameters

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 NONE = -1
 """Marker for an unused entry in a row of client indices."""
 
-SINGLE_REPLIES = "its clients are sent each other's models"
+SINGLE_REPLIES = "its clients receive each other's models"
 
 
-class FedFomoSettings(MethodSettings, robust="its server passes single models on to other clients", point="served"):
+class FedFomoSettings(MethodSettings, robust="its server passes individual models to other clients", point="served"):
     """Settings of FedFomo."""
 
     sent = ("models",)
@@ -38,7 +38,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
         model=model(shape=("parameters",), noise=True, sums=SINGLE_REPLIES),
         weights=numbers(
             shape_from=lambda sent: (1 + len(sent["models"]),),
-            noise="its clients weigh each other's single models, and the weights that they send do not tolerate noise",
+            noise="its clients send the weights of the other clients' models, and these weights do not tolerate noise",
             sums=SINGLE_REPLIES,
         ),
     )
@@ -55,8 +55,8 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
             "w_n = (L_i(θ_i before training) − L_i(θ_n)) / ||θ_n − θ_i before training|| on validation samples (Eq. 3)",
             "w_n ← max(w_n, 0) / Σ_m max(w_m, 0) (Eq. 5)",
             "θ_i ← θ_i before training + Σ_n w_n (θ_n − θ_i before training) (Eq. 4)",
-            "P_i ← P_i + w_i before normalisation; P starts as the identity (Section 3.3)",
-            "A client receives the models with the largest P_ij; with probability ε a random model (Section 3.3)",
+            "P_i ← P_i + w_i, with w_i before normalisation; P starts as the identity (Section 3.3)",
+            "A client receives the models with the largest P_ij; each is random with probability ε (Section 3.3)",
         ),
         sent={"models (k, d)": "the latest models of other clients"},
         returned={
@@ -66,7 +66,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",
-            "stateless": "1 for each client that has lost its own state since its last update (M,)",
+            "stateless": "1 for each client that has lost its state since its last update (M,)",
             "starts": "with `max-update-norm` or `max-norm-ratio`: the model that each client's last training started "
             "from (M, d)",
             "affinity": "the affinity matrix P (M, M)",
@@ -75,11 +75,10 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
         client_state={"model": "the trained model (d,)", "start": "the model before the last training (d,)"},
         scored="The served model: the authors' program scores the model after the federated update, before training.",
         deviations=(
-            "A client that receives no model better than its model before training keeps that model, as in the "
-            "authors' program.",
-            "The authors' program adds the weights to P after a division by |Σ_n w_n|; Posy adds Eq. 3's weights.",
-            "`distance` is the L2 norm; the authors' program uses the L1 norm by default (`fedfomo-distance=l1`).",
-            "With `validation-fraction` the best round is chosen on the samples that also weigh the models.",
+            "A client keeps its model from before training if no candidate is better, as in the authors' program.",
+            "The authors' program divides the weights by |Σ_n w_n| before adding them to P; Posy adds Eq. 3's weights.",
+            "The distance is the L2 norm; the authors' program uses the L1 norm by default (`fedfomo-distance=l1`).",
+            "With `validation-fraction` the same samples determine the weights of the models and the best round.",
             "A client with a single training sample and no validation sample compares models on that sample.",
         ),
         program=Program(
@@ -92,7 +91,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
     models: int = setting(
         4,
         "maximum number of other clients' models that a client receives",
-        source="the authors' README, --num_update_clients 4: five models with the client's own",
+        source="the authors' README, --num_update_clients 4: five models including the client's own",
         minimum=0,
         maximum=1000,
         limit="num-clients - 1",
@@ -127,17 +126,17 @@ class FedFomoSettings(MethodSettings, robust="its server passes single models on
         "l2",
         "norm that measures the distance between two models in Eq. 3",
         needs="fedfomo-models > 0",
-        source="Eq. 3; the authors' program has the L1 norm by default",
+        source="Eq. 3; the authors' program uses the L1 norm by default",
         choices=("l2", "l1"),
     )
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the validation losses determine them."""
-        reason = "each client weighs the others' models by their losses"
+        reason = "each client weights the other clients' models by their losses"
         return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Report on which samples models are compared, and warn if the run is close to local training."""
+        """Report the samples on which clients compare models, and warn if the run is close to local training."""
         notices = []
         num_others = training_clients(settings) - 1
         if self.models > num_others and self.models != FedFomoSettings.models:
@@ -169,7 +168,7 @@ class FedFomo(LatestModels):
     method: FedFomoSettings
 
     def initialise(self) -> None:
-        """Start without any client's model, and with the identity matrix as P."""
+        """Start without client models, and with the identity matrix as P."""
         super().initialise()
         rows = self.num_clients if self.settings.run.max_update_norm or self.influence.norm_ratio else 0
         self.starts: FloatArray = np.tile(self.initial(), (rows, 1))
@@ -178,7 +177,7 @@ class FedFomo(LatestModels):
         self.sent: npt.NDArray[np.int64] = np.full((self.num_clients, width), NONE)
 
     def serve(self, client: int) -> Arrays:
-        """Send other clients' models ``(k, d)``; k is 0 until another client has trained."""
+        """Return other clients' models ``(k, d)``; k is 0 until another client has trained."""
         return {"models": self.latest(self._sent_to(client))}
 
     def reference(self, client: int, arrays: Arrays) -> Arrays:
@@ -222,7 +221,7 @@ class FedFomo(LatestModels):
 
 
 def mixed(start: FloatArray, candidates: FloatArray, weights: FloatArray) -> FloatArray:
-    """Return θ + Σ_n w_n (θ_n − θ) with positive weights that sum to 1; θ if no weight is positive (Eqs. 4 and 5).
+    """Return θ + Σ_n w_n (θ_n − θ), with the positive weights normalised; θ if no weight is positive (Eqs. 4 and 5).
 
     Parameters
     ----------
@@ -246,7 +245,7 @@ def chosen(affinity: npt.NDArray[np.float64], count: int, epsilon: float, genera
     Parameters
     ----------
     affinity : numpy.ndarray, (m,)
-        A client's affinities for m others.
+        A client's affinities for m other clients.
     count : int
         Maximum number of indices.
     epsilon : float

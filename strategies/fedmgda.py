@@ -1,4 +1,4 @@
-"""FedMGDA+ (Hu et al., 2022): each client's loss is an objective, and the server takes a common descent direction.
+"""FedMGDA+ (Hu et al., 2022): each client's loss is an objective, and the server steps in a common descent direction.
 
 The server moves along the shortest mixture of the clients' updates whose weights are close to FedAvg's.
 """
@@ -26,13 +26,13 @@ STAIR = 100
 """Number of rounds between decreases of eta (Section 6.1)."""
 
 
-class FedMGDASettings(MethodSettings, robust="its server mixes updates by their angles", point="served"):
+class FedMGDASettings(MethodSettings, robust="its server weights updates by the angles between them", point="served"):
     """Settings of FedMGDA+."""
 
     returned = reply(
         model=model(
-            noise="it weighs the clients by the angles between their updates, and noise makes updates orthogonal",
-            sums="it weighs the clients by the angles between their updates",
+            noise="it weights the clients by the angles between their updates, and noise makes updates orthogonal",
+            sums="it weights the clients by the angles between their updates",
         )
     )
 
@@ -79,14 +79,14 @@ class FedMGDASettings(MethodSettings, robust="its server mixes updates by their 
     server_lr: float = setting(
         1.0,
         "global step size eta",
-        source="easyFL's default, one of the four values that the paper tunes (Table 5)",
+        source="easyFL's default, one of the four values that the paper tries (Table 5)",
         above=0,
         search=Search(0.1, 10.0, log=True),
     )
     decay: float = setting(
         1.0,
-        "factor by which eta is multiplied over the whole run, in steps every 100 rounds; 1: constant",
-        source="choice: constant is one of the values that the paper tunes (Table 5)",
+        "factor by which eta is multiplied over the whole run, in steps every 100 rounds; 1: constant eta",
+        source="choice: 1 is one of the values that the paper tries (Table 5)",
         needs="num-server-rounds > 99",
         above=0,
         maximum=1,
@@ -141,7 +141,7 @@ def common_descent(changes: FloatArray, centre: Float64, epsilon: float, normali
     epsilon : float
         Maximum of |λ_i − λ_i⁰|.
     normalise : bool
-        Whether s_i is ||g_i||; otherwise it is 1.
+        Whether s_i is ||g_i|| instead of 1.
     """
     products = gram(changes)
     lengths = np.sqrt(np.diag(products))

@@ -1,4 +1,4 @@
-"""FedMTL (Smith et al., 2017): each client has its own model, tied to the others by the relations between the tasks.
+"""FedMTL (Smith et al., 2017): each client has its own model, and relations between the tasks tie the models together.
 
 The method minimises MOCHA's objective, Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), over the clients' models W = (w_1 … w_M) and
 over Ω (Eq. 1, with mean losses F_i and λ1 = λ/2; λ2 is the setting ``weight-decay``). In each round, the clients first
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 Float64 = npt.NDArray[np.float64]
 
 
-class FedMTLSettings(MethodSettings, robust="its server keeps every client's model and relates them"):
+class FedMTLSettings(
+    MethodSettings, robust="its server stores every client's model and relates the models to each other"
+):
     """Settings of FedMTL."""
 
     returned = reply(
         model=model(
-            noise="it derives the relations from the clients' single models, and noise makes these models similar",
-            sums="its server keeps every client's model, and sends each client the anchor for its own model",
+            noise="it derives the relations from individual models, and noise makes these models equally similar",
+            sums="its server stores every client's model, and sends each client the anchor for its own model",
         )
     )
 
@@ -46,19 +48,19 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
         ),
         equations=(
             "min over W and Ω of Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), W = (w_1 … w_M) (Eq. 1 with λ1 = λ/2)",
-            "`relations=mean`: Ω = I − 11ᵀ / M, which ties each model to the mean of all",
+            "`relations=mean`: Ω = I − 11ᵀ / M, which ties each model to the mean of all models",
             "`relations=learnt`: Ω = (M Σ + I)⁻¹, Σ = (WᵀW)^{1/2} / tr (WᵀW)^{1/2} (the trace-norm relation of MOCHA)",
         ),
-        sent={"model (d,)": "−Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii is in the message's config"},
+        sent={"model (d,)": "the anchor −Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii is in the message's config"},
         returned={"model (d,)": "the trained model w_i"},
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",
-            "stateless": "1 for each client that has lost its own state since its last update (M,)",
-            "mixed": "the ties sent to them (m, d)",
-            "pictures": "the attention −Ω_ij / Ω_ii in the rounds of the picture (P, M, M)",
-            "pictured": "these rounds (P,)",
-            "own": "Ω_ii of these clients (m,)",
+            "stateless": "1 for each client that has lost its state since its last update (M,)",
+            "mixed": "the anchors sent to them (m, d)",
+            "pictures": "the attention −Ω_ij / Ω_ii in the rounds that the figure shows (P, M, M)",
+            "pictured": "the numbers of these rounds (P,)",
+            "own": "Ω_ii of the clients that have trained (m,)",
         },
         client_state={"model": "the trained model w_i (d,)"},
         scored="The local model: each task has one model, which its client trains.",
@@ -72,7 +74,7 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
         ),
         no_program=(
             "The authors' program (gingsmith/fmtl) is MATLAB code for linear support vector machines. PFLlib computes "
-            "its regulariser from detached tensors; it has no gradient, so PFLlib's clients train alone."
+            "its regulariser from detached tensors. It then has no gradient, so PFLlib's clients train alone."
         ),
     )
     strength: float = setting(
@@ -84,7 +86,7 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
     )
     relations: str = setting(
         "mean",
-        "Omega: `mean` ties every model to the mean of all, `learnt` derives the relations from the models",
+        "Omega: `mean` ties every model to the mean of all models, `learnt` derives the relations from the models",
         source="choice: PFLlib's relations are fixed too",
         needs="fedmtl-strength > 0",
         choices=("mean", "learnt"),
@@ -92,12 +94,12 @@ class FedMTLSettings(MethodSettings, robust="its server keeps every client's mod
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the relations determine them."""
-        reason = "relations between the clients weigh their models"
+        reason = "the relations between the clients determine the weights of their models"
         return {"client-weights": reason, "max-client-weight": reason}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn if there are no ties, because clients then train alone."""
-        return () if self.strength else ("with fedmtl-strength = 0 no client has a tie: this is local training",)
+        return () if self.strength else ("with fedmtl-strength = 0 the models have no ties: this is local training",)
 
 
 class FedMTL(AttentionStrategy):
@@ -111,7 +113,7 @@ class FedMTL(AttentionStrategy):
     method: FedMTLSettings
 
     def initialise(self) -> None:
-        """Start without any client's model."""
+        """Start without client models."""
         super().initialise()
         self.own: Float64 = np.empty(0)
 
@@ -129,7 +131,7 @@ class FedMTL(AttentionStrategy):
         return {"model": self.client_model(client, self.initial())}
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the strength λ Ω_ii; a client without a model is tied to the mean as an additional client would be."""
+        """Return the strength λ Ω_ii; a client without a model is tied to the mean like an additional client."""
         row, count = np.searchsorted(self.seen, client), len(self.seen)
         omega = self.own[row] if client in self.seen else 1 - 1 / (count + 1)
         return {"tie": self.method.strength * float(omega)}

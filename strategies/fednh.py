@@ -1,7 +1,7 @@
-"""FedNH (Dai et al., 2023): the head consists of class prototypes, first spread evenly, then pulled to the features.
+"""FedNH (Dai et al., 2023): the head holds class prototypes, first spread evenly, then pulled towards the features.
 
-The prototypes are directions: the logits are the scaled cosines between them and the features. Clients train the body
-with the prototypes fixed. In place of the head, they send the mean direction of the features of each class.
+The prototypes are unit vectors, and the logits are their scaled cosines with the features. Clients train the body with
+the prototypes fixed. They send the trained body and the mean direction of each class's features.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,9 @@ ROUNDING = 0.01
 """Maximum rounding error of the sum of the class shares, for features in bfloat16."""
 
 
-class FedNHSettings(MethodSettings, robust="its server also averages class directions, which the rule would not cover"):
+class FedNHSettings(
+    MethodSettings, robust="its server also averages class directions, which a robust rule would not cover"
+):
     """Settings of FedNH."""
 
     returned = reply(
@@ -70,10 +72,10 @@ class FedNHSettings(MethodSettings, robust="its server also averages class direc
         },
         server_state={"model": "the body θ, and the prototypes W as its head (d,)"},
         client_state={},
-        scored="The local model: the trained body under the prototypes of its training. The paper reports it as the "
+        scored="The local model: the trained body with the prototypes used in training. The paper reports it as the "
         "personalised model, and the served model as the global one.",
         deviations=(
-            "Bodies are weighted by n_i. They have equal weights in the program (`client-weights=uniform`).",
+            "Bodies are weighted by n_i; the program weights them equally (`client-weights=uniform`).",
             "For up to D + 1 classes the first prototypes are the vertices of a simplex, which minimises the paper's "
             "largest cosine. The program draws an orthonormal set.",
             "The scale s is fixed, as with the program's option FedNH_fix_scaling. By default the program trains it.",
@@ -110,19 +112,19 @@ class FedNH(PersonalisedStrategy):
     method: FedNHSettings
 
     def initialise(self) -> None:
-        """Set up the model; raise :class:`SettingsError` if one masked sum would need two kinds of weights."""
+        """Set up the model; raise :class:`SettingsError` if a masked sum would need two sets of weights."""
         run = self.settings.run
         if run.secure_aggregation and run.client_weights == "uniform":
             raise SettingsError(
-                "client-weights = 'uniform' with method = 'fednh' and secure-aggregation = true: the prototypes count "
-                "samples, and the server sees one sum only; set one of them to its default"
+                "client-weights = 'uniform' with method = 'fednh' and secure-aggregation = true: the prototypes are "
+                "weighted by samples, but the server sees only one sum; set one of them to its default"
             )
         super().initialise()
 
     def check(self, client: int, arrays: Arrays) -> None:
         """Refuse mean directions whose lengths, which are the class shares, sum to more than 1.
 
-        With ``dp-clip``, noise changes the lengths, so the method does not check them.
+        With ``dp-clip``, noise changes the lengths, so they are not checked.
         """
         total = float(np.linalg.norm(np.asarray(arrays["directions"], np.float64), axis=1).sum())
         if not self.settings.train.dp_clip and total > 1 + ROUNDING:

@@ -1,4 +1,4 @@
-"""FedPAC (Xu et al., 2023): clients share a body, pull its features to global class means, and combine their heads.
+"""FedPAC (Xu et al., 2023): clients share a body, align its features with global class means, and combine heads.
 
 In each round, a client trains the head that it received, then the body, whose features are pulled towards the class
 means. For each client of the round, the server combines the heads received in that round. The weights minimise an
@@ -27,13 +27,13 @@ from posy.strategies.simplex import minimise_on_simplex
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = "it chooses the heads to combine by the class means of single clients"
+SINGLE_REPLIES = "it chooses the heads to combine by the class means of individual clients"
 NOISY = "it chooses the heads to combine by class means, and noise makes these means similar"
 
 
 class FedPACSettings(
     MethodSettings,
-    robust="its server also averages class means and combines heads, which the rule would not cover",
+    robust="its server also averages class means and combines heads, which a robust rule would not cover",
 ):
     """Settings of FedPAC."""
 
@@ -89,13 +89,13 @@ class FedPACSettings(
             "model (b,)": "the shared body θ",
             "head (h,)": "the head φ_i that the server combined for the client",
             "prototypes (C, D)": "the global class means c",
-            "known (C,)": "1 where a class has a mean, 0 elsewhere",
+            "known (C,)": "1 for each class that has a mean, 0 otherwise",
         },
         returned={
             "model (b,)": "the trained body θ_i",
             "head (h,)": "the trained head",
             "means (C, D)": "class means c_ij of the trained body's features",
-            "counts (C,)": "training samples n_ij by class",
+            "counts (C,)": "numbers of training samples n_ij per class",
             "variance ()": "V_i, the variance of the mean of (one-hot label) × feature, for the served body",
             "products (C, D)": "h_i, class means times class shares, for the served body",
         },
@@ -137,8 +137,8 @@ class FedPACSettings(
 class FedPAC(PersonalisedStrategy):
     """Average bodies and class means; combine heads for each client (Algorithm 1).
 
-    The state holds the body, the class means ``(C, D)`` with a 1 for each class that has one ``(C,)``, and the clients'
-    heads with a 1 for each client that has taken part ``(M,)``.
+    The state holds the body, the class means ``(C, D)``, a mask of the classes that have a mean ``(C,)``, the clients'
+    heads ``(M, h)``, and a mask of the clients that have taken part ``(M,)``.
     """
 
     state = ("model", "prototypes", "known", "heads", "seen")
@@ -155,7 +155,7 @@ class FedPAC(PersonalisedStrategy):
         self.seen = np.zeros(self.num_clients, np.int64)
 
     def serve(self, client: int) -> Arrays:
-        """Send the body, the client's head, the class means, and a 1 for each class that has a mean."""
+        """Return the body, the client's head, the class means, and a mask of the classes that have a mean."""
         return {
             "model": self.model, "head": self.heads[client], "prototypes": self.prototypes, "known": self.known
         }  # fmt: skip
@@ -197,7 +197,7 @@ def combination(products: npt.ArrayLike, variances: npt.ArrayLike) -> npt.NDArra
         V_i: the variance of the mean of (one-hot label) × feature over the client's samples.
     """
     h = np.asarray(products, np.float64).reshape(len(np.asarray(products)), -1)
-    h = h - h.mean(axis=0)  # only differences matter, and those between large numbers would lose precision
+    h = h - h.mean(axis=0)  # only differences matter, and centring reduces rounding errors
     gram, spread = h @ h.T, np.diag(np.asarray(variances, np.float64))
     rows = []
     for i in range(len(h)):

@@ -2,10 +2,10 @@
 
 A prototype is the mean of a class's features, which are the inputs of the head (Eq. 3). The server averages the
 clients' prototypes for each class. A client pulls its features towards these averages (Eq. 7), and predicts the class
-of the nearest one (Eq. 4).
+of the nearest average (Eq. 4).
 
 ``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes
-received before its last training; a class that had none uses the client's own prototype.
+received before its last training, or with the client's own prototype for a class that had none.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from posy.strategies.settings import MethodSettings
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
 
-SINGLE_REPLIES = "it weighs each client's prototypes by the client's samples of the class"
+SINGLE_REPLIES = "it weights each client's prototypes by the client's number of samples of the class"
 
 
 class FedProtoSettings(
@@ -39,7 +39,7 @@ class FedProtoSettings(
         prototypes=numbers(change_of="prototypes", limited=True, noise=True, sums=SINGLE_REPLIES),
         counts=numbers(
             "classes",
-            noise="the numbers of samples of each class, which its clients send, have no noise",
+            noise="its clients send their numbers of samples per class without noise",
             sums=SINGLE_REPLIES,
         ),
     )
@@ -69,11 +69,11 @@ class FedProtoSettings(
         ),
         sent={
             "prototypes (C, D)": "the global prototypes c",
-            "known (C,)": "1 where a class has a prototype, 0 elsewhere",
+            "known (C,)": "1 for each class that has a prototype, 0 otherwise",
         },
         returned={
-            "prototypes (C, D)": "the client's prototypes c_ij; the served one for a class that it lacks",
-            "counts (C,)": "training samples n_ij by class",
+            "prototypes (C, D)": "the client's prototypes c_ij; the served prototype for a class that the client lacks",
+            "counts (C,)": "numbers of training samples n_ij per class",
         },
         server_state={
             "prototypes": "the global prototypes c (C, D)",
@@ -82,15 +82,15 @@ class FedProtoSettings(
         client_state={
             "model": "the client's network (d,)",
             "prototypes": "the prototypes that the local model predicts with (C, D)",
-            "known": "1 for each class that has one of them (C,)",
+            "known": "1 for each class that has such a prototype (C,)",
         },
         scored="The served model: the authors' program tests the trained networks with the new global prototypes.",
         deviations=(
-            "Eq. 6 has a further factor 1 / |N_j|, which would shorten the prototypes of classes with many clients. "
-            "The program has a uniform mean over clients.",
-            "The distance is taken for each sample, as in the program. Eq. 7 takes the distance for each class mean.",
+            "Posy omits the factor 1 / |N_j| of Eq. 6, which would shorten the prototypes of classes with many "
+            "clients. The program averages clients with equal weights.",
+            "The distance is computed for each sample, as in the program. Eq. 7 computes it for each class mean.",
             "Prototypes are features of the trained network. The program collects them during the last epoch.",
-            "Clients predict among all classes with a prototype. The program predicts among the client's classes.",
+            "Clients predict among all classes with a prototype. The program considers only the client's classes.",
         ),
         program=Program(
             "TsingZ0/PFLlib",
@@ -103,7 +103,7 @@ class FedProtoSettings(
 
     def refusals(self) -> Mapping[str, str]:
         """Refuse client weights, because the numbers of samples per class determine them."""
-        return {"client-weights": "prototypes are weighted by samples of a class"}
+        return {"client-weights": "prototypes are weighted by numbers of samples per class"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if training ignores the prototypes of other clients."""

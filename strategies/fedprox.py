@@ -26,7 +26,7 @@ class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
     mu: float = setting(
         0.001,
         "strength of the pull towards the server's model",
-        source="the smallest value that the paper tunes: 0.001, 0.01, 0.1 or 1; cwFedAvg's appendix uses 0.001",
+        source="the smallest of the paper's values 0.001, 0.01, 0.1 and 1; cwFedAvg's appendix uses 0.001",
         minimum=0,
         search=Search(0.0001, 1.0, log=True),
     )
@@ -44,9 +44,9 @@ class FedProxSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         client_state={},
         scored="The served model: the paper and its program score the averaged model.",
         deviations=(
-            "As in the authors' program, clients are sampled uniformly and weighted by samples. Algorithm 2 samples "
-            "them in proportion to their samples and weights them uniformly (`client-weights=uniform`).",
-            "All clients train for the same time; the paper also studies clients that stop early.",
+            "As in the authors' program, clients are drawn uniformly and weighted by numbers of samples. Algorithm 2 "
+            "draws them in proportion to their numbers of samples and weights them equally (`client-weights=uniform`).",
+            "All clients complete their local training; the paper also studies clients that stop early.",
         ),
         program=Program(
             "TsingZ0/PFLlib",

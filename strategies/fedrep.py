@@ -41,15 +41,13 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
             "training (main_fedrep.py, test_img_local_all)."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples. It is uniform in the paper "
-            "(`client-weights=uniform`).",
-            "Head and body are trained separately, and each training begins without momentum. The authors' program "
-            "has one optimiser for "
-            "both phases, in which a frozen layer takes no step.",
-            "While the head trains, BatchNorm layers of the body use their running statistics and keep them. The "
-            "authors' networks have no BatchNorm.",
-            "After the last round, the authors' program trains every client's head for ten more epochs and reports "
-            "that accuracy as well. `full-last-round` lets all clients take part in the last round instead.",
+            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
+            "The training of the head and the training of the body each begin without momentum. The authors' program "
+            "uses one optimiser for both phases, in which a frozen layer takes no step.",
+            "While the head trains, BatchNorm layers of the body use their running statistics without updating them. "
+            "The authors' networks have no BatchNorm.",
+            "After the last round, the authors' program also trains every client's head for ten more epochs and "
+            "reports the resulting accuracy. `full-last-round` lets all clients take part in the last round instead.",
         ),
         program=Program(
             "lgcollins/FedRep",
@@ -64,7 +62,7 @@ class FedRepSettings(MethodSettings, robust=True, point="served"):
         "epochs for the head, before `local-epochs` for the body; with `local-steps`, each trains for that many steps",
         minimum=1,
         search=Search(1, 10),
-        source="authors' program, scripts/FedRep_cifar10_2shards.sh: local_ep 11 less local_rep_ep 1",
+        source="authors' program, scripts/FedRep_cifar10_2shards.sh: local_ep 11 minus local_rep_ep 1",
         needs="local-steps = 0",
     )
 

@@ -17,7 +17,7 @@ class FedSAMFTSettings(FedAvgFTSettings, robust=True):
 
     rho: float = setting(
         0.05,
-        "distance from the parameters to the point where SAM takes the gradient; 0: at the parameters themselves",
+        "distance from the parameters to the point at which SAM computes the gradient; 0: the parameters themselves",
         source="configs/fedsamft.yaml of FedDRM's program: fedsam_rho: 0.05",
         minimum=0,
         search=Search(0.01, 0.5, log=True),
@@ -42,9 +42,9 @@ class FedSAMFTSettings(FedAvgFTSettings, robust=True):
         ),
         deviations=(
             "The paper does not fine-tune. FedDRM (2025, Section 3.1) adds it.",
-            "The mean of the clients is weighted by samples, as in FedDRM's program; it is uniform in the paper "
+            "Clients are weighted by numbers of samples, as in FedDRM's program; the paper weights them equally "
             "(`client-weights=uniform`). The server's learning rate is 1.",
-            "BatchNorm's running statistics follow the passes at w, not at w̃, as in published programs of SAM.",
+            "Only the passes at w, not at w̃, update BatchNorm's running statistics, as in published SAM programs.",
         ),
         program=replace(PROGRAM, entry="algorithms/fedsamft.py: FedSAMFT.local_train, finetune and aggregate"),
     )

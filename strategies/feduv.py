@@ -54,7 +54,7 @@ class FedUVSettings(MethodSettings, robust=True, point="served"):
         client_state={},
         scored="The served model: the authors' program tests the averaged model.",
         deviations=(
-            "Class weights enter the cross-entropy alone: both regularisers treat the samples of a batch equally.",
+            "Class weights affect only the cross-entropy: both regularisers treat the samples of a batch equally.",
             "A batch of one sample, or of equal features, has no uniformity term. The program returns NaN for it.",
             "The program fixes SGD's momentum at 0.9. In Posy it is a setting.",
         ),

@@ -1,4 +1,4 @@
-"""The hooks of a method on the server, and the attributes that they use."""
+"""The server-side hooks of a method, and the attributes that they use."""
 
 from typing import Any, ClassVar
 
@@ -52,14 +52,14 @@ class ServerHooks:
     model: FloatArray
 
     state: ClassVar[tuple[str, ...]] = ("model",)
-    """Names of the array attributes that later rounds and the pictures need.
+    """Names of the array attributes that later rounds and the figures need.
 
-    :meth:`initialise` fixes their shapes, but an array without rows may gain rows (see also :attr:`resized`).
+    :meth:`initialise` fixes their shapes, but an initially empty array may gain rows (see also :attr:`resized`).
     """
     resized: ClassVar[frozenset[str]] = frozenset()
     """The names in ``state`` whose arrays change shape during a run."""
     sums_samples: ClassVar[bool] = False
-    """Whether :meth:`aggregate` sums over samples, regardless of ``client-weights``."""
+    """Whether :meth:`aggregate` weights some arrays by numbers of samples, regardless of ``client-weights``."""
 
     def __init__(self) -> None:
         self.newcomer_rows: dict[int, dict[str, Any]] = {}
@@ -72,7 +72,7 @@ class ServerHooks:
         self.dp_clip = np.array([self.settings.train.dp_clip])
         """The norm to which clients clip their updates in the next round; adaptive clipping changes it."""
         self.class_counts: npt.NDArray[np.int64] | None = None
-        """Number of training samples per client and class ``(M, C)``, for the pictures; None without a partition."""
+        """Number of training samples per client and class ``(M, C)``, for metrics and figures; None if unknown."""
 
     def initialise(self) -> None:
         """Set up the server's state: the initial model, and zeros of its shape for the other names in ``state``."""
@@ -84,12 +84,12 @@ class ServerHooks:
     def serve(self, client: int) -> Arrays:
         """Return the arrays to send to a client, by name. The caller does not modify them afterwards.
 
-        By default these are the attributes that the settings' ``sent`` names.
+        By default, these are the attributes whose names are in the settings' ``sent``.
         """
         return {name: getattr(self, name) for name in self.method.sent}
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Return the names of the arrays in a client's reply; by default all those in the settings' ``returned``."""
+        """Return the names of the arrays in a client's reply; by default all names in the settings' ``returned``."""
         return tuple(self.method.returned)
 
     def check(self, client: int, arrays: Arrays) -> None:
@@ -104,7 +104,7 @@ class ServerHooks:
         return reference
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Update the server's state, and return the method's quantities for the record.
+        """Update the server's state, and return the method's metrics for the round's record.
 
         ``updates`` is never empty. It is sorted by client, so that sums do not depend on the order of arrival.
         """
@@ -129,5 +129,5 @@ class ServerHooks:
         """Update the server's state after a phase in which some clients have lost their states."""
 
     def initial(self, number: int = 0) -> FloatArray:
-        """Return freshly initialised parameters ``(d,)`` of the model with a given number."""
+        """Return the initial parameters ``(d,)`` of model ``number``, whose seed depends on this number."""
         return self.architecture.initial(model_seed(self.settings.run.seed, number))

@@ -30,7 +30,9 @@ class IFCASettings(
     sent = ("models",)
     returned = reply(
         model=model(change_of="models", shape=("parameters",), noise=True, sums=SINGLE_REPLIES),
-        cluster=numbers(noise="each client names its cluster, and a name does not tolerate noise", sums=SINGLE_REPLIES),
+        cluster=numbers(
+            noise="each client sends the number of its cluster, which does not tolerate noise", sums=SINGLE_REPLIES
+        ),
     )
 
     card = MethodCard(
@@ -47,15 +49,20 @@ class IFCASettings(
             "θ_j ← mean of θ̃_i over the clients with j_i = j; a cluster without clients keeps its model",
         ),
         sent={"models (K, d)": "the cluster models θ_1 … θ_K"},
-        returned={"model (d,)": "the trained model of the chosen cluster", "cluster ()": "its number j_i"},
+        returned={
+            "model (d,)": "the trained model of the chosen cluster",
+            "cluster ()": "the number j_i of this cluster",
+        },
         server_state={"models": "the cluster models (K, d)"},
         client_state={},
-        scored="The served model: the authors' programs score the cluster model with the lowest loss of each client.",
+        scored="The served model: the authors' programs score, for each client, the cluster model with the lowest "
+        "loss.",
         deviations=(
-            "The mean weighs clients by training samples; the paper's mean is uniform (`client-weights=uniform`).",
+            "Clients are weighted by numbers of samples; the paper weights them equally (`client-weights=uniform`).",
             "The K models start from independent random weights. The authors' program for CIFAR-10 draws them again "
-            "until each has a share of the clients.",
-            "Algorithm 1 also has gradient averaging, which divides by all clients; Posy has model averaging only.",
+            "until each model has a share of the clients.",
+            "Algorithm 1 also has gradient averaging, which divides by the number of all clients; Posy has only model "
+            "averaging.",
         ),
         program=Program(
             "pgg3/FedFew",

@@ -20,12 +20,12 @@ from posy.words import describe_clients
 
 
 class Influence:
-    """A run's limits on update norms and on shares in a mean, and its robust rule.
+    """The limits on update norms and client weights, and the robust rule of a run.
 
     Parameters
     ----------
     strategy : ServerHooks
-        The strategy, in whose record the limited clients are listed.
+        The strategy whose record lists the limited clients.
     """
 
     def __init__(self, strategy: ServerHooks) -> None:
@@ -34,7 +34,7 @@ class Influence:
         self.rule = Rule.of(self.run)
         """The rule that replaces the weighted mean, or None to keep the weighted mean."""
         self.exchanged: Callable[[], tuple[Layout, Part]] = lambda: (strategy.architecture.layout, strategy.shared)
-        """Returns the layout of the network that clients train in this round, and the part that they send."""
+        """Function that returns the layout of the network that clients train in this round, and the part they send."""
 
     @property
     def norm_ratio(self) -> float:
@@ -47,7 +47,7 @@ class Influence:
         return float(run.max_norm_ratio)
 
     def largest_share(self, clients: int) -> float:
-        """Return the maximum share of a single client in a mean over ``clients`` clients; 1 means no limit."""
+        """Return a client's maximum fraction of the total weight of ``clients`` clients; 1 means no limit."""
         run = self.run
         unweighted = self.rule is not None and not self.rule.weighs
         if run.secure_aggregation or unweighted or "max-client-weight" in self.method.refusals():
@@ -161,7 +161,7 @@ class Influence:
     def is_parameter(self, array: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Return a mask of the entries along an array's last axis that are not BatchNorm running statistics.
 
-        An array that is neither a model nor its shared part has only parameters.
+        If an array is neither a model nor a model's shared part, all its entries count as parameters.
         """
         layout, shared = self.exchanged()
         parameters = layout.trainable
@@ -172,7 +172,7 @@ class Influence:
         return np.ones(array.shape[-1:], np.bool_)
 
     def combine(self, models: FloatArray, start: FloatArray, weights: npt.NDArray[Any], clients: list[int]) -> Any:
-        """Combine models into one ``(d,)`` by the rule of the setting ``robust``.
+        """Combine models into one ``(d,)`` by the rule that the setting ``robust`` selects.
 
         Distances between models exclude BatchNorm's running statistics, which :meth:`combine_statistics` combines.
 
@@ -181,7 +181,7 @@ class Influence:
         models : numpy.ndarray, float32, (M, d)
             The clients' models.
         start : numpy.ndarray, float32, (d,)
-            The model from which they started.
+            The model from which the clients started.
         weights : numpy.ndarray, (M,)
             The clients' weights.
         clients : list of int
@@ -203,7 +203,7 @@ class Influence:
     def combine_statistics(self, statistics: FloatArray) -> FloatArray:
         """Combine the clients' BatchNorm running statistics ``(M, s)`` into one vector ``(s,)``.
 
-        This is the trimmed mean with ``robust = trimmed-mean``, and the median with the other rules.
+        The result is the trimmed mean for ``robust = trimmed-mean``, and the median for the other rules.
         """
         assert self.rule is not None
         is_trimmed_mean = self.rule.name == "trimmed-mean"

@@ -1,4 +1,4 @@
-"""Code shared by the methods whose server stores each client's model."""
+"""Base class of methods whose server stores each client's latest model."""
 
 from typing import ClassVar
 
@@ -14,13 +14,13 @@ class LatestModels(PersonalisedStrategy):
     """Store the latest model of every client that has trained.
 
     The state consists of ``seen``, these clients in sorted order ``(m,)``; ``models``, their models ``(m, d)``; and
-    ``stateless`` ``(M,)``, which is 1 for each client that has lost its own state since its last update.
+    ``stateless`` ``(M,)``, which is 1 for each client that has lost its state since its last update.
     """
 
     state: ClassVar[tuple[str, ...]] = ("seen", "models", "stateless")
 
     def initialise(self) -> None:
-        """Start without any client's model."""
+        """Start without client models."""
         self.seen: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.models: FloatArray = np.empty((0, self.size), np.float32)
         self.stateless: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)

@@ -38,12 +38,12 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
             "(main_lg.py). It keeps each client's best model by test accuracy; Posy does not select on test data."
         ),
         deviations=(
-            "The mean over clients is weighted by training samples. It is uniform in the paper's program "
+            "Clients are weighted by numbers of samples; the paper's program weights them equally "
             "(`client-weights=uniform`).",
-            "The authors start from a model that FedAvg trained for hundreds of rounds. Here all clients start from "
-            "the run's initial model; `weights` can name a trained one.",
-            "The shared layers are the last ones, as in the paper. The authors' network for CIFAR lists its layers in "
-            "another order, so that their program shares its two convolutions.",
+            "The authors start from a model that FedAvg trained for hundreds of rounds. In Posy all clients start from "
+            "the run's initial model; the setting `weights` can load a trained model instead.",
+            "The shared layers are the last layers, as in the paper. The authors' network for CIFAR lists its layers "
+            "in another order, so their program shares the two convolutional layers.",
         ),
         program=Program(
             "pliang279/LG-FedAvg",

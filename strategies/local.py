@@ -14,7 +14,7 @@ from posy.strategies.settings import MethodSettings
 
 
 class LocalSettings(MethodSettings, robust="its clients send no model"):
-    """Settings of local training, of which there are none."""
+    """Settings of local training, which has only the shared settings."""
 
     sent = ()
     returned = reply()
@@ -26,7 +26,7 @@ class LocalSettings(MethodSettings, robust="its clients send no model"):
         returned={},
         server_state={},
         client_state={"model": "the client's model w_i (d,)"},
-        scored="The local model, because the clients have a single model each.",
+        scored="The local model, because it is a client's only model.",
         program=Program(
             "TsingZ0/PFLlib",
             "d832e76f6a23b833038949ec1e4fdefe63a4d350",
@@ -55,5 +55,5 @@ class Local(PersonalisedStrategy):
         """Skip the setup, because the server has no state."""
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Return no quantities, because the server aggregates nothing."""
+        """Return no metrics, because the server aggregates nothing."""
         return {}

@@ -1,10 +1,9 @@
 """The arithmetic of secure aggregation: fixed-point numbers modulo 2^32, masks, keys, and shares of secrets.
 
 Every primitive comes from `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's secret
-sharing over GF(2^128)). This module uses nothing from Flower's `flwr.common.secure_aggregation`. Flower's masks come
-from NumPy's Mersenne Twister, which is not cryptographic, with 32-bit seeds, and they never take the largest value
-below the modulus. Flower's rounding draws from NumPy's global generator, and its shares are computed from text-encoded
-keys.
+sharing over GF(2^128)). This module does not use Flower's `flwr.common.secure_aggregation`. Flower draws masks from
+NumPy's Mersenne Twister with 32-bit seeds, which is not cryptographically secure, and its masks never take the largest
+value below the modulus. Flower also rounds with NumPy's global generator, and splits text-encoded keys into shares.
 """
 
 import hashlib
@@ -26,11 +25,12 @@ Words = npt.NDArray[np.uint32]
 SECRET_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
 """Lengths in bytes of a secret, a key, and the nonce and tag of a ciphertext."""
 LIMBS, LIMB_BITS = 4, 16
-"""A whole number below 2^64 is sent as four words of 16 bits, so that sums over 65,536 clients do not overflow."""
+"""Number and size of the limbs of an integer below 2^64. Each 16-bit limb is sent as a 32-bit word, so that sums over
+65,536 clients do not overflow."""
 MAX_CLIENTS = 2 ** (32 - LIMB_BITS)
 """Maximum number of clients in a round."""
 ONE = 2**30
-"""The word for the maximum change, ``secure-range``. The sum over all clients is within ±2^30, half of the modulus."""
+"""The word that encodes a change of ``secure-range``, the maximum. Sums over all clients stay within ±2^30."""
 
 
 class MaskingError(ValueError):
@@ -38,23 +38,23 @@ class MaskingError(ValueError):
 
 
 class OutOfRangeError(ArithmeticError):
-    """An update or score that the words of a masked sum cannot represent."""
+    """An update or score that cannot be encoded as words of a masked sum."""
 
 
 # -- numbers ----------------------------------------------------------------------------------------------
 
 
 def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: float) -> Words:
-    """Encode a client's change as words for the masked sum, followed by a word for its share of the weights.
+    """Encode a client's update as words for the masked sum, followed by a word for the client's share of the weights.
 
     A change Δ becomes round(Δ · share · 2^30 / limit). The shares of all clients sum to at most 1, so the sum stays
-    within the modulus. Rounding to the nearest integer keeps runs repeatable, and changes the sum over M clients by at
-    most M/2.
+    within the modulus. Rounding to the nearest integer is deterministic, so runs are reproducible. It changes the sum
+    over M clients by at most M/2.
 
     Raises
     ------
     OutOfRangeError
-        If a change is NaN, infinite or beyond the limit. Clipping it would hide the fault.
+        If a change is NaN, infinite or beyond the limit. Clipping would hide the problem.
     """
     flat = np.concatenate([np.zeros(0), *(change.ravel() for change in changed)])
     if not np.isfinite(flat).all():
@@ -70,8 +70,8 @@ def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[
     Raises
     ------
     MaskingError
-        If the last word is not the sum of the shares: the masks have not cancelled, and the sum is meaningless. Also if
-        a mean exceeds the limit: a client has then sent a change above the limit.
+        If the last word is not the sum of the shares, which means that the masks do not cancel, or if a mean exceeds
+        the limit, which means that a client has sent a change above the limit.
     """
     if int(total[-1]) != sum(map(_share_word, shares)) % 2**32:
         raise MaskingError("the masks do not cancel")
@@ -83,12 +83,12 @@ def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[
 
 
 def encoded_numbers(numbers: Sequence[int]) -> Words:
-    """Encode n whole numbers as words ``(4 n,)``, whose sums over clients are exact.
+    """Encode n non-negative integers as words ``(4 n,)``, which can be summed over clients exactly.
 
     Raises
     ------
     OutOfRangeError
-        If a number is negative, or 2^64 or more.
+        If a number is negative or at least 2^64.
     """
     if not all(0 <= number < 1 << (LIMBS * LIMB_BITS) for number in numbers):
         raise OutOfRangeError("a score is too large for its words; the model has diverged")
@@ -97,7 +97,7 @@ def encoded_numbers(numbers: Sequence[int]) -> Words:
 
 
 def decoded_numbers(total: Words) -> list[int]:
-    """Decode a sum of words from :func:`encoded_numbers` into the sums of the whole numbers."""
+    """Decode the clients' summed words from :func:`encoded_numbers` into the sums of the integers."""
     rows = total.reshape(-1, LIMBS).tolist()
     return [sum(word << (LIMB_BITS * limb) for limb, word in enumerate(row)) for row in rows]
 
@@ -125,24 +125,25 @@ def _share_word(share: float) -> int:
 
 
 def stream(key: bytes, count: int) -> Words:
-    """Return the mask for a key as uniformly random words: the AES-256-CTR keystream.
+    """Return a key's mask: ``count`` pseudorandom words from the AES-256-CTR keystream.
 
-    No key is used for two masks, so the counter can always start at 0.
+    Each key is used for only one mask, so the counter can always start at 0.
     """
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     return np.frombuffer(encryptor.update(bytes(4 * count)), "<u4").astype(np.uint32, copy=False)
 
 
 def own_mask(secret: bytes, context: bytes, count: int) -> Words:
-    """Return the mask that is derived from a client's own secret."""
+    """Return the mask derived from a client's own secret."""
     return stream(_derived(secret, b"own mask", context), count)
 
 
 def pair_mask(private: X25519PrivateKey, public: bytes, client: int, other: int, context: bytes, count: int) -> Words:
-    """Return the mask that a client adds for another client; that client adds its negative.
+    """Return the mask that ``client`` adds; ``other`` adds the negative, so that the two cancel in the sum.
 
-    The mask is bound to both clients and their public keys. X25519 treats several byte strings as the same key, so a
-    client could otherwise send another client's key as its own, and a third client's masks for the two could cancel.
+    The mask depends on both clients' indices and public keys. X25519 accepts several encodings of the same key.
+    Without the public keys in the derivation, a client could send another client's key as its own, and a third client's
+    masks for the two could cancel.
     """
     ends = sorted([(client, public_key(private)), (other, public)])
     parties = b"".join(index.to_bytes(4, "little") + key for index, key in ends)
@@ -181,7 +182,7 @@ def sealed(plain: bytes, private: X25519PrivateKey, public: bytes, source: int, 
 
 
 def opened(content: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
-    """Decrypt a message from :func:`sealed`; raise :class:`MaskingError` for anything else."""
+    """Decrypt a message from :func:`sealed`; raise :class:`MaskingError` if it is not authentic."""
     key = _agreed(private, public, b"share", _direction(source, target) + context)
     try:
         return ChaCha20Poly1305(key).decrypt(content[:NONCE_BYTES], content[NONCE_BYTES:], None)
@@ -210,12 +211,12 @@ def _derived(secret: bytes, purpose: bytes, context: bytes) -> bytes:
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Split a secret into ``count`` shares; fewer than ``threshold`` of them reveal nothing about it."""
+    """Split a secret into ``count`` shares; fewer than ``threshold`` shares reveal nothing about the secret."""
     return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
 def combined(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Recover a secret from some of its shares, keyed by their positions in the result of :func:`split`."""
+    """Recover a secret from at least ``threshold`` shares, keyed by position in the list from :func:`split`."""
     if len(shares) < threshold or any(len(share) != SECRET_BYTES for share in shares.values()):
         raise MaskingError(f"{len(shares)} shares of a secret, but {threshold} are needed")
     return Shamir.combine([(index + 1, share) for index, share in sorted(shares.items())[:threshold]], ssss=False)

@@ -78,7 +78,7 @@ def settings_class(method: str) -> Any:
 
 
 def strategy_class(method: str) -> Any:
-    """Return the Flower strategy of a method; a method without its own uses the shared strategy, FedAvg."""
+    """Return the Flower strategy class of a method; by default the shared base strategy, which implements FedAvg."""
     from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - looking up names needs no PyTorch
 
     check_method(method)
@@ -90,9 +90,8 @@ def strategy_class(method: str) -> Any:
 def drawing_of(strategy: type[Any]) -> Callable[[Any, Path], None] | None:
     """Return the function ``draw(strategy, folder)`` that draws a strategy's pictures into a folder, or None.
 
-    If the class has no such function, its nearest base class with one provides it. The function of one of Posy's
-    methods is in the module of the same name in :mod:`posy.strategies.pictures`, and the function of a custom method
-    is in the method's file.
+    Posy searches the strategy's class first, then its base classes. For Posy's methods, ``draw`` is in the module of
+    the same name in :mod:`posy.strategies.pictures`. For a custom method, ``draw`` is in the method's file.
     """
     for kind in strategy.__mro__:
         package, _, name = kind.__module__.rpartition(".")
@@ -104,12 +103,12 @@ def drawing_of(strategy: type[Any]) -> Callable[[Any, Path], None] | None:
 
 
 def own_class(method: str, end: str, base: type[T]) -> type[T]:
-    """Return the class of a custom method whose name ends with ``end``, or the base class if the file has none.
+    """Return the class ``Name`` + ``end`` of a custom method ``file:Name``; by default, the base class.
 
     Raises
     ------
     SettingsError
-        If Posy cannot import the file, or its class does not inherit from the base class.
+        If Posy cannot import the file, or the class does not inherit from the base class.
     """
     name = method.rpartition(":")[2] + end
     custom_class = getattr(module_of(method, "method"), name, base)

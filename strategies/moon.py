@@ -1,8 +1,8 @@
 """MOON (Li et al., 2021): features are pulled towards the global model's and pushed away from the previous model's.
 
 The contrastive term compares features (the head's inputs) instead of the outputs of the paper's projection head, so
-that all methods train the same network. In a client's first round, the previous model is the global one, and the term
-is constant.
+that all methods train the same network. In a client's first round, the previous model is the global model, and the
+term is constant.
 """
 
 from typing import TYPE_CHECKING
@@ -58,11 +58,11 @@ class MOONSettings(MethodSettings, robust=True, point="served"):
         deviations=(
             "z is the head's input, as with the program's option --use_project_head 0. The paper adds a projection "
             "head of two layers.",
-            "The features of the global and the previous model are computed once a round, from samples without "
+            "The features of the global and the previous model are computed once per round, from samples without "
             "augmentation. The program computes them for each augmented batch.",
-            "Until a client's first training, its previous model is the global one. In the program, from round 2 on, "
-            "it is a random network.",
-            "The program fixes SGD's momentum at 0.9. In Posy it is a setting.",
+            "Until a client has trained, its previous model is the global model. In the program, from round 2 on, it "
+            "is a randomly initialised network.",
+            "The program fixes SGD's momentum at 0.9. In Posy, the momentum is a setting.",
         ),
         program=Program(
             "QinbinLi/MOON",

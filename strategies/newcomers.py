@@ -13,14 +13,14 @@ from posy.strategies.rounds import Rounds
 
 
 class NewcomerPhase:
-    """The phase that scores each newcomer's served model and lets it train once, without aggregating its update.
+    """The phase in which each newcomer evaluates the served model, and trains once without aggregation.
 
     Parameters
     ----------
     strategy : ServerHooks
         The strategy of the run.
     exchange, rounds : Exchange, Rounds
-        The messages and the phases of the run.
+        The objects that exchange the messages and run the phases of the rounds.
     """
 
     def __init__(self, strategy: ServerHooks, exchange: Exchange, rounds: Rounds) -> None:

@@ -1,4 +1,4 @@
-"""Per-FedAvg (Fallah et al., 2020): one model that each client personalises with one or two gradient steps.
+"""Per-FedAvg (Fallah et al., 2020): one model that each client personalises with a few gradient steps.
 
 The learning rate of the run is the paper's β.
 """
@@ -37,7 +37,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
     )
     hessian_delta: float = setting(
         0.001,
-        "`hf`: step size of the difference, as a multiple of the gradient",
+        "`hf`: step size of the finite difference, as a multiple of the gradient",
         source="choice: small, but above the rounding of float32",
         needs="per-fedavg-hessian = hf",
         above=0,
@@ -84,11 +84,11 @@ class PerFedAvgSettings(MethodSettings, robust=True):
         client_state={},
         scored="The local model: the paper scores w after one step on the client's data.",
         deviations=(
-            "The mean of the clients is weighted by samples; it is uniform in the paper (`client-weights=uniform`).",
+            "The mean over clients is weighted by samples; in the paper, it is uniform (`client-weights=uniform`).",
             "D, D′ and D″ are parts of one mini-batch of `batch-size` samples, not one mini-batch each.",
             "Momentum, weight decay, clipping and Adam act on the meta-gradient; the adaptation is plain SGD.",
             "The adaptation before evaluation uses training data; the pFedMe authors' program uses test data.",
-            "BatchNorm's running statistics follow the passes at w, before the adaptation.",
+            "BatchNorm's running statistics come from the forward passes at w, before the adaptation.",
         ),
         program=Program(
             "CharlieDinh/pFedMe",

@@ -1,9 +1,9 @@
 """pFedFDA (McLaughlin and Su, 2024): global and local Gaussians of the features are interpolated to define the head.
 
-All classes share one covariance Σ, so that the Gaussians' classifier is a linear head. Clients train the body with the
-head of the global Gaussians. To predict, each client uses its own head, from Gaussians interpolated between its own
-estimates and the global ones. ``served`` scores the served body with a head that the client fits to it without
-training.
+All classes share one covariance Σ, so the classifier that the Gaussians define is a linear head. Clients train the body
+with the head of the global Gaussians. To predict, each client uses a personal head from Gaussians that are interpolated
+between the client's estimates and the global ones. ``served`` scores the served body with a head that each client fits
+to this body's features, without training.
 """
 
 from typing import ClassVar
@@ -81,8 +81,8 @@ class PFedFDASettings(
             "The means and the covariance share one β. The authors' program has a separate β for each by default "
             "(`pfedfda-betas=two`).",
             "β is the best of 11 values from 0 to 1 (of 121 pairs with two). The authors' program uses L-BFGS.",
-            "A class of at most `pfedfda-folds` samples takes its global mean. While it trains, the authors' program "
-            "compares the number of all samples instead, so that nearly every class takes its local mean.",
+            "A class with at most `pfedfda-folds` samples uses its global mean. During training, the authors' program "
+            "compares the client's total number of samples instead, so nearly every class uses its local mean.",
             "`pfedfda-ridge` is added to the diagonal of Σ_i. The authors' program adds 1, and 1e-4 to every element; "
             "its discriminant also shrinks Σ by 1e-4 towards a multiple of the identity.",
             "`class-weights` apply to the training loss; the Gaussians and class shares are unweighted estimates.",
@@ -127,10 +127,10 @@ class PFedFDASettings(
     )
     features: str = setting(
         "trained",
-        "features to which the local Gaussians are fitted: features of the `trained` body, or of all mini-batches "
-        "during `training`",
+        "features to which the local Gaussians are fitted: features of the `trained` body, or features of all "
+        "mini-batches during `training`",
         choices=("trained", "training"),
-        source="choice: the body that is sent; the authors' program has training",
+        source="choice: features of the body that is sent; the authors' program uses `training`",
     )
 
     def personal(self, network: Architecture) -> tuple[str, ...]:

@@ -43,14 +43,14 @@ class PFedMeSettings(MethodSettings, robust=True):
     )
     personal_lr: float = setting(
         0.09,
-        "learning rate of these steps",
+        "learning rate of the steps that approximate the personal model",
         source="README of the authors' program: --personal_learning_rate 0.09 for the MNIST network",
         above=0,
         search=Search(0.005, 0.2, log=True),
     )
     beta: float = setting(
         1.0,
-        "beta: step of the server's model towards the clients' mean; above 1, beyond it",
+        "beta: step size of the server's model towards the clients' mean; a value above 1 overshoots the mean",
         source="README of the authors' program: --beta 1",
         above=0,
     )
@@ -102,7 +102,7 @@ class PFedMeSettings(MethodSettings, robust=True):
             "scores refers to w_i at that point (`pfedme-scored=w`)."
         ),
         deviations=(
-            "The mean of the clients is weighted by samples, as in the authors' program; it is uniform in the paper "
+            "The mean over clients is weighted by samples, as in the authors' program; in the paper, it is uniform "
             "(`client-weights=uniform`).",
             "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program; the paper leaves "
             "its start open.",
@@ -110,7 +110,7 @@ class PFedMeSettings(MethodSettings, robust=True):
             "and so does Posy.",
             "`local-epochs` count passes over the data; in the paper and its program R counts mini-batches "
             "(`local-steps`).",
-            "With BatchNorm, w_i takes θ's running statistics, because no forward pass is at w_i.",
+            "With BatchNorm, w_i takes θ's running statistics, because the method has no forward pass at w_i.",
         ),
         program=Program(
             "CharlieDinh/pFedMe",
@@ -127,7 +127,7 @@ class PFedMe(PersonalisedStrategy):
     method: PFedMeSettings
 
     def initialise(self) -> None:
-        """Set up the model; raise :class:`SettingsError` if masks or central noise rule out sampling updates."""
+        """Set up the model; raise :class:`SettingsError` if secure aggregation or central noise forbids sampling."""
         run = self.settings.run
         if run.secure_aggregation and self.samples:
             raise SettingsError(
@@ -145,19 +145,19 @@ class PFedMe(PersonalisedStrategy):
 
     @property
     def samples(self) -> bool:
-        """Whether more clients train than the server aggregates."""
+        """Whether more clients train than send their models."""
         return self.method.clients == "all" and self.settings.run.fraction_train < 1
 
     def trains_all(self, server_round: int) -> bool:
-        """Let all members train if the server aggregates only a sample of them."""
+        """Return whether all members train in a round; they do if only a sample of them sends models."""
         return self.samples or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the config entry that tells a client whether to send its model."""
+        """Return the config entry ``sampled``: whether a client sends its model."""
         return {"sampled": client in cohort_of(self.settings, server_round)} if self.samples else {}
 
     def returns(self, server_round: int, client: int) -> tuple[str, ...]:
-        """Expect a model from the sampled clients and nothing from the others."""
+        """Return the names of the arrays in a client's reply; a client outside the sample sends none."""
         sampled = not self.samples or client in cohort_of(self.settings, server_round)
         return super().returns(server_round, client) if sampled else ()
 

@@ -1,7 +1,7 @@
-"""Scores under secure aggregation: each client adds whole numbers to a masked sum, and the server sees only the sum.
+"""Scores under secure aggregation: each client adds integers to a masked sum, and the server sees only the sum.
 
-In such a run, replies contain no single client's loss, accuracy or number of processed samples. The settings alone
-determine the layout of the numbers, so it is the same for all clients.
+The server never receives a single client's loss, accuracy or number of processed samples. The settings alone determine
+the layout of the integers, so the layout is the same for all clients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from posy.metrics import Spread
 from posy.strategies.settings import Settings
 
 LOSS_STEPS = 2**20
-"""Number of steps between a loss of 0 and a loss of 1; rounding changes a mean loss by less than 10^-6."""
+"""Number of fixed-point steps per unit of loss; rounding changes a mean loss by less than 10^-6."""
 TRAIN = "train"
 """Key of the tally of the training loss."""
 

@@ -1,11 +1,12 @@
 """PPFE: progressive personalised federated ensembles.
 
-"Federated Ensemble Learning with Progressive Model Personalization": training has T stages. Stage 1 is FedAvg. In stage
-t the last t − 1 layers are personal, and fully connected layers become smaller. Between stages each client reweights
-its samples by the errors of the ensemble so far, as AdaBoost does, and computes the coefficient of the finished stage.
+The paper is "Federated Ensemble Learning with Progressive Model Personalization" (Emrani et al., 2026). Training has T
+stages. Stage 1 is FedAvg. In stage t, the last t − 1 layers are personal, and fully connected layers become smaller.
+Between stages, each client reweights its samples by the errors of the ensemble so far, as in AdaBoost, and computes the
+coefficient of the finished stage.
 
-The paper describes two reductions, and Posy has both. ``svd`` follows Algorithm 1 (lines 11 and 12) and Section 4.1:
-layers continue from the previous stage, and a layer that becomes personal is factorised. ``svd-fedavg`` follows
+The paper describes two reductions, and Posy implements both. ``svd`` follows Algorithm 1 (lines 11 and 12) and Section
+4.1: layers continue from the previous stage, and a layer that becomes personal is factorised. ``svd-fedavg`` follows
 Appendix A.4: stage 2 is dense, and in later stages all fully connected layers are factorised from stage 1's model,
 while the convolutions continue from the previous stage. ``svd-fedavg`` transmits the fractions of parameters that
 Section 6.3.3 reports.
@@ -101,8 +102,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     weighting: str = setting(
         "loss",
-        "how sample weights enter training: as factors on the losses, or by drawing samples in proportion to them, "
-        "which avoids steps as large as the largest weight",
+        "how sample weights enter training: as factors on the losses, or by drawing samples in proportion to their "
+        "weights, which avoids very large steps for samples with large weights",
         choices=("loss", "resample"),
         source="Eq. 2 and Section 4.2: the weighted empirical loss",
         needs="ppfe-reweighting = true",
@@ -125,8 +126,8 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
     )
     final_epochs: int = setting(
         0,
-        "epochs of the last round of a stage, which then trains the personal layers alone, as at the end of FedRep's "
-        "program; 0: the last round is like the others",
+        "number of epochs in the last round of a stage, which then trains only the personal layers, as at the end of "
+        "FedRep's program; 0: the last round is an ordinary round",
         minimum=0,
         source="Algorithm 1, which lacks these epochs; FedRep's models/Update.py has 10",
     )
@@ -164,7 +165,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
             "rounds_done": "number of successful rounds of the current stage",
             "model": "shared layers of the current stage (d_t,)",
             "finished-t": "shared layers of each finished stage t (d_t,)",
-            "finished-in": "the round in which each finished stage has ended (t,)",
+            "finished-in": "the round in which each finished stage ended (t,)",
         },
         client_state={
             "weights": "sample weights ω (n_k,)",
@@ -176,14 +177,14 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
         "averages (Section 6.2.5).",
         deviations=(
             "`ppfe-beta=samme` adds ½ log(C − 1) to the paper's coefficient and never lets it become negative. On "
-            "digits the ensembles serve 95.6 % with it and 96.4 % with `ppfe-beta=adaboost` (docs/results.md). "
-            "`adaboost` is the paper's rule, and the papers' settings select it.",
+            "digits, the served ensembles reach an accuracy of 95.6 % with `samme` and 96.4 % with `adaboost` "
+            "(docs/results.md). `adaboost` is the paper's rule, and the papers' settings select it.",
             "Algorithm 1 and Appendix A.4 describe different reductions. `ppfe-reduction=svd` is Algorithm 1's. "
-            "`svd-fedavg` is the appendix's, and the papers' settings select it: 98.8, 83.8 and 19.5 % of CIFAR-100's "
-            "parameters are transmitted, as Section 6.3.3 reports.",
+            "`svd-fedavg` is the appendix's, and the papers' settings select it: 98.8, 83.8 and 19.5 % of the "
+            "CIFAR-100 network's parameters are transmitted, as Section 6.3.3 reports.",
             "Eq. 7 gives hard samples less weight. Algorithm 1 and AdaBoost give them more, and so does Posy.",
-            "Algorithm 1, line 21, needs the coefficient of the new stage before it is known. The new model enters the "
-            "ensemble with the coefficient that its error alone gives it.",
+            "Algorithm 1, line 21, uses the coefficient of the new stage before it is computed. In Posy, the new model "
+            "enters the ensemble with a coefficient that is computed from this model's error alone.",
             "ε is clipped to [1e-6, 1 − 1e-6], so that β is finite.",
             "With `class-weights=balanced` ω starts at the class weights instead of 1. The paper has no class weights.",
             "A client that misses the end of a stage closes it at its next message, with the personal layers of its "
@@ -261,7 +262,7 @@ class PPFE(PersonalisedStrategy):
     method: PPFESettings
 
     def initialise(self) -> None:
-        """Begin stage 1."""
+        """Plan the stages and begin stage 1."""
         self.stages = plan_stages(self.settings, self.architecture)
         self.rounds_done = np.zeros((), np.int64)
         self.model: FloatArray = self.initial()
@@ -276,11 +277,11 @@ class PPFE(PersonalisedStrategy):
             log(INFO, "PPFE: stage %s: %s rounds, personal %s, ranks %s", s.number, s.rounds, s.personal, ranks)
 
     def trains_all(self, server_round: int) -> bool:
-        """Let all clients train at the end of a stage too."""
+        """Return whether all clients train in a round; they do in the last round of each stage."""
         return self._is_end(server_round) or super().trains_all(server_round)
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the stage, whether it ends now, its number of finished rounds, and whether weights are uniform."""
+        """Return the stage's number and finished rounds, whether the round ends it, and whether weights are uniform."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),
@@ -307,7 +308,7 @@ class PPFE(PersonalisedStrategy):
 
     @property
     def stage(self) -> Stage:
-        """The stage that is being trained, or the last one once all are finished."""
+        """The current stage; after the last round, the last stage."""
         return self.stages[min(len(self.finished), len(self.stages) - 1)]
 
     def _is_end(self, server_round: int) -> bool:
@@ -316,7 +317,7 @@ class PPFE(PersonalisedStrategy):
 
 
 def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
-    """Return the stages of a run; raise :class:`SettingsError` for malformed numbers or rounds that do not fit."""
+    """Return the stages of a run; raise :class:`SettingsError` if its stages, ranks or rounds are invalid."""
     method = settings.method
     assert isinstance(method, PPFESettings)
     names = plain.layer_names
@@ -348,15 +349,15 @@ def open_stage(before: Stage, after: Stage, model: "Tensor", fedavg: "Tensor | N
     """Return the parameters ``(d',)`` with which a stage begins.
 
     They continue from the previous stage, except for restarted layers, which start from stage 1's model (Appendix A.4).
-    A layer whose rank is now lower is replaced by two factors, its best approximation of this rank (Section 4.1).
+    A layer that becomes low-rank is replaced by the two factors of its best low-rank approximation (Section 4.1).
 
     Parameters
     ----------
     before, after : Stage
         The previous stage and the new one.
     model : Tensor, (d,)
-        Parameters at the end of the previous stage. The server knows only the shared layers, which do not depend on the
-        other layers' entries.
+        Parameters at the end of the previous stage. On the server, the personal layers are zero, which does not affect
+        the shared layers of the result.
     fedavg : Tensor, (d_1,), optional
         Stage 1's model, for restarted layers.
     """

@@ -1,14 +1,15 @@
-"""Differential privacy of a run: its plan, which server and clients compute from the settings, and its arithmetic.
+"""Differential privacy of a run: the noise that its settings require, clipping, and the addition of noise.
 
 The setting ``dp`` names the party that adds the noise, and ``dp-epsilon`` is the ε of the whole run:
 
-- ``local``: each client clips its update and adds noise. Its updates for any two data sets are at most 2C apart.
-- ``central``: each client clips its update, and the server adds noise to the sum. A client changes the sum by at most
-  C. With secure aggregation the clients add shares of this noise, and the server never sees a sum without it.
+- ``local``: each client clips its update to the norm C (``dp-clip``) and adds noise. The distance between its updates
+  for any two data sets is at most 2C.
+- ``central``: each client clips its update to C, and the server adds noise to the sum. A client changes the sum by at
+  most C. With secure aggregation, the clients add shares of the noise, and the server never sees a sum without noise.
 - ``sample``: DP-SGD (Abadi et al., 2016). Each client clips the gradient of each sample, and adds noise to their sum.
 
-The seed, which all clients know, determines the cohorts, so no mode claims privacy amplification from sampling them. A
-client spends its budget in the rounds in which it trains.
+All clients know the seed, which determines the cohorts, so no mode claims privacy amplification from client sampling. A
+client spends privacy budget only in the rounds in which it trains.
 """
 
 import math
@@ -30,7 +31,8 @@ from posy.strategies.settings import Settings
 CLIP_RATE = 0.2
 """Learning rate η_C of the adaptive clipping norm (Andrew et al., 2021, Section 3)."""
 COUNT_NOISE = 0.05
-"""Standard deviation σ_b of the noise on the count, as a fraction of the cohort (Andrew et al., 2021, Section 3)."""
+"""Standard deviation σ_b of the noise on the number of unclipped updates, as a fraction of the cohort (Andrew et al.,
+2021, Section 3)."""
 BELOW = "dp-below-clip"
 """Metric of a reply with adaptive clipping: 1 if the norm of the update is at most the clipping norm, else 0."""
 
@@ -46,7 +48,7 @@ class Sampling:
     clip: float
     """L2 norm to which the gradient of each sample is clipped."""
     batch_size: float
-    """Expected number of samples in a step, by which the sum is divided."""
+    """Expected number of samples in a step, by which the sum of the gradients is divided."""
 
 
 # -- the plan of a run ----------------------------------------------------------------------------------------
@@ -85,7 +87,8 @@ def noise_multiplier(settings: Settings) -> float:
 def sampling_of(settings: Settings, num_train: int) -> Sampling:
     """Return the DP-SGD steps of one round of local training on ``num_train`` samples.
 
-    The probability is rounded up to two digits, so that clients of similar size share one noise computation.
+    The probability is rounded up to two digits, so that clients with similar numbers of samples share a cached noise
+    multiplier.
     """
     train = settings.train
     probability = _rounded_up(min(1.0, train.batch_size / num_train))
@@ -102,7 +105,7 @@ def _rounded_up(probability: float) -> float:
 
 
 def reply_deviation(settings: Settings, threshold: int = 0) -> float:
-    """Return the standard deviation of the noise that a client adds to each number of its update; 0 means none.
+    """Return the standard deviation of the noise that a client adds to each element of its update; 0 means none.
 
     Parameters
     ----------
@@ -144,7 +147,7 @@ def with_noise(changed: Sequence[npt.NDArray[np.float64]], deviation: float) -> 
 def noisy_sum(
     changes_of: Sequence[Sequence[npt.NDArray[np.float64]]], deviation: float
 ) -> list[npt.NDArray[np.float64]]:
-    """Return the clients' summed changes with Gaussian noise, added exactly as multiples of the noise's grid step.
+    """Return the sum of the clients' changes and Gaussian noise, computed exactly on the grid of the noise.
 
     Parameters
     ----------
@@ -166,10 +169,10 @@ def noisy_sum(
 
 
 def split_noise(multiplier: float, cohort: int) -> tuple[float, float]:
-    """Return the noise multiplier z_Δ of the sum and σ_b of the count, which together cost as much as ``multiplier``.
+    """Return noise levels z_Δ for the sum and σ_b for the count, with the joint privacy cost of ``multiplier`` (z).
 
     z⁻² = z_Δ⁻² + (2σ_b)⁻² (Andrew et al., 2021, Theorem 1): the sum of the b_i − 1/2 has sensitivity 1/2. σ_b is a
-    twentieth of the cohort but at least z, so that even small cohorts keep three quarters of the budget for the sum.
+    twentieth of the cohort but at least z, so that at least three quarters of the budget remain for the sum.
     """
     count_deviation = max(COUNT_NOISE * cohort, multiplier)
     return (multiplier**-2 - (2 * count_deviation) ** -2) ** -0.5, count_deviation

@@ -33,7 +33,7 @@ def class_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
 def check_class_counts(counts: npt.ArrayLike, enrolled: int) -> None:
     """Raise :class:`BadReplyError` for impossible numbers of samples per class ``(C,)``.
 
-    Their sum must equal the enrolled number, up to rounding: counts are sent as float32, which is inexact above 2^24.
+    Their sum must equal the client's enrolled number of samples, up to rounding: float32 counts are inexact above 2^24.
     """
     n = np.asarray(counts, np.float64)
     if (n < 0).any() or (n != np.round(n)).any() or not n.any():

@@ -41,25 +41,25 @@ PAPERS = Path(__file__).resolve().parent.parent / "papers"
 RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ifca-mean": ("client-weights", {"weighted": "samples", "uniform": "uniform"}),
 }
-"""Settings renamed since earlier versions: the current key, and the current value for each earlier value."""
+"""Settings renamed since earlier versions, mapped to the current key and a map from earlier to current values."""
 REMOVED = ("dp-sensitivity",)
 """Settings of earlier versions that no longer exist, but that stored runs may contain."""
 
 STORED = "the stored run"
-"""What error messages call the source of a resumed run's or a stored model's settings."""
+"""Source of a resumed run's or a stored model's settings, as named in error messages."""
 SAMPLES = {"image": "images", "text": "texts", "table": "tables"}
-"""What messages call the kinds of samples in :attr:`Setting.samples`."""
+"""Plural of each kind of samples in :attr:`Setting.samples`, for messages."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The user's settings and the settings of the experiment file that they name."""
+    """The user's settings, merged with the settings of the experiment file that they name."""
 
     values: dict[str, Any]
     sources: dict[str, str]
     """The source of each setting in ``values``, for error messages."""
     notice: str
-    """A message about the file's settings that lose their effect because the user overrides others; may be empty."""
+    """A warning about settings of the file that lose their effect because the user overrides others; may be empty."""
 
 
 def read_settings(
@@ -155,7 +155,7 @@ def with_experiment(user_settings: Mapping[str, Any], where: str) -> dict[str, A
 def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
     """Return the checked ``user_settings``, merged over the settings of the experiment file that they name.
 
-    A run may override the file's method, data set, partition or optimiser. It then ignores settings of the file
+    A run may override the file's method, data set, partition or optimiser. Posy then ignores settings of the file
     that belong to other methods or have no effect under the override, and lowers values above a limit to the limit. A
     setting that has no effect or exceeds its limit even without the override is an error, except in the ``config.yaml``
     of a run, which an earlier version may have written.
@@ -195,7 +195,7 @@ def merge_experiment(user_settings: Mapping[str, Any], where: str) -> Merged:
 
 
 def _unsuitable_model(config: Mapping[str, Any]) -> str:
-    """Return why Posy's network in a config does not suit its published data set, or an empty string."""
+    """Return why a config's built-in network does not suit its published data set, or an empty string."""
     config = {"dataset": DataSettings.dataset, **config}
     model, data = str(config.get("model", "")), DATASETS.get(str(config["dataset"]))
     if data is None or model not in MODELS or data.kind in MODELS[model].kinds:
@@ -230,7 +230,7 @@ def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
 
 
 def _typed(text: str, kind: type) -> Scalar:
-    """Parse a YAML scalar as its setting's type; return the string itself if it has another type.
+    """Parse a YAML scalar as its setting's type; return the text unchanged if it is of another type.
 
     For example, ``on`` stays a string if the setting is a string, and ``010`` is ten, as in settings files.
     """
@@ -356,7 +356,7 @@ def _unmet(declarations: Mapping[str, Setting], values: Mapping[str, Any]) -> di
     """Return the reason for each setting whose condition is false, keyed by setting."""
     unmet: dict[str, str] = {}
     conditional = {key: setting for key, setting in declarations.items() if setting.needs}
-    for _ in declarations:  # conditions see the default of a setting that has no effect
+    for _ in declarations:  # in conditions, a setting that has no effect has its default
         current = {**values, **{key: declarations[key].default for key in unmet}}
         before, unmet = unmet, {key: text for key, setting in conditional.items() if (text := setting.unmet(current))}
         if unmet.keys() == before.keys():
@@ -383,8 +383,9 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
 def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored run's settings under their current keys.
 
-    A value that has no effect becomes the default, and a value above its limit becomes the limit. A setting that stays
-    missing has its value from before the setting existed; if that value has no effect, the default is added.
+    A value that has no effect becomes the default, and a value above its limit becomes the limit. A missing setting
+    implies :attr:`Setting.earlier`, the behaviour before the setting existed. If this value has no effect, the default
+    is added.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])
@@ -402,7 +403,7 @@ def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
 
 
 def no_effect(key: str, value: Any, where: str, why: str) -> str:
-    """Return the message about a setting without an effect."""
+    """Return the error message for a setting that has no effect."""
     return f"{key} = {quoted(value)} {set_in(where)} has no effect: {why}; change the condition, or remove {key}"
 
 

@@ -37,7 +37,7 @@ SCORES = tuple(
     for point in ("served", "local")
     for measure in ("accuracy", "loss")
 )
-"""Keys of a client's scores: for each evaluation point and each of its test, validation and training splits."""
+"""Keys of a client's scores: one for each split, evaluation point and measure."""
 BLOCK = 16_384
 """Number of parameters that are processed at a time in double precision."""
 
@@ -60,7 +60,7 @@ class Update:
     """Weight of the client in the server's means, set by the server; None: ``num_examples``."""
     weight_factor: float = 1.0
     samples_factor: float = 1.0
-    """Fractions of the weight, and of the samples in sums over samples, that ``max-client-weight`` leaves."""
+    """Factors by which ``max-client-weight`` scales the weight, and the number of samples in sums over samples."""
 
 
 @dataclass
@@ -78,12 +78,12 @@ class ClientInfo:
 
 
 LIMITED = ("clipped", "discarded", "down_weighted")
-"""Names of the lists in a round's record of clients whose influence the server has limited."""
+"""Attributes of :class:`RoundRecord` that list the clients whose influence the server has limited."""
 
 
 @dataclass
 class RoundRecord:
-    """The record of one round, for the files of a run."""
+    """The record of one round, which is written to the run's files."""
 
     number: int
     cohort: tuple[int, ...] = ()
@@ -99,9 +99,9 @@ class RoundRecord:
     """Clients whose accepted updates had no weight, and clients whose weight the server lowered."""
     asked: int = 0
     trained: set[int] = field(default_factory=set)
-    """Clients whose training was accepted in a round that did not fail."""
+    """Clients whose updates the server has accepted; empty if the round has failed."""
     evaluated: int = 0
-    """Number of clients with test samples that received an evaluation message, and number of clients that evaluated."""
+    """Numbers of clients with test samples that received an evaluation message (``asked``) and that replied."""
     sums: dict[str, Any] = field(default_factory=dict)
     """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.pooled.Tally`), by key."""
     bytes_up: int = 0
@@ -146,7 +146,7 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
 
 
 def mean_of(updates: list[Update], name: str = "model") -> FloatArray:
-    """Return the mean of one array over the updates, weighted as ``client-weights`` says."""
+    """Return the mean of one array over the updates, weighted according to ``client-weights``."""
     rows = stacked(updates, name)
     return weighted_mean(rows.reshape(len(rows), -1), num_examples(updates)).reshape(rows.shape[1:])
 
@@ -208,7 +208,7 @@ def unlimited_weights(updates: list[Update]) -> npt.NDArray[np.float64]:
 def sample_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
     """Return the numbers of training samples n_i ``(M,)``, regardless of ``client-weights``.
 
-    If the strategy sums over samples, no client's share of them exceeds ``max-client-weight``.
+    If the strategy sums over samples, no client's share of the samples exceeds ``max-client-weight``.
     """
     return np.array([update.num_examples * update.samples_factor for update in updates], np.float64)
 

@@ -1,11 +1,11 @@
-"""Rules that combine the clients' models and resist a minority of arbitrary models (setting ``robust``).
+"""Aggregation rules that tolerate a minority of arbitrary client models (setting ``robust``).
 
 - ``median``, ``trimmed-mean``: Yin et al. (2018), separately for each parameter; all clients have the same weight.
 - ``krum``, ``multi-krum``: Blanchard et al. (2017), the models with the closest neighbours.
 - ``geometric-median``: Pillutla et al. (2022), the smoothed Weiszfeld algorithm; clients keep their weights.
 
 The tests compare these rules with Flower's, which Posy does not call: ``select_multikrum`` computes distances in
-float32 from squared norms, which loses all digits for similar models, and it accepts too few clients. ``trim_mean``
+float32 from squared norms, which loses all precision for similar models, and it accepts too few clients. ``trim_mean``
 cuts one value too few if floating-point rounding puts the fraction times the number of clients just below an integer.
 """
 
@@ -31,7 +31,7 @@ ITERATIONS, TOLERANCE = 1000, 1e-8
 class Combined(NamedTuple):
     """The result of a rule: the model ``(d,)``, and each client's share in it ``(M,)``.
 
-    Shares sum to 1. For the median they are None.
+    Shares sum to 1; ``shares`` is None for the median.
     """
 
     model: FloatArray
@@ -77,7 +77,7 @@ class Rule:
         return self.name in ("multi-krum", "geometric-median")
 
     def combine(self, models: FloatArray, start: FloatArray, weights: npt.ArrayLike) -> Combined:
-        """Combine models from which BatchNorm's running statistics have been removed.
+        """Combine the clients' models, without BatchNorm's running statistics.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ def trimmed_mean(rows: FloatArray, fraction: float, block: int = BLOCK) -> Combi
     """Return the mean of each column without its ⌊fraction M⌋ smallest and largest values.
 
     All clients have the same weight, so a fraction of 0 gives the unweighted mean. A client's share is the fraction of
-    the remaining values that come from it.
+    the remaining values that come from the client.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ def trimmed_count(count: int, fraction: float) -> int:
 
 
 def selected_count(count: int, attackers: int, selected: int) -> int:
-    """Return the number of models that Multi-Krum averages, from 1 to all but the attackers."""
+    """Return the number of models that Multi-Krum averages: at least 1, and at most ``count - attackers``."""
     return max(1, min(selected or count, count - attackers))
 
 

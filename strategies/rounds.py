@@ -42,7 +42,7 @@ from posy.strategies.secure_rounds import SecureRounds
 
 
 class Rounds:
-    """The phases of the rounds of a run.
+    """The phases of a run's rounds.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Rounds:
         self.influence = influence
         self.secure = SecureRounds(strategy, exchange) if self.settings.run.secure_aggregation else None
         self.before_training: Callable[[int, list[int]], None] = lambda server_round, clients: None
-        """Called with the round and the clients before the server asks them to train, for the privacy ledger."""
+        """Hook for the privacy ledger, called with the round and its clients before training messages are sent."""
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Rounds:
         """Check the replies, aggregate the accepted updates, and record the round.
 
         A round fails if it has fewer than ``min-train-replies`` accepted updates or if secure aggregation fails. A
-        failed round changes no state, and the next message to a client names its version from before the round.
+        failed round changes no state: the next message to a client names the client's state from before the round.
         """
         strategy, exchange = self.strategy, self.exchange
         exchange.lap("train")
@@ -114,7 +114,7 @@ class Rounds:
             updates, failure = self.secure.summed(updates)
         if failure:
             log(WARNING, "aggregate_train: %s; the round fails, and server and clients keep their states", failure)
-            for row in strategy.record.clients.values():  # the clients discard these models
+            for row in strategy.record.clients.values():  # the clients discard the scored models
                 for column in [name for name in row if name == "train_loss" or name.startswith("local_")]:
                     del row[column]
             exchange.report_lost()
@@ -141,11 +141,11 @@ class Rounds:
             strategy.record.quantities = {**strategy.record.quantities, "dp_clip": float(strategy.dp_clip[0])}
 
     def _average_statistics(self, served: npt.NDArray[Any] | None, updates: list[Update]) -> None:
-        """Replace a global model's BatchNorm running statistics with their mean or the result of the ``robust`` rule.
+        """Replace a global model's BatchNorm running statistics with the clients' mean or the ``robust`` rule's result.
 
         A server that takes steps along the update would otherwise extrapolate the statistics, and a variance could
-        become negative. The function only changes the attribute ``model``, and only if the server has replaced it in
-        this round, it has the shape of the clients' models, and all clients that sent one receive it.
+        become negative. Only the attribute ``model`` changes, and only if the strategy has replaced it in this round,
+        its shape is the shape of the clients' models, and all clients that sent a model receive it.
         """
         strategy, influence = self.strategy, self.influence
         if not influence.has_statistics:
@@ -162,7 +162,7 @@ class Rounds:
         strategy.model = model.copy()
         if influence.rule:
             strategy.model[statistics] = influence.combine_statistics(models[:, statistics])
-        else:  # bit for bit as in FedAvg: the rounding of a sum depends on the number of columns
+        else:  # average all columns: rounding depends on their number, and must be as in FedAvg
             mean = weighted_mean(models, strategy.mean_weights(sent) * factors)
             strategy.model[statistics] = mean[statistics]
 
@@ -182,7 +182,7 @@ class Rounds:
         scores, samples = scores_of(update.metrics), samples_of(update.metrics)
         if self.settings.train.dp_clip_quantile and update.metrics.get(BELOW) not in (0.0, 1.0):
             raise BadReplyError(f"{BELOW} = {update.metrics.get(BELOW)}")
-        # All checks have passed. A dropped reply writes nothing into the client's row.
+        # All checks come first, so that a dropped reply writes nothing into the client's row.
         self.exchange.count_bytes(client, up=sum(array.nbytes for array in update.arrays.values()))
         row = record.row(client)
         row |= {"n_train": update.num_examples, "n_test": int(update.metrics["num-test"]), **scores}

@@ -8,7 +8,7 @@ from posy.paths import found_at, sha256_of
 from posy.settings import Search, SettingsError, setting
 
 AUTO, OFF = "auto", "off"
-"""Words that may replace a number: Posy chooses the number, or the feature is off."""
+"""Values that may replace a number: Posy chooses the number, or the feature is off."""
 LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
 """Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
 UNIFORM = "uniform"
@@ -205,8 +205,8 @@ class TrainSettings:
         """Check the settings that depend on each other."""
         if self.optimizer_state == "kept" and self.optimizer == "sgd" and not self.momentum:
             raise SettingsError(
-                "optimizer-state = 'kept' cannot go with optimizer = 'sgd' and momentum = 0, because this optimiser "
-                "has no state; set a momentum, or optimizer-state = 'fresh'"
+                "optimizer-state = 'kept' cannot be combined with optimizer = 'sgd' and momentum = 0, because this "
+                "optimiser has no state; set a momentum, or optimizer-state = 'fresh'"
             )
 
 
@@ -439,18 +439,18 @@ class RunSettings:
         """Check the settings that depend on each other."""
         if self.holdout_clients and self.secure_aggregation:
             raise SettingsError(
-                f"holdout-clients = {self.holdout_clients:g} cannot go with secure-aggregation = true: a newcomer "
-                "trains alone, and the sum would reveal its update; set one of them to its default"
+                f"holdout-clients = {self.holdout_clients:g} cannot be combined with secure-aggregation = true: a "
+                "newcomer trains alone, and the sum would reveal its update; set one of them to its default"
             )
         if self.system_accuracy == "on" and self.secure_aggregation:
             raise SettingsError(
-                "system-accuracy = 'on' cannot go with secure-aggregation = true: it needs the models and test "
-                "samples of single clients; set system-accuracy = 'off'"
+                "system-accuracy = 'on' cannot be combined with secure-aggregation = true: it needs the models and "
+                "test samples of single clients; set system-accuracy = 'off'"
             )
         if self.robust != "mean" and self.secure_aggregation:
             raise SettingsError(
-                f"robust = {self.robust!r} cannot go with secure-aggregation = true: the server sees only the sum of "
-                "the updates, and the rule compares single updates; set one of them to its default"
+                f"robust = {self.robust!r} cannot be combined with secure-aggregation = true: the server sees only the "
+                "sum of the updates, and the rule compares single updates; set one of them to its default"
             )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")

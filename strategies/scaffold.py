@@ -1,13 +1,13 @@
 """SCAFFOLD (Karimireddy et al., 2020): control variates correct client drift.
 
-Client i steps along its gradient + c − c_i (Eq. 3). Its variate c_i estimates its own gradient, and the server's
-variate c estimates the mean gradient of all clients.
+Client i steps along its gradient + c − c_i (Eq. 3). The client's variate c_i estimates this client's gradient, and the
+server's variate c estimates the mean gradient of all clients.
 
 The server stores c but no c_i. Three rules keep c equal to the mean of the members' c_i:
 
 * A failed round changes neither c nor any c_i: clients start from their earlier states.
-* A member that the server has never reached has c_i = 0. It enters the mean in the round that first reaches it.
-* The server cannot subtract the c_i of a client that has lost its state. All variates then restart at 0.
+* A member that the server has never reached has c_i = 0. It enters the mean in the first round that reaches it.
+* If a client has lost its state, the server cannot subtract the client's c_i, so all variates restart at 0.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class SCAFFOLDSettings(
 
     server_lr: float = setting(
         1.0,
-        "eta_g: the server's step along the mean change of the model",
+        "eta_g: the server's step size along the mean change of the model",
         source="Karimireddy et al. (2020), Section 7.1: a global step size of 1",
         above=0,
         search=Search(0.3, 1.5, log=True),
@@ -75,10 +75,10 @@ class SCAFFOLDSettings(
         client_state={"control": "the client's control variate c_i (d,)"},
         scored="The served model: the paper reports the test accuracy of x.",
         deviations=(
-            "Both means weigh clients by n_i, because the objective does. They are uniform in the paper; "
-            "`client-weights=uniform`.",
-            "With `momentum` β, K in Eq. 4 becomes Σ_{k=1..K} (1 − β^k) / (1 − β): c_i⁺ remains a mean of gradients. "
-            "The paper has plain SGD. With K itself, training diverges for β > 0.5.",
+            "Both means weight clients by n_i, because the objective does. In the paper, they are uniform "
+            "(`client-weights=uniform`).",
+            "With `momentum` β, K in Eq. 4 becomes Σ_{k=1..K} (1 − β^k) / (1 − β), so that c_i⁺ remains a mean of "
+            "gradients. The paper uses plain SGD. With K unchanged, training diverges for β > 0.5.",
             "BatchNorm's running statistics have no control variate. `scaffold-server-lr` does not extrapolate them.",
             "All variates restart at 0 when a client has lost its state. The paper does not treat lost states.",
         ),
@@ -104,7 +104,7 @@ class SCAFFOLDSettings(
 
 
 class SCAFFOLD(PersonalisedStrategy):
-    """Send the model x and the control variate c; average both changes (Eq. 5)."""
+    """Send the model x and the control variate c, and average the changes of both (Eq. 5)."""
 
     state = ("model", "control", "weights")
     method: SCAFFOLDSettings
@@ -149,7 +149,7 @@ def moved(model: FloatArray, mean: FloatArray, rate: float) -> FloatArray:
 
 
 def mean_variate(control: FloatArray, before: float, change: FloatArray, replied: float, total: float) -> FloatArray:
-    """Return the mean c of the members' variates after some of them changed theirs (Eq. 5).
+    """Return the mean c of the members' variates after the replying clients have changed theirs (Eq. 5).
 
     Parameters
     ----------
@@ -163,6 +163,6 @@ def mean_variate(control: FloatArray, before: float, change: FloatArray, replied
     replied : float
         Total weight of the clients that replied.
     total : float
-        Total weight of all members that the server has reached so far. All others have c_i = 0.
+        Total weight of all members that the server has reached so far. All other members have c_i = 0.
     """
     return (np.float32(before / total) * control + np.float32(replied / total) * change).astype(np.float32)

@@ -17,7 +17,7 @@ def learning_rate(settings: Settings, server_round: int) -> float:
 
 
 def evaluates(run: RunSettings, server_round: int) -> bool:
-    """Return whether a round is evaluated."""
+    """Return whether clients evaluate in a round."""
     return server_round % run.evaluate_every == 0 or server_round == run.num_server_rounds
 
 

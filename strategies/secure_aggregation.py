@@ -9,14 +9,14 @@ A round has five stages:
    2017, Figure 4).
 5. Each client checks that enough clients of the whole cohort have signed the same list. It then reveals one share for
    each neighbour: a share of the neighbour's self-mask if the neighbour is on the list, else of the neighbour's private
-   key. From these shares, the server computes the masks in the sum, and subtracts them.
+   key. The server recovers the secrets from the shares, computes their masks, and subtracts the masks from the sum.
 
-A round's evaluation has the same stages, with different keys and for the scores alone. Before the first round, sites
-sum statistics of their data in the same way. The client's side, which does not trust the server, is in
+The evaluation of a round has the same stages, with different keys, and sums only the scores. Before the first round,
+statistics of the sites' data are summed in the same way. The client's side, which does not trust the server, is in
 :mod:`posy.client_app.secure_aggregation`.
 
-If the same clients take part in the next phase, they send the keys and shares for it with their answers in stages 4 and
-5, and that phase has only three stages. If other clients take part after all, all of them send new keys and shares.
+If the same clients are expected in the next phase, they send its keys and shares with their answers in stages 4 and 5,
+and the next phase starts at stage 3. If other clients take part after all, all clients send new keys and shares.
 """
 
 import math
@@ -71,7 +71,7 @@ KEY_TEXTS, SIGNED_TEXTS, MAX_SIGNATURE = 4, 2, 1000
 """Number of items for a client's keys (two keys, a signature, the signer) and for its signature on a list (the
 signature, the signer); maximum number of bytes in a signature or signer."""
 ROUND_KEY_BYTES = 32
-"""Length in bytes of a signer that is a single round's key; a site's public key is longer."""
+"""Length in bytes of a signer's Ed25519 key that is valid for one round; a site's public key is longer."""
 DEFAULT_FRACTION = 0.6
 """The fraction for ``secure-threshold = auto``."""
 Answer = list[bytes]
@@ -91,7 +91,7 @@ def threshold_of(size: int, fraction: float) -> int:
 
 
 def fraction_of(threshold: float | str) -> float:
-    """Return the fraction in the setting ``secure-threshold``; for ``auto``, the one without signed keys."""
+    """Return the fraction in the setting ``secure-threshold``; for ``auto``, the default without signed keys."""
     return DEFAULT_FRACTION if isinstance(threshold, str) else threshold
 
 
@@ -128,7 +128,7 @@ class View(NamedTuple):
     cohort_threshold: int
     """Number of clients in the cohort that must sign the list of survivors."""
     threshold: int
-    """Number of shares that are needed to reveal a secret."""
+    """Number of shares that are needed to recover a secret."""
 
     @classmethod
     def new(cls, clients: Sequence[int], neighbours: int, fraction: float | str, *, signed: bool) -> Self:
@@ -170,9 +170,9 @@ class View(NamedTuple):
         return {client: sorted(ring[(i + step) % len(ring)] for step in near) for i, client in enumerate(ring)}
 
     def tolerated(self) -> int:
-        """Return the maximum number of clients that can collude with a malicious server without harm to the others.
+        """Return the maximum number of clients that can collude with a malicious server without harming other clients.
 
-        The number is -1 if a malicious server can do harm on its own. If all clients are neighbours, the number is the
+        The number is -1 if a malicious server alone can do harm. If all clients are neighbours, the number is the
         largest c with 2t > n + c. In a ring, colluding clients and clients that have dropped out could also cut off an
         honest segment from the rest. At each of the segment's two ends, at least t - 1 - r of the next r clients have
         not dropped out, so 2 (t - 1 - r) clients would have to collude.
@@ -216,7 +216,7 @@ def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
 
 
 class Prepared(NamedTuple):
-    """The keys and shares that a round's clients have sent before it begins."""
+    """The keys and shares that the clients of a round have sent before the round begins."""
 
     name: str
     view: View
@@ -258,7 +258,7 @@ class SecureRound:
     ) -> None:
         self.name = name
         self.refusal = ""
-        """The reason why the round failed; empty unless it has."""
+        """The reason why the round failed; empty if it has not failed."""
         self.prepared: Prepared | None = None
         """The keys and shares for the next round, if all clients have sent them."""
         self._run, self._weights, self._ask, self._drop = run, weights, ask, drop
@@ -314,9 +314,9 @@ class SecureRound:
     def _sealed(self) -> dict[int, Answer]:
         """Return each client's encrypted shares, except for clients whose keys most of their neighbours refuse.
 
-        A client that has refused only neighbours that are now excluded is asked again, with them removed from its
-        roster. A client that has refused any other neighbour is dropped itself, because one vote does not exclude a
-        client.
+        If a client has refused only neighbours that are now excluded, the server removes them from the client's roster
+        and asks again. If a client has refused any other neighbour, the client itself is dropped, because one vote does
+        not exclude a neighbour.
         """
         refused: dict[int, dict[int, str]] = {}
 
@@ -361,7 +361,7 @@ class SecureRound:
         common : bytes
             Digest of everything that all clients have received: :func:`common_digest`.
         numbers : int
-            Number of whole numbers that follow the parameters.
+            Number of integers that follow the parameters.
         """
         try:
             total = self._unmasked(masked, digest(self._view.digest(), common))
@@ -478,7 +478,7 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
     refused : Mapping
         For each client that refuses keys, the reason for each client it refuses.
     neighbours : Mapping
-        The neighbours of each client that have answered.
+        For each client, the neighbours that have answered.
     """
     excluded = {}
     for client in sorted({client for reasons in refused.values() for client in reasons}):
@@ -519,7 +519,7 @@ def common_digest(config: Mapping[str, Any], arrays: NDArrays) -> bytes:
     """Return a digest of everything that all clients of a round receive; masks with different digests do not cancel.
 
     Without the digest, a server could send one client a different model, learning rate or sum of weights, and recognise
-    this client's update in the sum. The digest also covers entries that Posy does not know.
+    this client's update in the sum. The digest also covers entries that Posy does not use.
 
     Parameters
     ----------

@@ -64,7 +64,7 @@ class SecureRounds:
     def open(
         self, name: str, weights: Mapping[int, int], grid: Grid, following: str, flags: Mapping[int, dict[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Exchange keys and shares with some clients, and return the config entries for the clients that take part.
+        """Exchange keys and shares with the clients, and return the config entries for the clients that take part.
 
         Parameters
         ----------
@@ -161,7 +161,7 @@ class SecureRounds:
         return [Update(arrays, mean_loss, num_examples=examples, weight=self.current.weight(masked))], ""
 
     def sum_evaluations(self, replies: Iterable[Message]) -> MetricRecord | None:
-        """Record the sums of the clients' scores, if they can be unmasked."""
+        """Record the sums of the clients' scores, and return the mean served accuracy; None without unmasked scores."""
         strategy, record = self.strategy, self.strategy.record
         size = count_of(self.settings, training=False)
 
@@ -196,7 +196,7 @@ class SecureRounds:
         return common_digest(config, list(self.exchange.common().values()))
 
     def _add_sums(self, numbers: list[int], *, training: bool) -> None:
-        """Record the summed scores; those from training take precedence over those from the evaluation."""
+        """Record the summed scores; scores from training take precedence over scores from the evaluation."""
         record = self.strategy.record
         summed, samples = tallies(self.settings, numbers, training=training)
         before = {key: tally for key, tally in record.sums.items() if tally.samples}

@@ -11,11 +11,11 @@ from posy.strategies.arrays import Arrays
 from posy.strategies.hooks import ServerHooks
 
 FINISHED_IN = "finished-in"
-"""Name of the array with the round after which each array in the list ``sent_once`` was complete."""
+"""Name of the array with the round in which each array in the list ``sent_once`` was completed."""
 
 
 def arrays_once(strategy: ServerHooks, first: int = 0) -> Arrays:
-    """Return the arrays in the list ``sent_once`` by name, without the first ``first`` ones."""
+    """Return the arrays in the list ``sent_once`` by name, skipping the first ``first`` arrays."""
     if not (name := strategy.method.sent_once):
         return {}
     finished: list[npt.NDArray[Any]] = getattr(strategy, name)
@@ -37,8 +37,8 @@ def load_state(strategy: ServerHooks, arrays: Mapping[str, npt.NDArray[np.generi
     Raises
     ------
     KeyError, ValueError
-        If an array is missing, or its type or shape differs from that of this strategy's array. The strategy then keeps
-        its state.
+        If an array is missing, or its type or shape differs from the strategy's array. The strategy then keeps its
+        state.
     """
     for name in _names(strategy):
         array, fresh = arrays[name], getattr(strategy, name)

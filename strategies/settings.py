@@ -38,14 +38,14 @@ class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
 
     A method declares the arrays in its messages, each once: ``sent`` names the arrays that a client receives, and
-    ``returned`` declares the arrays in its reply. By default each is a single model. With ``dp_sgd=True`` a subclass
-    states that DP-SGD protects everything that clients send, and with ``robust=True`` that its server combines whole
-    models only with :meth:`~posy.strategies.base.PersonalisedStrategy.mean`. Server and clients both call the methods
-    below.
+    ``returned`` declares the arrays in its reply. By default, both contain a single model. With ``dp_sgd=True``, a
+    subclass states that DP-SGD protects everything that clients send. With ``robust=True``, it states that its server
+    combines whole models only with :meth:`~posy.strategies.base.PersonalisedStrategy.mean`. Server and clients both
+    call the methods below.
     """
 
     sent: ClassVar[tuple[str, ...]]
-    """Names of the arrays that a client receives; by default the arrays that the returned arrays change."""
+    """Names of the arrays that a client receives; by default the arrays to which the returned arrays are updates."""
     sent_once: ClassVar[str] = ""
     """Name of a strategy attribute that is a growing list of arrays. Each client receives every array in it once, and
     stores it in its state as ``<name>-<number>``, numbered from 1."""
@@ -55,15 +55,15 @@ class MethodSettings:
     """Why the method does not support noise on a client's update; :data:`ALLOWED` if all its arrays support it."""
     sums: ClassVar[Refused | None]
     """Why the method does not support secure aggregation; :data:`ALLOWED` if its server needs only the mean of each
-    array. It then serves the same arrays to all clients of a round."""
+    array. The server then sends the same arrays to all clients of a round."""
     routes: ClassVar[bool] = False
     """Whether :meth:`client_scores` chooses the client that answers a query; otherwise the clients' models vote."""
     dp_sgd: ClassVar[Refused | None]
     """Why the method does not support DP-SGD (``dp = sample``); :data:`ALLOWED` if it does. A client's arrays then
     depend on its data only through one local training whose objective is a mean over samples."""
     robust: ClassVar[Refused | None]
-    """Why another rule cannot replace the server's mean (setting ``robust``); :data:`ALLOWED` if it can. All clients
-    then start from one model, and the server uses their models only in the rule."""
+    """Why another rule cannot replace the server's mean (setting ``robust``); :data:`ALLOWED` if it can. In that case,
+    all clients start from one model, and the server uses their models only in the rule."""
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
@@ -79,7 +79,7 @@ class MethodSettings:
         robust: Answer = NO_MEAN,
         point: Literal["served", "local"] = "local",
     ) -> None:
-        """Make the subclass a frozen dataclass, and derive from its arrays whether it supports noise and masks."""
+        """Make the subclass a frozen dataclass, and derive from its arrays whether it supports noise and masking."""
         arrays = cls.returned.values()
         if "sent" not in vars(cls) and ("returned" in vars(cls) or not hasattr(cls, "sent")):
             cls.sent = tuple(dict.fromkeys(array.change_of for array in arrays if array.change_of))
@@ -116,7 +116,7 @@ class MethodSettings:
         return {}
 
     def notices(self, settings: "Settings", network: "Architecture") -> "tuple[str, ...]":
-        """Return warnings to log before round 1, for settings with which the method reduces to another one."""
+        """Return warnings to log before round 1, for example about settings that reduce the method to another one."""
         return ()
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":

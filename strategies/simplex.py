@@ -1,4 +1,4 @@
-"""Minimisation of a convex quadratic over weights that sum to 1, such as for the shortest mixture of gradients."""
+"""Minimisation of a convex quadratic over the simplex, for example to find the shortest mixture of gradients."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,9 +8,9 @@ Box = tuple[Float64, Float64, Float64]
 """w, and the lower and upper bounds on points x with Σ w_j x_j = 1."""
 
 STEPS, ROUNDS = 20, 200
-"""Number of accelerated steps before each move to the minimum of a face, and maximum number of repetitions of both."""
+"""Number of accelerated steps in a round, before the move to the minimum of a face; maximum number of rounds."""
 TOLERANCE, ROUNDING = 1e-12, 1e-15
-"""Bounds at which the method ends: remaining descent relative to αᵀ A α, and a round's descent relative to ||x||²."""
+"""Stopping tolerances: remaining descent relative to αᵀ A α, and a round's descent relative to ||x||²."""
 FLATTEST = 1e-12
 """Lower bound on the diagonal entries that scale the coordinates, relative to the largest entry."""
 
@@ -22,8 +22,8 @@ def minimise_on_simplex(
 
     The method is accelerated projected gradient descent (Beck and Teboulle, 2009), which restarts when its momentum
     points uphill (O'Donoghue and Candès, 2015). The coordinates are scaled so that A has ones on its diagonal. After
-    some steps, the method moves to the minimum of the current face, or to the first bound on the way. It ends when the
-    linearised problem has no descent left, or when the descent is below rounding errors.
+    up to :data:`STEPS` steps, the method moves to the minimum of the current face, or to the first bound on the way. It
+    stops when the linearised problem has no descent left, or when the descent is below rounding errors.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def projected(vector: Float64, w: Float64, lower: Float64, upper: Float64) -> Fl
     """Return the point x nearest to a vector such that lower ≤ x ≤ upper and Σ w_j x_j = 1, for positive w.
 
     Such a point must exist. It is the vector minus τ w, clipped to the bounds. The sum decreases with τ, and is linear
-    between the values of τ at which a coordinate meets a bound. Bisection finds the two such values around the
+    between the values of τ at which a coordinate meets a bound. Bisection finds the adjacent values that bracket the
     solution, and linear interpolation gives τ.
     """
     knots = np.sort(np.concatenate([(vector - upper) / w, (vector - lower) / w]))
@@ -97,7 +97,7 @@ def _within(vector: Float64, lower: Float64, upper: Float64) -> Float64:
 
 
 def _accelerated(a: Float64, length: float, point: Float64, box: Box) -> Float64:
-    """Return the point after some accelerated steps along half the gradient."""
+    """Return the point after at most :data:`STEPS` accelerated steps; A x is half the gradient."""
     target, momentum = point, 1.0
     for _ in range(STEPS):
         next_point = projected(target - length * (a @ target), *box)

@@ -328,7 +328,7 @@ def test_run_names_cannot_replace_node_files(run: str, tmp_path: Path, cells: np
     """A run of this name made a folder that the node took for its file, and no later run could join."""
     node = site(tmp_path, cells) | {"state-dir": str(tmp_path / "state")}
     reply = send(NodeGrid(node), values(), model(), run=run)
-    assert f"run = {run!r}" in reply.error.reason and "not a valid name" in reply.error.reason
+    assert f"run = {run!r}" in reply.error.reason and "not a valid folder name" in reply.error.reason
     assert not (tmp_path / "state" / run).is_dir()
     assert not ask(NodeGrid(node), values()).has_error()
 
@@ -364,7 +364,7 @@ def test_bundles_are_compared_without_unpacking() -> None:
 
 def test_text_length_beyond_memory_is_refused() -> None:
     """With input-shape = 268435456 a site of 60 texts allocated 129 GB."""
-    with pytest.raises(DataError, match="more than fits into memory"):
+    with pytest.raises(DataError, match="does not fit into memory"):
         hashed(["a word"], 1 << 50, 100)
 
 

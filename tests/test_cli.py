@@ -159,7 +159,7 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
         (["supernode", "--root-certificates", "ca.key", "--key", "a.key"], ["ca.key", "as a certificate"]),
         (
             ["supernode", "--key", "a.key", "--key", "a.key", "--root-certificates", "ca.pem"],
-            ["names of their keys", "a.key"],
+            ["the same name", "a.key"],
         ),
         (["superlink", "--certificates", "mixed"], ["server.pem", "server.key", "cannot be used", "mismatch"]),
         (["superlink", "--certificates", "."], ["--control 127.0.0.1:", "cannot listen there", "in use"]),

@@ -438,7 +438,7 @@ def test_an_npz_larger_than_memory_is_refused(tmp_path, with_test_set):
                 shape = (10**14, 5) if name[0] == "x" else (10**14,)
                 header = {"descr": "<f8", "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(stream, header)
-    with pytest.raises(DataError, match=r"mine\.npz: more than fits into memory"):
+    with pytest.raises(DataError, match=r"mine\.npz: does not fit into memory"):
         load(tmp_path / "mine.npz")
 
 

@@ -220,8 +220,8 @@ PIXELS = np.array([[[0, 255], [128, 3]], [[7, 9], [200, 100]]], np.uint8)
         (PIXELS.astype(np.float32), (PIXELS / 255).astype(np.float32), "from 0 to 255, x_test.* from 0 to 1"),
         (PIXELS, (PIXELS > 99).astype(np.uint8), "from 0 to 255, x_test.* from 0 to 1"),
         (PIXELS, PIXELS > 99, "x_test holds whole numbers .bool"),
-        (PIXELS.reshape(2, 4), PIXELS.reshape(2, 4) / 255, "one kind and scale"),
-        (PIXELS.reshape(2, 4), (PIXELS.reshape(2, 4) > 99).astype(float), "one kind and scale"),
+        (PIXELS.reshape(2, 4), PIXELS.reshape(2, 4) / 255, "the same kind and scale"),
+        (PIXELS.reshape(2, 4), (PIXELS.reshape(2, 4) > 99).astype(float), "the same kind and scale"),
         (PIXELS, PIXELS.astype(np.int64), None),
         (PIXELS / 255, (PIXELS / 255).astype(np.float32), None),
         (PIXELS / 127.5 - 1, (PIXELS / 127.5 - 1).astype(np.float16), None),
@@ -312,7 +312,7 @@ def pfllib_with_labels(folder, x, labels):
         (["caf\u00e9", "cafe\u0301", "tea"], ["caf\u00e9", "tea"]),
         (["True", "False"], ["False", "True"]),
         (["1_000", "1000"], ["1000", "1_000"]),
-        (["1e400", "2"], "whole numbers or texts"),
+        (["1e400", "2"], "whole numbers or strings"),
         (["0.5", "1"], "row 2.*'0.5'"),
         (["inf", "1"], "'inf'"),
         ([" ", "1"], "row 2.*the label is missing"),
@@ -535,7 +535,7 @@ def test_zip_bomb_is_rejected_at_once(tmp_path):
 
 def test_arrays_larger_than_their_file_are_rejected(tmp_path):
     path = tmp_path / "a.npz"
-    for shape, message in (((10**14, 5), "more than fits into memory"), ((1000, 10**6), "bytes are missing")):
+    for shape, message in (((10**14, 5), "does not fit into memory"), ((1000, 10**6), "bytes are missing")):
         with zipfile.ZipFile(path, "w") as archive:
             for name in ("x_train", "y_train"):
                 with archive.open(f"{name}.npy", "w") as stream:
@@ -613,10 +613,10 @@ def test_files_larger_than_memory_are_rejected(tmp_path):
     for name in ("a.csv", "a.json"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(1 << 42)  # a sparse file of 4 TiB, which takes no space
-    expect_error(load_own, tmp_path / "a.csv", "a", match="more than fits into memory")
+    expect_error(load_own, tmp_path / "a.csv", "a", match="does not fit into memory")
     digits = load_dataset(DataSettings(), tmp_path, 1)
     chosen = DataSettings(partition="file", partition_file=str(tmp_path / "a.json"), num_clients=2)
-    expect_error(partition, digits, chosen, 1, match="more than fits into memory")
+    expect_error(partition, digits, chosen, 1, match="does not fit into memory")
 
 
 @quick
@@ -766,7 +766,7 @@ def test_images_larger_than_memory_are_rejected(tmp_path):
         (tmp_path / name).mkdir()
         Image.new("L", (8, 8)).save(tmp_path / name / "1.png")
     settings = DataSettings(dataset="sites", sample_kind="image", input_shape="3x400000x400000", classes="a,b")
-    expect_error(own_site, tmp_path, settings, match="input-shape|more than fits into memory")
+    expect_error(own_site, tmp_path, settings, match="input-shape|does not fit into memory")
 
 
 def test_numeric_folder_names_are_ordered_as_numbers(tmp_path):

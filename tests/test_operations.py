@@ -108,7 +108,7 @@ def test_status_shows_the_run_and_the_nodes(active: Sites) -> None:
     assert "free disk for the state" in output
     assert str(active.folder / "runs") in output
     elsewhere = active.posy("status", *active.where, "--state", "nowhere").stdout
-    assert "--state nowhere holds no" in elsewhere
+    assert "--state nowhere contains no state" in elsewhere
     assert " 1.39." not in elsewhere
 
 

@@ -133,7 +133,7 @@ WRONG = [
     ("partition", "dirichlett", "one of dirichlet, iid"),
     ("model", "resnet", "resnet18-gn"),
     ("lr-schedule", "Cosine", "one of constant, cosine, exponential, step"),
-    ("output-dir", 5, "a text"),
+    ("output-dir", 5, "a string"),
     ("fedfew-mu", 0.0, "> 0"),
     ("fedfew-models", 0, ">= 1"),
     ("cwfedavg-wdr", "False", "true or false"),

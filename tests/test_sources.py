@@ -45,8 +45,8 @@ def write_experiment(tmp_path: Path, settings: dict[str, Any]) -> str:
         ("max-lr = 0.5 is another key", "max-lr = 0.5 is another key"),
         ("lr: it must be less than 1", "lr: it must be less than 1 (lr is set on the command line)"),
         (
-            "partition = 'iid' cannot go with it; use partition = 'classes'",
-            "partition = 'iid' in my.yaml cannot go with it; use partition = 'classes'",
+            "partition = 'iid' cannot be combined with it; use partition = 'classes'",
+            "partition = 'iid' in my.yaml cannot be combined with it; use partition = 'classes'",
         ),
         ("seed = 3 has its default", "seed = 3 has its default"),
         ("frozen = '' is empty", "frozen = '' on the command line is empty"),
@@ -75,7 +75,7 @@ def test_messages_name_the_source_of_each_setting(message: str, expected: str) -
         (["resume=x"], "resume = 'x' on the command line: .* does not contain a run"),
         (
             ["optimizer-state=kept", "optimizer=sgd"],
-            "optimizer-state = 'kept' on the command line cannot go with optimizer = 'sgd' and",
+            "optimizer-state = 'kept' on the command line cannot be combined with optimizer = 'sgd' and",
         ),
         (
             ["method=fedacs", "client-weights=uniform"],
@@ -168,7 +168,8 @@ def test_settings_for_other_sample_kinds_fail_before_loading(key: str, value: An
 def test_data_of_unknown_kind_is_checked_after_loading(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=np.ones((20, 3), np.float32), y_train=np.arange(20) % 2)
     config = {"experiment": write_experiment(tmp_path, TEXTS), "dataset": str(tmp_path / "a.npz"), "model": "linear"}
-    with pytest.raises(SettingsError, match=f"^text-length = 200 in {config['experiment']} cannot go with .* to 0"):
+    message = f"^text-length = 200 in {config['experiment']} cannot be combined with .* to 0"
+    with pytest.raises(SettingsError, match=message):
         run(InProcessGrid(10), config, COMMAND_LINE)
 
 

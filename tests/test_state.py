@@ -447,7 +447,7 @@ def test_the_node_config_sets_where_a_node_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["..", ".", "", "/etc", "../other", "a/b", "a\\b", "a\n", "x" * 300])
 def test_a_server_cannot_escape_a_nodes_directory(name: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="not a valid name of a folder"):
+    with pytest.raises(SettingsError, match="not a valid folder name"):
         directories({"run": name}, **{"state-dir": str(tmp_path)})
-    with pytest.raises(SettingsError, match="not a valid name of a folder"):
+    with pytest.raises(SettingsError, match="not a valid folder name"):
         directories({"run": name, "save-models-to": "x"}, models=str(tmp_path))

@@ -240,7 +240,7 @@ def test_unusable_replies_are_recorded_by_reason(make_strategy: MakeStrategy) ->
     foreign.metadata.__dict__["_reply_to_message_id"] = "of another run"
     take(strategy, [replies[0], replies[0], error, foreign])
     assert state_bytes(strategy) == state_bytes(expected)
-    foreign_reply, invalid_app, missing = "reply to no message", "not valid: out of memory", "no reply"
+    foreign_reply, invalid_app, missing = "reply that matches no message", "not valid: out of memory", "no reply"
     phrases = Counter(
         (client, phrase)
         for client, reason in strategy.record.dropped
@@ -294,7 +294,7 @@ def test_clients_dropped_for_one_reason_share_a_warning(
     foreign.metadata.__dict__["_reply_to_message_id"] = "of another run"
     take(strategy, [replies[1], replies[0], foreign])
     foreign_line, invalid_line, missing_line = lines_of(warnings)[:3]
-    assert foreign_line.startswith("round 1: dropped: a reply to no message")
+    assert foreign_line.startswith("round 1: dropped: a reply that matches no message")
     assert invalid_line.startswith("round 1: client 0 and client 1 are dropped: NaN or Inf")
     assert missing_line.startswith("round 1: client 2 and client 3 are dropped: no reply")
     for client, member in strategy.clients.items():

@@ -24,9 +24,9 @@ class Samples(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A mini-batch: inputs ``(B, ...)``, labels ``(B,)``, optional sample weights ``(B,)`` and notes ``(B, ...)``.
+    """A mini-batch: inputs ``(B, ...)``, labels ``(B,)`` and optional sample weights ``(B,)``.
 
-    ``numbers`` ``(B, k)`` contains random numbers for dropout.
+    ``notes`` ``(B, ...)`` contains per-sample constants, and ``numbers`` ``(B, k)`` random numbers for dropout.
     """
 
     x: Tensor
@@ -178,8 +178,8 @@ class Schedule:
     """The mini-batches of P clients side by side, the same as if each client trained alone.
 
     The clients are sorted by decreasing number of steps, so the clients that still train at a step come first. All
-    batches are padded to the size of the largest, and the padding has weight 0. ``order`` contains the index of the
-    share at each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each client's last pass.
+    batches are padded to the size of the largest batch, and the padding has weight 0. ``order`` contains the index of
+    the share at each position. ``last_pass_count`` ``(P, 1)`` is the number of samples in each client's last pass.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:
@@ -196,7 +196,7 @@ class Schedule:
             torch.from_numpy(table).transpose(0, 1).contiguous() for table in (indices, sizes, last_sizes)
         )
         self._active = (step_sizes > 0).sum(1).tolist()
-        # Several models of one client share its samples, so these are stored only once.
+        # Several models of one client share its samples, so the samples are stored only once.
         keys = [(id(share.samples.x), id(share.weight), id(share.notes)) for share in shares]
         by_key = dict(zip(keys, shares, strict=True))
         distinct_shares = list(by_key.values())

@@ -14,7 +14,8 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Number of warm-up steps, which load and select kernels, before the first capture for a kind and number of clients."""
+"""Number of warm-up steps before the first capture for a kind and number of clients. CUDA loads and selects kernels in
+these steps."""
 FEWEST = 4
 """Minimum number of replays that justifies a capture, which takes about as long as two steps."""
 
@@ -30,8 +31,8 @@ class Graphs:
     """Runs steps on a GPU, as CUDA graphs where enough identical steps follow one another.
 
     A step is a function of the step number, which may be a tensor ``(1,)`` on the device, and the number of clients.
-    From its second call on, it must read and write the same memory each time. A step that waits for the device is not
-    captured.
+    From its second call on, it must read and write the same memory each time. A step that waits for the device cannot
+    be captured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class Graphs:
                     step(number, clients) if capture is None else capture.graph.replay()
                     check_interrupted()
         finally:
-            torch.cuda.current_stream(self._device).synchronize()  # graphs must exist until they have run
+            torch.cuda.current_stream(self._device).synchronize()  # a graph cannot be freed before it has run
 
     def _capture(
         self, kind: Hashable, step: Callable[[int | Tensor, int], None], number: int, clients: int
@@ -91,7 +92,7 @@ class Graphs:
                     step(step_number, clients)
                     step_number.add_(1)
                 except BaseException:
-                    with suppress(RuntimeError):  # reports the same failed capture again
+                    with suppress(RuntimeError):  # capture_end() raises an error for the same failure
                         graph.capture_end()
                     raise
                 graph.capture_end()

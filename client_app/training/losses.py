@@ -20,8 +20,7 @@ def criterion_of(loss: str) -> Criterion | None:
     Raises
     ------
     SettingsError
-        If the function is missing, raises an error, or does not return a differentiable loss for each sample. The
-        message names the problem.
+        If the function is missing, raises an error, or does not return a differentiable loss for each sample.
     """
     if not is_custom(loss):
         return None

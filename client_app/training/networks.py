@@ -256,7 +256,7 @@ class StackedModels:
         return rows
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Differentiate the models of the first A clients on their batches ``(A, B, ...)``."""
+        """Return the losses ``(A, K)`` and gradients of the first A clients' models on batches ``(A, B, ...)``."""
         active = len(batch.y)
         if self._closed is not None and not autocasts(batch):
             samples = (batch.x, batch.y) if batch.weight is None else (batch.x, batch.y, batch.weight)
@@ -278,7 +278,7 @@ class StackedModels:
         return torch.stack([gradient.flatten(2).square().sum(dim=-1) for gradient in gradients]).sum(dim=0).sqrt()
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Scale all models' gradients at once."""
+        """Scale each model's gradient, as :meth:`LoopedModels.resized` does."""
         factor = _factor(norm, self.norms(gradients), enlarge)
         return [gradient * factor.view(*factor.shape, *[1] * (gradient.dim() - 2)) for gradient in gradients]
 
@@ -330,7 +330,7 @@ def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
 
 
 def by_tensor(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Return the contiguous tensors ``(P, K, ...)`` in vectors ``(P, K, d)``, keyed by name."""
+    """Return the tensors ``(P, K, ...)`` of vectors ``(P, K, d)``, keyed by name and contiguous in memory."""
     return {name: view.contiguous() for name, view in layout.views(rows).items()}
 
 

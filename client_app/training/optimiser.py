@@ -22,9 +22,9 @@ class Optimiser:
     ``plain`` training is SGD without momentum, decay or clipping, because the method prescribes the exact steps. A rule
     that ``regularises`` applies decay and clipping itself.
 
-    Each step makes one fused call per group, because PyTorch's own optimisers take longer than a small model's backward
-    pass. The gradients of A clients update the models of the first A stacked clients. Jobs with moments continue from
-    them.
+    Each step makes one fused call for all tensors with the same learning rate, because PyTorch's own optimisers take
+    longer than a small model's backward pass. The gradients of A clients update the models of the first A stacked
+    clients. A job with moments continues from these moments.
     """
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
@@ -105,7 +105,7 @@ class Optimiser:
         return list(zip(means, squares, strict=True))
 
     def _adapted(self, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), or of AdamW with its separate decay."""
+        """Return Adam's direction (Kingma & Ba, 2015, Algorithm 1), or AdamW's direction with its separate decay."""
         if not self._buffers:
             self._buffers, self._squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
         self._steps += 1
@@ -137,7 +137,7 @@ def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
 
 
 def _copied(models: Models, rows: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return writable copies of the clients' rows, with zeros for missing rows, or an empty list if there are none."""
+    """Return writable copies of the clients' rows, with zeros for missing rows, or an empty list if all are missing."""
     known_rows = [row for row in rows if row is not None]
     if not known_rows:
         return []

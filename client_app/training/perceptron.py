@@ -1,7 +1,7 @@
 """Closed-form gradients of perceptrons with cross-entropy loss, for many models at a time.
 
-A step of a small network consists mostly of autograd's bookkeeping. The few matrix products alone take less than half
-as long as the step, and one batched product serves several models.
+In a small network, autograd's bookkeeping takes most of the time of a step. The matrix products alone take less than
+half of this time, and one batched product serves several models.
 """
 
 from collections.abc import Callable, Mapping, Sequence

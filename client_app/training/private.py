@@ -39,20 +39,20 @@ def check_job(job: Job) -> None:
         "several models": bool(job.models) or work.start.dim() > 1,
     }
     if names := [name for name, present in unsupported.items() if present]:
-        raise ValueError(f"dp = 'sample' does not support a local training with {' and '.join(names)}")
+        raise ValueError(f"dp = 'sample' does not support local training with {' and '.join(names)}")
 
 
 def steps(
     job: Job, sampling: Sampling, network: Network, parameters: Sequence[Tensor], step: Callable[[list[Tensor]], None]
 ) -> Tensor:
-    """Run the steps of a job, and return the mean loss ``()`` of the samples in the last expected epoch.
+    """Run the steps of a job, and return the mean loss ``()`` of the samples in the last 1/q steps.
 
     Parameters
     ----------
     job : Job
         The job.
     sampling : Sampling
-        The steps of DP-SGD, how they sample, and their noise.
+        The number of DP-SGD steps, their sampling probability q and their noise.
     network : Network
         The resident network.
     parameters : sequence of Tensor
@@ -80,7 +80,7 @@ def steps(
 
 
 def gradients_of_samples(job: Job, network: Network) -> Callable[..., tuple[list[Tensor], Tensor]]:
-    """Return a function of parameters and a batch that computes each sample's gradient and loss ``(B,)``."""
+    """Return a function that computes each sample's gradient and loss ``(B,)`` from the parameters and a batch."""
     work, net = job.work, network.nets[0]
     names = trainable_names(network.layout, work.rates)
     columns = network.dropouts

@@ -41,7 +41,7 @@ class MetaGradient:
     Each mini-batch is divided into a part for the adaptation, a part for the loss after adaptation, and a third part
     for the product with the Hessian. Without ``hessian``, the product is omitted (FO). Otherwise, it is the
     difference of the gradients at two points, displaced by ± ``hessian`` times the outer gradient, divided by
-    2 ``hessian`` (HF). Clipping, weight decay and the optimiser act on the meta-gradient; adaptation is a plain step.
+    2 ``hessian`` (HF). Clipping, weight decay and the optimiser act on the meta-gradient. Adaptation is a plain step.
     """
 
     regularises: ClassVar[bool] = False

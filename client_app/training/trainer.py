@@ -40,9 +40,9 @@ STACK_BYTES = 2 << 30
 STACK, STACK_PARAMETERS = 16, 1 << 20
 """Size of a group of stacked clients on a CPU: 16, or more if their models have at most 2²⁰ parameters in total.
 
-Beyond 16 clients, the cost of a step per client hardly decreases. Each new group starts with cold caches, which
-dominate the cost of small models. Small models are therefore stacked in larger groups, as long as their parameters fit
-into the cache.
+Beyond 16 clients, the cost of a step per client hardly decreases. Each new group starts with cold caches, and cache
+misses dominate the cost of small models. Small models are therefore stacked in larger groups, as long as their
+parameters fit into the cache.
 """
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
 """Maximum number of parameters at which a network without convolutions is stacked on a CPU. The second number applies
@@ -133,7 +133,7 @@ class Trainer:
         return result
 
     def train_together(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Run several clients' local SGD, each with the same steps as if it were trained alone.
+        """Run several clients' local SGD, each with the same steps as if it trained alone.
 
         All jobs must have the same :attr:`Train.kind` and learning rate. Two or more jobs run as one stacked
         computation.
@@ -165,7 +165,7 @@ class Trainer:
         ordered = [jobs[index] for index in order]
         optimiser = Optimiser(self.settings, models, ordered)
         loss = self._run(network, models, ordered, schedule, optimiser) / schedule.last_pass_count
-        flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # a new tensor
+        flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # already a new tensor
         finite_rows = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
         outcome = [flat, loss]

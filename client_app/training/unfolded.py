@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COLUMNS = 2 << 20
-"""Maximum number of elements in a model's unfolded batch. A larger batch would take too much memory, and keeps a GPU
-busy even without unfolding."""
+"""Maximum number of elements in a model's unfolded batch. A larger batch would take too much memory, and it keeps a
+GPU busy even without unfolding."""
 FEW = 8
 """Minimum ratio of an unfolded sample's size to the weights' size at which each sample gets a separate product.
 
-If a layer has few weights, its gradient is a small matrix, summed over many rows. Computed as a single
-product, it would leave most of a GPU idle.
+If a layer has few weights, its gradient is a small matrix, summed over many rows. A single product would leave most of
+a GPU idle.
 """
 
 

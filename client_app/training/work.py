@@ -52,7 +52,7 @@ class TrainingInterruptedError(Exception):
 
 @dataclass(frozen=True)
 class Net:
-    """A model as objectives see it: ``net(x)`` returns its outputs for a batch, and ``net[name]`` one tensor."""
+    """A model, as seen by an objective: ``net(x)`` returns its outputs for a batch, and ``net[name]`` one tensor."""
 
     module: nn.Module
     tensors: Mapping[str, Tensor]
@@ -174,7 +174,7 @@ class Train:
     epochs: int | None = None  # instead of the setting local-epochs
     steps: int | None = None  # instead of the setting local-steps
     lr: float | None = None  # instead of the round's learning rate
-    network: Any = None  # which of the client's networks to train
+    network: Any = None  # the architecture to train, or None for the client's architecture
     stream: int = 0  # number of the request in the round, which determines the random order of the batches
     own_batches: bool = False  # whether each of K models draws its batches separately
 
@@ -254,7 +254,7 @@ class Job(NamedTuple):
     """One client's local training job.
 
     The generator draws the order of the samples on the CPU, so that every device uses the same batches. Augmentation
-    and dropout have separate generators. If the work has ``own_batches``, ``models`` contains a job for each of the K
+    and dropout have separate generators. If ``work`` has ``own_batches``, ``models`` contains a job for each of the K
     models.
     """
 

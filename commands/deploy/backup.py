@@ -13,7 +13,7 @@ from posy.storage import lock, replace
 DATABASE = "state.db"
 """Name of the database in a SuperLink's state directory."""
 VERSION_TABLE = "alembic_version"
-"""Table in which Alembic stores the version of the other tables."""
+"""Table in which Alembic stores the version of the database schema."""
 OWNER_ONLY = 0o700
 """Mode of the state directory. A user who can read the database can impersonate any run."""
 
@@ -25,7 +25,7 @@ def locked_state(state: Path) -> Iterator[int]:
     Raises
     ------
     SettingsError
-        If another user owns the directory, or it is in use by another SuperLink or a process that one left running.
+        If another user owns the directory, or if a SuperLink or one of its leftover processes uses it.
     """
     try:
         state.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def locked_state(state: Path) -> Iterator[int]:
 
 
 def users_of(directory: Path) -> list[int]:
-    """Return the ids of this user's other processes that have a directory open (Linux only; else an empty list)."""
+    """Return the ids of this user's other processes that have a directory open; always empty except on Linux."""
     target, users = directory.stat(), set[int]()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
@@ -68,7 +68,7 @@ def back_up(state: Path, file: Path) -> None:
 
     def copy(part: Path) -> None:
         part.unlink(missing_ok=True)
-        part.touch(0o600)  # never readable by other users
+        part.touch(0o600)  # so that other users can never read it
         with closing(_opened(database)) as source, closing(sqlite3.connect(part)) as target:
             source.backup(target)
             target.execute("PRAGMA journal_mode = DELETE")  # a single file, regardless of the original's journal mode
@@ -94,7 +94,7 @@ def restore(state: Path, file: Path) -> Path | None:
         with locked_state(state):
             if database.exists():
                 previous = database.with_name(database.name + time.strftime(".%Y%m%d-%H%M%S"))
-                for suffix in ("", "-wal", "-shm"):  # SQLite would apply old side files to the new database
+                for suffix in ("", "-wal", "-shm"):  # SQLite would apply an old write-ahead log to the new database
                     with suppress(FileNotFoundError):
                         Path(f"{database}{suffix}").replace(f"{previous}{suffix}")
 

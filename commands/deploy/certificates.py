@@ -40,7 +40,7 @@ class Files:
         """Certificate and key of the SuperLink."""
 
     def node_key(self, name: str) -> Path:
-        """Return the path of a node's private key, which only the node gets."""
+        """Return the path of a node's private key, which stays on the node."""
         return self.folder / f"{name}.key"
 
     def node_public(self, name: str) -> Path:
@@ -51,17 +51,17 @@ class Files:
 def make_certificates(
     folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, server: bool = True
 ) -> list[Path]:
-    """Make the missing files of a directory: an authority, the SuperLink's certificate, and a key pair for each node.
+    """Create the missing files: an authority, the SuperLink's certificate, and a key pair for each node.
 
-    Without ``server``, as on a site, make only the key pairs: the authority is on another machine. ``hosts`` contains
-    the names and IP addresses by which nodes reach the SuperLink, in addition to ``localhost``. Existing files stay
-    unchanged. Return the written files.
+    Without ``server``, as on a site, create only the key pairs, because the authority is on another machine. ``hosts``
+    contains the names and IP addresses by which nodes reach the SuperLink, in addition to ``localhost``. Existing files
+    stay unchanged. Return the written files.
 
     Raises
     ------
     SettingsError
-        If the directory is not writable, contains only one half of a pair or a certificate for other hosts, or a name
-        is not allowed.
+        If the directory is not writable, if it contains only half of a pair or a certificate for other hosts, or if a
+        name is not allowed.
     """
     files, written = Files(folder), []
     for host in hosts:
@@ -95,12 +95,12 @@ def make_certificates(
 def renew(
     folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, authority: bool = False
 ) -> list[Path]:
-    """Replace the key pairs of some nodes, the SuperLink's certificate, or the authority.
+    """Renew the key pairs of some nodes, the SuperLink's certificate, or the authority.
 
     With ``authority``, add a new authority to ca.pem, before the old authorities that are still valid. Machines with
-    this file trust certificates from all of them. Without ``authority``, replace the key pairs of ``nodes``. Without
-    nodes, replace the SuperLink's certificate, which is then valid for its old hosts and for ``hosts``. Rename each old
-    file, with the time appended to its name. Return the written files.
+    this file trust certificates from all these authorities. Without ``authority``, replace the key pairs of ``nodes``.
+    If there are no nodes, replace the SuperLink's certificate. The new certificate is valid for the old hosts and for
+    ``hosts``. Append the time to the name of each old file. Return the written files.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def public_half(path: Path) -> bytes:
 
 
 def load_private_key(content: bytes) -> ec.EllipticCurvePrivateKey:
-    """Return a private key in a format of ``posy certificates``; raise one of :data:`UNUSABLE` for other content."""
+    """Load a private key in a format of ``posy certificates``; raise one of :data:`UNUSABLE` for other content."""
     load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
     key = load(content, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -170,13 +170,13 @@ def hosts_of(certificate: x509.Certificate) -> set[x509.GeneralName]:
 
 
 def check_authority(path: Path) -> None:
-    """Raise :class:`SettingsError` if a file contains no certificate of an authority."""
+    """Raise :class:`SettingsError` if a file contains no CA certificate."""
     with refused(f"{path} cannot be used as a certificate"):
         ssl.create_default_context(cafile=str(path))
 
 
 def check_server(certificate: Path, key: Path) -> None:
-    """Raise :class:`SettingsError` if a certificate has expired, or does not match the key."""
+    """Raise :class:`SettingsError` if a certificate has expired or does not match the key."""
     with refused(f"{certificate} and {key} cannot be used"):
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
@@ -204,7 +204,10 @@ def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iter
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
-    """Return whether a pair is missing. A pair of which only the file ``or_only`` exists is not missing."""
+    """Return whether both files of a pair are missing.
+
+    Raise :class:`SettingsError` if only one of them exists, unless it is ``or_only``.
+    """
     existing = [path for path in (public, private) if path.exists()]
     if len(existing) == 1 and existing != [or_only]:
         raise SettingsError(f"{existing[0]} exists without its other half; delete it, or add {public} and {private}")
@@ -243,7 +246,7 @@ def _certificate(
     signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
     hosts: Iterable[x509.GeneralName] = (),
 ) -> bytes:
-    """Return a server's certificate for some hosts, signed by ``signer``, or an authority's if ``signer`` is None."""
+    """Return a server certificate for ``hosts``, signed by ``signer``, or a CA certificate if ``signer`` is None."""
     start = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, issuer_key = signer or (subject, key)

@@ -1,4 +1,4 @@
-"""Commands for a real federation. Posy prints each of Flower's commands that it starts."""
+"""Commands that deploy and operate a federation. Posy prints the commands that start Flower's processes."""
 
 import os
 import sys
@@ -31,10 +31,10 @@ STATE = Path("superlink")
 SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink's --control address.")]
 RootCertificates = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="Certificate of the SuperLink's authority (default: certificates/ca.pem)."),
+    typer.Option(metavar="PATH", help="CA certificate that verifies the SuperLink (default: certificates/ca.pem)."),
 ]
-State = Annotated[Path, typer.Option(metavar="DIR", help="State of the SuperLink, on its machine.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Use no TLS. For experiments on a single machine.")]
+State = Annotated[Path, typer.Option(metavar="DIR", help="State directory of the SuperLink, on its machine.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Disable TLS. Only for experiments on a single machine.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show Flower's full log.")]
 RunWord = Annotated[str, typer.Argument(metavar="RUN")]
 
@@ -64,10 +64,10 @@ def certificates(
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
-    Makes the files that are missing in DIR. Each NODE gets a private key (NODE.key, which only the node may read) and a
-    public key (NODE.pub, for `posy register`). On the server, with --host or without a NODE, the command also makes an
-    authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files stay unchanged.
-    --renew replaces files and keeps the old ones, with the time in their names.
+    Posy creates the files that are missing in DIR. Each NODE gets a private key (NODE.key, which only the node may
+    read) and a public key (NODE.pub, for `posy register`). On the server, with --host or without a NODE, Posy also
+    creates a certificate authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing
+    files stay unchanged. --renew replaces files and keeps the old ones, with the time in their names.
     """
     from posy.commands.deploy import certificates as pki  # noqa: PLC0415 - few commands need it
 
@@ -94,7 +94,9 @@ def certificates(
 def superlink(
     folder: Annotated[
         Path | None,
-        typer.Option("--certificates", metavar="DIR", help="Output of `posy certificates` (default: certificates)."),
+        typer.Option(
+            "--certificates", metavar="DIR", help="Output directory of `posy certificates` (default: certificates)."
+        ),
     ] = None,
     insecure: Insecure = False,
     state: State = STATE,
@@ -107,7 +109,10 @@ def superlink(
     control: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address for submitting runs.")] = CONTROL,
     control_open_to_network: Annotated[
         bool,
-        typer.Option("--control-open-to-network", help="Allow other machines to use --control and thus to run code."),
+        typer.Option(
+            "--control-open-to-network",
+            help="Let other machines connect to --control, and thus run code on every node.",
+        ),
     ] = False,
     stock: Annotated[
         bool, typer.Option("--stock", help="Start Flower's unmodified SuperLink. Its database is slower.")
@@ -115,7 +120,7 @@ def superlink(
 ) -> int:
     """Start the server of a federation.
 
-    Starts Flower's SuperLink, to which nodes connect, and the process that runs ServerApps. A database stores the
+    Posy starts Flower's SuperLink, to which nodes connect, and the process that runs ServerApps. A database stores the
     state. If the SuperLink dies, Posy restarts it and the runs continue. Unless you use --insecure, the SuperLink needs
     certificates and admits only nodes with registered keys (`posy register`).
 
@@ -149,18 +154,20 @@ def supernode(
     ] = False,
     trusted_entities: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Refuse apps that no key in this YAML file (key id: public key) has signed."),
+        typer.Option(
+            metavar="FILE", help="Refuse apps that are not signed with a key in this YAML file (key id: public key)."
+        ),
     ] = None,
 ) -> int:
     """Start a node of a federation.
 
-    Starts a SuperNode that keeps PyTorch, code and data loaded between messages. The key=value words are the node
-    config. For a part of a benchmark's data, type partition-id=0 num-partitions=5. For a site's files, type
-    data=PATH, and policy=FILE for rules other than the defaults (`posy policy new`).
+    Posy starts a SuperNode that keeps PyTorch, code and data loaded between messages. The key=value words are the node
+    config. For one partition of a benchmark data set, use partition-id=0 num-partitions=5. For a site's files, use
+    data=PATH, and add policy=FILE to override the default rules (`posy policy new`).
 
-    Repeat --key to start one node per key. The nodes share the loaded code and data. By default, n nodes hold the
-    partitions 0 to n - 1 of n; partition-id sets the partition of the first node. Posy replaces {name} in a value with
-    the name of the node's key, even if there is only one key.
+    Repeat --key to start one node per key. The nodes share the loaded code and data. By default, n nodes use n
+    partitions, numbered 0 to n - 1. With partition-id, the first node uses that partition and the next nodes the
+    following ones. Posy replaces {name} in a value with the name of the node's key, even if there is only one key.
     """
     from posy.commands.deploy.starting import NodeOptions, node_command  # noqa: PLC0415 - imports Flower
 
@@ -184,10 +191,10 @@ def register(
 ) -> int:
     """Register the public keys of nodes.
 
-    The SuperLink admits nodes with registered keys. Posy registers each key under the name of its file.
+    The SuperLink admits only nodes with registered keys. Posy registers each key under the name of its file.
 
-    To replace a node's key, use --renew twice. The first call registers the new key, and the old key stays valid. Start
-    the node with the new key. The second call then revokes the old key.
+    To replace a node's key, run this command with --renew, start the node with the new key, and run the command again.
+    The first call registers the new key, and the old key stays valid. The second call revokes the old key.
     """
     from posy.commands.deploy.certificates import public_pem  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
@@ -254,8 +261,8 @@ def unregister(
 def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
     """Copy the state of a SuperLink, which may be running.
 
-    FILE holds the registered keys and the list of runs. It holds no results, checkpoints or certificates: also copy
-    runs/ and the directory that `posy certificates` made.
+    FILE contains the registered keys and the list of runs, but no results, checkpoints or certificates. Also copy runs/
+    and the directory with the output of `posy certificates`.
     """
     from posy.commands.deploy.backup import back_up  # noqa: PLC0415
 
@@ -268,8 +275,8 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State =
 def restore(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
     """Restore the state of a stopped SuperLink.
 
-    FILE is a file written by `posy backup`. Nodes reconnect by themselves. Runs that were running at the time of the
-    backup have failed; resume them from their checkpoints.
+    FILE is a file written by `posy backup`. Nodes reconnect automatically. Runs that were in progress at the time of
+    the backup have failed. Resume them from their checkpoints.
     """
     from posy.commands.deploy.backup import restore as restore_database  # noqa: PLC0415
 
@@ -287,8 +294,8 @@ def status(
 ) -> int:
     """List the runs and nodes of a federation.
 
-    The newest run comes first. Nodes are sorted by name. On the SuperLink's machine, which has --state, the lists also
-    show the activity of each run and node, the versions and clock errors of nodes, and the free disk space.
+    The newest run comes first. Nodes are sorted by name. On the SuperLink's machine, Posy also reads --state, and shows
+    the activity of each run and node, the versions and clock errors of nodes, and the free disk space.
     """
     from posy.commands.deploy import status as listing  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415
@@ -310,7 +317,7 @@ def status(
 def doctor(
     config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
     folder: Annotated[
-        Path, typer.Option("--certificates", metavar="DIR", help="Output of `posy certificates`.")
+        Path, typer.Option("--certificates", metavar="DIR", help="Output directory of `posy certificates`.")
     ] = CERTIFICATES,
     state: State = STATE,
     superlink: Annotated[
@@ -324,11 +331,11 @@ def doctor(
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Check this machine for a federation.
+    """Check that this machine is ready for a federation.
 
-    On the server, it checks certificates, keys, ports, disk space, registered keys, and the versions and clocks of the
-    nodes. On a site, type --key and the node config: it then checks the key, the connection to the SuperLink, clock,
-    GPU, disk space and data. It changes nothing. The exit status is 1 if a check finds an error.
+    On the server, Posy checks certificates, keys, ports, disk space, registered keys, and the versions and clocks of
+    the nodes. On a site, pass --key and the node config. Posy then checks the key, the connection to the SuperLink, the
+    clock, GPU, disk space and data. It changes nothing. The exit status is 1 if a check finds an error.
     """
     from posy.commands.deploy import doctor as checks  # noqa: PLC0415
 
@@ -359,8 +366,8 @@ examples:
 )
 def audit(
     path: Annotated[Path, typer.Argument(metavar="[PATH]")] = Path(),
-    run: Annotated[str, typer.Option(metavar="RUN", help="Print the events of this run only (id or run-name).")] = "",
-    since: Annotated[str, typer.Option(metavar="TIME", help="Print the events since this UTC time only.")] = "",
+    run: Annotated[str, typer.Option(metavar="RUN", help="Print only the events of this run (id or run-name).")] = "",
+    since: Annotated[str, typer.Option(metavar="TIME", help="Print only the events since this time (UTC).")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
     anchor: Annotated[
         bool, typer.Option("--anchor", help="Print only the number of events and the last hash, to store elsewhere.")
@@ -373,8 +380,8 @@ def audit(
     """Check and print the audit log of a node.
 
     PATH is the log, or the state-dir of the node (default: the current directory). The log has one line for each
-    message that the node has answered or refused. The exit status is 1 if the chain of lines is broken. Posy then
-    prints the first broken line.
+    message that the node has answered or refused. Each line contains the hash of the previous line. If this chain is
+    broken, Posy reports the first broken line, and the exit status is 1.
     """
     from posy.commands import audit as audit_log  # noqa: PLC0415 - imports Flower
 
@@ -391,9 +398,9 @@ def log(
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Show the log of a run of a federation.
+    """Show the log of a run in a federation.
 
-    Shows the log from its beginning until the run ends. Ctrl-C stops the output, not the run. RUN is the run id or
+    Posy shows the log from its beginning until the run ends. Ctrl-C stops the output, not the run. RUN is the run id or
     run-name, which `posy status` lists.
     """
     from posy.commands.deploy.control import show_run  # noqa: PLC0415
@@ -405,9 +412,9 @@ def log(
 def stop(
     run: RunWord, superlink: SuperLink = CONTROL, root_certificates: RootCertificates = None, insecure: Insecure = False
 ) -> int:
-    """Stop a run of a federation.
+    """Stop a run in a federation.
 
-    The results remain, and you can resume the run from its last checkpoint. RUN is the run id or run-name, which
+    Posy keeps the results, and you can resume the run from its last checkpoint. RUN is the run id or run-name, which
     `posy status` lists.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415

@@ -35,7 +35,7 @@ from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.run_settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
-"""Seconds for which a SuperLink may be unreachable while Posy follows a run, because runs can survive an outage."""
+"""Seconds for which a SuperLink may be unreachable while Posy follows a run. Runs can survive such an outage."""
 CALL_SECONDS = 30.0
 """Timeout for a call in seconds."""
 LOOK_SECONDS = 1.0
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Folder of the results if the settings name it; otherwise empty."""
+        """Name of the results folder if the submitted settings contain it; otherwise empty."""
         return str(self.config.get("run-name") or self.config.get("resume") or "")
 
     @property
@@ -76,21 +76,21 @@ class Run:
 
 
 class Control:
-    """The Control API of a SuperLink at ``host:port``, called with an HTTP client."""
+    """A client of the Control API of a SuperLink at ``host:port``."""
 
     def __init__(self, client: httpx.Client, address: str) -> None:
         self._client = client
         self.address = address
 
     def call(self, name: str, /, **fields: Any) -> Any:
-        """Return the answer to a call, or raise an httpx error if the call fails."""
+        """Return the response to a call, or raise an httpx error if the call fails."""
         request = self._request(name, MEDIA_TYPE, fields)
         response = self._client.send(request)
         response.raise_for_status()
         return control_call(name).response.FromString(response.content)
 
     def stream(self, name: str, /, **fields: Any) -> Iterator[Any]:
-        """Yield the answers to a call as they arrive, or raise an httpx error if the call fails."""
+        """Yield the responses to a call as they arrive, or raise an httpx error if the call fails."""
         request = self._request(name, STREAM_MEDIA_TYPE, fields)
         request.extensions["timeout"] |= {"read": None}  # a run may log nothing for a long time
         response = self._client.send(request, stream=True)
@@ -152,7 +152,7 @@ class Control:
         )
 
     def register(self, name: str, public_key: bytes) -> None:
-        """Register the public key (PEM) of a node under a name, so that the node may join."""
+        """Register the public key (PEM) of a node under a name, so that the SuperLink admits the node."""
         self.call("RegisterNode", public_key=public_key, name=name)
 
     def unregister(self, number: int) -> None:
@@ -160,7 +160,7 @@ class Control:
         self.call("UnregisterNode", node_id=number)
 
     def submit(self, settings: Mapping[str, Scalar]) -> str:
-        """Submit a run of this code with these settings, and return the run's number; see :func:`bundle`.
+        """Bundle this code (see :func:`bundle`), submit a run with these settings, and return the run's number.
 
         Raises :class:`LaunchError` if the SuperLink rejects the code.
         """
@@ -221,7 +221,7 @@ class Online:
 
 @contextmanager
 def control(superlink: Connection) -> Iterator[Control]:
-    """Open the Control API of a SuperLink.
+    """Yield a client of a SuperLink's Control API.
 
     Raises :class:`LaunchError` if the SuperLink is unreachable or refuses a call, or its certificate is not trusted.
     """
@@ -251,7 +251,7 @@ def control(superlink: Connection) -> Iterator[Control]:
 def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, verbose: bool = False) -> int:
     """Submit a run to a SuperLink with SuperNodes, follow it, and return the exit status; Ctrl-C stops the run.
 
-    The settings contain paths on the SuperLink's machine. Raises the errors of :func:`control`.
+    Paths in the settings refer to the SuperLink's machine. Raises the same errors as :func:`control`.
     """
     log = RunLog(verbose)
     with control(superlink) as api:
@@ -264,7 +264,7 @@ def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, v
             print("\nposy: stopping the run", file=sys.stderr)
             api.stop(number)
             status, outcome = INTERRUPTED, "stopped"
-    if status:  # the checkpoints are on the SuperLink's machine
+    if status:  # read the progress from the log, because the checkpoints are on the SuperLink's machine
         if log.rounds or (log.results and settings.get("resume")):
             folder = [f"output-dir={settings['output-dir']}"] if "output-dir" in settings else []
             position = f" after round {log.rounds}" if log.rounds else ""

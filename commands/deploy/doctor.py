@@ -1,6 +1,6 @@
-"""`posy doctor`: check a federation from this machine.
+"""`posy doctor`: check that this machine is ready for a federation.
 
-Each check yields findings: a confirmation, or a problem and its remedy.
+Each check yields findings. A finding is a confirmation, or a problem and its remedy.
 """
 
 import datetime
@@ -44,13 +44,13 @@ SOON = datetime.timedelta(days=30)
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
 """Free disk space, in bytes and as a share of the disk, below which Posy warns."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
-"""Maximum clock errors of a node, ahead of and behind the SuperLink, at which Flower accepts the node's signatures."""
+"""Seconds by which a node's clock may be ahead of or behind the SuperLink's before Flower refuses its signatures."""
 REACH_SECONDS = 5.0
 """Timeout for a reply from the SuperLink, in seconds."""
 
 
 class Finding(NamedTuple):
-    """A result of a check."""
+    """One result of a check."""
 
     level: Level
     text: str
@@ -171,7 +171,7 @@ def check_data(path: Path) -> Iterator[Finding]:
 
 
 def check_certificates(folder: Path) -> Iterator[Finding]:
-    """Check a directory that `posy certificates` has written."""
+    """Check the files in a directory that `posy certificates` has created."""
     files = Files(folder)
     yield from safely(_check_authority(files))
     if files.server.exists():
@@ -227,9 +227,9 @@ def check_node_key(key: Path) -> Iterator[Finding]:
 
 
 def check_reach(service: str, address: str, ca: Path | None, server: Path | None = None) -> Iterator[Finding]:
-    """Check that ``service`` listens at an address, with a certificate that ``ca`` trusts.
+    """Check that ``service`` listens at an address, and that its certificate is signed by an authority in ``ca``.
 
-    If the file ``server`` exists, it must contain the certificate.
+    If the file ``server`` exists, also check that it contains this certificate.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -261,7 +261,7 @@ def check_reach(service: str, address: str, ca: Path | None, server: Path | None
 
 
 def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
-    """Check that the SuperLink admits a node's key and that this machine's clock is right, without side effects."""
+    """Check, without side effects, that the SuperLink admits a node's key and that this machine's clock is right."""
     with refused(f"{key} is not a private key in the format of `posy certificates`"):
         private = load_private_key(key.read_bytes())
     path, request, response = fleet_call("ActivateNode")
@@ -326,7 +326,7 @@ def check_nodes(nodes: Sequence[Any], folder: Path | None) -> Iterator[Finding]:
             yield Finding("warning", f"{path} is not registered: `posy register {path}`")
     for node in nodes:
         if keys and node.public_key not in keys:
-            hint = f"revoke it with `posy unregister {node.name}`, unless the node takes part"
+            hint = f"revoke it with `posy unregister {node.name}`, unless the node belongs to the federation"
             yield Finding("warning", f"the key registered as {node.name} is not in {folder}: {hint}")
         if not node.last_activated_at:
             yield Finding("warning", f"{node.name} has never been online: run `posy doctor --key ...` on its machine")
@@ -335,7 +335,7 @@ def check_nodes(nodes: Sequence[Any], folder: Path | None) -> Iterator[Finding]:
 
 
 def check_node_reports(nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Compare the nodes' versions and clocks, which runs have recorded, with the server's."""
+    """Compare the nodes' versions and clocks, as recorded by runs, with the server's."""
     node_facts = facts_of_nodes(statuses)
     server_versions = versions()
     compared = 0

@@ -21,11 +21,11 @@ FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 HOME, PRIVATE = "flower", "private"
-"""Flower's home in a SuperLink's state directory, and its subdirectory with the secret that the processes share."""
+"""Flower's home folder in a SuperLink's state directory, and its subfolder for the secret that the processes share."""
 
 
 def connection(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection:
-    """Return the connection to the SuperLink that the options name.
+    """Return the connection to the SuperLink that the options specify.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     """Return the node config of each node that a command starts, in the order of ``names``.
 
     The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` get the partitions 0 to n - 1
-    of n. With ``partition-id``, they get consecutive partitions, starting with that one. Without a name, as with
+    of n. With ``partition-id``, they get consecutive partitions that start there. Without a name, as with
     --insecure, the command starts one node, and its config stays unchanged.
 
     Raises
@@ -111,20 +111,20 @@ def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -
 
 
 def with_audit(words: Sequence[str], home: Path) -> list[str]:
-    """Add the path of an audit log in ``home`` to a node config that has data but no path for the log."""
+    """Add the path of an audit log in ``home`` to a node config with data, unless it sets this path or a state-dir."""
     keys = {word.partition("=")[0] for word in words}
     complete = keys & {AUDIT, "state-dir"} or "data" not in keys
     return [*words, *([] if complete else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
 
 
 def exclude(insecure: bool, option: str, value: object) -> None:
-    """Refuse an option that has no effect with --insecure."""
+    """Raise :class:`SettingsError` if an option is combined with --insecure."""
     if insecure and value is not None:
         raise SettingsError(f"{option} cannot be combined with --insecure")
 
 
 def check_loopback(option: str, address: str) -> None:
-    """Refuse an address that other machines can reach without TLS."""
+    """Raise :class:`SettingsError` for an address that other machines can reach without TLS."""
     if not is_loopback(address):
         raise SettingsError(
             f"{option} {address} with --insecure: without TLS it must be 127.0.0.1; otherwise use `posy certificates`"
@@ -132,7 +132,7 @@ def check_loopback(option: str, address: str) -> None:
 
 
 def check_control(address: str, *, allowed: bool) -> None:
-    """Warn that other machines can reach --control, where Flower has no passwords; refuse it unless ``allowed``."""
+    """Warn that other machines can connect to --control without a password; raise an error unless ``allowed``."""
     danger = (
         f"--control {address}: any program that can connect to it and has the public ca.pem can run code on every node"
     )
@@ -196,10 +196,10 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def print_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Print a command that the user can type into the same shell."""
+    """Print a command so that the user can paste it into the same shell."""
     name = Path(command[0]).name
     program = name if shutil.which(name) == command[0] else command[0]
-    # Omit the other variables, which are the same for all commands. For example, they disable telemetry.
+    # Omit variables that are the same for all commands, such as the variable that disables telemetry.
     home = environment["FLWR_HOME"]
     is_default = os.environ.get("FLWR_HOME", str(Path.home() / ".flwr")) == home
     setting = [] if is_default else [f"FLWR_HOME={shlex.quote(home)}"]

@@ -1,4 +1,4 @@
-"""`posy policy`: write a site's policy, explain it, and predict which rule refuses a run."""
+"""`posy policy`: write a site's policy, explain it, and predict whether it refuses a run."""
 
 import textwrap
 from pathlib import Path
@@ -21,7 +21,7 @@ app = typer.Typer(help="Write, explain and test the policy of a site.", no_args_
 def new(file: Annotated[Path, typer.Argument(metavar="[FILE]")] = FILE) -> int:
     """Write a policy with all rules at their defaults, each with an explanation.
 
-    Name the file in the node config: `posy supernode data=PATH policy=FILE`.
+    Add the file to the node config: `posy supernode data=PATH policy=FILE`.
     """
     if file.exists():
         raise SettingsError(f"{file} already exists; name another file, or remove it")
@@ -35,11 +35,11 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
 ) -> int:
-    """Explain a policy, and predict which rules refuse a run with some settings.
+    """Explain a policy, or predict which of its rules refuse a run.
 
-    The key=value words are settings of a run, as for `posy run`; experiment=FILE names a file of settings. The exit
-    status is 1 if the policy refuses the run. The node checks some rules only when the run begins (number of rows,
-    parameters, runs per day).
+    The key=value words are the settings of the run, as for `posy run`; experiment=FILE names a file of settings.
+    Without them, Posy explains the rules. The exit status is 1 if the policy refuses the run. The node checks some
+    rules only when the run begins (number of rows, parameters, runs per day).
     """
     from posy.client_app.policy import violations  # noqa: PLC0415 - imports Flower
     from posy.data.policy import Policy, read_policy  # noqa: PLC0415

@@ -50,7 +50,7 @@ class NodeOptions:
 
 
 def has_warm_nodes() -> bool:
-    """Return whether Posy's nodes and SuperLink support the protocol of the installed Flower."""
+    """Return whether Posy's nodes and SuperLink support the protocol of the installed version of Flower."""
     return version("flwr").startswith(f"{FLOWER}.")
 
 
@@ -58,8 +58,8 @@ def has_warm_nodes() -> bool:
 
 
 def start_superlink(options: SuperLinkOptions) -> None:
-    """Start a SuperLink and the process that runs ServerApps, and restart them until this process is interrupted."""
-    cores()  # check the limit on simultaneous runs now, not when a run starts
+    """Keep a SuperLink and the process that runs ServerApps running until this process is interrupted."""
+    cores()  # report an invalid limit on simultaneous runs now, not when a run starts
     warm = has_warm_nodes()
     fleet = options.fleet or (shared.LOCAL_FLEET if options.insecure else shared.FLEET)
     listening = [("--control", options.control), *([("--fleet", fleet)] if warm else [])]
@@ -89,7 +89,7 @@ def start_superlink(options: SuperLinkOptions) -> None:
         shared.write_connection(home, endpoint)
         write_secret(secret)
         environment = shared.flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-        # The printed commands work in a shell: Flower's command, and an executor without a parent process to watch.
+        # Print commands that also work in a shell: Flower's own SuperLink, and an executor without --parent-pid.
         for command in ([*stock, *superlink_words], [script("flower-superexec"), *superexec_words]):
             shared.print_command(command, environment)
         shared.print_command([script("flwr"), "list"], environment)
@@ -110,12 +110,15 @@ def _trust(options: SuperLinkOptions) -> tuple[Connection, list[str], Path | Non
     check_authority(ca)
     check_server(server, key)
     trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
-    # A restart of a volatile SuperLink would end its runs.
+    # Posy restarts the SuperLink when its certificate changes, which would end the runs of a volatile SuperLink.
     return Connection(address, ca), [*trust, "--enable-supernode-auth"], None if options.volatile else server
 
 
 def _words(options: SuperLinkOptions, fleet: str, trust: list[str]) -> list[str]:
-    """Return the SuperLink's arguments except its secret; ``fleet`` is empty if nodes do not use gRPC."""
+    """Return the SuperLink's command-line arguments, except the path of its secret.
+
+    ``fleet`` is empty if nodes do not use gRPC.
+    """
     host, port = shared.host_and_port("--control", options.control)
     words = ["--host", host, "--port", port, *(["--fleet-api-address", fleet] if fleet else []), *trust]
     words += ["--isolation", "process", "--disable-runtime-dependency-installation"]
@@ -142,7 +145,7 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
         check_node_key(path)
     if len({path.stem for path in keys}) < len(keys):
         raise SettingsError(
-            f"--key {' --key '.join(map(str, keys))}: nodes have the names of their keys, and two names are the same; "
+            f"--key {' --key '.join(map(str, keys))}: two key files have the same name, which is also the node's name; "
             "rename one of the files"
         )
     stock = options.stock or not has_warm_nodes()
@@ -168,7 +171,7 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _check_stock(options: NodeOptions, keys: int, *, stock: bool) -> None:
-    """Refuse options that Flower's own node does not support, and warn if Posy has no warm nodes for this Flower."""
+    """Refuse options that Flower's own node does not support, and warn if Posy has no warm nodes for this version."""
     cause = "--stock" if options.stock else f"Flower {version('flwr')} (without warm nodes)"
     if stock and keys > 1:
         hint = "drop --stock, or start" if options.stock else "start"

@@ -11,14 +11,14 @@ from posy.listing import print_table
 from posy.server_app.progress import duration, size
 
 VERSIONS = ("posy", "flwr", "torch", "python")
-"""Packages that should have the same version on all nodes."""
+"""Software whose version should be the same on all nodes."""
 RUN_COLUMNS = (
     *("run id", "run-name", "method", "status", "since", "time"),
     *("round", "dropped", "sent again", "waits for"),
 )
 NODE_COLUMNS = ("name", "status", "since", "does", "clock", *VERSIONS)
 TOLERATED = 2.0
-"""Maximum clock error of a node, in seconds, that Posy does not report."""
+"""Largest clock error of a node, in seconds, that Posy does not report."""
 
 
 def show(runs: Sequence[Run], nodes: Sequence[Any], statuses: Mapping[str, Mapping[str, Any]]) -> None:

@@ -23,9 +23,9 @@ WANTED = {name: files for name, _, files, _ in describe()}
 REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn"
 """States of a number. ``DRAWN`` means that the paper prints no number."""
 HUNDREDTH = 0.01
-"""Tolerance for a number that is not a percentage, such as an entropy or Jain's index: one hundredth."""
+"""Tolerance for a number that is not a percentage, such as an entropy or Jain's index."""
 COUNTED = 5e-4
-"""Relative tolerance for a number of parameters, which the papers round."""
+"""Relative tolerance for parameter counts, which the papers round."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Comparison:
         if item.counts_classes:
             self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
         self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
-        """Finished runs by scale, the larger scale last, then by variant and row.
+        """Finished runs, keyed by scale (the larger scale last), and then by variant and row.
 
         Additional seeds, from the runs of other tables, are included only if all rows have them.
         """
@@ -75,7 +75,7 @@ class Comparison:
                 if cell.seed in seeds and summary["status"] == "completed":
                     runs.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """The drawn runs with their scale: each row's larger scale, or, in a picture, one scale per variant."""
+        """Drawn runs and their scale: in a table, each row's larger scale; in a picture, one scale for each variant."""
         for variant in self.item.variants:
             for scale in self._drawn_at(variant):
                 runs = self.finished[scale]
@@ -86,8 +86,8 @@ class Comparison:
     def _drawn_at(self, variant: str) -> list[str]:
         """Return the scales at which the rows of a variant are drawn, the larger scale last.
 
-        A table compares each number with the paper's. A picture compares rows with each other, so all its rows have the
-        scale at which most of them ran. In a tie, the larger scale wins.
+        A table compares each number with the paper's. A picture compares rows with each other, so all its rows use the
+        scale at which the most rows have runs. In a tie, the larger scale wins.
         """
         rows = {scale: sum(name == variant for name, _ in runs) for scale, runs in self.finished.items()}
         return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
@@ -110,12 +110,12 @@ class Comparison:
         return {seed: value for seed, value in by_seed.items() if value is not None}
 
     def _measure_of(self, row: str, measure: str) -> str:
-        """Return the measure of a row: at the row's evaluation point, or the row's substitute for a default measure."""
+        """Return the measure of a row: its substitute for a default measure, if any, at the row's evaluation point."""
         substitute = self.item.readings.get(row, (row, measure))[1]
         return self.item.of(row, substitute if measure in self.item.measures else measure)
 
     def runs_of(self, variant: str, row: str) -> tuple[str, list[Cell]]:
-        """Return the scale and the finished runs that provide the numbers of a row."""
+        """Return the drawn scale of a row, and the finished runs that provide its numbers."""
         return self.cells.get(self._read_off(variant, row), ("", []))
 
     def _read_off(self, variant: str, row: str) -> tuple[str, str]:
@@ -160,7 +160,7 @@ class Comparison:
 
     @cached_property
     def usual_seeds(self) -> int:
-        """The most frequent number of seeds behind a number of this item, or 0 if the item has no numbers."""
+        """The most frequent number of seeds per entry of this item, or 0 if the item has no numbers."""
         frequencies = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
         return max(frequencies, key=lambda seeds: (frequencies[seeds], seeds), default=0)
 
@@ -233,7 +233,7 @@ class Comparison:
     def _verdict(self, claim: Claim) -> Verdict:
         """Return the verdict on a claim, from runs at the same scale.
 
-        Choose the scale at which the most pairs of rows can be compared, then the most variants, then the larger one.
+        Choose the scale with the most comparable pairs of rows. In a tie, prefer more variants, then the larger scale.
         """
         by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
         scale = max(
@@ -267,7 +267,7 @@ class Comparison:
 
 
 def _shared_seeds(ended: Iterable[Cell]) -> set[int]:
-    """Return the seeds for which every row with any ended runs has one."""
+    """Return the seeds that all rows with ended runs have in common."""
     seeds_of_rows: dict[tuple[str, str], set[int]] = {}
     for cell in ended:
         seeds_of_rows.setdefault((cell.variant, cell.row), set()).add(cell.seed)

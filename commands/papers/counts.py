@@ -31,9 +31,10 @@ def first_cells(plan: Plan) -> dict[str, Cell]:
 
 
 def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
-    """Count the classes in partitions without stored counts; return the reason for each failure, keyed by variant.
+    """Count and store the samples per client and class of each variant without stored counts.
 
-    Record in ``absent`` why data sets are unreadable, keyed by data set.
+    Record in ``absent`` why data sets are unreadable, keyed by data set. Return the reason for each failure, keyed by
+    variant.
     """
     stored, failures = _read(plan.output), {}
     for variant, cell in first_cells(plan).items():
@@ -74,7 +75,10 @@ def _data_settings(cell: Cell) -> dict[str, Any]:
 
 
 def _matches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Return whether stored counts belong to the expected settings; a missing setting has its earlier value."""
+    """Return whether stored counts belong to the expected settings.
+
+    A setting that is missing in the stored settings has its value from before the setting existed.
+    """
     declarations = declared()
     earlier_values = {key: declarations[key].before for key in expected if key in declarations}
     return "data" in stored and normalised({**earlier_values, **stored["data"]}) == expected

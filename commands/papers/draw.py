@@ -32,7 +32,7 @@ SEEDS = (0, 1, 2)
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw a figure into a file, or do nothing for a table."""
+    """Draw a figure to a file; do nothing for a table."""
     kind = comparison.item.kind
     if kind not in FORMS:
         raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: it must be one of {', '.join(FORMS)}")
@@ -63,7 +63,7 @@ def text_of(value: Number, digits: int) -> str:
 def _cell(entry: Entry | None, measure: str, marked: bool, seeds: int) -> str:
     """Return an entry as text.
 
-    Add the number of seeds unless it is ``seeds``, and, with ``marked``, the scale if it is small.
+    Append the number of seeds if it differs from ``seeds``. With ``marked``, also append the scale if it is small.
     """
     if entry is None:
         return ""
@@ -110,7 +110,7 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
 
 
 def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw numbers of the rows against one of their settings, averaged over the seeds that a line's runs all share.
+    """Draw the rows' numbers against one of their settings, averaged over the seeds that all runs of a line share.
 
     Each line is a variant or, with ``lines: rows``, a row whose setting differs between the variants. The paper's
     numbers are drawn as points, and a row without the setting as a dashed line.
@@ -267,7 +267,7 @@ def _sharing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
     panels = {}
     for variant in comparison.item.variants:
         settings = comparison.item.settings_of(variant, comparison.overrides)
-        task = Task("image", (3, 32, 32), tuple(map(str, range(10))))  # CIFAR-10's
+        task = Task("image", (3, 32, 32), tuple(map(str, range(10))))  # the task of CIFAR-10
         plain = architecture_for(settings.train.model, task)
         architecture = settings.method.network(plain, settings.data.num_clients)
         network: Any = architecture.build()  # FedDRM's TwoBranch
@@ -289,9 +289,9 @@ def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw PPFE's test error on linear regression against K and r_p, with FedAvg in the top row and without it below.
+    """Draw PPFE's test error on linear regression against K and r_p.
 
-    FedAvg's error is far above the other errors. The point at 1.2 has a separate r_p for each client.
+    The bottom row omits FedAvg, whose error is far above the other errors. At 1.2, each client has a separate r_p.
     """
     clients = {float(k): [ridge.simulate(seed, clients=k) for seed in SEEDS] for k in ridge.CLIENTS}
     ratios = {r: [ridge.simulate(seed, ratio=r) for seed in SEEDS] for r in ridge.RATIOS}
@@ -365,7 +365,7 @@ def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
 
 
 def _find_picture(cell: Cell, name: str) -> Path | None:
-    """Return the path of a picture of a run, or of another table's run with the same settings, or None."""
+    """Return the path of a run's picture, if necessary from another table's run with the same settings, or None."""
     results = cell.path.parents[len(cell.place.split(" / ")) + 1]
     for config in [cell.path / "config.yaml", *sorted(results.glob("**/config.yaml"))]:
         file = config.parent / "figures" / name

@@ -1,9 +1,9 @@
-"""FedDRM's Figure 3: the drift between the clients' gradients, for its class loss and for its client loss.
+"""FedDRM's Figure 3: the drift between the clients' gradients of the class loss and of the client loss.
 
 The paper specifies only a classification task with 10 classes, 3 clients, a randomly generated embedding and FedAvg
 (Section 2.4). Posy chooses the other parameters: dimension, number of samples, learning rate and number of local
 steps. Embeddings of client i come from N(m_i, I), with m_i from N(0, I / 4). Labels come from the same
-multinomial logistic model for all clients (Eq. 1), so that the clients differ by covariate shift.
+multinomial logistic model for all clients (Eq. 1), so the clients differ only by covariate shift.
 """
 
 from typing import NamedTuple

@@ -39,7 +39,8 @@ rows or variants, which override the common settings."""
 ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
 """Forms of pictures without runs. Posy draws them from their settings."""
 SELDOM = 1_000_000
-"""``checkpoint-every`` for runs at scale ``full``, so large that they write only checkpoints that take little time."""
+"""``checkpoint-every`` for runs at scale ``full``. It exceeds their number of rounds, so Posy writes intermediate
+checkpoints only if they take a small share of the run's time."""
 TITLE = "Table 1: accuracy"
 """Example of a title."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
@@ -49,7 +50,7 @@ PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 
 
 class Printed(NamedTuple):
-    """A number printed in a paper, its ± if it has one, and both as printed."""
+    """A printed number: its value, its ± (or None), and its text in the paper."""
 
     value: float
     spread: float | None
@@ -61,10 +62,10 @@ class Claim:
     """A paper's statement about its numbers: some rows are higher than others, or close to them.
 
     The claim covers ``variants``, or all variants if it names none. It states a difference of more than ``by``, or, if
-    ``within`` is set, an absolute difference of less than that. Up to ``but`` of the lower rows may be higher. With
-    ``same_point``, all rows use the evaluation point of ``measure`` instead of their method's point. With ``spread``,
-    the claim compares the distances of the numbers from their mean over the seeds. ``why`` explains a claim that the
-    runs do not confirm.
+    ``within`` is set, an absolute difference of less than ``within``. Up to ``but`` of the lower rows may be higher.
+    With ``same_point``, all rows use the evaluation point of ``measure`` instead of their method's point. With
+    ``spread``, the claim compares the distances of the numbers from their mean over the seeds. ``why`` explains why the
+    runs do not confirm the claim.
     """
 
     say: str
@@ -91,35 +92,35 @@ class Item:
 
     @cached_property
     def title(self) -> str:
-        """Its name in the paper and a description."""
+        """Name in the paper and description, such as ``Table 1: accuracy``."""
         return str(self.content["title"])
 
     @cached_property
     def measures(self) -> list[str]:
-        """Its measures, in the format of :func:`posy.commands.papers.record.measured`."""
+        """Measures of the item, in the format of :func:`posy.commands.papers.record.measured`."""
         names = self.content.get("measure", "served last")
         return [check_measure(str(name), str(self.file)) for name in (names if isinstance(names, list) else [names])]
 
     @cached_property
     def columns(self) -> list[tuple[str, str]]:
-        """Its columns, as pairs of variant and measure."""
+        """Columns of the item, as pairs of variant and measure."""
         return [(variant, measure) for variant in self.variants for measure in self.measures]
 
     def of(self, row: str, measure: str) -> str:
-        """Return a measure with the evaluation point of a row, which may differ from the default."""
+        """Return a measure, at the evaluation point of a row if the item sets a separate point for this row."""
         point, *words = measure.split()
         return " ".join([self.content.get("points", {}).get(row, point) if point in POINTS else point, *words])
 
     @cached_property
     def rows(self) -> list[str]:
-        """Names of its rows, in the paper's order if the paper prints all of them, else in the order of ``runs``."""
+        """Names of the rows, in the paper's order if the paper prints all of them, else in the order of ``runs``."""
         run, printed = ([entry["name"] for entry in self.content.get("runs", [])], [*self.content.get("printed", {})])
         both = [*printed, *run] if set(run) <= set(printed) else [*run, *printed]
         return list(dict.fromkeys([*both, *self.content.get("read", {})]))
 
     @cached_property
     def readings(self) -> dict[str, tuple[str, str]]:
-        """For each row with its own measure or another row's runs: the row that provides the runs, and the measure."""
+        """Source row and measure of each row that uses a separate measure or another row's runs."""
         run = {entry["name"] for entry in self.content.get("runs", [])}
         readings = {}
         for row, entry in self.content.get("read", {}).items():
@@ -134,7 +135,7 @@ class Item:
 
     @cached_property
     def variants(self) -> list[str]:
-        """Names of its variants, or a single empty name."""
+        """Names of the variants, or a single empty name."""
         return [entry["name"] for entry in self.content.get("variants", [])] or [""]
 
     @cached_property
@@ -160,42 +161,42 @@ class Item:
 
     @cached_property
     def claims(self) -> list[Claim]:
-        """The paper's claims about it."""
+        """The paper's claims about the item."""
         return [_claim(self, entry) for entry in self.content.get("claims", [])]
 
     @property
     def in_paper(self) -> bool:
-        """Whether it is in the paper. Names of additional experiments do not start with ``table`` or ``figure``."""
+        """Whether the item is in the paper. Names of additional experiments start with other words."""
         return self.name.startswith(("table", "figure"))
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Its scales. An additional experiment without ``small`` has only the scale ``full``."""
+        """Scales of the item. An additional experiment without ``small`` has only the scale ``full``."""
         return SCALES if self.in_paper or "small" in self.content else ("full",)
 
     @property
     def has_runs(self) -> bool:
-        """Whether it needs runs. A picture of a partition needs no runs."""
+        """Whether the item needs runs. A picture of a partition needs no runs."""
         return "runs" in self.content
 
     @property
     def draws_alone(self) -> bool:
-        """Whether it is a picture without runs."""
+        """Whether the item is a picture that Posy draws from settings alone."""
         return self.form.get("kind") in ALONE
 
     @property
     def kind(self) -> str:
-        """Name of the form in which Posy draws it."""
+        """Name of the form in which Posy draws the item."""
         return str(self.form.get("kind"))
 
     @property
     def counts_classes(self) -> bool:
-        """Whether it shows the class counts of the clients."""
+        """Whether the item shows the class counts of the clients."""
         return self.kind in ("partition", "correlation") or bool(self.form.get("counts"))
 
     @property
     def form(self) -> Mapping[str, Any]:
-        """The form in which Posy draws it."""
+        """Form in which Posy draws the item, with the options of the form."""
         return self.content.get("form", {"kind": "table"})
 
     def reason(self, variant: str, row: str) -> str:
@@ -225,10 +226,10 @@ class Item:
         seeds: int | None = None,
         strict: bool = True,
     ) -> Plan:
-        """Return its runs at a scale, with overrides; results go into ``folder``, by default :func:`results_of`.
+        """Return the item's runs at a scale, with overrides; results go into ``folder``, by default :func:`results_of`.
 
-        The seeds are the file's seeds, 0 to ``seeds`` - 1, and all seeds in the paper's archives. Unless ``strict``,
-        the overrides need not have an effect.
+        The seeds are the file's seeds, 0 to ``seeds`` - 1, and all seeds in the paper's archives. If ``strict`` is
+        false, Posy accepts overrides that have no effect.
         """
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
@@ -337,7 +338,7 @@ def results_of(paper: str) -> Path:
 
 
 def missing_results(names: Iterable[str]) -> str:
-    """Return a message that names the searched folders if the papers' runs have no archive, else an empty string."""
+    """Return a message with the searched folders if the papers have no archive of runs, else an empty string."""
     if any(_archives(results_of(name)) for name in names):
         return ""
     folders = dict.fromkeys(map(str, (Path("papers").absolute(), PAPERS)))

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 WITHOUT = "none"
-"""Value for no class-wise layers, as in FedAvg."""
+"""Name of the case without class-wise layers, as in FedAvg."""
 LAYERS = (WITHOUT, "output", "all")
 
 

@@ -20,20 +20,23 @@ from posy.strategies.registry import PAPERS, declared
 
 LEGEND = (
     "The first lines under each heading describe the paper's table or figure. Tables give the paper's number → Posy's "
-    "number, as mean ± standard deviation over the seeds. ✓ means that the numbers agree: within one point, or within "
-    "two points if that is at most two standard deviations (0.01 and 0.02 for numbers that are not percentages). ≈ "
-    "means that they agree at scale small. ≠ means that they differ. *Drawn* means that the paper prints no number.",
+    "number, as mean ± standard deviation over the seeds. ✓ means that the numbers agree: within one percentage point, "
+    "or within two if the difference is at most two standard deviations (0.01 and 0.02 for numbers that are not "
+    "percentages). ≈ means that the numbers agree in runs at scale small. ≠ means that the numbers differ. *Drawn* "
+    "means that the paper prints no number.",
     "*Served* is the model that a client receives from the server. *Local* is this model after local training. *Own* "
-    "is the evaluation point of the method: one of the two. *Last* is the last round, *average* the mean over the last "
-    "rounds, and *upper-bound* the round that is best on the test samples, which papers often report. The mean is over "
-    "the clients; *weighted* is a mean weighted by their training samples. *System* accuracy is the accuracy on all "
-    "clients' test samples, for inputs of unknown origin. [docs/runs.md](../runs.md#what-a-run-leaves) has more.",
-    "A claim says that a row is higher than another row. The test uses their differences, paired by seed and column. "
-    "A t-test at 5 % confirms or refutes the claim. Otherwise the claim is within the noise, or has too few runs if "
-    "there are fewer than three pairs. A claim that a row is above several rows is confirmed if the row is above each "
-    "of them, and refuted if any of them is above it (Holm's correction). The brackets give the deciding difference. A "
-    "claim about spreads compares the distances from the mean over the seeds (Levene's test). A claim that two rows "
-    "are close uses two one-sided t-tests. Posy compares only runs at the same scale; (small) marks the smaller scale.",
+    "is the method's evaluation point, which is either served or local. *Last* is the last round, *average* the mean "
+    "over the last rounds, and *upper-bound* the round that is best on the test samples, which papers often report. "
+    "The mean is over the clients; *weighted* is a mean weighted by their numbers of training samples. *System* "
+    "accuracy is the accuracy on the pooled test samples of all clients, treated as inputs of unknown origin. See "
+    "[docs/runs.md](../runs.md#what-a-run-leaves) for details.",
+    "Most claims say that one row is higher than another. The test uses the differences between the rows, paired by "
+    "seed and column. A t-test at the 5 % level confirms or refutes the claim. Otherwise the claim is within the "
+    "noise, or has too few runs if there are fewer than three pairs. A claim that a row is above several rows is "
+    "confirmed if the row is above each of them, and refuted if any of them is above it (Holm's correction). The "
+    "brackets give the difference that decides the outcome. For a claim about spreads, the test compares the distances "
+    "from the mean over the seeds (Levene's test). For a claim that two rows are close, Posy uses two one-sided "
+    "t-tests. Posy compares only runs at the same scale; (small) marks the smaller scale.",
 )
 """Explanations at the start of each page."""
 
@@ -57,7 +60,7 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
 
 
 def states(comparison: Comparison, pictures: Sequence[str]) -> str:
-    """Return how many of a comparison's numbers have each state, or the state of a picture without runs."""
+    """Return how many of a comparison's numbers are in each state, or the state of a picture without runs."""
     if comparison.item.draws_alone:
         return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
     return count_words(entry.state for entry in comparison.entries)
@@ -123,7 +126,7 @@ def pictures_in(folder: Path) -> list[str]:
 
 
 def overview(papers: Mapping[str, Sequence[Comparison]]) -> list[list[str]]:
-    """Return a row for each paper: how many claims it has, in total and by outcome, and how many numbers, by state."""
+    """Return a row per paper: the number of claims, in total and by outcome, and the count of numbers by state."""
     rows = []
     for paper, all_comparisons in papers.items():
         comparisons = [comparison for comparison in all_comparisons if comparison.item.in_paper]
@@ -177,7 +180,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return notes: the diverged runs, and the observations in the file of the table or figure."""
+    """Return notes on diverged runs, and the observations in the item's file."""
     cells = [cell for plan in comparison.plans.values() for cell in plan.cells] if comparison.item.has_runs else []
     names = dict.fromkeys(cell.name for cell in cells if cell.summary("diverged") is not None)
     diverged = [f"Diverged, and excluded: {'; '.join(names)}."] if names else []
@@ -192,7 +195,7 @@ def _seconds(comparison: Comparison) -> float:
 
 
 def _more_seeds(comparison: Comparison, scale: str) -> str:
-    """Return the option ``--seeds`` for the runs at a scale if they have more seeds than the item, else nothing."""
+    """Return the option ``--seeds`` if runs at a scale have seeds that the item does not list, else an empty string."""
     seeds = {cell.seed for drawn_at, cells in comparison.cells.values() if drawn_at == scale for cell in cells}
     return f" --seeds {max(seeds) + 1}" if seeds - {*comparison.item.seeds(scale)} else ""
 
@@ -215,7 +218,7 @@ def _positions(entries: Sequence[Entry], comparison: Comparison) -> str:
 
 
 def _points(comparison: Comparison) -> str:
-    """Return the rows with a separate evaluation point or measure."""
+    """Return text that lists the rows with a different evaluation point or measure."""
     points: dict[str, list[str]] = {}
     for row, point in comparison.item.content.get("points", {}).items():
         points.setdefault(point, []).append(row)
@@ -232,7 +235,7 @@ def _seeds(comparison: Comparison) -> str:
 
 
 def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
-    """Return the total time in seconds of the distinct runs at scale small with the seeds of the files."""
+    """Return the total time, in seconds, of the distinct runs at scale small that use seeds of the files."""
     summaries = {
         frozenset(cell.decisive.items()): cell.summary() or {}
         for comparison in comparisons

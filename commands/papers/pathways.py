@@ -1,8 +1,9 @@
 """cwFedAvg's Figure 1: the largest weights of small networks, with and without the weight distribution regulariser.
 
 The paper states these parameters (Section 3.2): 3400 samples of class 0 and 2600 of class 1 around two centres in three
-dimensions, their distribution over three clients, and a network with four ReLU neurons. It draws the 8 largest of the
-network's 20 weights. Learning rate, batch size and lambda come from its experiments with ten classes (Section 5.1).
+dimensions, their distribution over three clients, and a network with four ReLU neurons. The figure shows the 8 largest
+of the network's 20 weights. Learning rate, batch size and lambda come from the paper's experiments with ten classes
+(Section 5.1).
 
 Posy chooses the other parameters. The centres come from N(0, I) and the samples from N(centre, I). The layers have
 biases, which are trained and averaged but not drawn. All clients start from the same weights, from PyTorch's default
@@ -39,9 +40,9 @@ LARGEST = 8
 """Number of weights in the critical pathways of a network."""
 RATE, BATCH, STRENGTH = 0.005, 10, 10.0
 STEPS = 1000
-"""Steps of each client; a local epoch has 300, 200 and 100 steps."""
+"""Number of local steps of each client. On the three clients, an epoch has 300, 200 and 100 steps."""
 SEEDS = tuple(range(10))
-"""Seeds of the counts in the figure's text; the figure shows the first seed."""
+"""Seeds for the counts in the text below the figure, which shows only the first seed."""
 PANELS = {
     **{"a": "client 1", "b": "client 2", "c": "client 3", "d": "FedAvg"},
     **{"e": "client 1, WDR", "f": "client 2, WDR", "g": "client 3, WDR", "h": "class 0"},
@@ -155,7 +156,7 @@ def _batches(samples: Samples, steps: int, rng: np.random.Generator) -> Samples:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread: with small arrays, several threads mostly wait for each other."""
+    """Use one thread within a context, because threads mostly wait for each other if the arrays are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -165,7 +166,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _trained(start: list[Tensor], batches: Batch, shares: Tensor, strengths: Tensor) -> FloatArray:
-    """Train N networks in parallel by SGD, and return them flat ``(N, 26)``.
+    """Train N networks in parallel by SGD, and return their flat parameters ``(N, 26)``.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ POINTS = ("served", "local", "own")
 WHICH = ("last", "best", "upper-bound", "average")
 SYSTEM_AVERAGE = "system average"
 POOLED = ("system", "routing", SYSTEM_AVERAGE)
-"""Accuracies on the pooled test samples; the last is the mean over the last rounds (``average-rounds``)."""
+"""Accuracies on the pooled test samples. ``SYSTEM_AVERAGE`` is the mean over the last rounds (``average-rounds``)."""
 PARAMETERS = "parameters"
 """A measure that needs no run: the number of parameters on the server, in millions."""
 TOTALS = ("rounds", "seconds", "bytes-up", "bytes-down", "samples", "peak-memory")
@@ -34,10 +34,10 @@ TOTALS = ("rounds", "seconds", "bytes-up", "bytes-down", "samples", "peak-memory
 def collect(path: Path) -> None:
     """Record a finished run's rounds, the clients' loss curves, and the norms of their heads, next to the summary.
 
-    ``rounds`` maps the name of a number to its values by round; for a measure over the clients, it holds the mean.
-    ``clients`` holds each client's loss on its training samples by round: the loss of the served model with
-    ``evaluate-training``, else the loss in training. ``heads`` ``(M, C)`` holds the L2 norm of each row of the output
-    layer in the clients' stored models, if they exist.
+    ``rounds`` maps the name of a number to its values by round. For a statistic over the clients, it contains the mean.
+    ``clients`` contains each client's loss on its training samples by round: the loss of the served model with
+    ``evaluate-training``, else the loss during training. ``heads`` ``(M, C)`` contains the L2 norm of each row of the
+    output layer in the clients' stored models, if these models exist.
     """
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
     rounds: dict[str, list[Any]] = {}
@@ -78,7 +78,7 @@ def measured(path: Path, measure: str) -> float | None:
       optionally a statistic over the clients, by default the mean: ``served last``, ``local best min``
     - an accuracy on the pooled test samples: ``system``, ``routing`` or ``system average``
     - ``round`` and a name in ``rounds.jsonl``, for the last value: ``round outer_cv``
-    - a total of the summary: ``bytes-up``
+    - a total in the summary: ``bytes-up``
     """
     summary = read_summary(path)
     words = measure.split()
@@ -97,7 +97,7 @@ def measured(path: Path, measure: str) -> float | None:
 
 
 def partial_coverage(path: Path, measure: str) -> str:
-    """Return how many clients a number of a run covers if they are too few to represent all, else an empty string.
+    """Return how many clients a number covers if they are too few to represent all, else an empty string.
 
     For example, return ``3 of 30 clients`` if only the cohort of the last round has local models.
     """
@@ -125,7 +125,7 @@ def check_measure(measure: str, where: str) -> str:
 
 
 def in_percent(measure: str) -> bool:
-    """Return whether a measure is an accuracy."""
+    """Return whether a measure is an accuracy, which Posy gives in percent."""
     words = measure.split()
     is_round_accuracy = words[0] == "round" and words[-1].endswith("accuracy")
     return measure in POOLED or is_round_accuracy or (words[0] in POINTS and words[-1] != "jain")

@@ -6,8 +6,8 @@ FedAvg, and the last stage is nearly local training. Each stage fits y itself on
 mean, weighted by beta, replaces the sum in Eq. 8.
 
 The paper states only the four stages, K, and, for Figure 3b, n. Posy chooses the dimension, the covariances, all
-variances, r_p and n of Figure 3a, the grid of penalties, and alpha_t. The true weights are known, so the errors are
-expected errors.
+variances, r_p and n of Figure 3a, the grid of penalties, and alpha_t. The true weights are known, so Posy computes
+expected errors without test samples.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 CLIENTS, RATIOS = (20, 50, 100, 200), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-"""K of Figure 3a and r_p of Figure 3b."""
+"""Values of K in Figure 3a and of r_p in Figure 3b."""
 USUAL_CLIENTS, USUAL_RATIO = 100, 0.5
 """K of Figure 3b and r_p of Figure 3a."""
 DIMENSION, SAMPLES, VALIDATION, NOISE = 40, 200, 0.2, 0.25
 """d, n, the share of n for validation, and the variance of the noise.
 
-The components of W have variance 1 / d, so that a client's signal has a variance of about 1 if r_p is 0 or 1."""
+The components of the shared and personal weights have variance 1 / d, so that a client's signal has a variance of
+about 1 if r_p is 0 or 1."""
 PENALTIES = tuple(10.0**power for power in range(-2, 4))
 COMPLEXITIES = (1.0, 0.1, 0.01)
 """alpha_t of stages 2 to 4; stage 1 has no personal part."""
@@ -43,7 +44,7 @@ class Federation(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Expected squared error of a new sample, averaged over the clients."""
+    """Expected squared error on a new sample, averaged over the clients."""
 
     ppfe: float
     local: float
@@ -57,9 +58,9 @@ def simulate(
 ) -> Errors:
     """Return the error of each method with the penalty that has the lowest error on the validation samples.
 
-    With ``ratio`` None, each client draws a separate ratio from U(0, 1). In local training, each client chooses its own
-    penalty. PPFE and FedAvg each use one penalty for all clients, the one with the lowest mean error. Training never
-    uses the validation samples.
+    If ``ratio`` is None, each client draws a separate ratio from U(0, 1). In local training, each client chooses a
+    separate penalty. PPFE and FedAvg each use one penalty for all clients, the one with the lowest mean error. Training
+    never uses the validation samples.
     """
     federation = draw_federation(seed, clients, ratio, noise)
     num_validation = round(VALIDATION * SAMPLES)
@@ -85,7 +86,7 @@ def simulate(
 def draw_federation(seed: int, clients: int, ratio: float | None, noise: float = NOISE) -> Federation:
     """Draw clients by Eqs. 15 and 16, with Wishart covariances with 2 d degrees of freedom and the identity as mean.
 
-    A seed gives the same inputs and components for every ``ratio``.
+    For the same seed, the inputs and the shared and personal weights are the same for every ``ratio``.
     """
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=DIMENSION) / np.sqrt(DIMENSION)
@@ -134,8 +135,8 @@ def average(weights: Array) -> Array:
 def personalise(gram: Array, moment: Array, penalty: float) -> Array:
     """Return the clients' weights ``(K, d)`` that minimise Eq. 6, with ``penalty`` on their deviation.
 
-    The deviation is the difference from the shared weights. The shared weights are the clients' mean, to which rounds
-    of exact local training and averaging converge.
+    The deviation is the difference from the shared weights, which are the mean of the clients' weights. Rounds of exact
+    local training and averaging converge to these shared weights.
     """
     inverse = _inverse(gram, penalty)
     solutions, shrinkage = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram
@@ -147,8 +148,8 @@ def personalise(gram: Array, moment: Array, penalty: float) -> Array:
 def reweight(losses: Array, importance: Array) -> tuple[Array, Array]:
     """Return beta ``(K,)`` and new sample weights ``(K, n)``: Algorithm 1, Reweight, with losses in [0, 1].
 
-    This is :func:`posy.client_app.ppfe.reweight` for all clients at once, except that epsilon stays within (0, 1/2), so
-    that each beta is finite and positive.
+    This is :func:`posy.client_app.ppfe.reweight` for all clients at once, except that epsilon is clipped to (0, 1/2),
+    so that each beta is finite and positive.
     """
     error = np.clip((importance * losses).sum(axis=1) / importance.sum(axis=1), 1e-6, 0.5 - 1e-6)
     beta = 0.5 * np.log((1 - error) / error)

@@ -66,7 +66,7 @@ def _line(comparison: Comparison, pictures: Sequence[str]) -> tuple[str, str, st
 def run_part(
     name: str, part: str, scale: str, overrides: Mapping[str, Scalar], jobs: int, seeds: int | None = None
 ) -> int:
-    """Run the missing runs of a paper's table or figure, or of all, then draw the paper's page.
+    """Run the missing runs of a paper's table or figure, or of all of them, then draw the paper's page.
 
     With ``seeds``, use the seeds 0 to ``seeds`` - 1 instead of the file's. Skip and list runs whose data set is
     missing. If ``overrides`` affect the results, the runs and the page go into a separate folder. Return the exit
@@ -102,7 +102,10 @@ def run_part(
 
 
 def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
-    """Run the missing runs of some seeds; record in ``absent`` why runs are skipped, by data set."""
+    """Run the missing cells of a plan for some seeds, and return the reasons for failures by cell name.
+
+    Record in ``absent`` why data sets or word vectors are unreadable, keyed by their names.
+    """
     restore_runs(plan)
     requested = [cell for cell in plan.cells if cell.seed in seeds]
     possible = {cell for cell in requested if _data_is_there(cell, absent)}

@@ -15,7 +15,7 @@ ROUNDING = 1e-12
 SPREADS, UNITS = 2.0, 2.0
 """Maximum distance at which a number agrees with the paper's: in standard deviations, and in units."""
 FEW = 3
-"""Minimum number of pairs for ``within the noise``; with two, only 13 standard errors or more are significant."""
+"""Minimum number of pairs for ``within the noise``. With two, a mean below 13 standard errors is not significant."""
 OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
 """Possible outcomes of a claim."""
 
@@ -78,10 +78,9 @@ def verdict(
 ) -> Verdict:
     """Judge a claim by the differences between its rows, in the claimed direction.
 
-    The claim is confirmed if it holds for every pair of rows with differences. A claim that a method is above all
-    other methods is not confirmed if one method is above it. The claim holds for a pair if the mean difference is
-    significantly above ``by`` (two-sided t-test, 5 %). The claim is refuted if the mean difference of any pair is
-    significantly below ``by``, with Holm's correction for the number of pairs.
+    The claim is confirmed if it holds for every pair of rows with differences. The claim holds for a pair if the mean
+    difference is significantly above ``by`` (two-sided t-test, 5 %). The claim is refuted if the mean difference of any
+    pair is significantly below ``by``, with Holm's correction for the number of pairs.
 
     With ``within``, the claim holds for a pair if the absolute mean difference is significantly below ``within`` (two
     one-sided t-tests, 5 % each: Schuirmann, 1987). The claim is refuted if this difference is significantly above
@@ -92,8 +91,8 @@ def verdict(
     differences : mapping of str to sequence of float
         Differences, keyed by the names of the two rows. Each is between two runs with the same seed and variant.
     but : int
-        Number of lower rows that may be above the row; the test ignores the ones that are highest. With 1, the claim is
-        that the row is first or second.
+        Number of lower rows that may be above the higher row. The test ignores this many pairs, starting with the
+        smallest mean difference. With 1, the claim is that the row is first or second.
     """
     means = sorted((statistics.fmean(values), pair) for pair, values in differences.items() if values)
     results = {pair: _compared(differences[pair], by, within) for _, pair in means[but:]}
@@ -127,7 +126,7 @@ def _compared(differences: Sequence[float], by: float, within: float | None) -> 
 
 
 def _undecided(pairs: int) -> str:
-    """Return the outcome of a claim that the tests on this many pairs do not decide."""
+    """Return the outcome of an undecided claim, which depends on the number of pairs."""
     return "within the noise" if pairs >= FEW else "too few runs"
 
 

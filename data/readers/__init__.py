@@ -1,1 +1,1 @@
-"""Readers of users' files, folders and functions, and of published data sets."""
+"""Readers for users' files, folders and functions, and for published data sets."""

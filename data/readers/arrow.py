@@ -1,4 +1,4 @@
-"""Arrow tables: .parquet files, and `datasets` data sets, saved locally or from the Hugging Face Hub."""
+"""Read Arrow tables: .parquet files, and data sets of the library `datasets` from disk or the Hugging Face Hub."""
 
 import os
 import re
@@ -23,14 +23,14 @@ HUB = "hf:"
 """Prefix of data sets on the Hugging Face Hub."""
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::(.+))?")
 _FORMATS = frozenset({"arrow", "cache", "csv", "imagefolder", "json", "parquet", "text"})
-"""File formats that the library reads without unpickling. Reading pandas' formats would require unpickling."""
+"""File formats that `datasets` reads without unpickling, unlike pandas' formats."""
 _INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds to a .parquet file
 _TESTS = ({"test"}, {"validation", "valid", "val", "dev"})
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a table in which splits follow one another."""
+    """A table that contains the rows of all splits, one split after the other."""
 
     table: Any  # pyarrow.Table
     features: Mapping[str, Any]  # types of the columns in `datasets`, if known
@@ -67,7 +67,7 @@ def read_saved(
 
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # a damaged folder can make the library fail in any way
+    except Exception as error:  # a damaged folder can make the library raise any error
         raise DataError(f"{path}: not a complete folder of datasets.save_to_disk ({format_error(error)})") from error
     rows, is_test, notes = _pooled(loaded, str(path))
     return _content(rows, path, columns, is_test, notes, size, mode, skip_unreadable)
@@ -135,8 +135,8 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
     except Exception as error:  # the network, the Hub or a damaged file can raise any error
         how = "fetched from the Hugging Face Hub" if download else "found in the library's cache (download = false)"
         raise DataError(
-            f"{where}: it cannot be {how} ({format_error(error)}); on a machine with a network, datasets.save_to_disk "
-            "writes a folder for dataset="
+            f"{where}: it cannot be {how} ({format_error(error)}); on a machine "
+            "with network access, save it with datasets.save_to_disk, and set dataset to the folder"
         ) from error
     rows, is_test, notes = _pooled(loaded, where)
     return _content(rows, Path(name), columns, is_test, notes, size, None, None)
@@ -233,7 +233,7 @@ def _names(rows: _Rows) -> tuple[list[str], list[str]]:
 
 
 def _features(rows: _Rows, inputs: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Return numeric columns as features ``(N, F)``, float64, and notes on lost digits."""
+    """Return numeric columns as features ``(N, F)``, float64, and notes on lost precision."""
     values = [_column(rows, name).to_numpy() for name in inputs]
     notes: list[str] = []
     for name, value in zip(inputs, values, strict=True):
@@ -249,7 +249,7 @@ def _features(rows: _Rows, inputs: Sequence[str]) -> tuple[np.ndarray, list[str]
 
 
 def _column(rows: _Rows, name: str) -> Any:
-    """Return a column without dictionary encoding, or raise :class:`DataError` if a cell is empty."""
+    """Return a column after any dictionary decoding, or raise :class:`DataError` if a cell is empty."""
     import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
 
     column = rows.table.column(name)
@@ -274,7 +274,7 @@ def _labels(rows: _Rows, name: str) -> np.ndarray:
     if _is_text(column.type):
         return as_labels(np.array(column.to_pylist()), where)
     if not _is_number(column.type):
-        raise DataError(f"{where}: labels of type {column.type}; whole numbers and texts are allowed")
+        raise DataError(f"{where}: labels of type {column.type}; whole numbers and strings are allowed")
     return as_labels(column.to_numpy(), where)
 
 
@@ -292,7 +292,10 @@ def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
 
 
 def _nested(values: Any, lists_per_row: int, locate: Callable[[int], str]) -> np.ndarray:
-    """Return nested lists of numbers, all of one shape, as an array; each row has ``lists_per_row`` entries."""
+    """Return nested lists of numbers, all of the same shape, as an array.
+
+    Each row of the table corresponds to ``lists_per_row`` entries of ``values``.
+    """
     import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
     from pyarrow import compute  # noqa: PLC0415
 

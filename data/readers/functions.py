@@ -18,11 +18,12 @@ PARTS = ("x", "y", "groups", "test")
 
 
 def read_function(name: str) -> Content:
-    """Call a function without arguments that returns ``(x, y)`` or a mapping of :data:`PARTS`, and return the content.
+    """Call a user's function without arguments, and return its data.
 
-    ``x`` contains images, ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, as whole numbers from 0 to 255 or as
-    floats; features ``(N, F)``; or N texts. ``y`` ``(N,)`` contains class numbers or names, and ``groups`` ``(N,)``
-    natural groups. ``test`` ``(N,)`` is true for samples in the supplied test set. Tensors are read like arrays.
+    The function must return ``(x, y)``, or a mapping with keys from :data:`PARTS`. ``x`` contains images,
+    ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, as whole numbers from 0 to 255 or as floats; features
+    ``(N, F)``; or N texts. ``y`` ``(N,)`` contains class numbers or names, and ``groups`` ``(N,)`` natural groups.
+    ``test`` ``(N,)`` is true for samples in the supplied test set. Tensors are converted to arrays.
 
     Raises
     ------
@@ -37,7 +38,7 @@ def read_function(name: str) -> Content:
     try:
         content = function()
     except Exception as error:  # custom code may raise any exception
-        raise DataError(f"{source}: it has raised {format_error(error)}") from error
+        raise DataError(f"{source}: the function raised {format_error(error)}") from error
     if isinstance(content, tuple) and len(content) == 2:
         content = dict(zip(PARTS, content, strict=False))
     if not isinstance(content, Mapping) or not {"x", "y"} <= content.keys() <= set(PARTS):
@@ -50,7 +51,7 @@ def read_function(name: str) -> Content:
 
 
 def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Content:
-    """Return the content made from arrays keyed by :data:`PARTS`; ``source`` names their origin in messages.
+    """Build the content from arrays keyed by :data:`PARTS`; ``source`` names their origin in error messages.
 
     Raises
     ------

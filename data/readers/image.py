@@ -1,4 +1,4 @@
-"""Images: arrays of pixels, and folders of image files."""
+"""Read images from arrays of pixels, and from folders of image files."""
 
 import io
 import math
@@ -27,7 +27,7 @@ _SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image file embedded in another file."""
+    """An image file that is embedded in another file."""
 
     where: str
     content: Any  # a buffer, which may be memory-mapped
@@ -40,8 +40,9 @@ class Encoded:
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
     """Return images as ``(N, H, W, C)``: integers 0..255 as uint8, floats as float32.
 
-    ``(N, H, W)`` is grey. Otherwise, the channel axis is the last axis or the one after N, whichever has 1 or 3
-    entries, else whichever has 2 or 4; if both fit, it is the last axis. Pixels must be finite and in range.
+    Arrays ``(N, H, W)`` contain grey images. Otherwise, the channel axis is the last axis or the axis after N: the one
+    with 1 or 3 entries, else the one with 2 or 4 entries; if both fit, it is the last axis. Integers must be in
+    0..255, and floats must be finite.
     """
     if x.ndim == 3:
         x = x[..., None]
@@ -152,7 +153,7 @@ def readable_images(
     if not decode_errors:
         return out, problems
     remaining = [files[number] for number in usable if number not in decode_errors]
-    # Repeat without the damaged files, because their size and colours affected the size and mode of all images.
+    # Retry without the damaged files, because their size and colours affected the size and mode of all images.
     return readable_images(remaining, size, mode)[0], dict(sorted((problems | decode_errors).items()))
 
 
@@ -165,7 +166,7 @@ def image_content(
     skip_unreadable: bool | None,
     **attributes: np.ndarray | None,
 ) -> Content:
-    """Return the content made from N image files and their ``(N,)`` labels.
+    """Build the content from N image files and their ``(N,)`` labels.
 
     ``attributes`` contains the groups and the test mask of the content. The other parameters are as in
     :func:`posy.data.readers.own.read_own`.
@@ -248,7 +249,7 @@ def _opened(path: Path | Encoded) -> Iterator[Image.Image]:
             yield image
     except DataError:
         raise
-    except Exception as error:  # a damaged file can make Pillow fail in any way
+    except Exception as error:  # a damaged file can make Pillow raise any error
         raise DataError(f"{path}: not an image that can be read ({error})") from error
 
 

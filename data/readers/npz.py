@@ -1,6 +1,6 @@
-"""Reads the arrays in .npz files directly into their final memory.
+"""Read the arrays in .npz files directly into their final memory.
 
-NumPy's reader would trust the sizes given in a file's headers, and joining its arrays would require a copy.
+NumPy's reader would trust the sizes in a file's headers, and joining its arrays would require a copy.
 """
 
 import lzma
@@ -19,7 +19,7 @@ from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
 
 _CHUNK = 1 << 22
-_MAX_RATIO = 100  # maximum compression ratio for arrays of more than _MAX_COMPRESSED bytes; real data is far below
+_MAX_RATIO = 100  # maximum compression ratio for arrays of more than _MAX_COMPRESSED bytes; real data compresses less
 _MAX_COMPRESSED = 1 << 30
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -63,7 +63,7 @@ class NpzFile:
         return shape, dtype
 
     def read(self, name: str, out: np.ndarray | None = None) -> Any:
-        """Return an array, read into ``out`` if that is set, or, for an object array, the result of ``unpickle``."""
+        """Return an array, reading it into ``out`` if set. For an object array, return the result of ``unpickle``."""
         with self._open(name) as stream:
             shape, fortran, dtype = self._header(stream, name)
             if dtype.hasobject:
@@ -80,7 +80,7 @@ class NpzFile:
         return out
 
     def pooled(self, names: Sequence[str]) -> np.ndarray:
-        """Return arrays joined along their first axis; if their types agree, read them into one block of memory."""
+        """Return arrays joined along their first axis. If their types agree, read them into one block of memory."""
         shapes, dtypes = zip(*map(self.shape, names), strict=True)
         if len({shape[1:] for shape in shapes}) > 1:
             text = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
@@ -100,7 +100,7 @@ class NpzFile:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         try:
             shape, fortran, dtype = read(stream)
-        except Exception as error:  # NumPy parses it as Python, so a malformed header can raise any error
+        except Exception as error:  # NumPy parses the header as Python code, so a malformed one can raise any error
             raise ValueError(f"array {name}: {error!s:.200}") from error
         if any(type(length) is not int or length < 0 for length in shape):
             raise ValueError(f"array {name}: invalid shape {shape}")
@@ -130,7 +130,7 @@ class NpzFile:
         except DataError:
             raise
         except MemoryError as error:  # for example, if a header claims more than the file contains
-            raise DataError(f"{self.path}: more than fits into memory ({error})") from error
+            raise DataError(f"{self.path}: does not fit into memory ({error})") from error
         except _DAMAGE as error:
             raise DataError(f"{self.path}: not a complete .npz file ({error}); rewrite it with numpy.savez") from error
 

@@ -1,4 +1,4 @@
-"""Custom data: .npz, .csv, .parquet, folders of images or .npy files, saved `datasets`, and PFLlib directories."""
+"""Read custom data: .npz, .csv, .parquet, folders of images or .npy files, saved `datasets`, and PFLlib directories."""
 
 from collections.abc import Sequence
 from logging import getLogger
@@ -21,7 +21,7 @@ from posy.data.text import MAX_LENGTH
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
 from posy.paths import exists
 
-_LOG = getLogger("flwr")  # the logger of a run
+_LOG = getLogger("flwr")  # Flower's logger, so that warnings appear in the log of the run
 
 
 def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
@@ -59,8 +59,8 @@ def read_own(
     """Read an .npz, .csv or .parquet file, or a directory in one of the supported layouts.
 
     For image files, ``size`` and ``mode`` are as in :func:`posy.data.readers.image.readable_images`, and
-    ``skip_unreadable`` skips unreadable ones; with ``None``, an unreadable file's error does not suggest the setting.
-    ``columns`` applies to tables.
+    ``skip_unreadable`` skips unreadable files. With ``False``, the error for an unreadable file suggests
+    ``skip-unreadable=true``; with ``None``, it does not. ``columns`` applies to tables.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def read_own(
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     except MemoryError as error:
-        raise DataError(f"{path}: more than fits into memory ({error})") from error
+        raise DataError(f"{path}: does not fit into memory ({error})") from error
 
 
 def read_npz(path: Path) -> Content:
@@ -150,7 +150,7 @@ def has_columns(path: Path) -> bool:
 def read_arrays(path: Path) -> Content:
     """Read a directory of x.npy, y.npy, and optionally groups.npy and test.npy, which contain :data:`PARTS`.
 
-    Samples stay on disk unless their type must change.
+    Samples stay on disk unless their type must be converted.
     """
     parts = {}
     for key in PARTS:
@@ -161,7 +161,7 @@ def read_arrays(path: Path) -> Content:
         try:
             mapped = np.lib.format.open_memmap(file, mode="r")
         except (ValueError, EOFError, OSError, OverflowError) as error:
-            raise DataError(f"{file}: not a complete .npy file of numbers or texts ({error})") from error
+            raise DataError(f"{file}: not a complete .npy file of numbers or strings ({error})") from error
         parts[key] = mapped if key == "x" else np.array(mapped)
     return content_of(parts, str(path), path)
 

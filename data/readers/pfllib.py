@@ -1,4 +1,4 @@
-"""Reads data sets written by PFLlib's generate scripts, and keeps their partition.
+"""Read data sets written by PFLlib's generate scripts, and keep their partition.
 
 PFLlib stores a pickled dict in each .npz file. Posy's unpickler builds only dicts, lists, tuples, numbers, strings and
 plain NumPy arrays. It replaces the few NumPy functions that such a pickle calls, and rejects every other name.
@@ -21,10 +21,10 @@ from posy.data.readers.npz import NpzFile
 from posy.data.values import as_features, as_float32, check_alike, check_shape, precision_notes
 from posy.extensions import format_error
 
-_MANY_CLASSES = 10_000  # number of classes up to which config.json may specify more classes than there are samples
+_MANY_CLASSES = 10_000  # up to this number of classes, config.json may specify more classes than samples
 _MAX_TOKEN = 10**7  # a network has a row of weights for each token
 _MAX_DEPTH = 8  # maximum nesting depth of lists
-_MAX_SHARED = 10**7  # maximum count of numbers in lists, once per reference, unless the file has more bytes
+_MAX_SHARED = 10**7  # maximum count of numbers in lists, per reference, unless the file has more bytes
 
 
 def is_pfllib(path: Path) -> bool:
@@ -37,8 +37,8 @@ def read_pfllib(path: Path) -> Content:
     """Read a PFLlib directory.
 
     ``num_classes`` in ``config.json`` sets the number of classes. Without it, the classes are the labels in the data.
-    Images, ``(C, H, W)`` or ``(H, W)``, keep their values as floats. Float vectors are features. Vectors of integers,
-    or (tokens, length) pairs, are text.
+    Images, ``(C, H, W)`` or ``(H, W)``, become floats with the same values. Float vectors are features. Vectors of
+    integers, or (tokens, length) pairs, are text.
     """
     num_clients, num_classes = _counts(path)
     files = [path / split / f"{client}.npz" for client in range(num_clients) for split in ("train", "test")]
@@ -49,7 +49,7 @@ def read_pfllib(path: Path) -> Content:
     if not xs:
         raise DataError(f"{path}: no samples; at least one is needed")
     if all(x.dtype.kind in "iu" and x.ndim == 2 for x in xs.values()):
-        length = max(x.shape[1] for x in xs.values())  # clients may be padded to unequal lengths
+        length = max(x.shape[1] for x in xs.values())  # PFLlib may have padded clients to unequal lengths
         xs = {name: np.pad(x, ((0, 0), (0, length - x.shape[1]))) for name, x in xs.items()}
     if len(shapes := {x.shape[1:] for x in xs.values()}) > 1:
         raise DataError(f"{path}: samples of unequal shape: {sorted(shapes)}")
@@ -90,7 +90,7 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, Sequence[str]]:
 
 
 def _counts(path: Path) -> tuple[int, int]:
-    """Return the number of clients and the number of classes, which is 0 if config.json does not specify it.
+    """Return the number of clients, and the number of classes or 0 if config.json does not specify it.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
             return _plain(_ArrayUnpickler(stream, path).load(), max(_MAX_SHARED, size))
         except DataError:
             raise
-        except Exception as error:  # a hostile or damaged pickle can fail in any way
+        except Exception as error:  # a hostile or damaged pickle can raise any error
             raise DataError(f"{path}: the pickled dict cannot be read ({format_error(error)})") from error
 
     archive = NpzFile(path, unpickle)
@@ -148,7 +148,7 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     if len(x):
         check_shape(x.shape, str(path))
     if x.dtype.kind == "f":
-        as_float32(x, str(path))  # its error names the first value that is not finite
+        as_float32(x, str(path))  # reports the first value that is not finite
     return x, known_labels(y, num_classes, str(path)) if num_classes else as_labels(y, str(path))
 
 
@@ -189,7 +189,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         module = re.sub(r"^numpy\.core\.", "numpy._core.", module)
         if (module, name) not in _REPLACEMENTS:
             raise DataError(
-                f"{self._path}: the pickle asks for {module}.{name}, which is refused; allowed: plain NumPy arrays"
+                f"{self._path}: the pickle refers to {module}.{name}, which is refused; allowed: plain NumPy arrays"
             )
         return _Replacement(_REPLACEMENTS[module, name])
 
@@ -210,7 +210,7 @@ class _Replacement:
 
 
 class _DType:
-    """A dtype in a pickle, which takes its code from the arguments and its byte order from the state."""
+    """A dtype in a pickle. Its code comes from the arguments, and its byte order from the state."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code, self.order = code, "="
@@ -221,7 +221,7 @@ class _DType:
     def dtype(self) -> np.dtype[Any]:
         """Return the dtype of a plain number, string or boolean."""
         if not isinstance(self.code, str) or not re.fullmatch(r"b1|[iu][1248]|f[248]|U\d{1,6}", self.code):
-            raise ValueError(f"it holds an array of type {self.code!r}; allowed: numbers and texts")
+            raise ValueError(f"it holds an array of type {self.code!r}; allowed: numbers and strings")
         return np.dtype({">": ">", "<": "<"}.get(self.order, "=") + self.code)
 
 
@@ -238,15 +238,15 @@ class _Array:
 
 
 def _plain(root: Any, limit: int) -> Any:
-    """Return the unpickled object with each :class:`_Array` converted.
+    """Return the unpickled object with each :class:`_Array` converted to a NumPy array.
 
     Each list is built once, even if the pickle refers to it several times. However, every reference adds the list's
-    numbers to the total, which must not exceed ``limit``.
+    numbers to the total, which may not exceed ``limit``.
     """
     results: dict[int, tuple[Any, int]] = {}
 
     def converted(item: Any, depth: int) -> tuple[Any, int]:
-        """Return the converted item and how many numbers it contains."""
+        """Return the converted item and the count of numbers in it."""
         array = item if isinstance(item, _Array) else None
         item = item if array is None else array.content
         if isinstance(item, np.ndarray):
@@ -283,7 +283,7 @@ def _from_bytes(data: bytes, dtype: _DType, shape: tuple[int, ...], order: Any) 
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":  # protocol 2 stores bytes as Latin-1 text
-        raise ValueError(f"it encodes a text as {encoding!r}; only latin1 is allowed")
+        raise ValueError(f"it encodes a string as {encoding!r}; only latin1 is allowed")
     return text.encode("latin-1")
 
 

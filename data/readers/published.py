@@ -1,4 +1,4 @@
-"""Readers of the published data sets' files."""
+"""Readers for the files of published data sets."""
 
 import itertools
 import os
@@ -99,7 +99,7 @@ def read_torchvision(
         getLogger("flwr").info("Downloading %s to %s", reader, data_dir.absolute())
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
-            with FileLock(data_dir / f".{reader}.lock"):  # clients in other processes may download it too
+            with FileLock(data_dir / f".{reader}.lock"):  # clients in other processes may also start a download
                 return read(True)
         except _UNREADABLE as error:
             problem = error
@@ -296,7 +296,7 @@ def _first(name: str, data_dir: Path, names: Sequence[str], remedy: str) -> Path
 
 
 def _missing(name: str, data_dir: Path, looked_for: Sequence[Path], remedy: str) -> DataError:
-    """Return the error for missing data, which lists the paths looked up and a remedy."""
+    """Return the error for missing data, with the searched paths and a remedy."""
     npz = [data_dir / f"{name}.npz"] if DATASETS[name].classes else []
     paths = "\n".join(f"  {path.absolute()}" for path in (*npz, *looked_for))
     return DataError(f"the data of {name} was not found; looked for\n{paths}\n{remedy}")

@@ -1,4 +1,4 @@
-"""Tables: the rows of .csv files, and custom tables of features or texts."""
+"""Read the rows of .csv files, and custom tables of features or texts."""
 
 import csv
 import itertools
@@ -22,7 +22,7 @@ _SPECIAL = ("label", "group", "text")
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _MISSING = ("", "?", "-", "na", "n/a", "nan", "null", "none")
 """Cells that denote a missing value, in lower case."""
-_LOG = getLogger("flwr")  # the logger of a run
+_LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the log of the run
 
 
 def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
@@ -40,7 +40,7 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     """Read a table whose header contains distinct names.
 
     :func:`posy.data.columns.roles` assigns roles to the columns, and :func:`posy.data.labels.written_label` reads the
-    labels. The text is the column ``text``, or the only input column if it does not contain just numbers. Notes list
+    labels. The text is the column ``text``, or the only input column if some of its cells are not numbers. Notes list
     unused columns.
 
     Raises
@@ -122,7 +122,7 @@ def _header(path: Path) -> list[str]:
 
 
 def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.ndarray | None:
-    """Return columns named "0", "1", ..., features as float64 and others as strings; ``None`` if a cell is invalid.
+    """Return columns "0", "1", …, with features as float64 and others as strings, or ``None`` if a cell is invalid.
 
     NumPy reads a table several times faster than the csv module does, and returns the same cells. It rejects rows that
     are too short or too long, whereas pandas pads short rows.
@@ -146,7 +146,7 @@ def _names(cells: np.ndarray, column: int, role: str) -> tuple[list[str], dict[t
     values = {cell: _number(cell) for cell in name_by_cell}
     if role == "label" and None not in values.values():
         errors |= {
-            (column, cell): f"{cell.strip()!r}; labels are whole numbers or texts"
+            (column, cell): f"{cell.strip()!r}; labels are whole numbers or strings"
             for cell, value in values.items()
             if value is not None and not value.is_integer()
         }

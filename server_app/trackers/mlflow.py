@@ -1,4 +1,4 @@
-"""MLflow tracker: rounds, settings and pictures, by default in ``mlflow.db`` and ``mlruns/``."""
+"""MLflow tracker: rounds, settings and figures, by default in ``mlflow.db`` and ``mlruns/``."""
 
 import os
 import time
@@ -12,12 +12,12 @@ from posy.paths import absolute
 from posy.server_app.trackers.tracker import TrackedRun, numbers
 
 EXPERIMENT, ID = "posy", "posy.id"
-"""Name of the experiment that contains all runs, and the tag by which a resumed run is found."""
+"""Name of the experiment that contains all runs, and the tag by which Posy finds a resumed run."""
 STATES = {"completed": "FINISHED", "stopped": "KILLED"}
 
 
 class MLflow:
-    """Writes to ``MLFLOW_TRACKING_URI``, by default files that `mlflow ui` reads when run in the same folder."""
+    """Writes to ``MLFLOW_TRACKING_URI``, by default files that `mlflow ui` shows if started in the same folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
@@ -35,13 +35,13 @@ class MLflow:
         self._client.log_batch(self._number, params=settings, tags=[RunTag(ID, run.id)])
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
-        """Log a round's numbers."""
+        """Log a round's metrics."""
         values, time_ms = numbers(record), round(1000 * time.time())
         step = int(values.pop("round"))
         self._client.log_batch(self._number, [Metric(name, value, time_ms, step) for name, value in values.items()])
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
-        """Log the results and the pictures."""
+        """Log the results and the figures."""
         time_ms = round(1000 * time.time())
         results = numbers(summary, "result/").items()
         self._client.log_batch(

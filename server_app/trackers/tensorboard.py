@@ -1,4 +1,4 @@
-"""TensorBoard tracker: curves, pictures, and settings with results, in ``tensorboard/`` in the run's directory."""
+"""TensorBoard tracker: curves, figures, and settings with results, in ``tensorboard/`` in the run's directory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ class TensorBoard:
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
-        # A resumed run repeats the rounds after its checkpoint.
+        # A resumed run repeats the rounds after its checkpoint, so purge their earlier values.
         first_repeated = run.finished + 1 if run.finished else None
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=first_repeated)
 
@@ -29,7 +29,7 @@ class TensorBoard:
         self._writer.flush()
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
-        """Add the pictures, and the settings with their results."""
+        """Add the figures, and the settings with their results."""
         for file in sorted((self._run.directory / "figures").glob("*.png")):
             with Image.open(file) as image:
                 self._writer.add_image(file.stem, np.array(image.convert("RGB")), summary["rounds"], dataformats="HWC")

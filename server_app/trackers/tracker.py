@@ -9,7 +9,7 @@ from posy.settings import Scalar, key_of
 from posy.strategies.replies import LIMITED
 
 COUNTED = ("missing", "dropped", "left-out", *LIMITED, *map(key_of, LIMITED))
-"""Entries in a round or summary whose clients or replies are only counted."""
+"""Entries of a round or summary that trackers receive only as numbers of clients or replies."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class TrackedRun:
     id: str
     """Unique id of the run, which does not change when the run is resumed."""
     directory: Path
-    """Directory of its results. The pictures in ``figures/`` are complete once the run has finished."""
+    """Directory of the results. Its folder ``figures/`` is complete once the run has finished."""
     settings: Mapping[str, Scalar]
     finished: int
     """Number of rounds that are already finished, which is 0 unless the run is resumed."""
 
 
 class Tracker(Protocol):
-    """Records a run. ``track="file:name"`` names a class or function that creates it from a :class:`TrackedRun`."""
+    """Records a run. ``track="file:name"`` names a class or function that takes a :class:`TrackedRun`."""
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
         """Record a round, in the format of ``rounds.jsonl``."""

@@ -1,4 +1,4 @@
-"""Calls a run's tracker, whose failure does not end the run."""
+"""Calls a run's tracker. If the tracker fails, the run continues without it."""
 
 import os
 from collections.abc import Callable, Mapping

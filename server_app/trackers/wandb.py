@@ -1,4 +1,4 @@
-"""Weights & Biases tracker, which works offline in ``wandb/`` in the run's directory unless ``WANDB_MODE`` is set."""
+"""Weights & Biases tracker, which writes offline to ``wandb/`` in the run's directory unless ``WANDB_MODE`` is set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +24,12 @@ class WeightsAndBiases:
         )
 
     def round_finished(self, record: Mapping[str, Any]) -> None:
-        """Log a round's numbers."""
+        """Log a round's metrics."""
         values = numbers(record)
         self._run.log(values, step=int(values.pop("round")))
 
     def run_finished(self, summary: Mapping[str, Any]) -> None:
-        """Log the results and the pictures."""
+        """Log the results and the figures."""
         pictures = sorted((self._directory / "figures").glob("*.png"))
         self._run.log({file.stem: wandb.Image(str(file)) for file in pictures})
         self._run.summary.update(numbers(summary, "result/"))
