@@ -59,24 +59,24 @@ class ProcessGroup:
         return process
 
     def posy(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Run a `posy` command until it ends, or raise :class:`LaunchError` if it fails."""
+        """Run a `posy` command until it exits, or raise :class:`LaunchError` if it fails."""
         result = subprocess.run(
             [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=False,
             timeout=MOST_SECONDS,
         )  # fmt: skip
         if result.returncode:
             raise LaunchError(
-                f"`posy {words[0]}` ended with status {result.returncode}: {result.stdout}{result.stderr}"
+                f"`posy {words[0]}` exited with status {result.returncode}: {result.stdout}{result.stderr}"
             )
         return result
 
     def ended(self, name: str, seconds: float = MOST_SECONDS) -> int:
-        """Wait for a process to end, and return its status; raise :class:`LaunchError` with logs on a timeout."""
+        """Wait for a process to exit, and return its status; raise :class:`LaunchError` with logs on a timeout."""
         try:
             return self.processes[name].wait(seconds)
         except subprocess.TimeoutExpired:
             logs = "\n".join(f"{log}:\n{self.log(log)[-3000:]}" for log in (name, "superlink"))
-            raise LaunchError(f"{name} has not ended after {seconds:g} s; {logs}") from None
+            raise LaunchError(f"{name} has not exited after {seconds:g} s; {logs}") from None
 
     def log(self, name: str) -> str:
         """Return the log of a process."""
@@ -99,13 +99,13 @@ class ProcessGroup:
         """Return the process ids of all nodes (``part`` is ``node``) or of their workers (``worker``) by node name."""
         numbers: dict[str, int] = {}
         for number in [number for process in self.processes.values() for number in children(process.pid)]:
-            with contextlib.suppress(OSError):  # the process has just ended
+            with contextlib.suppress(OSError):  # the process has just exited
                 kind, _, name = Path(f"/proc/{number}/comm").read_text().strip().partition(" ")
                 numbers |= {name: number} if kind == part else {}
         return numbers
 
     def stop(self) -> None:
-        """End all processes."""
+        """Terminate all processes."""
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
@@ -135,9 +135,9 @@ class Deployment(ProcessGroup):
         self.posy("register", *(f"certificates/{name}.pub" for name in names), *self.where)
 
     def _listens(self) -> bool:
-        """Return whether the SuperLink accepts nodes, or raise :class:`LaunchError` if it has ended."""
+        """Return whether the SuperLink accepts nodes, or raise :class:`LaunchError` if it has exited."""
         if (status := self.processes["superlink"].poll()) is not None:
-            raise LaunchError(f"the SuperLink ended with status {status}; its log:\n{self.log('superlink')[-3000:]}")
+            raise LaunchError(f"the SuperLink exited with status {status}; its log:\n{self.log('superlink')[-3000:]}")
         return "Starting Fleet API" in self.log("superlink")
 
     def node(self, name: str, *config: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
@@ -173,7 +173,7 @@ class Deployment(ProcessGroup):
         """Run an experiment and return its summary, or raise :class:`LaunchError` if it fails."""
         self.submit(name, *settings)
         if status := self.ended(f"run-{name}", timeout):
-            raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")
+            raise LaunchError(f"the run exited with status {status}: {self.log(f'run-{name}')}")
         return self.summary(name)
 
     def results(self, name: str) -> Path:
@@ -191,7 +191,7 @@ class Deployment(ProcessGroup):
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def kill(self, name: str) -> None:
-        """Kill a node with SIGKILL. Its child processes end by themselves."""
+        """Kill a node with SIGKILL. Its child processes exit by themselves."""
         os.kill(self.forked("node")[name], signal.SIGKILL)
         self.processes[name].wait()
 
@@ -204,7 +204,7 @@ class Deployment(ProcessGroup):
         return child(self.processes["superlink"].pid, "posy.deploy.link", "flower-superlink")
 
     def server(self) -> int:
-        """Return the process id of the single ServerApp; raise :class:`LookupError` without one."""
+        """Return the process id of the only ServerApp; raise :class:`LookupError` if there is not exactly one."""
         return child(child(self.processes["superlink"].pid, "posy.deploy.superexec"), "flwr-serverapp")
 
 
@@ -223,7 +223,7 @@ def children(process: int) -> dict[int, str]:
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             command = (path.parent / "cmdline").read_text().replace("\0", " ")
-        except (OSError, IndexError):  # the process has just ended
+        except (OSError, IndexError):  # the process has just exited
             continue
         if parent == process:
             commands[int(path.parent.name)] = command

@@ -155,7 +155,7 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
         errors = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         if status:
-            raise RuntimeError(f"the run ended with status {status}: {errors[-2000:]}")
+            raise RuntimeError(f"the run exited with status {status}: {errors[-2000:]}")
         imports, wall = json.loads(next(line for line in reversed(errors.splitlines()) if line.startswith("[")))
         path = Path(folder) / "run"
         rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -4,9 +4,9 @@
 constant, a return value, a condition or an argument in a function. For each mutant, the command runs the tests of the
 module in a copy of the working tree until one fails, and appends the outcome. An interrupted measurement resumes.
 
-To compare two versions of the tests, measure the older version, then run the command with ``--again OLD.jsonl`` and
-another output in the newer version. It repeats the caught mutants. For each of them, it first runs the
-test that caught it.
+To compare two versions of the tests, measure the older version, then run the command with ``--again OLD.jsonl`` and a
+different output in the newer version. It repeats the caught mutants. For each of them, it first runs the test that
+caught it.
 """
 
 import ast

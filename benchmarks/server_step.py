@@ -1,7 +1,7 @@
 """Measure the time and memory of one server step over M stacked models.
 
 ``python -m benchmarks.server_step`` prints JSON. For each M it contains the median time in seconds, and the ratio of
-peak memory to the memory of the stacked updates. It also contains the exponent with which the time grows in M. Each
+peak memory to the memory of the stacked updates. It also contains the exponent k for which the time grows as M^k. Each
 measurement runs in a separate process. Targets for M = 100, d = 0.6 M: FedACS below 1 s, cwFedAvg (output) and FedFew
 below 0.5 s, memory at most 2.5 times the stacked updates.
 """

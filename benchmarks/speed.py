@@ -60,7 +60,7 @@ ENGINES: dict[str, tuple[str, bool]] = {
 }
 """For each engine: the setting ``stack``, and whether Ray transports the messages."""
 SHORT = 10
-"""Factor by which fast workloads run more rounds, because new processes are slow in the first few rounds."""
+"""Factor for the number of rounds of fast workloads, because new processes are slow in the first few rounds."""
 TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
 
 app = typer.Typer()

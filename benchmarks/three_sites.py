@@ -91,8 +91,8 @@ def page(outputs: list[tuple[str, str]], folder: Path) -> str:
     hardware = machine()
     parts = [
         "# Three sites, one damaged image, one site killed and restarted\n",
-        "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three SuperNodes, each in a "
-        f"separate process, with TLS and node authentication ({hardware['cores']} cores of an {hardware['cpu']}, "
+        "`python -m benchmarks.three_sites` writes this page. It starts a SuperLink and three SuperNodes, each in its "
+        f"own process, with TLS and node authentication ({hardware['cores']} cores of an {hardware['cpu']}, "
         f"{hardware['date']}). site-b has a damaged image, which its node skips. The benchmark kills site-c with "
         "`kill -9` after round 4, and starts it again after round 9.\n",
         "The sites have the default [policy](federation.md#the-policy-of-a-site). The nodes therefore send accuracies "

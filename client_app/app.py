@@ -138,7 +138,7 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     if first < 0 or step < 1:
         raise DataError(
             "its node config must have partition-id >= 0 and num-partitions >= 1, as in partition-id=0 "
-            "num-partitions=5; a node with local data joins runs with dataset=sites only"
+            "num-partitions=5; a node with local data can join only runs with dataset=sites"
         )
     return list(range(first, workspace.settings.data.num_clients, step))
 
@@ -175,7 +175,7 @@ class Call:
     context : Context
         Flower's context of the node.
     store : StateStore, optional
-        Storage for the client's state. The default is the directory that the config names, or else the context.
+        Storage for the client's state. The default is the directory named in the config, or else the context.
     trusting : bool
         Whether the server may choose this process's folders, as in a simulation. By default, the folders come from the
         node's config.

@@ -140,12 +140,12 @@ class Jobs:
         )
 
     def _moments_of(self, work: Train, model: int = 0) -> Moments | None:
-        """Return the optimiser state from which training continues, or None if the state is not kept between rounds."""
+        """Return the optimiser state that training continues from, or None if no state is kept between rounds."""
         if self.moments is None or work.plain:
             return None
         name = f"optimiser-{work.stream}-{model}"
         means, squares, steps = (self.client.stored.get(f"{name}-{part}") for part in ("means", "squares", "steps"))
-        if means is None or steps is None or means.shape != work.start.shape:  # first round, or another network
+        if means is None or steps is None or means.shape != work.start.shape:  # first round, or a different network
             return Moments()
         return Moments(int(steps), means, squares)
 

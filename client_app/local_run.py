@@ -158,7 +158,7 @@ class LocalRun:
         if metrics:
             raise UnprotectedError(
                 f"method = {self.settings.run.method!r}: its clients send numbers without noise; the method must "
-                f"refuse dp = {self.settings.train.dp!r}"
+                f"reject dp = {self.settings.train.dp!r}"
             )
 
     def _protected(self, arrays: Arrays, metrics: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
@@ -295,7 +295,7 @@ class LocalRun:
         return {name: self.client.workspace.tensor(np.asarray(array)) for name, array in self.received.items()}
 
     def _keep_once(self, received: Arrays) -> None:
-        """Store the arrays that the server sends only once.
+        """Store in the client's state the arrays that the server does not resend.
 
         Raises
         ------

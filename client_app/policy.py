@@ -70,7 +70,7 @@ class NodeError(RuntimeError):
 
 
 def policy_of(node_config: Mapping[str, Any]) -> Policy | None:
-    """Return the policy that a node's config names, the default policy for other nodes with data, or None.
+    """Return the policy named in a node's config, the default policy for other nodes with data, or None.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _is_allowed_file(weights: str, folder: str) -> bool:
-    """Return whether a weights file exists inside the folder that a policy names."""
+    """Return whether a weights file exists inside the folder named in a policy."""
     if not folder or weights == PRETRAINED:
         return False
     root = absolute(folder).resolve()
@@ -455,7 +455,7 @@ def check_once(
     if record := context.state.config_records.get(key):
         last: Any = record["round"]
         if server_round < last or (server_round == last and digest.hexdigest() != record["digest"]):
-            reason = f"a second model in round {last}, or another config; the site scores one model per round"
+            reason = f"a second model in round {last}, or a different config; the site scores one model per round"
             raise PolicyError(Violation("scores", reason))
     context.state[key] = ConfigRecord({"round": server_round, "digest": digest.hexdigest()})
 

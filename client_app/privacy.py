@@ -47,8 +47,8 @@ def _check_noise(settings: Settings) -> None:
         raise SettingsError(f"{mode} with dp-clip = 0: the noise needs a clipping norm; set dp-clip above 0")
     if data.share_class_counts:
         raise SettingsError(
-            f"{mode} with share-class-counts = true: the numbers of samples of each class have no noise; set it to "
-            "false"
+            f"{mode} with share-class-counts = true: the numbers of samples of each class have no noise; set "
+            "share-class-counts = false"
         )
     if train.dp == CENTRAL:
         _check_central(settings)
@@ -57,12 +57,12 @@ def _check_noise(settings: Settings) -> None:
         if train.class_weights != "none":
             raise SettingsError(
                 f"{mode} with class-weights = {train.class_weights!r}: a weight depends on all samples of the class, "
-                "so the clipped gradients of two samples are not independent; set it to 'none'"
+                "so the clipped gradients of two samples are not independent; set class-weights = 'none'"
             )
         if train.precision == "bfloat16":
             raise SettingsError(
-                f"{mode} with precision = 'bfloat16': rounding makes sums of clipped gradients exceed their bound; "
-                "set it to 'float32'"
+                f"{mode} with precision = 'bfloat16': rounding makes sums of clipped gradients exceed their bound; set "
+                "precision = 'float32'"
             )
 
 
@@ -81,13 +81,13 @@ def _check_central(settings: Settings) -> None:
     if run.secure_aggregation and settings.train.dp_clip_quantile:
         raise SettingsError(
             f"dp = 'central' with dp-clip-quantile = {settings.train.dp_clip_quantile:g} and secure-aggregation = "
-            "true: the clients add noise for dp-clip, but the server would choose another norm; set "
+            "true: the clients add noise for dp-clip, but the server would choose a different norm; set "
             "dp-clip-quantile = 0"
         )
     if run.secure_aggregation and run.secure_neighbours:
         raise SettingsError(
             f"dp = 'central' with secure-neighbours = {run.secure_neighbours}: a client cannot verify how many clients "
-            "outside its neighbourhood add their shares of the noise; set it to 0"
+            "outside its neighbourhood add their shares of the noise; set secure-neighbours = 0"
         )
 
 
@@ -145,7 +145,9 @@ def _check_sums(settings: Settings) -> None:
     run, train = settings.run, settings.train
     setting = "secure-aggregation = true"
     if settings.method.sums:
-        raise SettingsError(f"{setting} with method = {run.method!r}: {settings.method.sums.why}; set it to false")
+        raise SettingsError(
+            f"{setting} with method = {run.method!r}: {settings.method.sums.why}; set secure-aggregation = false"
+        )
     if run.max_update_norm:
         raise SettingsError(
             f"{setting} with max-update-norm = {run.max_update_norm:g}: the server sees no individual update, so it "

@@ -9,8 +9,8 @@ from posy.models.build import count_parameters
 def check_run(workspace: Workspace) -> None:
     """Check a run against the policy and this site's data, and the method against the required noise and masks.
 
-    A node makes this check before every training round and evaluation, because a server could skip the query with which
-    a node joins.
+    A node makes this check before every training round and evaluation, because a server could skip the query that a
+    node joins with.
 
     Raises
     ------

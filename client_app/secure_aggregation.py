@@ -276,7 +276,7 @@ def answer(message: Message, context: Context, min_clients: int = MIN_CLIENTS) -
 def smallest_sum(node_config: Mapping[str, Any]) -> int:
     """Return the minimum number of clients in a sum that a client joins if its site's policy sets no minimum.
 
-    A site with trusted keys only joins sums over more than half of the trusted sites.
+    A site with trusted keys joins only sums over more than half of the trusted sites.
     """
     site = signatures_of(node_config)
     return MIN_CLIENTS if site is None else max(MIN_CLIENTS, site.trusted // 2 + 1)
@@ -329,7 +329,7 @@ def _shares(
     keys = [key for pair in public.values() for key in pair]
     if session.sealed:
         if (session.roster, session.public, session.view) != (list(public), keys, view):
-            raise ProtocolError("the client has already shared its secrets with other keys or another cohort")
+            raise ProtocolError("the client has already shared its secrets with different keys or a different cohort")
         return session.sealed
     if public.get(client) != [public_key(session.masks), public_key(session.seals)]:
         raise ProtocolError("these are not this client's keys")
@@ -369,14 +369,15 @@ def _check_view(view: View, client: int, roster: Collection[int], min_clients: i
     ):
         if not (2 <= threshold <= count and group_size < 2 * threshold):
             raise ProtocolError(
-                f"{threshold} of {count} clients is not a safe threshold; it must be more than half of {group_size}"
+                f"{threshold} of {count} clients is not a safe threshold; the threshold must be more than half of "
+                f"{group_size}"
             )
         colluder_count = colluding(group_size)
         if colluders and threshold < (safe_number := safe_threshold(group_size, colluder_count)):
             raise ProtocolError(
                 f"{threshold} of {group_size} clients is not a safe threshold where sites sign their keys: a server "
-                f"that colludes with {colluder_count} of them could isolate a client; it must be at least "
-                f"{safe_number}; set secure-threshold = auto"
+                f"that colludes with {colluder_count} of them could isolate a client; the threshold must be at "
+                f"least {safe_number}; set secure-threshold = auto"
             )
     if colluders and view.tolerated() < min(1, colluding(size)):
         raise ProtocolError(
@@ -415,7 +416,7 @@ def _signed(client_secrets: Secrets, survivors: list[int], min_clients: int) -> 
     session, client = client_secrets.load(), client_secrets.client
     if session.signature:
         if session.survivors != survivors:
-            raise ProtocolError("the client has already signed another list of survivors")
+            raise ProtocolError("the client has already signed a different list of survivors")
         return session.signature
     if not session.masked:
         raise ProtocolError("this client has not sent its update")
@@ -549,7 +550,7 @@ class Masking:
         if [array.shape for array in arrays] != [reference.shape for reference in references]:
             raise ProtocolError("the update and the received arrays have different shapes")
         if not 0 < weight <= self._weights:
-            raise ProtocolError(f"the weight {weight} is not between 1 and the sum of weights {self._weights}")
+            raise ProtocolError(f"the weight {weight} is not between 1 and the total weight, {self._weights}")
         update = encoded(changes(arrays, references), weight / self._weights, limit)
         words = np.concatenate([update, encoded_numbers(numbers)])
         context = digest(session.view.digest(), common_digest(self._config, common))
@@ -559,7 +560,7 @@ class Masking:
                 words += pair_mask(session.masks, session.public_of(peer)[0], client, peer, context, len(words))
         masked = digest(words)
         if self._secrets.load().masked not in (b"", masked):
-            raise ProtocolError(f"the client has already sent another reply in round {session.name}")
+            raise ProtocolError(f"the client has already sent a different reply in round {session.name}")
         self._secrets.save(replace(session, masked=masked))
         return words
 

@@ -160,7 +160,7 @@ class StateStore(ABC):
 
 
 class ContextStore(StateStore):
-    """Stores states in a node's Flower context, which is lost when the node's process ends.
+    """Stores states in a node's Flower context, which is lost when the node's process exits.
 
     A node may host several clients. A resumed run has a new context, so this store keeps no versions for
     checkpoints.

@@ -43,7 +43,7 @@ REMEMBERED = 8
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that the setting ``device`` names, or raise :class:`SettingsError` if it does not exist."""
+    """Return the device named in the setting ``device``, or raise :class:`SettingsError` if it does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     match = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
@@ -147,7 +147,7 @@ class Workspace:
         return criterion_of(self.settings.train.loss)
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
-        """Return the training augmentation that the settings name, or None."""
+        """Return the training augmentation named in the settings, or None."""
         return Augment(*self._augmentation, generator()) if self._augmentation else None
 
     @cached_property
@@ -183,7 +183,7 @@ class Workspace:
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """Move an array to the device. An array that several clients receive is moved only once.
 
-        On a CPU, the tensor shares memory with a writeable array. Do not write to the tensor.
+        On a CPU, the tensor shares the array's memory if the array is writeable. Do not write to the tensor.
         """
         return self._received(array)
 

@@ -403,8 +403,8 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
     """Check a site's data before any run.
 
     Posy loads the data as the site's node does in a run with dataset=sites. It shows the kind, shape, classes and split
-    of the data, warnings, and unreadable files. It sends nothing over the network. The key=value words are the node
-    config (data, policy, name, skip-unreadable) and the settings of the run, if you know them.
+    of the data, warnings, and unreadable files. It sends nothing over the network. Pass the node config (data, policy,
+    name, skip-unreadable) and, if known, the run's settings as key=value arguments.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch

@@ -34,7 +34,7 @@ RUN = "run"
 def cluster(address: str, gpus: float) -> Iterator[Start]:
     """Connect to a cluster, and yield a function that starts a cell on it with one core and ``gpus`` GPUs.
 
-    The workers need the same version of Posy as this machine, and the data under the same path.
+    The workers need the same version of Posy as this machine, and the data at the same path.
     Raises :class:`LaunchError` if no cluster answers at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -70,9 +70,9 @@ def digest_of_code() -> str:
 def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, bytes]:
     """Execute a run on a worker; return its exit status, its output, and an archive of its files."""
     if digest != digest_of_code():
-        raise RuntimeError("another version of Posy is installed on the Ray worker")
+        raise RuntimeError("a different version of Posy is installed on the Ray worker")
     with TemporaryDirectory(prefix="posy-") as folder:
-        # Disable checkpoints, which would be lost: the folder is deleted when the process ends.
+        # Disable checkpoints, which would be lost: the folder is deleted when the process exits.
         overrides: dict[str, Scalar] = {"output-dir": folder, "run-name": RUN, "checkpoint-every": 0}
         cell = Cell("", "", 0, {**config, **overrides})
         process = start_run(cell)

@@ -63,7 +63,7 @@ class RunLog:
         if self._verbose:
             self._print(line)
             return
-        if explains:  # the command prints the reason when it ends
+        if explains:  # the command prints the reason when it exits
             self._show_error()
             return
         level = _LEVEL.match(plain)

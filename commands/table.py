@@ -181,10 +181,10 @@ class Running(Protocol):
         """Return the exit status, or None while it runs."""
 
     def terminate(self) -> None:
-        """Ask the run to end."""
+        """Ask the run to stop."""
 
     def wait(self) -> int:
-        """Wait until the run has ended, and return the exit status."""
+        """Wait for the run to end, and return the exit status."""
 
 
 Start = Callable[[Cell], Running]
@@ -256,7 +256,7 @@ def locked_output(output: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise SettingsError(
-            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait until it ends"
+            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait until it exits"
         ) from None
     try:
         yield

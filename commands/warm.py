@@ -45,7 +45,7 @@ class WarmProcess:
         self._process.terminate()
 
     def wait(self) -> int:
-        """Wait until the process has ended, and return its exit status."""
+        """Wait for the process to exit, and return its exit status."""
         self._process.join()
         return self._process.exitcode or 0
 

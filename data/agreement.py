@@ -40,7 +40,7 @@ MAX_UNLIKE = 20
 
 @dataclass(frozen=True)
 class Description:
-    """A site's description of its data, from which the sites agree on a task.
+    """A site's description of its data. The server derives the common task from the descriptions of all sites.
 
     ``kind`` and ``columns`` are as in :class:`posy.data.dataset.Content`. ``mean`` and ``squares``, float64 ``(F,)``,
     are empty if the samples are not features, or if the settings specify the mean and the standard deviation.
@@ -395,7 +395,7 @@ class _Sites:
 
     def keep(self, fits: Callable[[Description], bool], why_not: Callable[[Description], str]) -> None:
         """Remove the sites that do not fit, and add a warning for each."""
-        self.warnings += [f"{name}: {why_not(d)}; it cannot take part" for name, d in self.entries if not fits(d)]
+        self.warnings += [f"{name}: {why_not(d)}; the site cannot take part" for name, d in self.entries if not fits(d)]
         self.entries = [(name, d) for name, d in self.entries if fits(d)]
 
     def most(self, key: str, problem: str, value_of: Callable[[Description], str]) -> str:
@@ -417,7 +417,7 @@ class _Sites:
         if coloured:
             raise SettingsError(
                 f"the images of most sites are grey, {shape}; {_shown(coloured)} would lose its colours: set "
-                f"input-shape (3x{shape.partition('x')[2]} keeps them)"
+                f"input-shape (3x{shape.partition('x')[2]} keeps the colours)"
             )
         return shape
 
@@ -431,8 +431,8 @@ class _Sites:
         for twins in nearly_equal(classes):
             names = [listed([twin]) + self.having(twin) for twin in twins]
             self.warnings.append(
-                f"classes with nearly equal names are separate classes: {', '.join(names)}; if they are one class, "
-                "rename it at a site"
+                f"classes with nearly equal names are separate classes: {', '.join(names)}; if they are the same "
+                "class, rename it at one of the sites"
             )
 
     def check_classes(self, classes: Iterable[str]) -> None:
@@ -476,7 +476,7 @@ class _Sites:
         )
         if swapped := [name for name, d in self.entries if d.columns not in ((), columns)]:
             self.warnings.append(
-                f"{_shown(swapped)}: columns are in another order; Posy puts them into the run's order"
+                f"{_shown(swapped)}: columns are in a different order; Posy puts them into the run's order"
             )
         if columns and (nameless := [name for name, d in self.entries if not d.columns]):
             shown = ", ".join(columns[:5]) + " …" * (len(columns) > 5)
@@ -497,7 +497,7 @@ def _alone(labels: str, classes: Iterable[str]) -> SettingsError:
     """Return the error for labels that only one site has."""
     return SettingsError(
         f"classes that only one site has: {labels}. Sites may name one class differently, and classes is not set: "
-        f"rename it at the site, or confirm all with classes={_listed(sorted_names(set(classes)))!r}"
+        f"rename the class at the site, or confirm all with classes={_listed(sorted_names(set(classes)))!r}"
     )
 
 

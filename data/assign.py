@@ -42,7 +42,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
             "min_partition_size": few if draw < _DRAWS_FEW else least,
             "self_balancing": settings.dirichlet_balanced,
         }
-        with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has another seed
+        with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has a different seed
             return _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
         if draw == 0:
             _check_hope(dataset, settings, least)
@@ -123,9 +123,9 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
         if not 0 < len(class_clients) <= len(samples):
             raise SettingsError(
                 f"classes-per-client = {per_client} with num-clients = {clients} gives the {len(samples)} samples of "
-                f"class {dataset.task.class_names[label]} of {dataset.name} to {len(class_clients)} clients; it must "
-                "be one client or more, each with a sample. Choose num-clients times classes-per-client as a multiple "
-                f"of the {num_classes} classes"
+                f"class {dataset.task.class_names[label]} of {dataset.name} to {len(class_clients)} clients; each "
+                "class needs at least one client, and each of its clients a sample. Choose num-clients times "
+                f"classes-per-client as a multiple of the {num_classes} classes"
             )
         even_share = len(samples) / len(class_clients)
         sizes = rng.integers(max(1, int(even_share / 10)), max(2, int(even_share)), len(class_clients) - 1)

@@ -71,7 +71,7 @@ def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tu
 
 
 def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
-    """Draw boxes ``(count, 4)`` for :func:`crop` with 90 to 100 % of an image's area and with its aspect ratio."""
+    """Draw boxes ``(count, 4)`` for :func:`crop` that cover 90 to 100 % of an image and keep its aspect ratio."""
     size, *position = torch.rand(3, count, generator=generator)
     side = _side(size)
     return torch.stack([side, side, *position], dim=1)

@@ -15,7 +15,7 @@ _SHOWN = 20  # maximum number of column names that a message lists
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that the settings name. :func:`roles` infers the others from the header of the table."""
+    """The columns named in the settings. :func:`roles` infers the others from the header of the table."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
@@ -26,12 +26,12 @@ class Columns:
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
-        """Return the columns that the settings name, or raise :class:`SettingsError` for a malformed list."""
+        """Return the columns named in the settings, or raise :class:`SettingsError` for a malformed list."""
         inputs = names_in("input-columns", settings.input_columns) if settings.input_columns else ()
         return cls(label_name(settings.label_column), inputs, label_name(settings.group_column))
 
     def named(self) -> list[tuple[str, str]]:
-        """Return a pair (setting key, column name) for each column that the settings name."""
+        """Return a pair (setting key, column name) for each column named in the settings."""
         pairs = [("label-column", self.label), ("group-column", self.group)]
         return [(key, name) for key, name in pairs if name] + [("input-columns", name) for name in self.inputs]
 

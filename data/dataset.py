@@ -139,8 +139,8 @@ def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dat
     """Return the data set with statistics and a vocabulary derived from training samples alone.
 
     The mean and the standard deviation of each feature are taken over the training samples of all clients. A constant
-    feature is only centred. Texts become tokens, with a separate token for each of the ``max_words`` most frequent
-    words in the training texts. Images and tokens need no statistics.
+    feature is only centred. Texts become tokens, with one token for each of the ``max_words`` most frequent words in
+    the training texts. Images and tokens need no statistics.
 
     Parameters
     ----------

@@ -78,8 +78,8 @@ def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
     """Raise :class:`SettingsError` if the settings name columns, but the data has none."""
     if (named := columns.named()) and not has_columns:
         raise SettingsError(
-            f"{named[0][0]} = {named[0][1]!r} cannot be combined with dataset = {name!r}, which has no columns: "
-            "only .csv, .parquet, hf:owner/name and folders of datasets.save_to_disk have columns; remove it"
+            f"{named[0][0]} = {named[0][1]!r} cannot be combined with dataset = {name!r}, which has no columns: only "
+            f".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk have columns; remove {named[0][0]}"
         )
 
 
@@ -95,12 +95,12 @@ def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
             shape = "x".join(map(str, sizes if task.kind == kind else task.input_shape))
             raise SettingsError(
                 f"{key} = {expected[0]} cannot be combined with {dataset.name}, which holds samples of the kind "
-                f"{task.kind} and the size {shape}: only {reason}; set it to 0"
+                f"{task.kind} and the size {shape}: only {reason}; set {key} = 0"
             )
     if settings.vocabulary != DataSettings.vocabulary and dataset.sample_kind != "text":
         raise SettingsError(
             f"vocabulary = {settings.vocabulary} cannot be combined with {dataset.name}, which holds samples of the "
-            f"kind {dataset.sample_kind}: only texts need a vocabulary; set it to {DataSettings.vocabulary}"
+            f"kind {dataset.sample_kind}: only texts need a vocabulary; set vocabulary = {DataSettings.vocabulary}"
         )
 
 
@@ -110,8 +110,8 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
         return dataset
     if dataset.given is not None or settings.partition == "file":
         raise SettingsError(
-            f"max-samples = {size} cannot be combined with a partition that names its samples "
-            "(a PFLlib directory, or partition = 'file'); set it to 0"
+            f"max-samples = {size} cannot be combined with a partition that names its samples (a PFLlib directory, or "
+            "partition = 'file'); set max-samples = 0"
         )
     if size > len(dataset):
         raise SettingsError(

@@ -65,7 +65,9 @@ def _as_names(y: np.ndarray, where: str) -> np.ndarray:
             raise DataError(f"{where}: label {value!r:.60} is not UTF-8 ({error})") from error
     if "" in names:
         first = int(np.flatnonzero(indices == names.index(""))[0])
-        raise DataError(f"{where}: the label at index {first} is empty; numbers and strings are allowed")
+        raise DataError(
+            f"{where}: the label at index {first} is empty; labels must be whole numbers or non-empty strings"
+        )
     return np.array(names, str)[indices] if names else y.astype(str)
 
 

@@ -127,7 +127,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
         if settings.test_set == "pooled" and dataset.given is not None:
             raise SettingsError(
                 f"test-set = 'pooled' cannot be combined with {dataset.name}, which comes with a test set for each "
-                "client; set it to 'supplied'"
+                "client; set test-set = 'supplied'"
             )
         if dataset.given is None:
             raise SettingsError(
@@ -142,8 +142,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
             raise SettingsError(f"num-clients = {clients}: {dataset.name} comes with {len(dataset.given)} clients")
     elif kind != "file" and clients > len(dataset):
         raise SettingsError(
-            f"num-clients = {clients}: {dataset.name} has {len(dataset)} samples for them, and each client needs at "
-            "least one"
+            f"num-clients = {clients}: {dataset.name} has {len(dataset)} samples, and each client needs at least one"
         )
     if kind in ("classes", "pathological") and settings.classes_per_client > num_classes:
         raise SettingsError(
@@ -152,8 +151,8 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
         )
     if settings.samples_per_client and kind not in ("classes", "iid"):
         raise SettingsError(
-            f"samples-per-client = {settings.samples_per_client} needs partition = 'classes' or 'iid', "
-            f"not {kind!r}; set it to 0"
+            f"samples-per-client = {settings.samples_per_client} needs partition = 'classes' or 'iid', not {kind!r}; "
+            "set samples-per-client = 0"
         )
     if kind == "natural":
         if dataset.groups is None:
@@ -300,7 +299,7 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
             raise SettingsError(
                 f"samples-per-client = {train} with num-clients = {settings.num_clients}{tests} needs "
                 f"{num_used[label]} samples ({'train and test' if tested else 'train'}){of_class}, {dataset.name} has "
-                f"{len(pool)}; lower one of them"
+                f"{len(pool)}; lower one of these settings"
             )
     return tuple(pairs)
 

@@ -122,8 +122,9 @@ def _signed(sums: Sequence[int]) -> int:
 # -- labels ------------------------------------------------------------------------------------------------
 #
 # Invertible Bloom lookup tables (Goodrich and Mitzenmacher, 2011) allow the union of sets to be listed from the sum of
-# their tables. Each label adds 1, its checksum and its name to three cells. The checksum shows whether a cell contains
-# only one label, from any number of sites. The server reads this label and subtracts it from all three cells.
+# their tables. A label adds a count of 1, its checksum and its name to each of its three cells. The checksum shows
+# whether a cell contains only one label, from any number of sites. The server reads this label and subtracts it from
+# all three cells.
 
 
 def _table_of(names: Iterable[str]) -> list[int]:

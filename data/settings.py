@@ -23,7 +23,7 @@ class DataSettings:
         "digits",
         "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images or .npy files, a "
         "folder from `datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` on the Hugging Face Hub, a custom "
-        f"function (`file:function`), or `{SITES}`: each node reads the data that its node config names",
+        f"function (`file:function`), or `{SITES}`: each node reads the data named in its node config",
         custom_kind="a function that returns the data",
         synonyms=("data",),
     )
@@ -115,8 +115,8 @@ class DataSettings:
     test_set: str = setting(
         "supplied",
         "use of a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for "
-        "tests and divides each class among the clients in proportion to their training samples of it; `pooled` merges "
-        "it with the training samples before they are assigned",
+        "tests and divides each class among the clients in proportion to their training samples of that class; "
+        "`pooled` merges the test set with the training samples before they are assigned",
         choices=("supplied", "pooled"),
         needs=f"dataset != sites | {WITHOUT_TEST_SET}",
         earlier="pooled",
@@ -192,22 +192,22 @@ class DataSettings:
     )
     vocabulary: int = setting(
         20_000,
-        "number of words with a separate token, most frequent first; sites: size of the vocabulary that words "
-        "are hashed into",
+        "number of words that get their own token, most frequent first; sites: size of the vocabulary that words are "
+        "hashed into",
         minimum=3,
         maximum=10_000_000,
         samples="text",
     )
     feature_mean: str = setting(
         "",
-        "sites: mean that is subtracted from each feature, one number for all or one for each; empty: the mean "
-        "over all sites",
+        "sites: mean that is subtracted from each feature, one number for all features or one per feature; empty: the "
+        "mean over all sites",
         needs="dataset = sites",
     )
     feature_std: str = setting(
         "",
-        "sites: divisor for each feature, one number for all or one for each; empty: the standard deviation over all "
-        "sites",
+        "sites: divisor for each feature, one number for all features or one per feature; empty: the standard "
+        "deviation over all sites",
         needs="dataset = sites",
     )
     feature_names: str = setting(

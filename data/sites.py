@@ -174,7 +174,7 @@ def _seed(content: Content, purpose: str) -> int:
 
 
 def _columns(settings: DataSettings, policy: Policy) -> Columns:
-    """Return the columns that the settings name, or else the columns that the policy names."""
+    """Return the columns named in the settings, or else the columns named in the policy."""
     columns = Columns.of(settings)
     label, inputs = columns.label or policy.label, columns.inputs or policy.allowed_columns
     return replace(columns, label=label, inputs=inputs, offered=policy.allowed_columns)

@@ -15,7 +15,7 @@ from posy.settings import SettingsError, suggestions
 SEED_NUMBERS = 2
 """Number of random numbers in [0, 1) that seed the transforms of an image."""
 TRIES = 16
-"""Number of random draws with which :func:`check_transforms` tests the transforms."""
+"""Number of random draws for which :func:`check_transforms` tests the transforms."""
 Transform = Callable[[Any], Any]
 _STEPS = 2**24  # number of different float32 values in [0, 1) that torch.rand returns
 
@@ -125,7 +125,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 @lru_cache(maxsize=8)
 def transforms_in(text: str) -> tuple[Transform, ...]:
-    """Return the transforms that a setting names, such as ``RandomRotation(15), ColorJitter(brightness=0.2)``.
+    """Return the transforms named in a setting, such as ``RandomRotation(15), ColorJitter(brightness=0.2)``.
 
     Raises
     ------

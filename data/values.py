@@ -35,7 +35,7 @@ def check_alike(
 ) -> None:
     """Raise :class:`DataError` unless arrays to be pooled contain numbers of one kind, and pixels of one scale.
 
-    ``parts`` maps names to arrays, each with the type in which it is stored. ``pixels`` rejects a mix of 0 to 255 and 0
+    ``parts`` maps names to arrays, each with the type that it is stored as. ``pixels`` rejects a mix of 0 to 255 and 0
     to 1, even within one type. ``strict`` rejects a mix of floats and integers, even if all floats are whole numbers.
     """
     texts, integral, scales = [], [], []

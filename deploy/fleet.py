@@ -39,11 +39,11 @@ HEARTBEAT_SECONDS = 15
 new connection. With Flower's default of 30 s, this takes a minute."""
 HEARTBEAT_TIMEOUT = 5.0
 ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
-"""Seconds for which the node keeps retrying with a refused key: until its earlier connection counts as offline."""
+"""Seconds that the node keeps retrying with a refused key: until its earlier connection counts as offline."""
 CALL_SECONDS = 300.0
 """Timeout of a call in seconds; without one, a dead connection might go unnoticed on both sides."""
 PATIENCE_SECONDS = 60.0
-"""Seconds for which the node retries a call after a temporary error."""
+"""Seconds that the node keeps retrying a call after a temporary error."""
 PART_SECONDS = 30.0
 """Seconds that the node waits for a part of a message that the SuperLink does not have yet."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0

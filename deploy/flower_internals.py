@@ -28,8 +28,8 @@ TOKEN_HEADER = "flwr-task-token"
 MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
 """Media types of a call, and of a stream of answers, each of which is preceded by its length in four bytes."""
 KEY_REFUSED, INTERVAL_REFUSED, RUN_ENDED = 2004, 2003, 2007
-"""Codes with which a SuperLink refuses a node's call: the key is unknown or already in use, the heartbeat interval is
-invalid, or the run has ended."""
+"""Error codes of a SuperLink that refuses a node's call: the key is unknown or already in use, the heartbeat interval
+is invalid, or the run has ended."""
 
 
 FLEET, CONTROL = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"], control_pb2.DESCRIPTOR.services_by_name["Control"]

@@ -55,7 +55,7 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
         )
     if rule == "signed" and not signed:
         raise ForeignCodeError(
-            "this node runs signed apps only (rule code of its policy), and no trusted entity has signed this one; the "
+            "this node runs only signed apps (rule code of its policy), and no trusted entity has signed this one; the "
             "node needs --trusted-entities"
         )
     if files:

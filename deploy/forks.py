@@ -40,7 +40,7 @@ class Parent(threading.Thread):
         super().__init__(name="posy-parent", daemon=True)
         self._connection = connection
         self.ended: queue.Queue[int] = queue.Queue()
-        """The exit codes of workers that have ended."""
+        """The exit codes of workers that have exited."""
 
     def run(self) -> None:
         """Listen to the parent until it terminates."""
@@ -74,7 +74,7 @@ class Node:
     """The incomplete last line of the output."""
     code: int = 0
     ended_at: float = math.inf
-    """Time at which the node ended, on the monotonic clock."""
+    """Time at which the node exited, on the monotonic clock."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Family:
     """Time at which the nodes were first asked to stop, on the monotonic clock; 0 if they have not been."""
 
     def keep(self) -> int:
-        """Fork the nodes, serve them until all have ended, and return the exit status."""
+        """Fork the nodes, serve them until all have exited, and return the exit status."""
         self._wakeup, wakeup = socket.socketpair()
         for end in (self._wakeup, wakeup):
             end.setblocking(False)
@@ -142,7 +142,7 @@ class Family:
             order, files, _, _ = socket.recv_fds(node.connection, READ, 1)
         except ConnectionError:
             order, files = b"", []
-        if not order:  # the node has ended
+        if not order:  # the node has exited
             self.selector.unregister(node.connection)
             node.connection.close()
             node.connection = None
@@ -209,14 +209,14 @@ class Family:
             if node.worker == process:
                 node.worker = 0
                 if node.connection is not None:
-                    with contextlib.suppress(OSError):  # the node has ended
+                    with contextlib.suppress(OSError):  # the node has exited
                         node.connection.sendall(f"{code}\n".encode())
             elif node.process == process:
                 node.process, node.code, node.ended_at = 0, code, time.monotonic()
                 if len(self.nodes) > 1:
                     self._show(node)
                     remaining = sum(bool(other.process) for other in self.nodes)
-                    how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                    how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
                     self._say(f"node {node.name} {how}; {remaining} of {len(self.nodes)} still run")
 
     def _signal(self, number: int) -> None:

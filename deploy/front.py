@@ -198,7 +198,7 @@ class _Context:
 class AppCalls:
     """Serves ServerApps' calls about messages, and observes some calls that Flower serves.
 
-    When a ServerApp's first messages arrive, Posy lets Flower check the ServerApp. Posy passes Flower a message to a
+    When a ServerApp's first messages arrive, Posy asks Flower to check the ServerApp. Posy passes Flower a message to a
     nonexistent node, with the ServerApp's headers. Flower accepts the message only with a valid token for the run.
     Until then, for example after a restart of the SuperLink, Flower serves the ServerApp's other calls.
 
@@ -263,7 +263,7 @@ class AppCalls:
             await Response(answer.SerializeToString(), media_type=MEDIA_TYPE)(scope, _nothing, send)
 
     async def _admit(self, scope: Scope, token: str, run_id: int) -> None:
-        """Let Flower check that a token belongs to a run's ServerApp, and accept the token if it does."""
+        """Ask Flower whether a token belongs to a run's ServerApp, and accept the token if so."""
         answer = await self._flower(scope, _probe(run_id), app_call("PushMessages").path)
         if answer[0]["status"] == 200:
             if len(self._tokens) >= MAX_TOKENS:

@@ -82,7 +82,7 @@ class Parcel:
 
 
 class Presence:
-    """Tracks which nodes are online. It uses the monotonic clock, so that no clock change makes a node seem offline."""
+    """Tracks which nodes are online. It uses the monotonic clock, so a clock change cannot make a node seem offline."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -296,7 +296,7 @@ class MessageQueue:
     def replies(self, run_id: int, numbers: Iterable[str]) -> list[Parcel]:
         """Return the replies to a run's messages; if none has arrived, wait for up to :data:`HOLD_SECONDS`.
 
-        A message to which a reply can no longer arrive gets an error as its reply.
+        A message that can no longer receive a reply gets an error as its reply.
         """
         request = list(numbers)
 
@@ -386,7 +386,7 @@ class MessageQueue:
             if not self._is_active(run_id):
                 self.drop(run_id)
 
-    # -- helpers, under the lock ---------------------------------------------------------------------------
+    # -- helpers, called with the lock held ----------------------------------------------------------------
 
     def _set_reply(self, request: Parcel, reply: Parcel) -> None:
         request.reply = reply

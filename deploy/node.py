@@ -57,7 +57,7 @@ POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
 """Pauses as fractions of the time between messages, and of the expected time until the next message."""
 GAPS = 4
-"""Number of recent waits from which the node predicts the next wait; each round has two waits."""
+"""Number of recent waits that the node predicts the next wait from; each round has two waits."""
 LOOK_SECONDS = 5.0
 """Seconds between checks of the connection to the SuperLink."""
 WORKER_START_SECONDS = 300.0
@@ -122,7 +122,7 @@ class Worker:
     @classmethod
     def start(cls, parent: Parent) -> "Worker":
         """Start a worker."""
-        # Each worker has a separate Flower home, because nodes would overwrite each other's apps in a shared one.
+        # Each worker has its own Flower home, because nodes would overwrite each other's apps in a shared one.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         node_end, worker_end = socket.socketpair()
         node_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
@@ -150,7 +150,7 @@ class Worker:
         return self.parent.ended.empty()
 
     def end(self) -> str:
-        """Kill the process if it is still running, and return how it ended."""
+        """Kill the process if it is still running, and return its exit status or signal as text."""
         try:
             code = self.parent.ended.get(timeout=0.5)
         except queue.Empty:
@@ -161,7 +161,7 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def listen(self) -> None:
-        """Put the worker's events into the queue until its end of the connection is closed."""
+        """Queue the worker's events until the worker closes its end of the connection."""
         try:
             with self.connection.makefile("rb") as stream:
                 while entry := read_entry(stream):
@@ -169,7 +169,7 @@ class Worker:
                         raise ValueError(f"{entry[0].get('event')!r} is not an event")
                     self.events.put(entry)
         except OSError:
-            log(INFO, "the connection to the worker process has ended")
+            log(INFO, "the connection to the worker process was closed")
         except Exception as error:  # a run's code may have written to the socket
             log(ERROR, "the worker process has sent a malformed entry: %r", error)
         finally:
@@ -363,7 +363,7 @@ class Watch(threading.Thread):
     """Terminates the node when its SuperLink has been unreachable for too long.
 
     Flower applies ``--max-wait-time`` to each request separately, so its node may run forever. This class exits the
-    process at once, because a normal exit reports to the SuperLink first, and would wait for it again.
+    process at once, because a normal exit would first report to the SuperLink, and so wait for it again.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -379,7 +379,7 @@ class Watch(threading.Thread):
             with contextlib.suppress(OSError), socket.create_connection(self._address, LOOK_SECONDS):
                 reached = time.monotonic()
             time.sleep(min(LOOK_SECONDS, self._seconds / 2))
-        log(WARNING, "the SuperLink has been out of reach for %g s: the node ends", self._seconds)
+        log(WARNING, "the SuperLink has been out of reach for %g s: the node exits", self._seconds)
         os._exit(1)  # this also terminates the worker
 
 
@@ -449,7 +449,7 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     try:
         WarmNode(fleet, parent, config_in(options.node_config), trusted_by(arguments)).serve()
     except grpc.RpcError as error:
-        log(ERROR, "the SuperLink at %s refuses this node, which ends: %s", options.superlink, describe(error))
+        log(ERROR, "the SuperLink at %s refuses this node, which exits: %s", options.superlink, describe(error))
         sys.exit(1)
     finally:
         fleet.leave()

@@ -12,8 +12,8 @@ from posy.client_app import audit
 def record_error(message: Message, node_config: Mapping[str, Any], error: Exception | str) -> None:
     """Record that the node itself answers a message with an error.
 
-    ``error`` is the exception, or the name of the rule by which the node refuses the message. The reply contains no
-    data, so the node sends it even if it cannot write the log.
+    ``error`` is the exception, or the name of the rule that the message violates. The reply contains no data, so the
+    node sends it even if it cannot write the log.
     """
     audit_log = audit.log_of(node_config)
     if audit_log is None:

@@ -32,7 +32,7 @@ def main() -> None:
     executor = [sys.executable, "-P", "-m", "posy.deploy.superexec", "--runtime-api-address", address, "--insecure"]
     executor += ["--parent-pid", str(os.getpid()), OPTION, path]
     home, home_lock = unused_home(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr"))
-    # The executor holds the lock, so another node can use the folder as soon as the executor has ended.
+    # The executor holds the lock, so another node can use the folder as soon as the executor has exited.
     environment = os.environ | {"FLWR_HOME": str(home)}
     subprocess.Popen(executor, pass_fds=[descriptor, home_lock], env=environment)
     os.close(descriptor)

@@ -58,14 +58,14 @@ class _Kept:
         if time.monotonic() - self.started > HEALTHY_SECONDS:
             self.starts = 0
         if self.starts >= MAX_STARTS or (self.starts == 1 and self.process.returncode > 0):  # e.g. the port is taken
-            raise LaunchError(f"{self.name} ended with status {self.process.returncode}; see its messages above")
+            raise LaunchError(f"{self.name} exited with status {self.process.returncode}; see its messages above")
         print(f"posy: {self.name} died ({self.process.returncode}); Posy restarts it", file=sys.stderr, flush=True)
         time.sleep(LOOK_SECONDS * 2 ** (self.starts - 1))
         self.start()
 
     def stop(self) -> None:
         """Stop the process and its children, because a ServerApp among them would otherwise retry forever."""
-        with contextlib.suppress(ProcessLookupError):  # the group has ended
+        with contextlib.suppress(ProcessLookupError):  # the group has exited
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
             while time.monotonic() < end:
@@ -88,17 +88,17 @@ class _Reaper:
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
     def add(self, group: int) -> None:
-        """Let the reaper kill a process group when this process has ended."""
+        """Let the reaper kill a process group when this process has exited."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the reaper was killed
             print(group, file=self._process.stdin, flush=True)
 
     def remove(self, group: int) -> None:
-        """Forget a group that has ended, because its number may be reused."""
+        """Forget a group that has exited, because its id may be reused."""
         self.add(-group)
 
     def close(self) -> None:
-        """Close the reaper's input, and wait until the reaper has ended."""
+        """Close the reaper's input, and wait for the reaper to exit."""
         self._process.communicate()
 
 

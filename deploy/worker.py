@@ -59,7 +59,7 @@ def main(connection: socket.socket, entities: Mapping[str, str] | None = None) -
 
 
 def _listen(connection: socket.socket, tasks: "queue.Queue[tuple[dict[str, Any], list[bytes]]]") -> None:
-    """Put the node's tasks into a queue, and exit the process at once when the node has ended."""
+    """Put the node's tasks into a queue, and exit the process at once when the node exits."""
     try:
         with connection.makefile("rb") as stream:
             while entry := read_entry(stream):
@@ -116,7 +116,7 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
     sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
     task.push(reply)
     task.finish(context)  # after errors too: the context records which shares the client may still reveal
-    last.keep(message, reply)  # only now, after the context with the client's state has reached the node
+    last.keep(message, reply)  # not before the context with the client's state has reached the node
 
 
 def _text_for_server(error: Exception, context: Context) -> str:

@@ -179,7 +179,7 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def kaiming_linear(module: nn.Module) -> None:
-    """Draw the weights of all linear layers from Kaiming's normal distribution (fan-in), and set their biases to 0.
+    """Draw the weights of all linear layers by Kaiming-normal initialisation (fan-in), and set their biases to 0.
 
     The numbers come from the global generator. Cosine heads and frozen parameters keep their values.
     """

@@ -18,7 +18,7 @@ from posy.settings import SettingsError, nearest
 TORCHVISION = "torchvision:"
 """Prefix of the names of torchvision's networks."""
 _PROBES = 2
-"""Number of samples with which Posy checks a new network."""
+"""Number of samples in the check of a new network."""
 
 
 class Described(NamedTuple):
@@ -185,8 +185,8 @@ def _check_parameters(module: nn.Module, source: str) -> None:
     for name, tensor in module.named_parameters(remove_duplicate=False):
         if (other := owners.setdefault(id(tensor), name)) != name and tensor.requires_grad:
             raise SettingsError(
-                f"{source}: {other} and {name} are one tensor, and methods share whole layers; give each layer "
-                "a separate tensor, or freeze the tensor with requires_grad_(False)"
+                f"{source}: {other} and {name} are one tensor, and methods share whole layers; give each layer its own "
+                "tensor, or freeze the tensor with requires_grad_(False)"
             )
         if tensor.dtype != torch.float32:
             raise SettingsError(f"{source}: {name} is of {tensor.dtype}; parameters must be float32")

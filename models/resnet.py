@@ -35,7 +35,7 @@ class Stem(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the convolution with Kaiming's method."""
+        """Apply Kaiming initialisation to the convolution."""
         _kaiming(self.conv)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class ResidualBlock(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the convolutions with Kaiming's method, and set the scale of the last norm to zero."""
+        """Apply Kaiming initialisation to the convolutions, and set the scale of the last norm to zero."""
         for part in self.modules():
             if isinstance(part, nn.Conv2d):
                 _kaiming(part)

@@ -43,8 +43,8 @@ def cnn_3fc(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
     PPFE's network has two convolutions and three fully connected layers (Appendix A.1) of unstated widths. With PPFE's
     ranks (100, 50, 24) and (80, 40, 16), each capped at the layer's full rank, this network saves 5.97 % and 17.74 % of
-    its 307,842 parameters: the paper's "6 %" and "18 %". With Posy's cap, at which each layer saves parameters, the
-    network saves 6.56 % and 17.79 %.
+    its 307,842 parameters: the paper's "6 %" and "18 %". Posy instead caps each rank at the largest rank that saves
+    parameters; the network then saves 6.56 % and 17.79 %.
     """
     return _cnn_3fc(task, ranks, (64, 64), (120, 64))
 
@@ -60,8 +60,8 @@ def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 def lenet_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a LeNet with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
 
-    The paper gives no widths, so they come from the authors' program. The two branches share no blocks, ``conv1``, both
-    convolutions, or all blocks but ``fc3``.
+    The paper gives no widths, so they come from the authors' program. Depending on the level, the two branches share
+    nothing, only ``conv1``, both convolutions, or all blocks but ``fc3``.
     """
     blocks = {
         "conv1": Convolution(task.input_shape[0], 32, KERNEL, norm_groups=8),

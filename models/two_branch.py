@@ -34,7 +34,7 @@ class TwoBranch(nn.Module):
         return {"client-branch": nn.ModuleList([self.client_blocks, self.client_head])}
 
     def initialise_linear(self) -> None:
-        """Draw Kaiming's initial weights for the linear layers of the client branch."""
+        """Apply Kaiming initialisation to the linear layers of the client branch."""
         kaiming_linear(self.client_blocks)
         kaiming_linear(self.client_head)
 

@@ -60,7 +60,7 @@ def weights_for(
     Raises
     ------
     SettingsError
-        If the file is missing or its SHA-256 differs from ``digest``, torchvision's weights are used for another
+        If the file is missing or its SHA-256 differs from ``digest``, torchvision's weights are used for a different
         network, or word vectors are used without words.
     """
     if not where:
@@ -87,7 +87,7 @@ def weights_for(
     if digest not in ("", actual):
         raise SettingsError(
             f"weights = {str(path)!r}: its SHA-256 is {actual[:_SHOWN]}…, but weights-sha256 = {digest[:_SHOWN]}…; use "
-            "the file with which the run started"
+            "the file that the run started with"
         )
     return Weights(str(path), actual, "", "\n".join(words) if path.suffix == VECTORS else "")
 
@@ -103,8 +103,8 @@ def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) 
     Raises
     ------
     SettingsError
-        If the file cannot be read, lacks a tensor, or has a tensor of another shape or with NaN or infinite numbers, or
-        if word vectors are used for a network without exactly one embedding.
+        If the file cannot be read, lacks a tensor, or has a tensor of a different shape or with NaN or infinite
+        numbers, or if word vectors are used for a network without exactly one embedding.
     """
     source = f"weights = {weights.where!r}"
     if weights.words:

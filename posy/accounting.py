@@ -214,7 +214,7 @@ def accountant_library() -> Any:
 
 @lru_cache(maxsize=4096)
 def sampled_noise_multiplier(epsilon: float, delta: float, sampling: float, count: int) -> float:
-    """Return the smallest noise multiplier at which ``count`` uses with Poisson subsampling satisfy (ε, δ).
+    """Return the smallest noise multiplier at which ``count`` Poisson-subsampled uses together satisfy (ε, δ).
 
     The result exceeds the exact value by at most 0.1 %.
     """

@@ -9,7 +9,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 THRESHOLD_BYTES = 1 << 30
 """Value of both options in bytes. This process keeps freed memory up to this size."""
 USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables with which users can set these glibc options."""
+"""Environment variables that set these glibc options."""
 
 
 @cache

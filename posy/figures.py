@@ -511,7 +511,7 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
 
 
 def _bare(figure: Figure, title: str, number: int, columns: int) -> list[Axes]:
-    """Return ``number`` panels without axes, in rows of at most ``columns`` columns."""
+    """Return ``number`` panels with their axes hidden, in rows of at most ``columns`` columns."""
     figure.suptitle(title, x=0.01, ha="left")
     across = min(columns, number)
     grid = figure.subplots(math.ceil(number / across), across, squeeze=False)

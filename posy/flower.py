@@ -47,7 +47,7 @@ UNANSWERED = 1000
 PING = "ping"
 """Key in the config of a message that only asks a node for a reply."""
 EXIT_CODE = "Exit Code: "
-"""Start of the message that Flower logs when a process ends with an error."""
+"""Start of the message that Flower logs when a process exits with an error."""
 
 
 class ErrorCode(IntEnum):
@@ -80,8 +80,8 @@ FAILURES = {
 class ErrorsOnOneLine(logging.Filter):
     """A log filter that reduces an error to one line, without a traceback or an exit code.
 
-    Flower logs the traceback of each exception that a ServerApp raises, then an exit code, and calls the exception
-    unhandled. This output buries a message that is meant for the user, for example about a wrong setting.
+    For each exception that a ServerApp raises, Flower reports an unhandled exception and logs its traceback and an exit
+    code. This output buries a message that is meant for the user, for example about a wrong setting.
 
     Parameters
     ----------

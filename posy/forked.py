@@ -190,7 +190,7 @@ class Workers:
         self._common = Shelf()
         self._workers: list[Worker] = []
         self.end = weakref.finalize(self, _end_all, self._workers, self._common)
-        """A function that ends all workers. If it is not called, the workers end with this process."""
+        """A function that stops all workers. If it is not called, the workers exit when this process does."""
 
     @staticmethod
     def possible() -> bool:
@@ -256,8 +256,8 @@ class Workers:
     def _serve(
         self, connection: Connection, shelves: Sequence[Shelf], done: mmap, unused: Sequence[Connection]
     ) -> None:
-        """Run in a worker process: process parcels until the parent process ends."""
-        for number in ENDING:  # Ctrl-C reaches the workers too, but the parent ends them
+        """Run in a worker process: process parcels until the parent process exits."""
+        for number in ENDING:  # Ctrl-C reaches the workers too, but the parent stops them
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
         for unused_connection in unused:
             unused_connection.close()

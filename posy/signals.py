@@ -1,4 +1,4 @@
-"""Signals that end a command: Posy treats them like Ctrl-C, and defers them during operations that must be atomic."""
+"""Signals that stop a command: Posy treats them like Ctrl-C, and defers them during operations that must be atomic."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ This is a list, because an Event can deadlock: a second signal may arrive while 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End a command on Ctrl-C, `kill` or a closed terminal, together with all processes that it started.
+    """Stop a command on Ctrl-C, `kill` or a closed terminal, together with all processes that it started.
 
     Ignored signals remain ignored, as `nohup` requires.
     """

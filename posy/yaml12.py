@@ -28,7 +28,7 @@ _KINDS = {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
 _WRONG = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-"""Exceptions that PyYAML may raise, for example for a tag such as !!int or !!timestamp on text that does not fit."""
+"""Exceptions that PyYAML may raise, for example if a text does not match its tag, such as !!int or !!timestamp."""
 
 
 class _Loader(Composer, yaml.CSafeLoader):

@@ -39,7 +39,7 @@ class Group:
 
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
-    """Group runs that differ only in their seed. If runs have the same settings and seed, each is a separate group."""
+    """Group runs that differ only in their seed. If runs have the same settings and seed, each forms its own group."""
     posy_settings = declared()
     defaults = {key: item.default for key, item in posy_settings.items() if item.decides and key != "seed"}
     defaults |= {key: None for run in runs for key in run.settings if key not in posy_settings}  # custom methods

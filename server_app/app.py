@@ -190,8 +190,8 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
         strategy.exchange.client_names = dict(enumerate(workspace.partition.names))
     if settings.run.min_train_replies > (size := len(strategy.rounds.cohort(1))):
         raise SettingsError(
-            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
-            f"so it must be 1 to {size}"
+            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, so "
+            f"min-train-replies must be 1 to {size}"
         )
     rule, run = strategy.influence.rule, settings.run
     size = min(size, math.ceil(run.fraction_train * len(strategy.members) - 1e-9))

@@ -187,7 +187,8 @@ def resumption(
         "diverged",
     ):
         raise SettingsError(
-            f"resume = {run.resume!r}: its {last_round} rounds are complete; a larger num-server-rounds continues it"
+            f"resume = {run.resume!r}: its {last_round} rounds are complete; to continue the run, set a larger "
+            "num-server-rounds"
         )
     entry = {
         "round": last_round,

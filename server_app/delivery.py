@@ -81,7 +81,7 @@ class Wait:
     seconds: float
     """Seconds since the phase began."""
     remaining: float
-    """Maximum number of seconds for which the phase will still wait, or infinity if it has no limit yet."""
+    """Maximum number of seconds that the phase will still wait, or infinity if it has no limit yet."""
     silence: float
     """Number of seconds after which a missing reply is unusual."""
 
@@ -153,7 +153,7 @@ class PollingGrid(WaveGrid):
     def look(self, deliveries: Collection[Delivery]) -> float:
         """Request replies to deliveries, send copies of lost messages, and ping silent nodes.
 
-        Return the delay in seconds if the request was slow, by which the caller extends the time limits.
+        If the request was slow, return the delay in seconds; the caller extends the time limits by this delay.
         """
         outages, under_way = self.outages.count, [*deliveries, *self.late.values()]
         delay = self._read(under_way)

@@ -35,7 +35,7 @@ class Node:
     number: int
     """Flower's id of the node, which may change when the node restarts."""
     registered: str = ""
-    """Name under which its key is registered, or an empty string."""
+    """Registered name of its key, or an empty string."""
     claimed_name: str = ""
     """The registered name, or else the name in the node config; empty until the node answers."""
     question: str = ""

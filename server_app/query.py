@@ -103,8 +103,8 @@ class NodeQuery:
         )
         if self.fixed_tensors and not is_equal:
             raise BadReplyError(
-                "its network's fixed tensors differ from the server's; install the file from which the model loads "
-                "them on every node"
+                "its network's fixed tensors differ from the server's; on every node, install the file that the model "
+                "loads them from"
             )
 
     def _log_warnings(self, source: str, answer: Mapping[str, Any]) -> int:

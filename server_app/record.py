@@ -211,9 +211,7 @@ class Record:
         if not self.settings.get("save-models", True):
             reason = "the run had save-models = false"
         elif (self.models / "server.safetensors").is_file():
-            reason = (
-                "they stay on the clients' nodes, in the folder that `models` or `state-dir` of the node config names"
-            )
+            reason = "they stay on the clients' nodes, in the folder set by `models` or `state-dir` in the node config"
         else:
             reason = "they are stored in the last round, and at intervals before that"
         raise SettingsError(f"{self.path} has no clients' models: {reason}")

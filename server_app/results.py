@@ -1,4 +1,4 @@
-"""A run's directory, to which Posy writes the results after each round, so that a killed run keeps them."""
+"""A run's directory, to which Posy writes the results after each round, so that they survive if the run is killed."""
 
 import csv
 import dataclasses
@@ -188,7 +188,7 @@ class RunDirectory:
             self._lock = lock(path)
         except BlockingIOError:
             raise SettingsError(
-                f"resume = {path.name!r}: a process still uses {path}; wait for it or stop it"
+                f"resume = {path.name!r}: a process still uses {path}; wait for this process to exit, or stop it"
             ) from None
         self.models.mkdir(exist_ok=True)
         self.figures.mkdir(exist_ok=True)

@@ -28,7 +28,7 @@ class WaitLog:
         self._next, self._seconds = 0.0, math.inf
 
     def __call__(self, wait: Wait) -> None:
-        """Record a phase's wait, and print the clients that the phase is waiting for if a line is due."""
+        """Record a phase's wait and, if a line is due, print the clients that the phase is waiting for."""
         self._status.waits_until(time.time() + wait.remaining if wait.remaining < math.inf else None)
         if wait.seconds < self._seconds:  # a new phase has begun
             self._next = wait.silence

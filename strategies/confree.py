@@ -55,7 +55,7 @@ class ConFREESettings(FedRepSettings, robust="its server weights updates by the 
         scored="The served model: the authors' program is built on PFLlib, whose FedRep scores the received body with "
         "the client's head before training.",
         deviations=(
-            "Clients train as in FedRep, one of the eight methods with which the authors combine ConFREE.",
+            "Clients train as in FedRep, one of the eight methods that the authors combine with ConFREE.",
             "The authors' program differs from the poster. It treats each tensor separately (`confree-parts=tensors`), "
             "projects in a random order without division by the squared length, and divides the step by 1 + c² (both "
             "`confree-rule=program`).",
@@ -99,7 +99,7 @@ class ConFREESettings(FedRepSettings, robust="its server weights updates by the 
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse client weights, because the poster's mixture gives all clients the same weight."""
+        """Reject ``client-weights``, because the poster's mixture gives all clients the same weight."""
         reason = "its mixture of the updates gives all clients the same weight"
         return {"client-weights": reason, "max-client-weight": reason}
 

@@ -168,7 +168,7 @@ class CwFedAvg(PersonalisedStrategy):
         return ("model", "distribution") if self.method.distribution == "empirical" else ("model",)
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Refuse an empirical distribution with negative entries or a sum other than 1."""
+        """Reject an empirical distribution with negative entries or a sum other than 1."""
         if "distribution" in arrays:
             distribution = np.asarray(arrays["distribution"], np.float64)
             if (distribution < 0).any() or abs(float(distribution.sum()) - 1) > 1e-3:

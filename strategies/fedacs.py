@@ -91,7 +91,7 @@ class FedACSSettings(MethodSettings, robust="its server mixes a model for each c
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse client weights, because the attention determines them."""
+        """Reject ``client-weights``, because the attention determines the weights."""
         reason = "the attention determines the weights of the clients' models"
         return {"client-weights": reason, "max-client-weight": reason}
 

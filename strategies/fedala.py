@@ -104,8 +104,8 @@ class FedALASettings(MethodSettings, robust=True, point="served"):
         if self.layers > depth:
             notices.append(
                 f"fedala-layers = {self.layers} with model = {network.model!r}: the network has {depth} layers, all of "
-                f"which are mixed; set it to at most {depth}"
+                f"which are mixed; set fedala-layers to at most {depth}"
             )
         if not self.eta:
-            notices.append("fedala-eta = 0 leaves all weights at 1, which is FedAvg; set it above 0")
+            notices.append("fedala-eta = 0 leaves all weights at 1, which is FedAvg; set fedala-eta above 0")
         return tuple(notices)

@@ -92,7 +92,7 @@ class FedASSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse client weights, because the Fisher information determines them."""
+        """Reject ``client-weights``, because the Fisher information determines the weights."""
         return {"client-weights": "the trace of the Fisher information determines the weights of the clients' bodies"}
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
@@ -104,7 +104,7 @@ class FedAS(PersonalisedStrategy):
     """Average bodies with weights n_i F_i (client synchronisation)."""
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Refuse a negative trace."""
+        """Reject a negative trace."""
         if arrays["fisher"] < 0:
             raise BadReplyError(f"trace of the Fisher information {float(arrays['fisher'])}")
 

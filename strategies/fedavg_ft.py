@@ -98,8 +98,8 @@ class FedAvgFT(PersonalisedStrategy):
             raise SettingsError(f"{key}: it must be less than num-server-rounds = {run.num_server_rounds}")
         if self.method.rounds and run.secure_aggregation:
             raise SettingsError(
-                f"{key} cannot be combined with secure-aggregation = true: clients send nothing in these rounds; "
-                "set one of them to its default"
+                f"{key} cannot be combined with secure-aggregation = true: clients send nothing in these rounds; set "
+                "one of the two settings to its default"
             )
         if 0 < self.method.rounds < run.average_rounds:
             raise SettingsError(

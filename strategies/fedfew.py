@@ -86,7 +86,7 @@ class FedFewSettings(
     )
     batches: str = setting(
         "shared",
-        "order of a client's samples: the same for all K models, or a separate order for each",
+        "order of a client's samples: the same for all K models, or a different order for each",
         choices=("shared", "own"),
         source="choice: cheaper, and distinct initial models diverge anyway; the authors' program shuffles for each "
         "model",
@@ -158,7 +158,7 @@ class FedFewSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse client weights, because the losses determine them."""
+        """Reject ``client-weights``, because the losses determine the weights."""
         return {"client-weights": "the clients' losses determine the weights, see fedfew-weigh-losses"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:

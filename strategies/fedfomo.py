@@ -131,7 +131,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse client weights, because the validation losses determine them."""
+        """Reject ``client-weights``, because the validation losses determine the weights."""
         reason = "each client weights the other clients' models by their losses"
         return {"client-weights": reason, "max-client-weight": reason}
 
@@ -142,7 +142,7 @@ class FedFomoSettings(MethodSettings, robust="its server passes individual model
         if self.models > num_others and self.models != FedFomoSettings.models:
             notices.append(
                 f"fedfomo-models = {self.models}: {num_others} other clients train, so a client receives at most "
-                f"{num_others} models; set it to {num_others}"
+                f"{num_others} models; set fedfomo-models = {num_others}"
             )
         if not self.models:
             notices.append("with fedfomo-models = 0 clients receive no models: this is local training")

@@ -93,7 +93,7 @@ class FedMTLSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse client weights, because the relations determine them."""
+        """Reject ``client-weights``, because the relations determine the weights."""
         reason = "the relations between the clients determine the weights of their models"
         return {"client-weights": reason, "max-client-weight": reason}
 

@@ -117,12 +117,12 @@ class FedNH(PersonalisedStrategy):
         if run.secure_aggregation and run.client_weights == "uniform":
             raise SettingsError(
                 "client-weights = 'uniform' with method = 'fednh' and secure-aggregation = true: the prototypes are "
-                "weighted by samples, but the server sees only one sum; set one of them to its default"
+                "weighted by samples, but the server sees only one sum; set one of the two settings to its default"
             )
         super().initialise()
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Refuse mean directions whose lengths, which are the class shares, sum to more than 1.
+        """Reject mean directions whose lengths, which are the class shares, sum to more than 1.
 
         With ``dp-clip``, noise changes the lengths, so they are not checked.
         """

@@ -161,7 +161,7 @@ class FedPAC(PersonalisedStrategy):
         }  # fmt: skip
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Refuse impossible sample counts, and a negative variance."""
+        """Reject impossible sample counts, and a negative variance."""
         check_class_counts(arrays["counts"], self.clients[client].num_train)
         if arrays["variance"] < 0:
             raise BadReplyError(f"variance {float(arrays['variance'])}")

@@ -62,6 +62,6 @@ class FedPerSettings(MethodSettings, dp_sgd=True, robust=True, point="served"):
         if 1 < len(names) <= self.layers:
             raise SettingsError(
                 f"fedper-layers = {self.layers} with model = {network.model!r}: the network has {len(names)} layers, "
-                f"so nothing is left to share; set it to at most {len(names) - 1}"
+                f"so nothing is left to share; set fedper-layers to at most {len(names) - 1}"
             )
         return names[-self.layers :]

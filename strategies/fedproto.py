@@ -102,7 +102,7 @@ class FedProtoSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse client weights, because the numbers of samples per class determine them."""
+        """Reject ``client-weights``, because the numbers of samples per class determine the weights."""
         return {"client-weights": "prototypes are weighted by numbers of samples per class"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ class FedProto(PersonalisedStrategy):
         self.known: FloatArray = np.zeros(classes, np.float32)
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Refuse impossible sample counts."""
+        """Reject impossible sample counts."""
         check_class_counts(arrays["counts"], self.clients[client].num_train)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class IFCA(PersonalisedStrategy):
         self.models: FloatArray = np.stack([self.initial(k) for k in range(self.method.clusters)])
 
     def check(self, client: int, arrays: Arrays) -> None:
-        """Refuse a cluster that does not exist."""
+        """Reject a cluster that does not exist."""
         if int(arrays["cluster"]) not in range(len(self.models)):
             raise BadReplyError(f"cluster {arrays['cluster']} of {len(self.models)}")
 

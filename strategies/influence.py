@@ -181,7 +181,7 @@ class Influence:
         models : numpy.ndarray, float32, (M, d)
             The clients' models.
         start : numpy.ndarray, float32, (d,)
-            The model from which the clients started.
+            The model that the clients started from.
         weights : numpy.ndarray, (M,)
             The clients' weights.
         clients : list of int

@@ -43,7 +43,7 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
             "The authors start from a model that FedAvg trained for hundreds of rounds. In Posy all clients start from "
             "the run's initial model; the setting `weights` can load a trained model instead.",
             "The shared layers are the last layers, as in the paper. The authors' network for CIFAR lists its layers "
-            "in another order, so their program shares the two convolutional layers.",
+            "in a different order, so their program shares the two convolutional layers.",
         ),
         program=Program(
             "pliang279/LG-FedAvg",
@@ -72,5 +72,5 @@ class LGFedAvgSettings(MethodSettings, dp_sgd=True, robust=True, point="served")
             return ()
         return (
             f"lg-fedavg-layers = {self.layers} shares all {depth} layers of model = {network.model!r}: that is FedAvg; "
-            + (f"set it to at most {depth - 1}" if depth > 1 else "choose a network with more layers"),
+            + (f"set lg-fedavg-layers to at most {depth - 1}" if depth > 1 else "choose a network with more layers"),
         )

@@ -37,7 +37,7 @@ class LocalSettings(MethodSettings, robust="its clients send no model"):
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse settings that concern the server's mean or updates, because clients send nothing."""
+        """Reject settings that concern the server's mean or updates, because clients send nothing."""
         return {
             "client-weights": "the server averages nothing",
             "max-update-norm": "clients send no update",

@@ -52,7 +52,7 @@ class PerFedAvgSettings(MethodSettings, robust=True):
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn about an adaptation rate of 0, and about mini-batches that are too small to divide."""
+        """Warn about an adaptation rate of 0, and about mini-batches that are too small to split into parts."""
         parts = 3 if self.hessian == "hf" else 2
         warnings = []
         if not self.alpha:

@@ -30,7 +30,7 @@ class PFedMeSettings(MethodSettings, robust=True):
 
     strength: float = setting(
         15.0,
-        "lambda: strength with which the personal model is pulled towards w",
+        "lambda: strength of the personal model's pull towards w",
         source="README of the authors' program: --lamda 15 on MNIST",
         above=0,
         search=Search(1.0, 50.0, log=True),
@@ -77,7 +77,7 @@ class PFedMeSettings(MethodSettings, robust=True):
             return ()
         return (
             f"pfedme-strength * pfedme-personal-lr = {self.strength * self.personal_lr:g}: from 2 on, the steps "
-            f"towards the personal model diverge; lower one of them",
+            "towards the personal model diverge; lower one of the two settings",
         )
 
     card = MethodCard(

@@ -207,7 +207,7 @@ class PPFESettings(MethodSettings, robust=True, point="served"):
         if planned < self.stages != PPFESettings.stages:
             notices.append(
                 f"ppfe-stages = {self.stages}: model = {network.model!r} has {planned} layers, so the run has "
-                f"{planned} stages; set it to at most {planned}"
+                f"{planned} stages; set ppfe-stages to at most {planned}"
             )
         if planned == 1:
             reason = "ppfe-stages = 1"
@@ -346,10 +346,11 @@ def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
 
 
 def open_stage(before: Stage, after: Stage, model: "Tensor", fedavg: "Tensor | None" = None) -> "Tensor":
-    """Return the parameters ``(d',)`` with which a stage begins.
+    """Return the initial parameters ``(d',)`` of a stage.
 
-    They continue from the previous stage, except for restarted layers, which start from stage 1's model (Appendix A.4).
-    A layer that becomes low-rank is replaced by the two factors of its best low-rank approximation (Section 4.1).
+    The parameters continue from the previous stage, except in restarted layers, which start from stage 1's model
+    (Appendix A.4). A layer that becomes low-rank is replaced by the two factors of its best low-rank approximation
+    (Section 4.1).
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def planned_events(settings: Settings, num_train: int) -> list[Event]:
 
 @lru_cache(maxsize=64)
 def noise_multiplier(settings: Settings) -> float:
-    """Return the noise multiplier per update with which all rounds of the run together satisfy (ε, δ).
+    """Return the noise multiplier per update at which all rounds of the run together satisfy (ε, δ).
 
     T Gaussian mechanisms with noise multiplier z are equivalent to one with z/√T.
     """

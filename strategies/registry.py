@@ -230,7 +230,7 @@ def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
 
 
 def _typed(text: str, kind: type) -> Scalar:
-    """Parse a YAML scalar as its setting's type; return the text unchanged if it is of another type.
+    """Parse a YAML scalar as its setting's type; return the text unchanged if it has a different type.
 
     For example, ``on`` stays a string if the setting is a string, and ``010`` is ten, as in settings files.
     """

@@ -233,7 +233,7 @@ def check_count(key: str, count: Any, least: int) -> None:
 
 
 def check_enrolled(key: str, count: Any, enrolled: int) -> None:
-    """Raise :class:`BadReplyError` if a number of samples differs from the number with which the client joined."""
+    """Raise :class:`BadReplyError` if a client's number of samples has changed since it joined."""
     if count != enrolled:
         raise BadReplyError(f"{key} = {count:.0f}, but the client has joined with {enrolled}")
 

@@ -84,7 +84,7 @@ class Rule:
         models : numpy.ndarray, float32, (M, d)
             The clients' models.
         start : numpy.ndarray, float32, (d,)
-            The model from which all clients started.
+            The model that all clients started from.
         weights : array_like, (M,)
             The clients' weights, for Multi-Krum and the geometric median.
 

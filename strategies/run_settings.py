@@ -31,7 +31,7 @@ class TrainSettings:
     )
     weights: str = setting(
         "",
-        "safetensors file with initial weights, keyed by the names of the network's tensors; a head with another "
+        "safetensors file with initial weights, keyed by the names of the network's tensors; a head with a different "
         "number of classes starts from random weights; a .txt file of word vectors (GloVe) initialises the embedding "
         "only; `torchvision`: torchvision's pretrained weights; empty: random weights. If the path does not exist, "
         "Posy searches data-dir for the file name",
@@ -47,7 +47,7 @@ class TrainSettings:
     frozen: str = setting("", "layers that are neither trained nor sent, separated by commas", synonyms=("freeze",))
     linear_init: str = setting(
         "default",
-        "initial weights of linear layers: PyTorch's, or Kaiming's normal distribution with biases of 0 (FedDRM)",
+        "initial weights of linear layers: PyTorch's default, or Kaiming-normal with biases of 0 (FedDRM)",
         choices=("default", "kaiming"),
     )
     local_epochs: int = setting(
@@ -64,7 +64,7 @@ class TrainSettings:
     )
     lr_schedule: str = setting(
         "constant",
-        "schedule of the learning rate over the rounds; `exponential` and `step` multiply it by lr-decay every round, "
+        "schedule of the learning rate over the rounds; `exponential` and `step` multiply lr by lr-decay every round, "
         "or every lr-step rounds",
         choices=("constant", "cosine", "exponential", "step"),
     )
@@ -159,8 +159,7 @@ class TrainSettings:
     )
     dp_clip: float = setting(
         0.0,
-        "L2 norm to which each client's update, or with dp = sample each sample's gradient, is clipped; it must be "
-        "above 0",
+        "L2 norm to which each client's update (with dp = sample, each sample's gradient) is clipped; must be above 0",
         needs="dp != off",
         minimum=0,
     )
@@ -257,8 +256,8 @@ class RunSettings:
     )
     client_weights: str = setting(
         "samples",
-        "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
-        "over samples (class prototypes, FedFew's n_i / N for the losses) always use the numbers of samples",
+        "weight of each client when the server averages models; `samples`: its number of training samples; `uniform`: "
+        "1. Sums over samples (class prototypes, FedFew's n_i / N for the losses) always use the numbers of samples",
         needs="robust = mean | multi-krum | geometric-median or method = feddrm",
         choices=("samples", UNIFORM),
         source="McMahan et al., 2017, Algorithm 1: n_i / n",
@@ -275,7 +274,7 @@ class RunSettings:
     max_norm_ratio: float | str = setting(
         AUTO,
         "maximum L2 norm of a client's update, as a multiple of the round's median norm; a larger update is scaled "
-        "down to it; 0: no limit; `auto`: 3 with dataset=sites, else 0",
+        "down to this norm; 0: no limit; `auto`: 3 with dataset=sites, else 0",
         needs="secure-aggregation = false",
         number_or=AUTO,
         minimum=0,
@@ -283,8 +282,8 @@ class RunSettings:
     )
     max_client_weight: float | str = setting(
         AUTO,
-        "maximum share of a client in the server's means and sums; a larger weight is lowered to it; 1: no limit; "
-        "`auto`: with dataset=sites, 3 divided by the number of replies, but at most 0.5; else 1",
+        "maximum share of a client in the server's means and sums; a larger weight is lowered to this share; 1: no "
+        "limit; `auto`: with dataset=sites, 3 divided by the number of replies, but at most 0.5; else 1",
         needs="secure-aggregation = false and robust = mean | multi-krum | geometric-median",
         number_or=AUTO,
         above=0,
@@ -292,7 +291,7 @@ class RunSettings:
     )
     robust: str = setting(
         "mean",
-        "rule by which the server combines the clients' models; `mean`, `geometric-median` and `multi-krum` use "
+        "the server's rule for combining the clients' models; `mean`, `geometric-median` and `multi-krum` use "
         "client-weights, and the other rules treat all clients equally",
         choices=("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median"),
         synonyms=("aggregation", "aggregator", "defence", "defense"),
@@ -335,7 +334,7 @@ class RunSettings:
     )
     secure_neighbours: int = setting(
         0,
-        "secure aggregation: number of clients with which each client shares secrets; 0: all other clients",
+        "secure aggregation: number of clients that each client shares secrets with; 0: all other clients",
         needs="secure-aggregation = true",
         minimum=0,
         limit="num-clients - 1",
@@ -348,7 +347,7 @@ class RunSettings:
     )
     grace: float | str = setting(
         OFF,
-        "seconds for which training waits for the other clients once min-train-replies clients have answered",
+        "seconds that training waits for the other clients once min-train-replies clients have answered",
         number_or=OFF,
         minimum=0,
         maximum=1e8,
@@ -357,8 +356,8 @@ class RunSettings:
     )
     round_timeout: float | str = setting(
         AUTO,
-        "seconds to wait for the replies of a round; `auto`: estimated from earlier replies, or no limit in one "
-        "process",
+        "seconds to wait for the replies of a round; `auto`: estimated from earlier replies; no limit in one process or "
+        "in a simulation",
         number_or=AUTO,
         above=0,
         maximum=1e8,
@@ -372,8 +371,8 @@ class RunSettings:
     )
     average_rounds: int = setting(
         0,
-        "number of final rounds over which the summary also averages the scores; system accuracy, if it is on, is "
-        "computed in each of them; 0: none",
+        "number of final rounds over which the summary also averages the scores; system accuracy, if enabled, is "
+        "computed in each of these rounds; 0: none",
         minimum=0,
         limit="num-server-rounds",
         resumable=True,
@@ -423,8 +422,8 @@ class RunSettings:
     resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
     state_memory: int = setting(
         4096,
-        "MiB of memory for the clients' states in an in-process run; states beyond it go to disk; 0: all states go to "
-        "disk",
+        "MiB of memory for the clients' states in an in-process run; states beyond this limit go to disk; 0: all "
+        "states go to disk",
         minimum=0,
         resumable=True,
         affects_results=False,
@@ -440,17 +439,17 @@ class RunSettings:
         if self.holdout_clients and self.secure_aggregation:
             raise SettingsError(
                 f"holdout-clients = {self.holdout_clients:g} cannot be combined with secure-aggregation = true: a "
-                "newcomer trains alone, and the sum would reveal its update; set one of them to its default"
+                "newcomer trains alone, and the sum would reveal its update; set one of the two settings to its default"
             )
         if self.system_accuracy == "on" and self.secure_aggregation:
             raise SettingsError(
-                "system-accuracy = 'on' cannot be combined with secure-aggregation = true: it needs the models and "
-                "test samples of single clients; set system-accuracy = 'off'"
+                "system-accuracy = 'on' cannot be combined with secure-aggregation = true: system accuracy needs the "
+                "models and test samples of single clients; set system-accuracy = 'off'"
             )
         if self.robust != "mean" and self.secure_aggregation:
             raise SettingsError(
                 f"robust = {self.robust!r} cannot be combined with secure-aggregation = true: the server sees only the "
-                "sum of the updates, and the rule compares single updates; set one of them to its default"
+                "sum of the updates, and the rule compares single updates; set one of the two settings to its default"
             )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")

@@ -92,7 +92,7 @@ class SCAFFOLDSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse optimisers other than SGD with fresh momentum, and limits that would change a client's variate."""
+        """Reject optimisers other than SGD with fresh momentum, and limits that would change a client's variate."""
         reason = "c is the mean of the clients' variates only if the server adds their changes with constant weights"
         return {
             "max-norm-ratio": f"{reason}; max-update-norm drops large updates",

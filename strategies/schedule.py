@@ -52,6 +52,6 @@ def notices(settings: Settings, num_rounds: int, cohort: Callable[[int], list[in
     if run.secure_aggregation and run.secure_neighbours > neighbours:
         warnings.append(
             f"secure-neighbours = {run.secure_neighbours}: a round has at most {neighbours} other clients, and each "
-            f"client shares secrets with all of them; set it to at most {neighbours}"
+            f"client shares secrets with all of them; set secure-neighbours to at most {neighbours}"
         )
     return tuple(warnings)

@@ -187,7 +187,7 @@ class View(NamedTuple):
         return digest("view", *map(str, (self.reach, self.cohort_threshold, self.threshold, *self.cohort)))
 
     def entries(self) -> dict[str, Any]:
-        """Return the config entries from which a client reads the view."""
+        """Return the view as config entries, which the clients read."""
         return {
             "cohort": list(self.cohort),
             "reach": self.reach,

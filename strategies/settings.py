@@ -45,7 +45,7 @@ class MethodSettings:
     """
 
     sent: ClassVar[tuple[str, ...]]
-    """Names of the arrays that a client receives; by default the arrays to which the returned arrays are updates."""
+    """Names of the arrays that a client receives; by default the arrays that the reply updates."""
     sent_once: ClassVar[str] = ""
     """Name of a strategy attribute that is a growing list of arrays. Each client receives every array in it once, and
     stores it in its state as ``<name>-<number>``, numbered from 1."""
@@ -68,7 +68,7 @@ class MethodSettings:
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
     class_statistics: ClassVar[bool] = False
-    """Whether clients send statistics of each class, such as mean features; a site refuses them for rare classes."""
+    """Whether clients send statistics of each class, such as mean features; a site forbids them for rare classes."""
     card: "ClassVar[MethodCard | None]" = None
     """The facts for the method's documentation page; None for a custom method without a page."""
 
@@ -174,7 +174,7 @@ class Settings:
         for key, reason in self.method.refusals().items():
             if config[key] != (default := shared[key].default):
                 raise SettingsError(
-                    f"{key} = {config[key]!r} with method = {self.run.method!r}: {reason}; set it to {default!r}"
+                    f"{key} = {config[key]!r} with method = {self.run.method!r}: {reason}; set {key} = {default!r}"
                 )
         if self.run.robust != "mean" and self.train.dp == CENTRAL:
             raise SettingsError(
@@ -183,8 +183,8 @@ class Settings:
             )
         if self.run.robust != "mean" and self.method.robust:
             raise SettingsError(
-                f"robust = {self.run.robust!r} with method = {self.run.method!r}: {self.method.robust.why}; set it to "
-                "'mean'"
+                f"robust = {self.run.robust!r} with method = {self.run.method!r}: {self.method.robust.why}; set "
+                "robust = 'mean'"
             )
         if self.run.min_clients > self.data.num_clients:
             raise SettingsError(

@@ -60,8 +60,8 @@ def version_after(message: Message, reply: Message) -> str:
     if "state-missing" in answer:
         round_text = f"of round {start.split('-')[1]} " if start else ""
         raise LostStateError(
-            f"its state {round_text}is not on its node (a node keeps it across a restart only with state-dir); "
-            "it starts from scratch"
+            f"its state {round_text}is not on its node (a node keeps it across a restart only with state-dir); the "
+            "client starts from scratch"
         )
     version = answer["state"]
     if version not in (start, sent["state-to"]):

@@ -45,6 +45,7 @@ def faults(choice: str, **environment: str) -> tuple[str, int]:
     return keeps_memory, int(count)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="requires glibc")
 def test_freed_memory_is_reused_by_the_next_step():
     keeps_memory, count = faults("keep")
@@ -52,5 +53,6 @@ def test_freed_memory_is_reused_by_the_next_step():
     assert 10 * count < faults("leave")[1]
 
 
+@pytest.mark.slow
 def test_user_malloc_variables_take_precedence():
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"

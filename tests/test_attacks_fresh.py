@@ -215,7 +215,7 @@ def test_a_second_config_in_a_round_is_refused(tmp_path: Path, cells: np.ndarray
     first = send(grid, config, model(), kind="train", lr=1e-3)
     again = send(grid, config, model(), kind="train", lr=1e-3)
     np.testing.assert_array_equal(arrays_of(first)[0], arrays_of(again)[0])
-    assert "in round 1, or another config" in send(grid, config, model(), kind="train", lr=1e-6).error.reason
+    assert "in round 1, or a different config" in send(grid, config, model(), kind="train", lr=1e-6).error.reason
 
 
 def test_losses_are_rounded_and_capped(tmp_path: Path, cells: np.ndarray) -> None:
@@ -384,7 +384,7 @@ def test_a_masked_round_cannot_restart_under_another_name() -> None:
     entries = {"client": 0, "server-round": 1, "secure-round": "0-1", "state-keep": []}
     check_once(context, 0, "train", 1, [model()], entries)
     check_once(context, 0, "train", 1, [model()], entries | {"state-keep": ["0-1-0"]})
-    with pytest.raises(PolicyError, match="in round 1, or another config"):
+    with pytest.raises(PolicyError, match="in round 1, or a different config"):
         check_once(context, 0, "train", 1, [model()], entries | {"secure-round": "1-1"})
 
 

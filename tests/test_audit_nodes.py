@@ -111,7 +111,6 @@ def apps_of(sites: Deployment, run: "subprocess.Popen[bytes]") -> set[str]:
     return apps
 
 
-@pytest.mark.core
 def test_a_process_without_the_secret_cannot_take_a_task(sites: Deployment) -> None:
     address = runtime_api(sites, "stock")
     for secret in (b"", new_secret()):
@@ -119,7 +118,6 @@ def test_a_process_without_the_secret_cannot_take_a_task(sites: Deployment) -> N
             acquire_task(address, secret)
 
 
-@pytest.mark.core
 def test_a_warm_node_listens_on_no_port(sites: Deployment) -> None:
     for process in (sites.forked("node")["warm"], sites.worker("warm"), sites.processes["warm"].pid):
         sockets = {str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()}
@@ -163,7 +161,6 @@ def test_logs_contain_every_reply_of_a_run(sites: Deployment) -> None:
     assert stock["submitter"] == ""  # Flower does not pass it to the ClientApp
 
 
-@pytest.mark.core
 def test_refused_code_is_logged(sites: Deployment) -> None:
     before = count_events(sites)
     (sites.folder / "losses.py").write_text(LOSS)
@@ -194,7 +191,6 @@ def test_a_killed_worker_is_logged(sites: Deployment) -> None:
     assert (lost["event"], lost["type"], lost["decision"]) == ("error", "train", "failed")
 
 
-@pytest.mark.core
 def test_taking_a_pending_server_app_requires_the_secret(sites: Deployment) -> None:
     """The process that takes the SuperLink's tasks is suspended, so that a run waits for another process."""
     file = sites.folder / "superlink/flower/private/superexec-secret"

@@ -155,6 +155,7 @@ server.join()
 """
 
 
+@pytest.mark.slow
 def test_a_simulation_loads_both_apps_concurrently(tmp_path: Path) -> None:
     """Flower imports the ServerApp in one thread and looks up the ClientApp in another, while `posy` is imported."""
     files = members(bundle({})[0])

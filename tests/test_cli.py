@@ -427,6 +427,7 @@ def _environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
 
 
+@pytest.mark.slow
 def test_the_app_bundle_contains_only_runtime_files() -> None:
     """A node fetches it as one message."""
     from flwr.cli.build import build_fab_from_disk

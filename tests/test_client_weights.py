@@ -82,7 +82,7 @@ def test_methods_without_a_mean_of_models_refuse_uniform_weights(make_config, me
     """Their runs would equal runs with weights by samples."""
     with pytest.raises(
         SettingsError,
-        match=f"client-weights = 'uniform' .*method = '{method}'.*set it to",
+        match=f"client-weights = 'uniform' .*method = '{method}'.*set client-weights = 'samples'",
     ):
         read_settings(make_config(method, client_weights="uniform"))
 

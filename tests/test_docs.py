@@ -47,6 +47,7 @@ def run_from(folder: Path, *words: str) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.slow
 def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
     code = next(block for block in blocks(CUSTOM_PAGE) if "FedMineSettings" in block)
     assert code in blocks(README)
@@ -68,6 +69,7 @@ def test_the_examples_of_a_method_a_network_and_a_loss_run(tmp_path: Path) -> No
     assert run_from(tmp_path, *words)["served"]["last"]["mean"] > 0.2
 
 
+@pytest.mark.slow
 def test_the_example_of_a_data_set_runs(tmp_path: Path) -> None:
     (code,) = (block for block in blocks(CUSTOM_PAGE) if "# mydata.py" in block)
     (tmp_path / "mydata.py").write_text(code, encoding="utf-8")

@@ -337,7 +337,9 @@ def test_groups_are_few_and_of_similar_size():
     assert [trainer.together(small, clients) for clients in (2, 3, 5, 30, 1000)] == [2, 2, 3, 15, 32]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow) if mode == "threads" else mode for mode in MODES]
+)
 def test_an_interrupt_ends_all_training(make_config, federate, monkeypatch, use_mode, mode):
     use_mode(mode)
     before = set(multiprocessing.active_children())
@@ -367,6 +369,7 @@ def test_an_interrupt_ends_all_training(make_config, federate, monkeypatch, use_
     assert set(multiprocessing.active_children()) <= before  # processes of earlier tests may also end
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_clients_are_submitted_ends_their_training(make_config, federate, monkeypatch, use_mode):
     use_mode("threads")
     submit, calls, steps = ThreadPoolExecutor.submit, [], []

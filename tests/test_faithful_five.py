@@ -270,7 +270,7 @@ def test_a_degenerate_setting_is_logged_before_round_1(
     [
         (
             {"ppfe_stages": 6},
-            "ppfe-stages = 6: model = 'mlp' has 3 layers, so the run has 3 stages; set it to at most 3",
+            "ppfe-stages = 6: model = 'mlp' has 3 layers, so the run has 3 stages; set ppfe-stages to at most 3",
         ),
         ({"ppfe_body_lr_stage": 4}, "ppfe-body-lr-stage = 4: there are 3 stages"),
         ({"fraction_train": 0.5, "full_last_round": True}, "full-last-round = true"),

@@ -120,7 +120,7 @@ def test_fedfomo_warns_if_fewer_clients_train_than_models_are_requested(make_con
     """One of four clients is a newcomer, so each client has two others."""
     settings = {"validation_fraction": 0.2, "holdout_clients": 0.25}
     (text,) = notices(make_config("fedfomo", **settings, fedfomo_models=3))
-    assert text.startswith("fedfomo-models = 3: 2 other clients train") and text.endswith("set it to 2")
+    assert text.startswith("fedfomo-models = 3: 2 other clients train") and text.endswith("set fedfomo-models = 2")
     assert notices(make_config("fedfomo", **settings, fedfomo_models=2)) == ()
     assert notices(make_config("fedfomo", **settings)) == ()
 

@@ -36,6 +36,7 @@ def counts(clients: int, classes: int) -> npt.NDArray[np.int64]:
     return RNG.integers(0, 500, (clients, classes)) * (RNG.random((clients, classes)) < 0.5)
 
 
+SLOW = ("heat maps over rounds", "heat maps side by side")
 DRAWN: dict[str, Callable[[Path], None]] = {
     "accuracy, 1 round": lambda path: figures.over_rounds(points(1, 2), path),
     "accuracy, 2000 rounds": lambda path: figures.over_rounds(points(2000, 5), path),
@@ -93,7 +94,11 @@ EMPTY: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN.keys())
+@pytest.mark.parametrize(
+    "draw",
+    [pytest.param(d, marks=pytest.mark.slow) if name in SLOW else d for name, d in DRAWN.items()],
+    ids=DRAWN.keys(),
+)
 def test_figure_is_written(draw: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "figure.png"
     draw(path)

@@ -96,7 +96,7 @@ def test_parent_reports_an_ended_node_and_keeps_the_others_running(tmp_path: Pat
         os.kill(workers["b"], signal.SIGKILL)
         wait_for(lambda: "1 of 3 still run" in (tmp_path / "log").read_text())
         assert "node a was killed by signal 9; 2 of 3" in (tmp_path / "log").read_text()
-        assert "node b ended with status 7; 1 of 3" in (tmp_path / "log").read_text()
+        assert "node b exited with status 7; 1 of 3" in (tmp_path / "log").read_text()
         wait_for(lambda: all_ended({workers["a"], *(int(w[4]) for w in lines(tmp_path, "worker") if w[0] == "b")}))
         assert not all_ended({nodes["c"]})
         assert process.poll() is None
@@ -123,6 +123,7 @@ def test_single_node_logs_without_prefix_and_returns_its_status(tmp_path: Path) 
         assert "posy:" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_preload_starts_neither_threads_nor_cuda() -> None:
     program = """
 import threading, torch

@@ -445,7 +445,7 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("fednh", {"model": "linear"}, "model"),
     ("pfedfda", {"pfedfda-ridge": 1e-6}, ""),
     ("pfedfda", {"pfedfda-ridge": 1e6}, ""),
-    ("pfedfda", {"pfedfda-folds": 100}, ""),
+    pytest.param("pfedfda", {"pfedfda-folds": 100}, "", marks=pytest.mark.slow),
     ("pfedfda", {"pfedfda-beta": 0.0}, ""),
     ("pfedfda", {"pfedfda-beta": 1}, ""),
     ("confree", {"confree-alpha": 0}, ""),

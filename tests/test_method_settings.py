@@ -18,6 +18,8 @@ from posy.strategies.registry import groups, unmet_conditions
 from posy.strategies.server_state import state_of
 
 Make = Callable[..., Any]
+SLOW = ("ppfe", "fedfew")
+"""Methods with so many settings that the test takes a quarter of a minute."""
 SETTINGS = {
     "model": "mlp",
     "num_server_rounds": 3,
@@ -90,7 +92,9 @@ def digest(finished: Any) -> str:
     return content.hexdigest()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=pytest.mark.slow) if method in SLOW else method for method in METHODS]
+)
 def test_method_setting_changes_the_run_or_is_reported(
     method: str, make_config: Make, federate: Make, warnings: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 SCRIPT = """
 import posy
@@ -18,6 +19,7 @@ print(record.summary["status"], posy.data.__name__, posy.models.__name__)
 """
 
 
+@pytest.mark.slow
 def test_posy_runs_next_to_user_packages_named_data_and_models(tmp_path: Path) -> None:
     """The user has packages, modules and folders without code that have the names of Posy's folders."""
     rng = np.random.default_rng(1)

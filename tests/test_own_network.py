@@ -329,7 +329,9 @@ def load():
 """
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedfew", "fedrep", "ppfe"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedfew", "fedrep", "ppfe"))]
+)
 def test_a_torchvision_resnet_trains_on_cifar_sized_images(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

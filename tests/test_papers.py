@@ -609,6 +609,7 @@ def test_figures_that_posy_cannot_draw_state_their_needs(paper_dir: Path) -> Non
     assert "not run: a regression task." in text
 
 
+@pytest.mark.slow
 def test_a_table_on_cifar100_runs_on_synthetic_data(paper_dir: Path) -> None:
     content = read_yaml(ROOT / "papers/ppfe/table3.yaml")
     wanted = [index for index, variant in enumerate(content["variants"]) if variant["name"].startswith("CIFAR-100")]
@@ -647,6 +648,7 @@ def test_every_table_and_figure_loads(paper: str, name: str) -> None:
     assert file.read_text(encoding="utf-8").startswith("# ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", papers())
 def test_pages_are_up_to_date_with_the_runs(paper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "docs/papers" / f"{paper}.md"
@@ -790,7 +792,8 @@ def test_a_partition_is_drawn_without_runs(paper_dir: Path, capsys: pytest.Captu
     assert Comparison(item("mine", "figure2")).counts_of("") is None  # counts of other settings do not apply
 
 
-def test_heads_correlation_and_a_runs_figure_are_drawn(paper_dir: Path) -> None:
+@pytest.mark.slow
+def test_heads_correlation_and_a_runs_figure_are_drawn(paper_dir: Path, pictures: None) -> None:
     settings = {**TABLE["settings"], "method": "cwfedavg", "partition": "pathological", "num-clients": 5}
     runs = [{"name": "with", "settings": {}}, {"name": "without", "settings": {"cwfedavg-wdr": False}}]
     changes = {"settings": settings, "runs": runs, "variants": None, "printed": None, "claims": None, "seeds": [0]}
@@ -867,6 +870,7 @@ def test_a_figure_without_runs_states_the_reason(paper_dir: Path) -> None:
     assert ".png" not in text
 
 
+@pytest.mark.slow
 def test_a_figure_runs_on_an_npz_data_set(paper_dir: Path) -> None:
     """Run Figure 6 of cwFedAvg on made-up images instead of CIFAR-100 (see test_papers_standins)."""
     shutil.copy(ROOT / "papers/cwfedavg/figure6.yaml", paper_dir)
@@ -883,6 +887,7 @@ def test_a_figure_runs_on_an_npz_data_set(paper_dir: Path) -> None:
     assert "4 drawn" in text
 
 
+@pytest.mark.slow
 def test_sent140_runs_with_word_vectors_from_a_file(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run Table 3 of PPFE on made-up tweets in the published layout, with word vectors in GloVe's format."""
     shutil.copy(ROOT / "papers/ppfe/table3.yaml", paper_dir)

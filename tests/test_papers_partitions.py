@@ -90,6 +90,7 @@ def fewest(data: DataSettings) -> tuple[int, int] | str:
     return min(map(len, part.train)), min(map(len, part.test))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", papers())
 def test_every_client_of_the_papers_has_training_and_test_samples(paper: str) -> None:
     cells: dict[DataSettings, list[tuple[str, ...]]] = {}

@@ -188,6 +188,7 @@ def test_the_figures_text_matches_the_simulation(simulations: list[Panels]) -> N
     assert "(h) and (i) at least 7 with (e) and (f), (j) to (l) at least 5 with (e) to (g)" in text
 
 
+@pytest.mark.slow
 def test_the_figures_text_matches_longer_training() -> None:
     simulations = simulate(steps=3000)
     assert [sum(0 in leading(panels[letter]) for panels in simulations) for letter in "hi"] == [6, 2]

@@ -177,6 +177,7 @@ def test_the_seed_determines_the_simulation() -> None:
     assert first != simulate(0, clients=3, ratio=None)
 
 
+@pytest.mark.slow
 def test_the_figures_text_matches_the_simulation() -> None:
     text = str(item("ppfe", "figure3").content["here"])
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 from standins import agnews, cifar, emnist_letters, fedisic, femnist, kvasir, mnist, tiny_imagenet
 
-from posy.commands import table
 from posy.commands.cli import main
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
@@ -93,23 +92,6 @@ CASES = {
 }
 
 
-class InThisProcess:
-    """Run immediately in this process instead of another one, because only this one has the synthetic checksums."""
-
-    def __init__(self, work: Callable[..., int], *arguments: Any, log: Path, cores: int) -> None:
-        log.touch()
-        self.status = work(*arguments)
-
-    def poll(self) -> int:
-        return self.status
-
-    def terminate(self) -> None:
-        """Do nothing, because the run has ended."""
-
-    def wait(self) -> int:
-        return self.status
-
-
 def reduced(case: Case) -> dict[str, Any]:
     """Return the file of a table or figure, reduced to some rows of one column."""
     content = read_yaml(PAPERS / case.paper / f"{case.name}.yaml")
@@ -141,7 +123,6 @@ def run_case(
         (folder / f"{case.name}.yaml").write_text(dump(reduced(case)), encoding="utf-8")
         for module in (item_module, page_module):
             monkeypatch.setattr(module, "PAPERS", tmp_path / "papers")
-        monkeypatch.setattr(table, "WarmProcess", InThisProcess)
         monkeypatch.chdir(tmp_path)
         words = [*case.settings.split(), f"data-dir={data}", "download=false"]
         assert main(["paper", "mine", case.name, "--scale", case.scale, "--seeds", "1", "-j", "1", *words]) == 0
@@ -152,7 +133,12 @@ def run_case(
     return run
 
 
-@pytest.mark.parametrize("layout", CASES)
+SLOW = ("kvasir", "EMNIST/raw")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_rows_run_on_data_in_its_published_layout(
     layout: str, run_case: Callable[[Case], tuple[Comparison, str, str]]
 ) -> None:

@@ -163,7 +163,8 @@ def test_balanced_dirichlet_with_a_tiny_alpha_contains_each_sample_once():
         assert sorted(samples_of(part).tolist()) == list(range(160))
 
 
-def test_an_impossible_dirichlet_draw_is_an_error():
+def test_an_impossible_dirichlet_draw_is_an_error(monkeypatch):
+    monkeypatch.setattr("posy.data.assign._DRAWS", 50)
     with pytest.raises(SettingsError, match=r"dirichlet-alpha = 0\.001 with num-clients = 10"):
         partition(dataset(10, 2), settings(num_clients=10, dirichlet_alpha=0.001), 0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.local_federation import Deployment
 
-pytestmark = [pytest.mark.federation, pytest.mark.core, pytest.mark.xdist_group("policy")]
+pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("policy")]
 
 NAMES = [f"site-{number}" for number in range(4)]
 """The registered sites. Only the first two are connected."""
@@ -61,7 +61,28 @@ def run_log(deployment: Deployment, name: str) -> str:
     return " ".join(deployment.log(f"run-{name}").split())
 
 
-def test_refused_runs_read_no_records_and_run_no_code(sites: tuple[Deployment, list[str]]) -> None:
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "small-batch": (COLUMNS | {"batch_size": 1}, "site-0: .*, rule min-rows: batch-size = 1; .* 10 rows"),
+    "own-code": (COLUMNS | {"model": "nets:f"}, r"the run brings own/nets\.py"),
+    "label": (COLUMNS | {"classes": "x,y"}, r"\(other-classes"),
+    "row": (COLUMNS | {"train_samples": 1, "seed": 5}, "train-samples = 1 .*has no effect"),
+    "names": (COLUMNS | {"label_column": "name"}, "rule label: label-column = 'name'"),
+    "cell": ({}, r"\(not-a-number, column name\)"),
+    "extreme": (COLUMNS | {"feature_mean": 0, "feature_std": "1e-38"}, r"\(extreme-value"),
+    "file": ({"dataset": "payroll.csv"}, "rule data: dataset = "),
+    "dot-file": (COLUMNS | {"model": ".py:f"}, r"the run brings own/\.py"),
+}
+"""Settings that a site refuses, by name, with the pattern of the error."""
+TOGETHER = ("small-batch", "own-code", "label")
+"""Refused runs that .ci/run includes."""
+
+
+@pytest.mark.parametrize(
+    "together", [pytest.param(TOGETHER, marks=pytest.mark.core), tuple(REFUSED)[3:6], tuple(REFUSED)[6:]], ids=",".join
+)
+def test_refused_runs_read_no_records_and_run_no_code(
+    together: tuple[str, ...], sites: tuple[Deployment, list[str]]
+) -> None:
     """Each run once succeeded in reading cells, names, labels or other files, or in running code."""
     deployment, cells = sites
     folder = deployment.folder
@@ -72,39 +93,22 @@ def test_refused_runs_read_no_records_and_run_no_code(sites: tuple[Deployment, l
         f"from pathlib import Path\n\nname = Path('/proc/self/comm').read_text().split()[0]\n"
         f"Path({str(folder)!r}, 'ran-' + name).touch()\n{network}"
     )
-    refusals = {
-        "small-batch": (
-            COLUMNS | {"batch_size": 1},
-            "site-0: .*, rule min-rows: batch-size = 1; .* 10 rows",
-        ),
-        "own-code": (
-            COLUMNS | {"model": "nets:f"},
-            r"the run brings own/nets\.py",
-        ),
-        "row": (COLUMNS | {"train_samples": 1, "seed": 5}, "train-samples = 1 .*has no effect"),
-        "names": (COLUMNS | {"label_column": "name"}, "rule label: label-column = 'name'"),
-        "cell": ({}, r"\(not-a-number, column name\)"),
-        "label": (COLUMNS | {"classes": "x,y"}, r"\(other-classes"),
-        "extreme": (
-            COLUMNS | {"feature_mean": 0, "feature_std": "1e-38"},
-            r"\(extreme-value",
-        ),
-        "file": ({"dataset": folder / "payroll.csv"}, "rule data: dataset = "),
-        "dot-file": (COLUMNS | {"model": ".py:f"}, r"the run brings own/\.py"),
-    }
-    names = list(refusals)
-    for together in (names[first : first + 3] for first in range(0, len(names), 3)):
-        for name in together:
-            deployment.submit(name, *words(**refusals[name][0]))
-        for name in together:
-            assert deployment.ended(f"run-{name}") != 0
-            assert re.search(refusals[name][1], run_log(deployment, name))
-            assert not [cell for cell in [*cells, "'ill'", "0.csv", "1.csv"] if cell in run_log(deployment, name)]
-    assert "rule min-rows: batch-size = 1" in deployment.log("site-0")
-    assert "the run brings own/nets.py" in " ".join(deployment.log("site-1").split())
+    for name in together:
+        settings, _ = REFUSED[name]
+        if "dataset" in settings:
+            settings = settings | {"dataset": folder / settings["dataset"]}
+        deployment.submit(name, *words(**settings))
+    for name in together:
+        assert deployment.ended(f"run-{name}") != 0
+        assert re.search(REFUSED[name][1], run_log(deployment, name))
+        assert not [cell for cell in [*cells, "'ill'", "0.csv", "1.csv"] if cell in run_log(deployment, name)]
+    if together == TOGETHER:
+        assert "rule min-rows: batch-size = 1" in deployment.log("site-0")
+        assert "the run brings own/nets.py" in " ".join(deployment.log("site-1").split())
     assert not [path.name for path in folder.glob("ran-*") if path.name in ("ran-node", "ran-worker")]
 
 
+@pytest.mark.core
 def test_an_allowed_run_starts_with_two_of_four_sites(sites: tuple[Deployment, list[str]]) -> None:
     deployment, _ = sites
     begun = time.monotonic()

@@ -192,6 +192,7 @@ def test_dp_sgd_batches_do_not_depend_on_the_seed() -> None:
     assert drawn[0] != drawn[1]
 
 
+@pytest.mark.slow
 def test_a_larger_epsilon_raises_the_accuracy(make_config: Callable[..., Any], federate: Callable[..., Any]) -> None:
     """A smoke test of the whole path: much noise gives guessing, little noise learns the tiny problem."""
     accuracy = {}

@@ -223,9 +223,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"), [WRONG[0], *(pytest.param(*case, marks=pytest.mark.federation) for case in WRONG[1:])]
-)
+@pytest.mark.federation
+@pytest.mark.parametrize(("setting", "message"), WRONG)
 def test_simulation_setting_errors_take_one_line(setting: str, message: str, superlink: None, folder: Path) -> None:
     check_one_line(setting, message, folder)
 
@@ -237,6 +236,7 @@ def test_stock_superlink_setting_errors_take_one_line() -> None:
             check_one_line(setting, message, Path(path))
 
 
+@pytest.mark.federation
 def test_flwr_run_resumes_a_run_after_its_server_was_killed(
     simulated: Path, superlink: None, folder: Path, tmp_path: Path
 ) -> None:

@@ -391,8 +391,8 @@ def test_ambiguous_tasks_must_be_set_by_the_user(descriptions: list[Description]
             [describe("image", (1, 8, 8), "a", "b")] * 2
             + [describe("image", (1, 9, 9), "a", "b"), describe("features", (4,), "a")],
             [
-                "site-3: .* kind features, .* image; it cannot take part",
-                "site-2: .* shape 1x9x9, .* 1x8x8; it cannot take part",
+                "site-3: .* kind features, .* image; the site cannot take part",
+                "site-2: .* shape 1x9x9, .* 1x8x8; the site cannot take part",
             ],
         ),
         (
@@ -402,8 +402,8 @@ def test_ambiguous_tasks_must_be_set_by_the_user(descriptions: list[Description]
         (
             [columns("age", "dose")] * 2 + [columns("dose", "age"), columns("age", "weight")],
             [
-                r"site-3: .*columns .*\(missing: dose; unknown: weight\); it cannot take part",
-                "site-2: columns are in another order",
+                r"site-3: .*columns .*\(missing: dose; unknown: weight\); the site cannot take part",
+                "site-2: columns are in a different order",
             ],
         ),
         ([describe("image", GREY, "a", "b")] * 2, []),
@@ -616,7 +616,7 @@ def test_an_extra_column_is_reported_by_name(hospitals: list[Config], config: Co
     with pytest.raises(SettingsError, match=r"columns of va differ .* cleveland .unknown: weight."):
         agree_with_warnings(OPEN, describe_hospitals([hospitals[0], odd]), names)
     (text,) = agree_with_warnings(replace(OPEN, input_shape="2"), describe_hospitals([hospitals[0], odd]), names)[1]
-    assert text.startswith("va: ") and "(unknown: weight); it cannot take part" in text
+    assert text.startswith("va: ") and "(unknown: weight); the site cannot take part" in text
 
 
 # -- complete runs ---------------------------------------------------------------------------------------

@@ -313,6 +313,7 @@ def test_invalid_hub_names_are_rejected(tmp_path: Path, monkeypatch: pytest.Monk
         load("hf:nobody/things", download=False)
 
 
+@pytest.mark.slow
 def test_offline_errors_take_one_line(tmp_path: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     root = str(Path(__file__).resolve().parent.parent)
@@ -392,6 +393,7 @@ print(memory_mb("RssAnon:") - before, data.nbytes >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_a_client_loads_only_its_own_samples(tmp_path: Path) -> None:
     folder = write_arrays(tmp_path / "a", y=np.arange(40_000) % 10)

@@ -184,7 +184,6 @@ def settings(deployment: Deployment, seed: int, join_timeout: int) -> list[str]:
 
 
 @pytest.mark.federation
-@pytest.mark.core
 @pytest.mark.xdist_group("signed")
 def test_nodes_refuse_an_unsigned_app(signing: tuple[Deployment, Ed25519PrivateKey]) -> None:
     deployment, _ = signing

@@ -276,7 +276,7 @@ def test_a_run_rejects_a_different_weights_file() -> None:
     assert record.settings["weights-sha256"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
     save(module(2))
     for again in ({"experiment": str(record.path / "config.yaml")}, {"resume": "a", "num_server_rounds": 3}):
-        with pytest.raises(SettingsError, match="file with which the run started"):
+        with pytest.raises(SettingsError, match="file that the run started with"):
             posy.run(**again)
     other = read_settings({"experiment": str(record.path / "config.yaml"), "weights": "torchvision"})
     assert other.train.weights_sha256 == ""
@@ -284,7 +284,7 @@ def test_a_run_rejects_a_different_weights_file() -> None:
     config = ConfigRecord({"settings": json.dumps(record.settings)})
     question = Message(RecordDict({"config": config}), dst_node_id=1, message_type="query")
     # On a node, before the first round.
-    with pytest.raises(SettingsError, match="file with which the run started"):
+    with pytest.raises(SettingsError, match="file that the run started with"):
         client_app(question, context)
 
 

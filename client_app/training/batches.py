@@ -159,7 +159,7 @@ class Share:
     def draw(self, index: IntArray, sizes: FloatArray, last_sizes: FloatArray) -> None:
         """Draw all passes, and fill in each step's sample indices ``(S, width)`` and batch size ``(S,)``.
 
-        ``last_sizes`` ``(S,)`` receives the batch sizes in the last pass only.
+        ``last_sizes`` ``(S,)`` receives only the batch sizes of the last pass.
         """
         step, width = 0, index.shape[1]  # the width is less than the batch size only if one batch contains all samples
         for steps in self.passes:

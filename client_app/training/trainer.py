@@ -74,8 +74,8 @@ class Trainer:
         if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= TF32_CAPABILITY:
             return ()
         return (
-            f"precision = 'tf32' has no effect on the device {self.device}, which computes in float32; set it to "
-            "'float32', or choose a GPU of the Ampere generation or later",
+            f"precision = 'tf32' has no effect on the device {self.device}, which computes in float32; set "
+            "precision = 'float32', or choose a GPU of the Ampere generation or later",
         )
 
     def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:

@@ -15,7 +15,7 @@ COLUMNS = 2 << 20
 """Maximum number of elements in a model's unfolded batch. A larger batch would take too much memory, and it keeps a
 GPU busy even without unfolding."""
 FEW = 8
-"""Minimum ratio of an unfolded sample's size to the weights' size at which each sample gets a separate product.
+"""Minimum ratio of an unfolded sample's size to the weights' size at which each sample gets its own product.
 
 If a layer has few weights, its gradient is a small matrix, summed over many rows. A single product would leave most of
 a GPU idle.

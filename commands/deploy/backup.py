@@ -47,7 +47,7 @@ def users_of(directory: Path) -> list[int]:
     """Return the ids of this user's other processes that have a directory open; always empty except on Linux."""
     target, users = directory.stat(), set[int]()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
+        with suppress(OSError):  # the process has exited, or belongs to another user
             opened = link.stat()
             if (opened.st_dev, opened.st_ino) == (target.st_dev, target.st_ino):
                 users.add(int(link.parts[2]))

@@ -18,13 +18,13 @@ from posy.strategies.registry import declared
 def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     """Return the app as a bundle, and the settings of a run, in which paths of custom files refer to the bundle.
 
-    The bundle's folder ``own`` contains the user's files that settings name, and the modules that these files import
-    from their folder. The function prints the name of each of these files.
+    The bundle's folder ``own`` contains the user's files named in the settings, and the modules that they import from
+    their folder. The function prints the name of each of these files.
 
     Raises
     ------
     LaunchError
-        If the app is missing, if it does not declare a setting (Flower would refuse the setting without giving a
+        If the app is missing, if it does not declare a setting (Flower would reject the setting without giving a
         reason), or if two files would have the same path in the bundle.
     SettingsError
         If Posy cannot import one of the user's files on this machine.
@@ -46,10 +46,10 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
                 app["config"] |= {name: item.default for name, item in custom_keys(value).items()}
     for key in settings.keys() - app["config"].keys():
         raise LaunchError(
-            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower refuses it; run `python "
-            "docs/generate.py` to update that table"
+            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower rejects it; run `python docs/generate.py` to "
+            "update that table"
         )
-    app["fab-include"] += files  # no pattern for the folder, because Flower refuses a pattern without files
+    app["fab-include"] += files  # no pattern for the folder, because Flower rejects a pattern without files
     content: dict[str, Any] = {
         **_files_of_the_app(app["fab-include"]),
         **files,

@@ -54,8 +54,8 @@ def make_certificates(
     """Create the missing files: an authority, the SuperLink's certificate, and a key pair for each node.
 
     Without ``server``, as on a site, create only the key pairs, because the authority is on another machine. ``hosts``
-    contains the names and IP addresses by which nodes reach the SuperLink, in addition to ``localhost``. Existing files
-    stay unchanged. Return the written files.
+    contains the names and IP addresses that nodes use to reach the SuperLink, in addition to ``localhost``. Existing
+    files stay unchanged. Return the written files.
 
     Raises
     ------
@@ -222,7 +222,7 @@ def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
 def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> dict[Path, bytes]:
     """Return a new key for the SuperLink, and a certificate signed by the existing authority."""
     if not files.ca_key.exists():
-        raise SettingsError(f"{files.ca_key} is missing, and {files.server.name} must be signed with it; copy it there")
+        raise SettingsError(f"{files.ca_key} is missing, but is needed to sign {files.server.name}; copy it there")
     signer = read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
     # The certificate comes last: a running SuperLink loads both files when the certificate changes.

@@ -101,7 +101,7 @@ def superlink(
     insecure: Insecure = False,
     state: State = STATE,
     volatile: Annotated[
-        bool, typer.Option("--volatile", help="Keep the state in memory. Faster, but runs end with the SuperLink.")
+        bool, typer.Option("--volatile", help="Keep the state in memory. Faster, but runs end if the SuperLink exits.")
     ] = False,
     fleet: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help=f"Address for nodes (default: {FLEET}).")

@@ -35,7 +35,7 @@ from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.run_settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
-"""Seconds for which a SuperLink may be unreachable while Posy follows a run. Runs can survive such an outage."""
+"""Seconds that a SuperLink may be unreachable while Posy follows a run. Runs can survive such an outage."""
 CALL_SECONDS = 30.0
 """Timeout for a call in seconds."""
 LOOK_SECONDS = 1.0

@@ -268,7 +268,7 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
     with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes())) as channel:
 
         def refusal(shift: float = 0.0) -> str:
-            """Return the SuperLink's reply to a request signed with this key by a clock ``shift`` seconds ahead."""
+            """Return the SuperLink's reply to a request signed with this key, timestamped ``shift`` seconds ahead."""
             headers = signature_headers(private, datetime.timedelta(seconds=shift))
             call = channel.unary_unary(path, request.SerializeToString, response.FromString)
             # The SuperLink checks the key first, then refuses the interval, so the request has no effect.
@@ -351,14 +351,14 @@ def check_node_reports(nodes: Sequence[Any], statuses: Mapping[str, Mapping[str,
         clock = facts.get("clock") or 0.0
         if clock > TOLERATED or clock < -CLOCK_SECONDS:
             level: Level = "error" if clock > AHEAD_SECONDS or clock < -BEHIND_SECONDS else "warning"
-            yield Finding(level, f"the clock of {node.name} is {offset(clock)}: set it there (NTP)")
+            yield Finding(level, f"the clock of {node.name} is {offset(clock)}: set the clock on its machine (NTP)")
     yield Finding("ok", f"versions and clocks of {compared} of {len(nodes)} nodes are known, from their last run")
 
 
 # -- helpers ---------------------------------------------------------------------------------------------
 
 _BAD_TIME = "Invalid timestamp"
-"""Part of the message with which Flower's SuperLink refuses a request with a wrong timestamp."""
+"""Part of the error message of Flower's SuperLink for a request with a wrong timestamp."""
 
 
 def _now() -> datetime.datetime:

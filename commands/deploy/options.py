@@ -99,7 +99,7 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
 
 
 def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
-    """Check the policy of a node with data before the node starts, and refuse a stock node if the policy forbids it."""
+    """Check the policy of a node with data before the node starts, and reject a stock node if the policy forbids it."""
     from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
 
     policy = site_policy(node_config)

@@ -171,7 +171,7 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _check_stock(options: NodeOptions, keys: int, *, stock: bool) -> None:
-    """Refuse options that Flower's own node does not support, and warn if Posy has no warm nodes for this version."""
+    """Reject options that Flower's own node does not support, and warn if Posy has no warm nodes for this version."""
     cause = "--stock" if options.stock else f"Flower {version('flwr')} (without warm nodes)"
     if stock and keys > 1:
         hint = "drop --stock, or start" if options.stock else "start"

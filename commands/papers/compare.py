@@ -54,7 +54,7 @@ class Comparison:
         """The command-line settings that affect the results."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
-            # A page shows all items, and a setting that affects one item may have no effect in another.
+            # A page shows all items. A setting that affects one may have no effect in another, so do not reject it.
             self.plans = {scale: item.plan(scale, overrides, folder, strict=False) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
             restore_runs(plan)
@@ -75,7 +75,7 @@ class Comparison:
                 if cell.seed in seeds and summary["status"] == "completed":
                     runs.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """Drawn runs and their scale: in a table, each row's larger scale; in a picture, one scale for each variant."""
+        """Drawn runs and their scale: in a table, each row's larger scale; in a figure, one scale for each variant."""
         for variant in self.item.variants:
             for scale in self._drawn_at(variant):
                 runs = self.finished[scale]
@@ -86,7 +86,7 @@ class Comparison:
     def _drawn_at(self, variant: str) -> list[str]:
         """Return the scales at which the rows of a variant are drawn, the larger scale last.
 
-        A table compares each number with the paper's. A picture compares rows with each other, so all its rows use the
+        A table compares each number with the paper's. A figure compares rows with each other, so all its rows use the
         scale at which the most rows have runs. In a tie, the larger scale wins.
         """
         rows = {scale: sum(name == variant for name, _ in runs) for scale, runs in self.finished.items()}
@@ -170,7 +170,7 @@ class Comparison:
         return [scale for scale in SCALES if any(drawn == scale for drawn, _ in self.cells.values())]
 
     def needed(self) -> str:
-        """Return the command that draws a picture without runs, and the data that the command needs."""
+        """Return the command that draws a figure that needs no runs, and the data it requires."""
         return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
@@ -206,7 +206,7 @@ class Comparison:
         return next(filter(None, partials), "")
 
     def _without_rows(self, variant: str) -> Entry:
-        """Return the entry of an item without rows: a picture of a partition, or an experiment that Posy cannot run."""
+        """Return the entry of an item without rows: a figure of a partition, or an experiment that Posy cannot run."""
         if self.counts_of(variant) is not None:
             return Entry(variant, "", "", None, None, "", DRAWN, "")
         cells = [cell for plan in self.plans.values() if (cell := first_cells(plan).get(variant))]
@@ -215,7 +215,7 @@ class Comparison:
         return Entry(variant, "", "", None, None, "", NOT_RUN, self._command("", _dataset(cells[0])))
 
     def _needs(self, variant: str, row: str) -> str:
-        """Return the command that produces a row without runs, and the data that the command needs."""
+        """Return the command that starts a row's missing runs, and the data it requires."""
         planned = self.planned(variant, row)
         if not planned:
             return str(self.item.content.get("needs", f"Posy has no {row}"))

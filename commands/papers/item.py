@@ -37,7 +37,7 @@ SMALL = ("settings", "seeds", "without", "runs", "variants")
 """Changes at scale ``small``: settings, seeds, omitted rows and variants (``without``), and additional settings for
 rows or variants, which override the common settings."""
 ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
-"""Forms of pictures without runs. Posy draws them from their settings."""
+"""Forms of figures that need no runs. Posy draws them from their settings."""
 SELDOM = 1_000_000
 """``checkpoint-every`` for runs at scale ``full``. It exceeds their number of rounds, so Posy writes intermediate
 checkpoints only if they take a small share of the run's time."""
@@ -107,7 +107,7 @@ class Item:
         return [(variant, measure) for variant in self.variants for measure in self.measures]
 
     def of(self, row: str, measure: str) -> str:
-        """Return a measure, at the evaluation point of a row if the item sets a separate point for this row."""
+        """Return a measure, at the row's evaluation point if the item sets one for this row."""
         point, *words = measure.split()
         return " ".join([self.content.get("points", {}).get(row, point) if point in POINTS else point, *words])
 
@@ -120,7 +120,7 @@ class Item:
 
     @cached_property
     def readings(self) -> dict[str, tuple[str, str]]:
-        """Source row and measure of each row that uses a separate measure or another row's runs."""
+        """Source row and measure of each row that has its own measure or uses another row's runs."""
         run = {entry["name"] for entry in self.content.get("runs", [])}
         readings = {}
         for row, entry in self.content.get("read", {}).items():
@@ -176,12 +176,12 @@ class Item:
 
     @property
     def has_runs(self) -> bool:
-        """Whether the item needs runs. A picture of a partition needs no runs."""
+        """Whether the item needs runs. A figure of a partition needs no runs."""
         return "runs" in self.content
 
     @property
     def draws_alone(self) -> bool:
-        """Whether the item is a picture that Posy draws from settings alone."""
+        """Whether the item is a figure that Posy draws from settings alone."""
         return self.form.get("kind") in ALONE
 
     @property
@@ -207,7 +207,7 @@ class Item:
         return ""
 
     def settings_of(self, variant: str, overrides: Mapping[str, Scalar] | None = None) -> Settings:
-        """Return a variant's settings, for a picture without runs."""
+        """Return a variant's settings, for a figure that needs no runs."""
         of_variants = {entry["name"]: entry.get("settings", {}) for entry in self.content.get("variants", [])}
         changes = of_variants.get(variant, {})
         config = {"seed": 0, **self.content.get("settings", {}), **changes, **(overrides or {})}
@@ -303,10 +303,12 @@ def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
     for name in [*higher, *lower]:
         variant, slash, row = name.partition(" / ")
         if (row if slash else name) not in subject.rows or (slash and variant not in subject.variants):
-            raise SettingsError(f"{name!r} in claims of {subject.file}: use a name of its rows, or VARIANT / ROW")
+            raise SettingsError(
+                f"{name!r} in claims of {subject.file}: use the name of one of its rows, or VARIANT / ROW"
+            )
     if unknown := set(variants) - set(subject.variants):
         raise SettingsError(
-            f"in = {', '.join(sorted(unknown))} in claims of {subject.file}: use a name of its variants"
+            f"in = {', '.join(sorted(unknown))} in claims of {subject.file}: use the name of one of its variants"
         )
     measure = check_measure(entry.get("measure", subject.measures[0]), f"claims of {subject.file}")
     return Claim(

@@ -60,7 +60,7 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
 
 
 def states(comparison: Comparison, pictures: Sequence[str]) -> str:
-    """Return how many of a comparison's numbers are in each state, or the state of a picture without runs."""
+    """Return how many of a comparison's numbers are in each state, or the state of a figure that needs no runs."""
     if comparison.item.draws_alone:
         return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
     return count_words(entry.state for entry in comparison.entries)

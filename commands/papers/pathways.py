@@ -68,7 +68,7 @@ class Samples(NamedTuple):
 
 
 def simulate(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> list[dict[str, FloatArray]]:
-    """Train all clients and return the networks of the panels for each seed.
+    """Train all clients and return, for each seed, the network that each panel shows.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def clients_samples(rng: np.random.Generator) -> list[Samples]:
 
 
 def networks(plain: FloatArray, personal: FloatArray) -> list[FloatArray]:
-    """Return the networks of all panels from the local models ``(3, 26)`` without and with the regulariser."""
+    """Return the panels' networks, from the local models ``(3, 26)`` trained without and with the regulariser."""
     n = COUNTS.sum(axis=1).astype(np.float64)
     shares = weight_distribution(np.stack([weights_of(model).output for model in personal]))
     by_class = class_models(personal, shares, n, np.zeros((CLASSES, personal.shape[1]), np.float32))

@@ -58,9 +58,9 @@ def simulate(
 ) -> Errors:
     """Return the error of each method with the penalty that has the lowest error on the validation samples.
 
-    If ``ratio`` is None, each client draws a separate ratio from U(0, 1). In local training, each client chooses a
-    separate penalty. PPFE and FedAvg each use one penalty for all clients, the one with the lowest mean error. Training
-    never uses the validation samples.
+    If ``ratio`` is None, each client draws its own ratio from U(0, 1). In local training, each client chooses its own
+    penalty. PPFE and FedAvg each use one penalty for all clients, the one with the lowest mean error. Training never
+    uses the validation samples.
     """
     federation = draw_federation(seed, clients, ratio, noise)
     num_validation = round(VALIDATION * SAMPLES)

@@ -33,7 +33,7 @@ class _Rows:
     """A table that contains the rows of all splits, one split after the other."""
 
     table: Any  # pyarrow.Table
-    features: Mapping[str, Any]  # types of the columns in `datasets`, if known
+    features: Mapping[str, Any]  # the columns' `datasets` feature types, if known
     splits: Sequence[tuple[str, int]]  # name and number of rows of each split
     where: str
 
@@ -132,7 +132,7 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
         loaded = builder.as_dataset()
     except DataError:
         raise
-    except Exception as error:  # the network, the Hub or a damaged file can raise any error
+    except Exception as error:  # a network or Hub problem or a damaged file can cause any exception
         how = "fetched from the Hugging Face Hub" if download else "found in the library's cache (download = false)"
         raise DataError(
             f"{where}: it cannot be {how} ({format_error(error)}); on a machine "

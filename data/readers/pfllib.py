@@ -189,7 +189,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         module = re.sub(r"^numpy\.core\.", "numpy._core.", module)
         if (module, name) not in _REPLACEMENTS:
             raise DataError(
-                f"{self._path}: the pickle refers to {module}.{name}, which is refused; allowed: plain NumPy arrays"
+                f"{self._path}: the pickle refers to {module}.{name}, which is rejected; allowed: plain NumPy arrays"
             )
         return _Replacement(_REPLACEMENTS[module, name])
 
@@ -206,7 +206,7 @@ class _Replacement:
         return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
-        raise ValueError("it sets the state of a function, which is refused")
+        raise ValueError("it sets the state of a function, which is rejected")
 
 
 class _DType:

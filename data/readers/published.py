@@ -274,7 +274,9 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
     rows = [row for row in rows if round(tweets[row[0]] * settings.test_fraction) >= _MIN_TEST]
     if not rows:
         fraction = settings.test_fraction
-        raise DataError(f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {fraction}; raise it")
+        raise DataError(
+            f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {fraction}; raise test-fraction"
+        )
     users, labels, texts = zip(*rows, strict=True)
     groups, group_names = numbered_groups(np.array(users), "user")
     y, names = np.array(labels, np.int64), ("negative", "positive")

@@ -12,7 +12,7 @@ from posy.paths import absolute
 from posy.server_app.trackers.tracker import TrackedRun, numbers
 
 EXPERIMENT, ID = "posy", "posy.id"
-"""Name of the experiment that contains all runs, and the tag by which Posy finds a resumed run."""
+"""Name of the experiment that contains all runs, and the tag that identifies a run when it resumes."""
 STATES = {"completed": "FINISHED", "stopped": "KILLED"}
 
 
