@@ -356,8 +356,8 @@ class RunSettings:
     )
     round_timeout: float | str = setting(
         AUTO,
-        "seconds to wait for the replies of a round; `auto`: estimated from earlier replies; no limit in one process or "
-        "in a simulation",
+        "seconds to wait for the replies of a round; `auto`: estimated from earlier replies; no limit in one process "
+        "or in a simulation",
         number_or=AUTO,
         above=0,
         maximum=1e8,
