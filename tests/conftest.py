@@ -35,7 +35,7 @@ from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.pictures import Pictures
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.methods import strategy_class
+from posy.strategies.methods import METHODS, strategy_class
 from posy.strategies.registry import read_settings, relevant_settings, without_effect
 from posy.strategies.replies import ClientInfo, RoundRecord, Update
 
@@ -89,6 +89,31 @@ class FailingGrid(InProcessGrid):
         if key in self.forget:
             self.contexts[message.metadata.dst_node_id].state.clear()
         return super()._receive(message)
+
+
+REPRESENTATIVE = {
+    *("fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe", "local", "fedavg", "fedrep", "ditto", "ifca", "apfl"),
+    *("cfl", "scaffold", "fedproto", "pfedfda", "fedbn"),
+}
+"""Methods that differ in the parts of Posy that they use."""
+GENERAL = {
+    f"test_{name}"
+    for name in (
+        *("engine", "fixed_tensors", "hostile_methods", "kept_optimiser", "newcomers", "own_loss", "poisoning"),
+        *("predict", "private_training", "properties", "recompute", "resume", "secure_aggregation", "weights"),
+    )
+}
+"""Modules that test a general part of Posy with every method."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of a general part with further methods as slow."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.module.__name__ in GENERAL and hasattr(item, "callspec"):
+            method = item.callspec.params.get("method")
+            if method in METHODS and method not in REPRESENTATIVE:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

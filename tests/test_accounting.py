@@ -133,6 +133,7 @@ def test_dp_sgd_epsilon_matches_published_figures(
     assert 0.75 * published < epsilon <= 1.01 * published
 
 
+@pytest.mark.slow
 def test_rdp_epsilon_is_an_upper_bound_on_pld_epsilon() -> None:
     dp_accounting = pytest.importorskip("dp_accounting")
     from dp_accounting import pld
@@ -155,6 +156,7 @@ def test_gaussian_composition_matches_dp_accounting() -> None:
     assert accountant.get_epsilon(DELTA) == pytest.approx(spent([Event("local", 20.0, 100)], DELTA), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_dp_sgd_noise_just_meets_the_budget() -> None:
     pytest.importorskip("dp_accounting")
     for epsilon in (1.0, 8.0):

@@ -373,7 +373,7 @@ def test_route_prints_classes_and_shares(
     assert picture.read_bytes().startswith(b"\x89PNG")
     output = capsys.readouterr().out
     assert "rows.csv row 3" in output
-    assert ("each input goes to the client" in output, "majority vote" in output) == (
+    assert ("each input is routed to the client" in output, "majority vote" in output) == (
         method == "feddrm",
         method == "fedavg",
     )

@@ -29,9 +29,21 @@ from posy.strategies.methods import settings_class
 
 pytestmark = pytest.mark.xdist_group("simulation")
 
-CORE = ("fedfew", "ppfe", "scaffold")
+CORE = ("fedfew",)
 """Methods with several models, with stages, and with several arrays in a message and in a client's state."""
-FURTHER = ("cwfedavg", "fedacs", "feddrm", "fedavg", "fedproto", "fedpac", "pfedfda", "fedfomo", "apfl")
+FURTHER = (
+    "ppfe",
+    "scaffold",
+    "cwfedavg",
+    "fedacs",
+    "feddrm",
+    "fedavg",
+    "fedproto",
+    "fedpac",
+    "pfedfda",
+    "fedfomo",
+    "apfl",
+)
 """Methods for `pytest -m federation`, because they take minutes."""
 CLIENTS = 4
 TIMEOUT = 400.0

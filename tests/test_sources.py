@@ -168,7 +168,7 @@ def test_settings_for_other_sample_kinds_fail_before_loading(key: str, value: An
 def test_data_of_unknown_kind_is_checked_after_loading(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x_train=np.ones((20, 3), np.float32), y_train=np.arange(20) % 2)
     config = {"experiment": write_experiment(tmp_path, TEXTS), "dataset": str(tmp_path / "a.npz"), "model": "linear"}
-    message = f"^text-length = 200 in {config['experiment']} cannot be combined with .* to 0"
+    message = f"^text-length = 200 in {config['experiment']} cannot be combined with .* text-length = 0"
     with pytest.raises(SettingsError, match=message):
         run(InProcessGrid(10), config, COMMAND_LINE)
 
