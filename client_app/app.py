@@ -147,12 +147,12 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     """Replace the server's folders in a message's config with the folders from the node's config.
 
     The client's state goes to the run's folder in ``state-dir``. Its model goes to the run's folder in ``models`` or,
-    by default, to a subfolder of the state folder.
+    by default, to a subfolder of the state folder. Its predictions go to a subfolder of the model's folder.
     """
-    save_to = config.pop("save-models-to", "")
+    save_to, predictions = config.pop("save-models-to", ""), config.pop("save-predictions-to", "")
     config.pop("state-directory", None)
     state, models = (str(context.node_config.get(key, "")) for key in ("state-dir", "models"))
-    if not state and not (save_to and models):
+    if not state and not ((save_to or predictions) and models):
         return
     run_name = str(config["run"])
     if not is_run_folder(run_name):
@@ -161,8 +161,11 @@ def own_places(config: dict[str, Any], context: Context) -> None:
         )
     if state:
         config["state-directory"] = str(absolute(state) / run_name)
+    folder = absolute(models) / run_name if models else absolute(state) / run_name / "models"
     if save_to:
-        config["save-models-to"] = str(absolute(models) / run_name if models else absolute(state) / run_name / "models")
+        config["save-models-to"] = str(folder)
+    if predictions:
+        config["save-predictions-to"] = str(folder / "predictions")
 
 
 class Call:
@@ -197,7 +200,9 @@ class Call:
         if not trusting:
             own_places(self._config, context)
         folder = self._config.pop("state-directory", None)
-        if self._policy and (run_folder := folder or self._config.get("save-models-to")):
+        predictions = self._config.get("save-predictions-to", "")
+        run_folder = folder or self._config.get("save-models-to") or (predictions and Path(predictions).parent)
+        if self._policy and run_folder:
             pin_state(Path(run_folder), json.loads(settings_json))
         self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self._versions = Versions.take(self._config)

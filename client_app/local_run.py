@@ -12,20 +12,24 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
+from posy.binned import BinnedScores
 from posy.client_app.hooks import Steps, result_of
 from posy.client_app.jobs import Jobs
-from posy.client_app.predictors import Predictor, array_of, scores
+from posy.client_app.predictors import Predictor, array_of, loss_of, predictions_of
 from posy.client_app.privacy import UnprotectedError, noised
 from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import StateError
 from posy.client_app.training.work import Split, TrainingDivergedError, advice_on_divergence
+from posy.metrics import metrics_for
+from posy.predictions import write_predictions
+from posy.scores import Predictions, values_of
 from posy.storage import write_arrays
 from posy.strategies.arrays import RETURNS, UNIFORM_WEIGHTS, Arrays, check_names, dimensions, shape_of
 from posy.strategies.masking import OutOfRangeError, Words
-from posy.strategies.pooled import numbers_of
 from posy.strategies.privacy import BELOW
-from posy.strategies.replies import Update
-from posy.strategies.run_settings import CENTRAL, LOCAL, SAMPLE, UNIFORM
+from posy.strategies.replies import LOSS, Update
+from posy.strategies.run_settings import ALL_METRICS, CENTRAL, LOCAL, SAMPLE, UNIFORM, metric_of
+from posy.strategies.score_sums import ScoreSums
 from posy.strategies.secure_aggregation import MASKED
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -57,6 +61,8 @@ class LocalRun:
         self.settings, self.method = client.settings, client.method
         self.config = config
         self.masking = masking
+        self.task = client.workspace.task
+        self._binned: dict[str, BinnedScores] = {}  # with secure aggregation, the binned scores by key
         self.jobs.moments, self.jobs.samples_private = None, False
         client.round = int(config["server-round"])
         client.lr = float(config.get("lr", self.settings.train.lr))
@@ -204,7 +210,12 @@ class LocalRun:
         }
         valid_metrics = {key: value for key, value in metrics.items() if key not in invalid_keys}
         sizes: dict[str, int] = {split: len(self.jobs.samples(split).y) for split in SPLITS}
-        return numbers_of(self.settings, valid_metrics, sizes, training=training)
+        return self._sums(training=training).numbers(valid_metrics, sizes, self._binned)
+
+    def _sums(self, *, training: bool) -> ScoreSums:
+        """Return the layout of the scores in a masked sum."""
+        all_metrics = bool(self.config.get(ALL_METRICS))
+        return ScoreSums(self.settings, self.task, training=training, all_metrics=all_metrics)
 
     # -- evaluation ------------------------------------------------------------------------------------
 
@@ -266,9 +277,29 @@ class LocalRun:
                     client, number = self.client.client, self.client.round
                     log(WARNING, "client %s has no %s scores in round %s: its outputs contain NaN", client, key, number)
                     continue  # an error would reveal the NaN
-                loss, accuracy = scores(outputs, labels, advice)
-                values |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
+                values[f"{key}-{LOSS}"] = loss_of(outputs, labels, advice)
+                predictions = predictions_of(outputs, labels, self.task, self.settings.run)
+                if self.masking and self._sums(training=point == "local").is_binned(key):
+                    self._binned[key] = BinnedScores.of(predictions)
+                if key == point:
+                    self._save_predictions(predictions, point)
+                values |= {f"{key}-{n}": v for n, v in values_of(predictions, self._metrics(split)).items()}
         return values
+
+    def _metrics(self, split: Split) -> list[str]:
+        """Return the names of the metrics to report on a split: all of them on test samples if the config says so."""
+        size = self.task.num_classes
+        if split == "test" and self.config.get(ALL_METRICS):
+            return [metric.name for metric in metrics_for(self.task.target, size)]
+        return [metric_of(self.settings.run, self.task.target, size).name]
+
+    def _save_predictions(self, predictions: Predictions, point: str) -> None:
+        """Write the predictions for the test split to the folder ``save-predictions-to``, if the config names one."""
+        if folder := self.config.get("save-predictions-to"):
+            workspace, client = self.client.workspace, self.client.client
+            samples = workspace.partition.test[workspace.part_of(client)]
+            path = Path(str(folder)) / f"{point}-{client}.csv"
+            write_predictions(path, predictions, samples, self.task.class_names)
 
     def _save(self, predictor: Predictor, point: str, file: str = "client") -> None:
         """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config names one.
@@ -284,7 +315,7 @@ class LocalRun:
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"client": str(client.client), "site": str(self.config.get("site", "")), "round": str(client.round)}
         metadata |= {"point": point, "chosen": predictor.chosen}
-        origin = {"settings": self.settings.to_json(), "preprocessing": client.workspace.preprocessing}
+        origin = {"settings": self.settings.to_json(), "preprocessing": client.workspace.preprocessing(client.client)}
         write_arrays(path, predictor.as_arrays(), metadata | origin)
 
     # -- received arrays -------------------------------------------------------------------------------

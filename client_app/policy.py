@@ -27,8 +27,9 @@ from posy.models.catalogue import PRETRAINED
 from posy.paths import absolute
 from posy.settings import NodeConfigError, Setting, quoted, settings_of
 from posy.storage import exclusive, is_folder_name, read_json, write_json
-from posy.strategies.methods import METHODS, settings_class
-from posy.strategies.run_settings import RunSettings, TrainSettings
+from posy.strategies.methods import METHODS, REFERENCES, settings_class
+from posy.strategies.replies import SCORES
+from posy.strategies.run_settings import AUTO, RunSettings, TrainSettings
 from posy.strategies.settings import Settings
 
 POLICY = "policy"
@@ -36,7 +37,7 @@ POLICY = "policy"
 DIGITS = 2
 """Number of decimal places in rounded scores."""
 LARGEST_LOSS = 1000.0
-"""The cap on rounded losses."""
+"""The cap on rounded scores."""
 LONGEST_SETTINGS = 1 << 24
 """Maximum number of characters in a message's settings. A node keeps the settings of several runs in memory."""
 PINNED = "run.json"
@@ -112,7 +113,7 @@ def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
         The settings, keyed by name. Missing shared settings take their defaults.
     """
     values = {**_shared_defaults(), **config}
-    return [violation for rule in (_sources, _rows, _limits) for violation in rule(policy, values)]
+    return [violation for rule in (_sources, _rows, _limits, _scores) for violation in rule(policy, values)]
 
 
 def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
@@ -132,6 +133,8 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
                 )
     if policy.allowed_methods and method not in policy.allowed_methods:
         yield Violation("methods", f"method = {quoted(method)}; this site allows {', '.join(policy.allowed_methods)}")
+    elif method in REFERENCES:
+        yield Violation("methods", f"method = {quoted(method)} pools the samples of all clients")
     elif method not in METHODS and not is_custom(method):
         yield Violation("methods", f"method = {quoted(method)} is not a method of Posy")
     if (weights := str(values["weights"])) and not _is_allowed_file(weights, policy.weights):
@@ -180,7 +183,7 @@ def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield violations of the numerical limits and of the rules on masks and scores."""
+    """Yield violations of the numerical limits and of the rules on masks."""
     for rule, key, largest in (
         ("max-local-epochs", "local-epochs", policy.max_local_epochs),
         ("max-rounds", "num-server-rounds", policy.max_rounds),
@@ -206,7 +209,15 @@ def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     is_masked = values["secure-aggregation"]
     if policy.secure_aggregation == "required" and not is_masked:
         yield Violation("secure-aggregation", "secure-aggregation = false; the site sends only masked updates")
-    if policy.scores == "withheld" and not is_masked:
+
+
+def _scores(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield violations of the rules on scores."""
+    if policy.metrics == "accuracy":
+        for key, allowed in (("metric", (AUTO, "accuracy")), ("all-metrics", (AUTO, "none"))):
+            if values[key] not in allowed:
+                yield Violation("metrics", f"{key} = {values[key]!r}; the site sends only accuracy and loss")
+    if policy.scores == "withheld" and not values["secure-aggregation"]:
         yield Violation("scores", "secure-aggregation = false; the site sends scores only in masked sums")
 
 
@@ -405,20 +416,21 @@ def _budget(policy: Policy, context: Context) -> Iterator[Budget]:
 
 
 def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with rounded accuracies and losses, unless the policy allows exact scores.
+    """Return metrics with rounded scores, unless the policy allows exact scores.
 
-    Rounded scores have at most two decimal places and three significant digits, and losses are capped at
+    Rounded scores have at most two decimal places and three significant digits, and are capped at
     :data:`LARGEST_LOSS`. The server chooses the model, so further digits of a large loss could reveal the exact score.
     """
     if policy.scores == "exact":
         return dict(metrics)
     return {
-        key: _rounded(float(value)) if key.endswith(("-accuracy", "-loss")) else value for key, value in metrics.items()
+        key: _rounded(float(value)) if key in SCORES or key.endswith(("-accuracy", "-loss")) else value
+        for key, value in metrics.items()
     }
 
 
 def _rounded(score: float) -> float:
-    return float(f"{min(round(score, DIGITS), LARGEST_LOSS):.3g}")
+    return float(f"{max(-LARGEST_LOSS, min(round(score, DIGITS), LARGEST_LOSS)):.3g}")
 
 
 def check_place(settings: Settings, context: Context, client: int, server_round: int) -> None:

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posy.client_app.training.work import TrainingDivergedError
+from posy.data.task import Task
 from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray
+from posy.scores import Predictions
+from posy.strategies.run_settings import RunSettings, positive_class
 
 if TYPE_CHECKING:
     from posy.strategies.settings import MethodSettings
@@ -97,16 +100,24 @@ class Predictor:
         return cls(members, logarithms=method.sums_logarithms)
 
 
-def scores(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller lr may help") -> tuple[float, float]:
-    """Return the mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
+def loss_of(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller lr may help") -> float:
+    """Return the mean cross-entropy of log-probabilities ``(n, C)``.
 
     NaN raises a :class:`TrainingDivergedError`, whose message ends with the advice.
     """
     if bool(torch.isnan(log_probabilities).any()):
         raise TrainingDivergedError(f"the model has diverged: its outputs contain NaN; {advice}")
-    loss = F.nll_loss(log_probabilities, labels)
-    accuracy = (log_probabilities.argmax(dim=-1) == labels).float().mean()
-    return float(loss), float(accuracy)
+    return float(F.nll_loss(log_probabilities, labels))
+
+
+def predictions_of(log_probabilities: Tensor, labels: Tensor, task: Task, run: RunSettings) -> Predictions:
+    """Return log-probabilities ``(n, C)`` and labels as predictions, from which metrics are computed."""
+    probabilities = log_probabilities.double().exp()
+    probabilities /= probabilities.sum(dim=-1, keepdim=True)  # float32 sums to 1 only up to rounding
+    positive = positive_class(run, task.class_names)
+    return Predictions(
+        task.target, array_of(labels), array_of(probabilities), positive, run.threshold, run.fixed_sensitivity
+    )
 
 
 def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) -> Tensor:

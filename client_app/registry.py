@@ -8,7 +8,7 @@ from typing import Any
 from posy.client_app.base import PersonalClient
 from posy.client_app.method_check import check_code
 from posy.extensions import is_custom
-from posy.strategies.methods import METHODS, check_method, own_class, settings_class, strategy_class
+from posy.strategies.methods import check_method, class_prefix, own_class, settings_class, strategy_class
 
 
 @cache
@@ -20,4 +20,4 @@ def client_class(method: str) -> Any:
         check_code(method, settings_class(method), strategy_class(method), client)
         return client
     name = f"posy.client_app.{method.replace('-', '_')}"
-    return getattr(import_module(name), f"{METHODS[method]}Client") if find_spec(name) else PersonalClient
+    return getattr(import_module(name), f"{class_prefix(method)}Client") if find_spec(name) else PersonalClient

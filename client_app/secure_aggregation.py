@@ -536,7 +536,7 @@ class Masking:
         common : list of numpy.ndarray
             The arrays that all clients in the round have received.
         numbers : sequence of int
-            The scores: :func:`posy.strategies.pooled.numbers_of`.
+            The scores: :func:`posy.strategies.score_sums.numbers_of`.
 
         Raises
         ------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posy.allocator import keep_freed_memory
 from posy.client_app.client_cache import ClientCache
-from posy.client_app.training.batches import Augment
+from posy.client_app.training.batches import Augment, Samples
 from posy.client_app.training.losses import criterion_of
 from posy.client_app.training.networks import Network
 from posy.client_app.training.trainer import Trainer
@@ -101,6 +101,8 @@ class Workspace:
         self._local = local()
         self.client_cache = ClientCache(self._load_client, self.device)
         self._lock = RLock()
+        self._pooled: dict[tuple[int, ...], Samples] = {}
+        self._preprocessing: dict[int, str] = {}
         to_device = partial(_to_device, device=self.device)
         self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: to_device(architecture.initial(seed)))
         self._received = IdentityCache(to_device, REMEMBERED)
@@ -130,10 +132,12 @@ class Workspace:
         """Kind, shape and classes of the samples."""
         return task_of(self.settings.data) if self.of_sites else self.dataset.task
 
-    @cached_property
-    def preprocessing(self) -> str:
-        """The preprocessing of samples for the network, as JSON."""
-        return Preprocessing.of(self.dataset).to_json()
+    def preprocessing(self, client: int) -> str:
+        """Return the preprocessing of a client's samples for the network, as JSON."""
+        part = self.part_of(client) if self.dataset.client_scales else 0  # otherwise it is the same for all clients
+        if part not in self._preprocessing:
+            self._preprocessing[part] = Preprocessing.of(self.dataset, part).to_json()
+        return self._preprocessing[part]
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -159,6 +163,16 @@ class Workspace:
     def part_of(self, client: int) -> int:
         """Return a client's index in the partition, which is 0 for a site."""
         return 0 if self.of_sites else client
+
+    def pooled_samples(self, clients: tuple[int, ...]) -> Samples:
+        """Return the training samples of several clients, and keep them in memory."""
+        if self.of_sites:
+            raise SettingsError("the samples of sites cannot be pooled; choose another method")
+        if clients not in self._pooled:
+            data = [self.client_data(client) for client in clients]
+            x, y = ([getattr(each, name) for each in data] for name in ("x_train", "y_train"))
+            self._pooled = {clients: Samples(torch.cat(x), torch.cat(y))}
+        return self._pooled[clients]
 
     def client_data(self, client: int) -> ClientData:
         """Return a client's tensors, and keep them in memory if there is room."""

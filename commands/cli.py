@@ -27,7 +27,7 @@ from posy.server_app.progress import size
 from posy.settings import COMMAND_LINE, LaunchError, Setting, SettingsError, nearest, set_in, suggest_keys, suggestions
 from posy.signals import interruptible
 from posy.storage import DamagedFileError
-from posy.strategies.methods import METHODS
+from posy.strategies.methods import METHODS, REFERENCES
 from posy.strategies.registry import declared, groups, merge_experiment, parse_words, read_settings, setting_of
 from posy.yaml12 import dump
 
@@ -359,7 +359,7 @@ def watch(
 @app.command()
 def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
     """List all settings, or only the settings that a METHOD uses."""
-    if method and method not in METHODS and not is_custom(method):
+    if method and method not in (*METHODS, *REFERENCES) and not is_custom(method):
         raise SettingsError(_not_a_method(method))
     for title, group in groups([method] if method else METHODS).items():
         if group:
@@ -385,7 +385,7 @@ def _meaning(item: Setting) -> str:
 @app.command()
 def methods() -> int:
     """List the methods."""
-    print_table("methods", ("name", "about"), [(name, _about(name)) for name in METHODS])
+    print_table("methods", ("name", "about"), [(name, _about(name)) for name in (*METHODS, *REFERENCES)])
     return 0
 
 

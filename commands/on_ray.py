@@ -135,6 +135,6 @@ class RemoteRun:
         ray.cancel(self._result)
 
     def wait(self) -> int:
-        """Wait at most ``STOP_SECONDS`` for the run to end; return the last polled status, or 0 if there is none."""
+        """Wait at most ``STOP_SECONDS`` for the run to end; return its exit status, or 0 if it still runs."""
         ray.wait([self._result], timeout=STOP_SECONDS)
-        return self.returncode or 0
+        return self.poll() or 0

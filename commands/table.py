@@ -23,8 +23,19 @@ from posy.commands.launch import INTERRUPTED, run_in_process
 from posy.commands.warm import WarmProcess
 from posy.data.errors import DataError
 from posy.forked import cores
-from posy.report.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
-from posy.server_app.progress import coverage, duration, members_of, size
+from posy.metrics import METRICS, Metric
+from posy.report.comparison import (
+    Run,
+    average,
+    check_metrics,
+    compared,
+    last_round,
+    over_clients,
+    per_client,
+    ranks,
+    scores_by_block,
+)
+from posy.server_app.progress import coverage, duration, members_of, metric_in, size
 from posy.server_app.resume import RAN_ON, StoredRun, read_summary
 from posy.settings import COMMAND_LINE, Scalar, SettingsError, quoted, set_in
 from posy.signals import interruptible
@@ -61,10 +72,10 @@ ALL = "all"
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
 """Keys of an entry of ``runs`` and of ``variants``."""
 POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), ("last", "best", "upper-bound"))]
-"""Accuracies of a run: of the served and of the local models, in the last round, in the round that is best on the
+"""Scores of a run: of the served and of the local models, in the last round, in the round that is best on the
 validation splits, and in the round that is best on the test splits."""
 LEGEND = (
-    "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - "
+    "{metric}: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - "
     "1); in brackets the standard deviation over the clients. `served`: the model that a client receives; `local`: the "
     "model after local training; `last`: last round; `best`: round chosen on the validation splits; `upper bound`: "
     "best round on the test splits, do not report it; `weighted`: mean by training samples, last round; `system`: "
@@ -220,8 +231,11 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     every_run = [Run(c.variant, c.row, c.method, c.seed, summary, c.path) for c, summary in results.items()]
     runs = [run for run in every_run if run.comparable]
     diverged = [(c.variant, c.seed, c.row) for c in plan.cells if c not in results and c.summary("diverged")]
+    check_metrics(every_run)
     clients, ranked = over_clients(runs), ranks(scores_by_block(runs, diverged))
-    text = markdown(plan, results, table, failures) + compared(clients, ranked)
+    metric = every_run[0].metric if every_run else METRICS["accuracy"]
+    text = markdown(plan, results, table, failures, metric) + compared(clients, ranked, metric)
+    text += per_client(runs, metric)
     print(text)
     if results:
         archive.store(plan.output, ended(plan))
@@ -484,7 +498,7 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     outcome = f"failed, {failures[cell.name]}"
                 else:
                     means = (
-                        f"{point} {100 * last['mean']:.2f} %"
+                        f"{point} {metric_in(summary).format(last['mean'])}"
                         for point in ("served", "local")
                         if (last := last_round(summary, point))
                     )
@@ -545,7 +559,11 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def markdown(
-    plan: Plan, results: Mapping[Cell, Mapping[str, Any]], table: pd.DataFrame, failures: Mapping[str, str]
+    plan: Plan,
+    results: Mapping[Cell, Mapping[str, Any]],
+    table: pd.DataFrame,
+    failures: Mapping[str, str],
+    metric: Metric,
 ) -> str:
     """Return the table as Markdown, one section per variant."""
     has_best_round = len(table) and table[["served-best", "local-best"]].notna().any(axis=None)
@@ -563,16 +581,17 @@ def markdown(
             seeds = sum((cell.variant, cell.row) == (variant, row["method"]) for cell in plan.cells)
             cells = [row["method"], f"{row['seeds']}/{seeds}"]
             cells += [
-                _percent(row, point, clients=True) + _measured(row, point) + _covered(row, point) for point in points
+                _score(row, point, metric, clients=True) + _measured(row, point) + _covered(row, point)
+                for point in points
             ]
             for point in ("served-last", "local-last"):
-                weighted = _percent(row, f"{point}-weighted")
+                weighted = _score(row, f"{point}-weighted", metric)
                 cells.append(weighted + (_covered(row, point) if weighted else ""))
-            cells.append(_percent(row, "system"))
+            cells.append(_score(row, "system", METRICS["accuracy"]))
             cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
             lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
-    parts.append(LEGEND)
+    parts.append(LEGEND.format(metric=metric.title[:1].upper() + metric.title[1:] + " in %" * metric.in_percent))
     parts += [f"Machine: {line}." for line in machines(results)]
     if failures:
         parts.append("\n".join(["Missing:", "", *(f"- {name}: {reason}" for name, reason in failures.items())]))
@@ -687,14 +706,14 @@ def _std(values: "pd.Series[float]") -> float:
     return statistics.stdev(numbers) if len(numbers := values.dropna()) > 1 else float("nan")
 
 
-def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
+def _score(row: Mapping[str, Any], key: str, metric: Metric, *, clients: bool = False) -> str:
     if pd.isna(row[key]):
         return ""
-    text = f"{100 * row[key]:.2f}"
+    text = metric.number(row[key])
     if not pd.isna(row[f"{key}-seeds-std"]):
-        text += f" ± {100 * row[f'{key}-seeds-std']:.2f}"
-    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # secure aggregation hides this number
-    return text + (f" ({100 * row[f'{key}-clients-std']:.2f})" if over_clients else "")
+        text += f" ± {metric.number(row[f'{key}-seeds-std'])}"
+    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # secure aggregation hides it
+    return text + (f" ({metric.number(row[f'{key}-clients-std'])})" if over_clients else "")
 
 
 def _measured(row: Mapping[str, Any], point: str) -> str:

@@ -1,6 +1,7 @@
 """Tune every row of a table with the same number of trials, and score them on the clients' validation splits."""
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -15,10 +16,12 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from posy.commands.table import Cell, Plan, Running, failure_of, locked_output, plan_as_yaml, start, stop
+from posy.metrics import CLASSES, DEFAULTS, METRICS, Metric, column_of
 from posy.server_app.progress import duration
 from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
 from posy.strategies.registry import declared, unmet_conditions
+from posy.strategies.run_settings import AUTO
 
 FRACTION = 0.2
 """Default fraction of the training samples that is held out for validation."""
@@ -49,8 +52,15 @@ class Search:
         finished = [trial for trial in self.study.trials if trial.state == TrialState.COMPLETE]
         if not finished:
             return {}
-        best = max(finished, key=lambda trial: (trial.value, -trial.number))
+        sign = -1 if metric_for(self.cell).lower_is_better else 1
+        best = max(finished, key=lambda trial: (sign * (trial.value or 0.0), -trial.number))
         return rounded(best.params)
+
+
+def metric_for(cell: Cell) -> Metric:
+    """Return the metric of a cell's runs."""
+    name = str(cell.config.get("metric", AUTO))
+    return METRICS[DEFAULTS[CLASSES] if name == AUTO else name]
 
 
 def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
@@ -67,10 +77,10 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
 
     Notes
     -----
-    Optuna stores the studies in a journal in ``tuning/``, in the table's output directory. Posy skips finished trials.
-    A lock keeps other processes from tuning the table at the same time. A trial's score is the clients' mean validation
-    accuracy in its last evaluated round, at its method's evaluation point. Optuna prunes a trial if its best accuracy
-    so far is below the median of the earlier trials in the same round.
+    The studies are stored in Optuna's journal, in ``tuning/`` in the table's output directory. Posy does not repeat
+    finished trials. A lock keeps other processes from tuning the table at the same time. A trial's score is the mean of
+    the run's metric on the validation splits in its last round, as in a table, at its method's evaluation point. A
+    trial is pruned if its best score so far is worse than the median of the earlier trials in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
@@ -120,7 +130,7 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
         study_name=f"{cell.place} {json.dumps(settings, sort_keys=True)}",  # one study per set of settings
         storage=storage,
         load_if_exists=True,
-        direction="maximize",
+        direction="minimize" if metric_for(cell).lower_is_better else "maximize",
         sampler=optuna.samplers.TPESampler(seed=SEED, multivariate=True),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_TRIALS, n_warmup_steps=FIRST_ROUNDS),
     )
@@ -157,8 +167,8 @@ class Attempt:
     cell: Cell
     process: Running
     rounds_read: int = 0
-    score: float = -1.0
-    """Validation accuracy in the last evaluated round, -1 before the first one."""
+    score: float = math.nan
+    """The metric on the validation splits in the last evaluated round, NaN before the first one."""
 
     def look(self) -> bool:
         """Read the new rounds and return whether to prune the trial."""
@@ -170,8 +180,8 @@ class Attempt:
                 break
             self.rounds_read += 1
             row = json.loads(line)
-            if accuracy := row.get(f"{point}_validation_accuracy"):
-                self.score = accuracy["mean"]
+            if scores := row.get(column_of(point, metric_for(self.cell).name, "validation")):
+                self.score = scores["mean"]
                 self.trial.report(self.score, row["round"])
         return self.rounds_read > 0 and self.trial.should_prune()
 
@@ -227,7 +237,7 @@ def ended(attempt: Attempt) -> bool:
     if pruned:
         stop([attempt.process])
         study.tell(trial, state=TrialState.PRUNED)
-    elif status == 0 and attempt.score >= 0:
+    elif status == 0 and not math.isnan(attempt.score):
         study.tell(trial, attempt.score)
     elif has_ended:  # it diverged, for example because the learning rate is too large
         study.tell(trial, state=TrialState.FAIL)
@@ -241,7 +251,7 @@ def describe_trial(attempt: Attempt) -> str:
     trial: FrozenTrial = attempt.search.study.trials[attempt.trial.number]
     trial_settings = ", ".join(f"{key}={value}" for key, value in rounded(trial.params).items())
     outcomes = {
-        TrialState.COMPLETE: f"{100 * attempt.score:.2f} % on validation",
+        TrialState.COMPLETE: f"{metric_for(attempt.cell).format(attempt.score)} on validation",
         TrialState.PRUNED: f"pruned in round {attempt.rounds_read}",
         TrialState.FAIL: f"failed: {failure_of(attempt.process.wait(), attempt.cell.log)}",
     }

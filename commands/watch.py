@@ -40,7 +40,7 @@ def watch_run(word: str) -> int:
     run = Recorded.read(path)
     seconds, offset = 0.0, 0
     try:
-        with Progress(int(run.settings["num-server-rounds"]), clock=lambda: seconds) as progress:
+        with Progress(int(run.settings["num-server-rounds"]), run.metric, clock=lambda: seconds) as progress:
             while True:
                 is_running = is_locked(path)
                 text = _grown(path / "rounds.jsonl", offset)

@@ -73,4 +73,4 @@ def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSe
         # Shift on the CPU, so that the pixels do not depend on the device.
         shifted = apply_shift(x.permute(0, 3, 1, 2), SHIFTS[settings.shift][client])
         x = shifted.permute(0, 2, 3, 1).contiguous()
-    return normalised(x.to(device), dataset.task.kind, dataset.mean, dataset.std)
+    return normalised(x.to(device), dataset.task.kind, *dataset.scale_of(client))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from posy.data.labels import distinct_labels, label_notes
+from posy.data.published import FLAMBY
 from posy.data.task import TASK_KINDS, Task
 from posy.data.text import UNKNOWN, tokenise
 from posy.data.values import check_scaled, deviation, moments
@@ -45,10 +46,15 @@ class Dataset:
     words: tuple[str, ...] = ()  # vocabulary: word i has token i + 2; empty if words are hashed
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
     order_seed: int = 0  # a site's secret seed for the order of its samples in batches; 0: use the run's seed
+    client_scales: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # each client's mean and std, with scaling = client
 
     def __len__(self) -> int:
         """Return the number of samples N."""
         return len(self.y)
+
+    def scale_of(self, client: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean and the standard deviation with which a client standardises its samples."""
+        return self.client_scales[client] if self.client_scales else (self.mean, self.std)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +141,9 @@ def make_dataset(
     return Dataset(name, task, x, y, mean, std, sample_kind=sample_kind, **attributes)
 
 
-def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dataset:
+def fitted(
+    dataset: Dataset, train: Sequence[np.ndarray], max_words: int, *, scaling: str = "auto", protocol: str = ""
+) -> Dataset:
     """Return the data set with statistics and a vocabulary derived from training samples alone.
 
     The mean and the standard deviation of each feature are taken over the training samples of all clients. A constant
@@ -150,6 +158,9 @@ def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dat
         Indices ``(n_i,)`` of each client's training samples, without test and validation samples.
     max_words : int
         Maximum number of words in the vocabulary.
+    scaling, protocol : str
+        The settings of these names. With ``scaling = client``, each client's training samples determine the mean and
+        the standard deviation of its features.
 
     Raises
     ------
@@ -163,7 +174,22 @@ def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dat
         mean, squares = moments(dataset.x, rows)
         std = deviation(mean, squares / len(rows))
         check_scaled(dataset.x, mean, std, dataset.name, dataset.columns)
-        return replace(dataset, mean=mean, std=std)
+        dataset = replace(dataset, mean=mean, std=std)
+        if scaling == "client":
+            scales = [_client_scale(dataset, rows, protocol) for rows in train]
+            dataset = replace(dataset, client_scales=tuple(scales))
+        return dataset
     tokens, words = tokenise(dataset.x, dataset.task.input_shape[0], max_words, rows)
     task = replace(dataset.task, vocabulary=len(words) + UNKNOWN + 1)
     return replace(dataset, task=task, x=tokens, words=words)
+
+
+def _client_scale(dataset: Dataset, rows: np.ndarray, protocol: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the standard deviation of each feature over a client's training samples."""
+    mean, squares = moments(dataset.x, rows)
+    if protocol == FLAMBY:
+        std = np.sqrt(squares / max(1, len(rows) - 1)) + 1e-9
+    else:
+        std = deviation(mean, squares / len(rows))
+    check_scaled(dataset.x[rows], mean, std, dataset.name, dataset.columns)
+    return mean, std

@@ -30,7 +30,8 @@ def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dat
     """
     dataset = load_dataset(settings, data_dir, seed)
     part = partition(dataset, settings, seed)
-    return fitted(dataset, part.train, settings.vocabulary), part
+    scaling, protocol = settings.scaling, settings.protocol
+    return fitted(dataset, part.train, settings.vocabulary, scaling=scaling, protocol=protocol), part
 
 
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:

@@ -54,9 +54,10 @@ class Preprocessing:
     columns: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, dataset: Dataset) -> Self:
-        """Return the preprocessing for a data set's samples."""
-        return cls(dataset.task, dataset.sample_kind, dataset.mean, dataset.std, dataset.words, dataset.columns)
+    def of(cls, dataset: Dataset, client: int) -> Self:
+        """Return the preprocessing for a client's samples."""
+        mean, std = dataset.scale_of(client)
+        return cls(dataset.task, dataset.sample_kind, mean, std, dataset.words, dataset.columns)
 
     def to_json(self) -> str:
         """Return the preprocessing as JSON; :meth:`from_json` restores each number exactly."""

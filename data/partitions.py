@@ -98,7 +98,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
         if not len(train):
             raise DataError(f"partition {kind!r} of {dataset.name}: client {client} has no training sample")
     result = finished(pairs, settings, rng)
-    if kind != "natural" or dataset.groups is None or not dataset.group_names:
+    if kind not in ("natural", "given") or dataset.groups is None or not dataset.group_names:
         return result
     return replace(result, names=tuple(dataset.group_names[dataset.groups[train[0]]] for train in result.train))
 

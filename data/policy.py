@@ -67,6 +67,12 @@ class Policy:
         "`withheld`: only in masked sums",
         choices=("exact", "rounded", "withheld"),
     )
+    metrics: str = setting(
+        "accuracy",
+        "metrics that a run may request in addition to the loss; `accuracy`, or `all`, some of which reveal the share "
+        "of each class at the site",
+        choices=("accuracy", "all"),
+    )
     epsilon: float = setting(
         0.0,
         "the site's privacy budget per row over all runs; a run needs `dp=local`, `dp=sample`, or "

@@ -3,6 +3,8 @@
 import string
 from dataclasses import dataclass
 
+FLAMBY = "flamby"
+"""The value of `protocol` for the preparation of FLamby's Fed-Heart-Disease."""
 CIFAR20 = {
     "aquatic_mammals": "beaver dolphin otter seal whale",
     "fish": "aquarium_fish flatfish ray shark trout",
@@ -46,11 +48,15 @@ class Published:
     torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and its download folder
     reader: str = "read_torchvision"  # function in posy.data.readers.published
     has_test_set: bool = True  # whether any form of the data set includes a test set
+    clients: int = 0  # number of clients with which the data set comes; 0: it has no clients
+    features: bool = False  # whether its samples are rows of features
     where: str = ""  # files needed in the data directory; empty: an .npz file or torchvision's folder
 
     @property
     def kind(self) -> str:
-        """The kind of its samples: ``image`` or ``text``."""
+        """The kind of its samples: ``image``, ``text`` or ``features``."""
+        if self.features:
+            return "features"
         return "image" if self.words is None else "text"
 
 
@@ -69,6 +75,14 @@ DATASETS = {
         where="nothing: comes with scikit-learn",
         reader="read_digits",
         has_test_set=False,
+    ),
+    "heart-disease": Published(
+        "740 complete records of 920 patients in four hospitals, 13 features, 2 classes; clients: hospitals",
+        reader="read_heart_disease",
+        where="nothing: comes with Posy",
+        has_test_set=False,
+        clients=4,
+        features=True,
     ),
     "mnist": Published("70,000 grey 28x28 digits", DIGITS, (28, 28, 1), torchvision=("MNIST", "MNIST/raw")),
     "fmnist": Published(

@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posy.data.published import DATASETS
+from posy.data.published import DATASETS, FLAMBY
 from posy.data.readers.pfllib import is_pfllib
 from posy.paths import absolute, exists, expanded
 from posy.settings import SettingsError, setting
@@ -26,6 +26,13 @@ class DataSettings:
         f"function (`file:function`), or `{SITES}`: each node reads the data named in its node config",
         custom_kind="a function that returns the data",
         synonyms=("data",),
+    )
+    protocol: str = setting(
+        "",
+        "heart-disease: preparation of the tables; `flamby`, the default there: ten columns, complete rows, FLamby's "
+        "test split, and scaling = client (Fed-Heart-Disease)",
+        choices=("", FLAMBY),
+        needs="dataset = heart-disease",
     )
     data_dir: str = setting(
         "datasets", "directory that holds the data sets", place=True, resumable=True, affects_results=False
@@ -136,6 +143,14 @@ class DataSettings:
         maximum=0.9,
         synonyms=("val-fraction", "val-split", "validation-split"),
     )
+    scaling: str = setting(
+        "auto",
+        "mean and standard deviation that standardise features: over the training samples of all clients "
+        "(`federation`), or of each `client`; `auto`: federation, or as in the protocol",
+        choices=("auto", "federation", "client"),
+        needs="dataset != sites",
+        samples="features",
+    )
     shift: str = setting(
         "none",
         "FedDRM's covariate shift, which alters each client's images differently",
@@ -238,12 +253,14 @@ def path_of(name: str, data_dir: str | Path) -> Path:
 
 
 def located(settings: DataSettings) -> DataSettings:
-    """Return the settings with the data set's absolute path, and with the partition that comes with the data, if any.
+    """Return the settings with the data set's absolute path, and with the settings that come with the data, if any.
 
     The name of a published data set stays unchanged. So does a path that does not exist on this machine, because it may
     exist on the nodes.
     """
-    if settings.dataset in (*DATASETS, SITES):
+    if published := DATASETS.get(settings.dataset):
+        return _with_clients(settings, published.clients)
+    if settings.dataset == SITES:
         return settings
     try:
         path = path_of(settings.dataset, settings.data_dir)
@@ -251,3 +268,12 @@ def located(settings: DataSettings) -> DataSettings:
         return settings
     partitioned = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
     return replace(settings, dataset=str(path), partition="given" if partitioned else settings.partition)
+
+
+def _with_clients(settings: DataSettings, clients: int) -> DataSettings:
+    """Return the settings for a published data set that comes with this number of clients, 0 for any."""
+    if not clients or settings.partition not in (DataSettings.partition, "natural"):
+        return settings
+    count = clients if settings.num_clients == DataSettings.num_clients else settings.num_clients
+    scaling = "client" if settings.scaling == "auto" else settings.scaling
+    return replace(settings, partition="given", num_clients=count, scaling=scaling, protocol=FLAMBY)

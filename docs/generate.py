@@ -23,6 +23,7 @@ from posy.commands.launch import toml
 from posy.commands.papers.page import count_words, verdicts
 from posy.data.policy import Policy
 from posy.data.published import describe
+from posy.metrics import METRICS
 from posy.models.catalogue import MODELS
 from posy.settings import MOST, settings_of
 from posy.strategies.arrays import Refused
@@ -324,6 +325,15 @@ def networks() -> str:
     return table(["`model`", "network", "samples"], rows)
 
 
+def metrics() -> str:
+    """Return the table of all metrics."""
+    rows = [
+        [f"`{m.name}`", ", ".join("two classes" if m.binary_only else target for target in m.targets), m.about]
+        for m in METRICS.values()
+    ]
+    return table(["metric", "target", "meaning"], rows)
+
+
 def datasets() -> str:
     """Return the data sets that have a name."""
     rows = ([f"`{name}`", *cells] for name, *cells in describe())
@@ -520,6 +530,7 @@ MAKERS = (
     headline,
     networks,
     datasets,
+    metrics,
     compare_digits,
     compare_mnist,
     compare_agnews,

@@ -22,7 +22,8 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from posy.metrics import Evaluation
+from posy.metrics import Metric
+from posy.spread import Evaluation
 
 Curve = Sequence[tuple[float, float | None]]
 """Points (x, y) of a line. Points whose y is None or NaN are skipped."""
@@ -80,18 +81,18 @@ class Panel:
     """Whether the values are counts. The colour scale of counts starts at 0, and cells with 0 are white."""
 
 
-def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:
-    """Draw the clients' mean accuracy or loss per round, with bands for mean ± std and for min to max.
+def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, metric: Metric | None = None) -> None:
+    """Draw the mean of a metric over the clients per round, with bands for mean ± std and for min to max.
 
-    ``points`` contains the evaluations of the served models and of the local models. With secure aggregation, the
-    figure shows only the mean over all samples, without bands.
+    ``points`` contains the evaluations of the served models and of the local models, and ``metric`` is None for the
+    loss. With secure aggregation, the figure shows only the mean over all samples, without bands.
     """
     pooled = any("samples" in evaluation.over_clients for evaluations in points for evaluation in evaluations)
-    percent = measure == "accuracy"
+    title = metric.title if metric else "loss"
     rounds = sorted({evaluation.round for evaluations in points for evaluation in evaluations})
     if not rounds:
         return
-    with _axes(path, f"{measure.capitalize()} over the rounds") as axes:
+    with _axes(path, f"{title[:1].upper()}{title[1:]} over the rounds") as axes:
         for index, (name, evaluations) in enumerate(zip(("served model", "local model"), points, strict=True)):
             if not evaluations:
                 continue
@@ -112,25 +113,25 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
                 x += 0.1 * index  # side by side, because the markers would otherwise overlap
                 axes.vlines(x, low, high, color=colour, linewidth=1, linestyle=":")
                 axes.vlines(x, mean - std, mean + std, color=colour, alpha=0.3, linewidth=8)
-            last = f"{100 * mean[-1]:.2f} %" if percent else f"{mean[-1]:.3g}"
+            last = metric.format(mean[-1]) if metric else f"{mean[-1]:.3g}"
             axes.plot(x, mean, label=f"{name}, last {last}", zorder=3, **_line_style(index, 2, len(x)))
-        axes.set(xlabel="round", ylabel="accuracy on the client's test split" if percent else "cross-entropy")
+        axes.set(xlabel="round", ylabel=f"{title} on the client's test split")
         if len(rounds) == 1:
             axes.set_xlim(rounds[0] - 1, rounds[0] + 1)
             axes.set_xticks(rounds)
         else:
             axes.xaxis.set_major_locator(_whole_numbers())
-        if percent:
+        if metric and metric.in_percent:
             axes.yaxis.set_major_formatter(_PERCENT)
         note = "mean over all samples; the scores of single clients are not available"
         _note(axes, note if pooled else "band: mean ± std, dotted: min and max of the clients")
         _legend(axes, 2)
 
 
-def client_accuracies(served: Sequence[float | None], local: Sequence[float | None], path: Path) -> None:
-    """Draw each client's accuracy before and after its training, with clients sorted by accuracy.
+def client_scores(served: Sequence[float | None], local: Sequence[float | None], path: Path, metric: Metric) -> None:
+    """Draw each client's score before and after its training, with clients sorted by score.
 
-    ``served`` and ``local`` ``(M,)`` contain None for models that were not evaluated.
+    ``served`` and ``local`` ``(M,)`` contain None for models without a score.
     """
     before, after = _numbers(served), _numbers(local)
     ranked = np.where(np.isnan(after), before, after)
@@ -139,7 +140,7 @@ def client_accuracies(served: Sequence[float | None], local: Sequence[float | No
         return
     x = np.arange(len(order))
     dot = float(np.clip(400 / len(order), 2.5, 9))
-    with _axes(path, "Accuracy of each client") as axes:
+    with _axes(path, f"{metric.title[:1].upper()}{metric.title[1:]} of each client") as axes:
         grey = "#b0b0b0" if len(order) <= 100 else _FAINT
         axes.vlines(x, before[order], after[order], color=grey, linewidth=min(2.0, dot / 4), zorder=1)
         for values, name, colour, marker, size in (
@@ -148,15 +149,17 @@ def client_accuracies(served: Sequence[float | None], local: Sequence[float | No
         ):
             if np.isfinite(values).any():
                 mean = float(np.nanmean(values))
-                label = f"{name}, mean {100 * mean:.2f} %"
+                label = f"{name}, mean {metric.format(mean)}"
                 axes.plot(x, values[order], marker, color=colour, markersize=size, markeredgewidth=0, label=label)
                 axes.axhline(mean, color=colour, linewidth=1, linestyle="--", zorder=0)
         is_small = len(order) <= 40
         if is_small:
             axes.set_xticks(x, [str(i) for i in order], fontsize=9 if len(order) <= 25 else 7)
-        axes.set(xlabel=f"{'client' if is_small else f'{len(order)} clients'}, by accuracy", ylabel="accuracy")
+        clients = "client" if is_small else f"{len(order)} clients"
+        axes.set(xlabel=f"{clients}, by {metric.title}", ylabel=metric.title)
         axes.set_xlim(-0.6, len(order) - 0.4)
-        axes.yaxis.set_major_formatter(_PERCENT)
+        if metric.in_percent:
+            axes.yaxis.set_major_formatter(_PERCENT)
         _legend(axes, 2, markerscale=max(1.0, 6 / dot))
 
 

@@ -1,133 +1,97 @@
-"""Statistics over clients: the distribution of a measure, and the majority vote."""
+"""The table of metrics that a run can report. Importing this module does not import NumPy."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+CLASSES, LABELS, VALUES = "classes", "labels", "values"
+"""Targets of a task: one of C classes, any subset of C labels, or C real values."""
+CALIBRATION_BINS = 15
+"""Number of equal bins of confidence in the expected calibration error (Guo et al., 2017)."""
 
 
-class Spread(TypedDict):
-    """Summary of a measure over M clients, with one value a_i for each client. ``clients`` is M.
+@dataclass(frozen=True)
+class Metric:
+    """A metric. ``name`` appears in settings and columns, ``title`` in tables.
 
-    ``std`` is the population standard deviation (divided by M). ``tenth`` is the mean of the lowest tenth of the values
-    (at least one value). ``weighted`` is the mean, weighted by the clients' weights. ``jain`` is Jain's index
-    J = (Σ a_i)² / (M Σ a_i²), or None if every a_i is 0.
-
-    With secure aggregation, the values of single clients are not available. ``mean`` is then the mean over all samples,
-    ``samples`` is their number, and ``std`` to ``jain`` are None.
+    ``targets`` lists the targets that have it. ``in_percent`` is whether tables show it in percent, ``lower_is_better``
+    whether lower values are better, and ``binary_only`` whether it needs two classes.
     """
 
-    mean: float
-    std: float | None
-    min: float | None
-    max: float | None
-    tenth: float | None
-    weighted: float | None
-    jain: float | None
-    clients: int
-    samples: NotRequired[int]
+    name: str
+    title: str
+    about: str
+    targets: tuple[str, ...] = (CLASSES,)
+    in_percent: bool = True
+    lower_is_better: bool = False
+    binary_only: bool = False
+
+    def format(self, value: float | None) -> str:
+        """Return a value as text, in percent or with four significant digits; None is an empty text."""
+        text = self.number(value)
+        return f"{text} %" if text and self.in_percent else text
+
+    def number(self, value: float | None, sign: str = "") -> str:
+        """Return a value as text without its unit; ``sign`` is ``+`` to show the sign of positive values."""
+        if value is None or math.isnan(value):
+            return ""
+        return f"{100 * value:{sign}.2f}" if self.in_percent else f"{value:{sign}.4g}"
+
+    @property
+    def unit(self) -> str:
+        """The unit of :meth:`number`, as in ``, %``, or an empty text."""
+        return ", %" if self.in_percent else ""
+
+    def suits(self, target: str, size: int) -> bool:
+        """Return whether the metric applies to a task with C = ``size`` classes, labels or values."""
+        return target in self.targets and (not self.binary_only or size == 2)
+
+    def is_possible(self, value: float) -> bool:
+        """Return whether a finite number is in the metric's range."""
+        if self.name == "r2":
+            return value <= 1
+        return value >= 0 and (value <= 1 or not self.in_percent)
 
 
-def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
-    """Return a summary of a measure over clients, or None if there are no clients.
-
-    Parameters
-    ----------
-    values, weights : sequence of float, length M
-        The value of each client, for example its accuracy in 0..1, and its weight n_i. Weights are not negative, and
-        not all are 0.
-
-    Raises
-    ------
-    ValueError
-        If a value or weight is NaN or infinite, the lengths differ, a weight is negative, or all weights are 0.
-
-    References
-    ----------
-    R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness and Discrimination for Resource
-    Allocation in Shared Computer Systems, 1984, Eq. 2.
-    """
-    a, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    if a.ndim != 1 or a.shape != w.shape:
-        raise ValueError(
-            f"values and weights must be lists of equal length, but have the shapes {a.shape} and {w.shape}"
-        )
-    if not len(a):
-        return None
-    if not np.isfinite(a).all():
-        raise ValueError(f"the values of clients {np.flatnonzero(~np.isfinite(a)).tolist()} are NaN or infinite")
-    if not np.isfinite(w).all() or (w < 0).any() or not w.any():
-        raise ValueError("weights must be finite, not negative, and not all 0")
-    low, high = float(a.min()), float(a.max())
-    scale = max(abs(low), abs(high)) or 1.0
-    scaled = a / scale  # squares of a diverged loss would overflow
-    # Clip the means, because rounding can move them out of [min, max].
-    lowest = np.sort(a)[: math.ceil(len(a) / 10)]
-    mean, tenth, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), lowest.mean(), a @ (w / w.sum())))
-    std, squares = scale * float(scaled.std()), float(scaled @ scaled)
-    jain = min(1.0, float(scaled.sum()) ** 2 / (len(a) * squares)) if squares else None
-    return Spread(mean=mean, std=std, min=low, max=high, tenth=tenth, weighted=weighted, jain=jain, clients=len(a))
+_CATEGORICAL = (CLASSES, LABELS)
+_ALL = (
+    Metric("accuracy", "accuracy", "samples whose class, or whose set of labels, is predicted", _CATEGORICAL),
+    Metric("balanced-accuracy", "balanced accuracy", "mean recall over the classes that occur"),
+    Metric("macro-f1", "macro F1", "mean F1 over the classes that occur or are predicted", _CATEGORICAL),
+    Metric("weighted-f1", "weighted F1", "mean F1 over the classes, weighted by their samples", _CATEGORICAL),
+    Metric("micro-f1", "micro F1", "F1 over all pairs of a sample and a label", (LABELS,)),
+    Metric("auroc", "AUROC", "area under the ROC curve; more than two classes: mean of each against the rest",
+           _CATEGORICAL),
+    Metric("average-precision", "average precision", "area under the precision-recall curve, averaged like the AUROC",
+           _CATEGORICAL),
+    Metric("sensitivity", "sensitivity", "positive samples that are predicted as positive at `threshold`",
+           binary_only=True),
+    Metric("specificity", "specificity", "negative samples that are predicted as negative at `threshold`",
+           binary_only=True),
+    Metric("specificity-at-sensitivity", "specificity at fixed sensitivity",
+           "highest specificity with a sensitivity of at least `fixed-sensitivity`", binary_only=True),
+    Metric("log-loss", "log loss", "mean negative log-likelihood", _CATEGORICAL, in_percent=False,
+           lower_is_better=True),
+    Metric("brier", "Brier score", "mean squared error of the probabilities, summed over more than two classes",
+           _CATEGORICAL, in_percent=False, lower_is_better=True),
+    Metric("calibration-error", "calibration error",
+           f"expected calibration error of the most probable class, {CALIBRATION_BINS} equal bins",
+           lower_is_better=True),
+    Metric("mae", "MAE", "mean absolute error", (VALUES,), in_percent=False, lower_is_better=True),
+    Metric("rmse", "RMSE", "root of the mean squared error", (VALUES,), in_percent=False, lower_is_better=True),
+    Metric("r2", "R²", "coefficient of determination, averaged over the values that vary", (VALUES,),
+           in_percent=False),
+)  # fmt: skip
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+"""All metrics, keyed by name."""
+DEFAULTS = {CLASSES: "accuracy", LABELS: "average-precision", VALUES: "rmse"}
+"""The metric that ``metric = auto`` selects for each target."""
 
 
-def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
-    """Return the class that most models predict for each sample, ``(n,)``. Ties go to the lowest class.
-
-    ``predictions`` contains the predicted classes ``(n,)``, 0..C-1, of each model, for at least one model.
-    """
-    votes: Any = sum(np.eye(num_classes, dtype=np.int32)[predicted] for predicted in predictions)  # (n, C)
-    winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first maximum
-    return winners
+def metrics_for(target: str, size: int) -> list[Metric]:
+    """Return the metrics that apply to a task with C = ``size`` classes, labels or values."""
+    return [metric for metric in METRICS.values() if metric.suits(target, size)]
 
 
-class Evaluation(NamedTuple):
-    """A measure over the clients in one round."""
-
-    round: int
-    over_clients: Spread
-    missing: int = 0
-    """Number of clients without a result, because they had no node or the server dropped their reply."""
-
-
-def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation with the highest mean, or None if there is none. Ties go to the earliest round.
-
-    The function skips evaluations with fewer than nine tenths of the clients of the largest evaluation. The best of
-    many small cohorts would depend more on the cohort than on the models.
-    """
-    most = max((e.over_clients["clients"] for e in evaluations), default=0)
-    comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]
-    return max(comparable, key=lambda e: e.over_clients["mean"], default=None)
-
-
-def chosen(evaluations: Sequence[Evaluation], validation: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation of the round that is best on the validation splits, or None if there is none."""
-    selected = best(validation)
-    return None if selected is None else next((e for e in evaluations if e.round == selected.round), None)
-
-
-def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any] | None:
-    """Return the mean of each measure over the evaluations of the last rounds, or None if there are none.
-
-    The entry ``evaluations`` is the number of these evaluations. ``deviation`` contains the standard deviations of
-    ``mean`` and ``weighted`` over these evaluations. A measure is None if one of its values is None.
-
-    Parameters
-    ----------
-    evaluations : sequence of Evaluation
-        In the order of the rounds.
-    rounds : int
-        Number of rounds, counted back from the round of the last evaluation, including rounds without an evaluation.
-    """
-    last: list[dict[str, Any]] = [dict(e.over_clients) for e in evaluations if e.round > evaluations[-1].round - rounds]
-    if not last:
-        return None
-    means: dict[str, Any] = {"evaluations": len(last)}
-    for measure in last[0]:
-        values = [each[measure] for each in last]
-        means[measure] = None if None in values else float(np.mean(values))
-    means["deviation"] = {
-        m: float(np.std([each[m] for each in last])) for m in ("mean", "weighted") if means[m] is not None
-    }
-    return means
+def column_of(point: str, measure: str, split: str = "") -> str:
+    """Return the column of a score in a client's row, as in ``served_validation_accuracy``."""
+    return "_".join(part for part in (point, split, measure) if part).replace("-", "_")

@@ -150,7 +150,7 @@ class Setting:
     limit: str = field(default="", kw_only=True)
     """The largest value that has an effect in a run, as given by another setting: that setting's key, or for example
     ``num-clients - 1``. Any larger value other than the default is an error."""
-    samples: Literal["", "image", "text", "table"] = field(default="", kw_only=True)
+    samples: Literal["", "image", "text", "table", "features"] = field(default="", kw_only=True)
     """The only kind of samples for which the setting has an effect. Empty if it applies to all kinds."""
     choices: tuple[str, ...] = ()
     """The allowed values. Empty if the setting is not restricted to a list."""

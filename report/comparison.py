@@ -1,5 +1,6 @@
 """Compare the rows of a table: the clients' gains, the significant differences, and the costs."""
 
+import math
 import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,66 +13,72 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from posy.metrics import Spread, spread
+from posy.metrics import Metric, column_of
 from posy.report.recorded import client_rows, point_of
-from posy.server_app.progress import coverage, members_of, size
+from posy.server_app.progress import coverage, members_of, metric_in, size
+from posy.settings import SettingsError
+from posy.spread import Spread, spread
 
 ALPHA = 0.05
 """Significance level."""
 FEWEST_BLOCKS = 3
 """Minimum number of blocks for a rank test."""
 FULL = 0.9
-"""Minimum number of clients of a ranked row, as a share of the largest number of clients of any row (see
-:func:`posy.metrics.best`)."""
+"""Minimum share of the fullest row's clients that a ranked row must cover, as in :func:`posy.spread.best`."""
 
 LEGEND = (
-    "Last round, for the model that each method is scored by (`at`). `lowest tenth`: mean over the tenth of the "
-    "clients with the lowest accuracy. `over Local`, `over FedAvg`: mean gain of a client over the same client with "
-    "Local or FedAvg. `lose`: number of clients whose accuracy is lower than with Local or FedAvg, out of the clients "
-    "of all seeds. `≈`: not significantly different from the best row. This difference and the gains over local "
-    "training are tested with Wilcoxon's signed-rank test over the clients of all seeds at 5 %, adjusted for the "
-    "number of rows (Holm). "
-    "`6 of 60`: the figures cover 6 of the 60 clients that took part, over all seeds. Rows are summarised over the "
-    "clients that all of them cover. A row that covers fewer than nine tenths as many clients as the row with the most "
-    "clients is summarised over its clients alone, and is neither the best row nor ranked. "
+    "Last round, for the model that each method is scored by (`at`). `worst tenth`: mean over the tenth of the "
+    "clients with the worst score. `over Local`, `over FedAvg`: mean gain of a client over the same client with "
+    "Local or FedAvg. `lose`: clients with a worse score than with it, of all clients in all seeds. `≈`: not "
+    "significantly different from the best row. Significant means 5 % in Wilcoxon's signed-rank test over the clients "
+    "of all seeds, adjusted for the number of rows (Holm), also for gains over local training. "
+    "`6 of 60`: the figures cover 6 clients of all seeds, of 60 that took part. Rows are summarised over the clients "
+    "that all of them cover. A row with fewer than nine tenths of the clients of the fullest row is summarised over "
+    "its clients alone, and is neither the best row nor ranked. "
     "`samples`: number of training samples, counted in each pass; `memory`: peak memory of the run's process."
 )
 
-Accuracies = Mapping[int, float]
-"""The accuracy of each client that has test samples."""
+MOST_NAMED = 12
+"""Maximum number of clients for which a table shows the score of each."""
+WORST = -1e300
+"""Goodness of a diverged run; a finite number, so that it can be ranked."""
+Scores = Mapping[int, float]
+"""The metric of each client whose test samples define it."""
 
 
-def client_accuracies(path: Path, point: str, server_round: int) -> dict[int, float]:
-    """Return the clients' accuracies at an evaluation point in one round of the run at ``path``."""
-    column = f"{point}_accuracy"
+def client_scores(path: Path, point: str, server_round: int, metric: Metric) -> dict[int, float]:
+    """Return the clients' scores at an evaluation point in a round of the run in a directory."""
+    column = column_of(point, metric.name)
     rows = client_rows(path, server_round)
-    return {int(row["partition"]): float(row[column]) for row in rows if row[column] != ""}
+    return {int(row["partition"]): float(row[column]) for row in rows if row.get(column)}
 
 
 class Gain(NamedTuple):
     """The clients' gain from one method over another: a paired comparison, client by client."""
 
     mean: float
-    """Mean difference of the accuracies."""
+    """Mean difference of the scores, which is positive for a better method."""
     losing: int
     clients: int
-    """Number of clients with a lower accuracy, and number of all clients. A client counts once per seed."""
+    """Number of clients with a worse score, and number of all clients. A client counts once per seed."""
     p: float
     """p-value of Wilcoxon's signed-rank test; 1 if all differences are 0."""
 
 
-def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
+def gain(pairs: Sequence[tuple[Scores, Scores]], *, lower_is_better: bool = False) -> Gain | None:
     """Compare two methods client by client.
 
     Parameters
     ----------
     pairs : sequence of (Mapping, Mapping)
-        For each seed, the accuracies of the method and of the other method, each keyed by client.
+        For each seed, the scores of the method and of the other method, each keyed by client.
+    lower_is_better : bool
+        Whether lower scores are better.
 
     Returns
     -------
     Gain or None
-        None if no client has an accuracy for both methods.
+        None if no client has a score for both methods.
 
     References
     ----------
@@ -82,6 +89,8 @@ def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
     )
     if not len(differences):
         return None
+    if lower_is_better:
+        differences = -differences
     p = float(stats.wilcoxon(differences).pvalue) if differences.any() else 1.0
     return Gain(float(differences.mean()), int((differences < 0).sum()), len(differences), p)
 
@@ -93,33 +102,30 @@ def holm(p: Sequence[float]) -> list[float]:
     return [float(value) for value in multipletests(p, method="holm")[1]] if p else []
 
 
-def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str, dict[int, dict[int, float]]]:
-    """Return the accuracies of the clients that all rows cover, after dropping rows that cover too few clients.
+def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dict[int, dict[int, float]]]:
+    """Return the scores of the clients that all rows cover, after dropping rows that cover too few clients.
 
     Means over different clients, such as a cohort and all clients, are not comparable.
 
     Parameters
     ----------
     rows : mapping
-        Accuracies of each row by seed and client. A seed without accuracies has no effect.
+        Scores of each row by seed and client. A seed without scores has no effect.
 
     Returns
     -------
     dict
-        Accuracies of the rows that cover at least the share :data:`FULL` of the largest number of clients of any row,
-        in each of their seeds.
+        Scores of the rows that cover at least :data:`FULL` of the fullest row's clients in each of their seeds.
     """
-    measured = {
-        row: {seed: accuracies for seed, accuracies in seeds.items() if accuracies} for row, seeds in rows.items()
-    }
+    measured = {row: {seed: scores for seed, scores in seeds.items() if scores} for row, seeds in rows.items()}
     fullest: dict[int, int] = {}
     for seeds in measured.values():
-        for seed, accuracies in seeds.items():
-            fullest[seed] = max(len(accuracies), fullest.get(seed, 0))
+        for seed, scores in seeds.items():
+            fullest[seed] = max(len(scores), fullest.get(seed, 0))
     full = {
         row: seeds
         for row, seeds in measured.items()
-        if all(len(accuracies) >= FULL * fullest[seed] for seed, accuracies in seeds.items())
+        if all(len(scores) >= FULL * fullest[seed] for seed, scores in seeds.items())
     }
     shared = {
         seed: set.intersection(*(set(seeds[seed]) for seeds in full.values() if seed in seeds))
@@ -127,7 +133,7 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str,
         if any(seed in seeds for seeds in full.values())
     }
     return {
-        row: {seed: {c: accuracies[c] for c in sorted(shared[seed])} for seed, accuracies in seeds.items()}
+        row: {seed: {c: scores[c] for c in sorted(shared[seed])} for seed, scores in seeds.items()}
         for row, seeds in full.items()
     }
 
@@ -220,12 +226,27 @@ class Run(NamedTuple):
 
     @property
     def comparable(self) -> bool:
-        """Whether the accuracies of single clients are available; secure aggregation hides them."""
+        """Whether the scores of single clients are available; secure aggregation hides them."""
         return "client-scores" not in self.summary
 
-    def accuracies(self, point: str) -> dict[int, float]:
-        """Return the clients' accuracies in the last round."""
-        return client_accuracies(self.path, point, self.summary["rounds"])
+    @property
+    def metric(self) -> Metric:
+        """The metric of the run."""
+        return metric_in(self.summary)
+
+    def scores(self, point: str) -> dict[int, float]:
+        """Return the clients' scores in the last round."""
+        return client_scores(self.path, point, self.summary["rounds"], self.metric)
+
+
+def check_metrics(runs: Sequence[Run]) -> None:
+    """Raise :class:`SettingsError` unless all runs have the same metric."""
+    names = {run.metric.name: run for run in runs}
+    if len(names) > 1:
+        (first, run), (second, other), *_ = names.items()
+        raise SettingsError(
+            f"{run.row} is scored by {first}, and {other.row} by {second}: compare runs with the same metric"
+        )
 
 
 def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
@@ -242,8 +263,8 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         - ``members``: number of clients that took part
         - ``ranked``: whether the row covers enough clients
         - ``gain-local`` and ``gain-fedavg``: gain over local training and over FedAvg, if the variant has such a row
-        - ``losing-local`` and ``losing-fedavg``: number of clients that lose, out of all clients, such as ``3/20``
-        - ``newcomers-served`` and ``newcomers-local``: accuracies of hold-out clients
+        - ``losing-local`` and ``losing-fedavg``: how many clients lose, out of how many, such as ``3/20``
+        - ``newcomers-served`` and ``newcomers-local``: scores of hold-out clients
         - ``alike``: whether the row does not differ significantly from the variant's best row (Wilcoxon, Holm)
         - ``served-beats-local`` and ``local-beats-local``: whether clients gain significantly over local training at
           this point
@@ -262,22 +283,24 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
 def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
     """Return the lines of :func:`over_clients` for the rows of one variant."""
     scores = {
-        (name, point): {run.seed: run.accuracies(point) for run in row_runs}
+        (name, point): {run.seed: run.scores(point) for run in row_runs}
         for name, row_runs in rows.items()
         for point in ("served", "local")
     }
     points = {name: row_runs[0].point for name, row_runs in rows.items()}
+    lower = next(iter(rows.values()))[0].metric.lower_is_better
 
     def gain_over(name: str, point: str, other: str | None) -> Gain | None:
         if other is None:
             return None
         tested, baseline = scores[name, point], scores[other, points[other]]
-        return gain([(tested[seed], baseline[seed]) for seed in tested.keys() & baseline.keys()])
+        pairs = [(tested[seed], baseline[seed]) for seed in tested.keys() & baseline.keys()]
+        return gain(pairs, lower_is_better=lower)
 
     of_rows = {name: scores[name, points[name]] for name in rows}
     same = over_same_clients(of_rows)
     lines = {name: _summarise_clients(row_runs, of_rows[name], same.get(name)) for name, row_runs in rows.items()}
-    best = max(same, key=lambda name: -1.0 if np.isnan(lines[name]["mean"]) else lines[name]["mean"])
+    best = max(same, key=lambda name: _goodness(lines[name]["mean"], lower))
     different = _significant({name: gain_over(name, points[name], best) for name in same}, lower=True)
     # Reversed, so that the first row of each method is kept.
     by_method = {row_runs[0].method: name for name, row_runs in reversed(rows.items())}
@@ -299,18 +322,26 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
     return [{"method": name, **line, **_average_extras(rows[name])} for name, line in lines.items()]
 
 
+def _goodness(score: float, lower_is_better: bool) -> float:
+    """Return a number that is higher for better scores, and lowest for NaN."""
+    if np.isnan(score):
+        return -math.inf
+    return -score if lower_is_better else score
+
+
 def _summarise_clients(
-    runs: Sequence[Run], measured: Mapping[int, Accuracies], shared: Mapping[int, Accuracies] | None
+    runs: Sequence[Run], measured: Mapping[int, Scores], shared: Mapping[int, Scores] | None
 ) -> dict[str, Any]:
     """Return the figures of a row over its clients.
 
-    ``measured`` contains the accuracies of the row's clients by seed. ``shared`` contains the accuracies of the clients
-    that all rows cover, or is None if the row covers too few of them.
+    ``measured`` contains the scores of the row's clients by seed. ``shared`` contains the scores of the clients that
+    all rows cover, or is None if the row covers too few of them.
     """
-    used = measured if shared is None else shared
-    spreads = [over for accuracies in used.values() if (over := _spread_over(accuracies))]
+    used, lower = measured if shared is None else shared, runs[0].metric.lower_is_better
+    spreads = [over for scores in used.values() if (over := _spread_over(scores, lower))]
     line: dict[str, Any] = {"point": runs[0].point}
-    for column, key in (("mean", "mean"), ("worst", "min"), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
+    worst = "max" if lower else "min"
+    for column, key in (("mean", "mean"), ("worst", worst), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
         line[column] = average(dict(over)[key] for over in spreads)
     line["clients"] = sum(over["clients"] for over in spreads)
     line["members"] = sum(members_of(run.summary) for run in runs if measured[run.seed])
@@ -319,7 +350,7 @@ def _summarise_clients(
 
 
 def _average_extras(runs: Sequence[Run]) -> dict[str, float]:
-    """Return the accuracies of hold-out clients and the costs of a row, averaged over its runs."""
+    """Return the scores of hold-out clients and the costs of a row, averaged over its runs."""
     extras = {}
     for point in ("served", "local"):
         newcomers = [(run.summary.get("newcomers") or {}).get(point) or {} for run in runs]
@@ -330,32 +361,34 @@ def _average_extras(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
-    """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its method's point.
+    """Return the goodness of rows in the last round, ``(variants x seeds, rows)``, each row at its method's point.
 
-    The means are over the clients that all rows cover. A row that covers too few of them in any variant is dropped.
-    ``diverged`` lists diverged runs as (variant, seed, row); they score -1, so they rank last.
+    The goodness is the mean metric over the clients that all rows cover, with its sign changed if lower values are
+    better. A row that covers too few clients in any variant is dropped. ``diverged`` lists diverged runs as (variant,
+    seed, row), which rank last.
     """
     blocks: dict[tuple[str, int], dict[str, float]] = {}
     for variant, seed, row in diverged:
-        blocks.setdefault((variant, seed), {})[row] = -1.0
+        blocks.setdefault((variant, seed), {})[row] = WORST
     partial: set[str] = set()
     for variant in dict.fromkeys(run.variant for run in runs):
         of_rows: dict[str, dict[int, dict[int, float]]] = {}
         for run in runs:
             if run.variant == variant:
-                of_rows.setdefault(run.row, {})[run.seed] = run.accuracies(run.point)
+                of_rows.setdefault(run.row, {})[run.seed] = run.scores(run.point)
+                lower = run.metric.lower_is_better
         same = over_same_clients(of_rows)
         partial |= of_rows.keys() - same.keys()
         for row, seeds in of_rows.items():
             for seed in seeds:
-                over = _spread_over(same.get(row, {}).get(seed, {}))
-                blocks.setdefault((variant, seed), {})[row] = over["mean"] if over else float("nan")
+                over = _spread_over(same.get(row, {}).get(seed, {}), lower)
+                blocks.setdefault((variant, seed), {})[row] = _goodness(over["mean"], lower) if over else float("nan")
     return pd.DataFrame.from_dict(blocks, orient="index").drop(columns=[*partial])
 
 
-def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
+def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str:
     """Return the comparison of a table's rows as Markdown."""
-    header = ["method", "at", "mean", "worst client", "lowest tenth", "std", "Jain"]
+    header = ["method", "at", "mean", "worst client", "worst tenth", "std", "Jain"]
     header += ["over Local", "lose", "over FedAvg", "lose", "samples", "memory"]
     new = len(clients) and clients[["newcomers-served", "newcomers-local"]].notna().any(axis=None)
     header += ["newcomers, served", "newcomers, local"] if new else []
@@ -365,13 +398,13 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
         for row in rows.to_dict("records"):
             cells = [row["method"] + (" ≈" if row["alike"] else ""), row["point"]]
             covered = f" ({coverage(row['clients'], row['members'])})" if row["clients"] < row["members"] else ""
-            cells.append(_share(row["mean"]) + covered)
-            cells += [_share(row[key]) for key in ("worst", "tenth", "std")]
+            cells.append(metric.number(row["mean"]) + covered)
+            cells += [metric.number(row[key]) for key in ("worst", "tenth", "std")]
             cells.append("" if pd.isna(row["jain"]) else f"{row['jain']:.4f}")
             for other in ("local", "fedavg"):
-                cells += [_share(row[f"gain-{other}"], sign="+"), row[f"losing-{other}"]]
+                cells += [metric.number(row[f"gain-{other}"], sign="+"), row[f"losing-{other}"]]
             cells += [f"{row['samples']:,.0f}", "" if pd.isna(row["memory"]) else size(row["memory"])]
-            cells += [_share(row[f"newcomers-{point}"]) for point in ("served", "local")] if new else []
+            cells += [metric.number(row[f"newcomers-{point}"]) for point in ("served", "local")] if new else []
             lines.append(cells)
         parts += [f"## Clients{': ' * bool(variant)}{variant}"]
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
@@ -393,6 +426,33 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
     return "\n" + "\n\n".join(parts) + "\n" if parts else ""
 
 
+def per_client(runs: Sequence[Run], metric: Metric) -> str:
+    """Return the score of each named client as Markdown: the mean over the seeds, and its standard deviation.
+
+    Variants without client names, or with more than :data:`MOST_NAMED` clients, are left out.
+    """
+    parts = []
+    for variant in dict.fromkeys(run.variant for run in runs):
+        of_variant = [run for run in runs if run.variant == variant]
+        names = of_variant[0].summary.get("sites") or []
+        if not names or len(names) > MOST_NAMED or not all(names):
+            continue
+        lines = [["method", "at", *names], ["---", "---", *["---:"] * len(names)]]
+        for row in dict.fromkeys(run.row for run in of_variant):
+            of_row = [run for run in of_variant if run.row == row]
+            scores = [run.scores(run.point) for run in of_row]
+            cells = [[each[client] for each in scores if client in each] for client in range(len(names))]
+            texts = [metric.number(average(values)) + _over_seeds(values, metric) for values in cells]
+            lines.append([row, of_row[0].point, *texts])
+        parts.append(f"## Each client{': ' * bool(variant)}{variant}")
+        parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    return "\n" + "\n\n".join(parts) + "\n" if parts else ""
+
+
+def _over_seeds(values: Sequence[float], metric: Metric) -> str:
+    return f" ± {metric.number(statistics.stdev(values))}" if len(values) > 1 else ""
+
+
 def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, bool]:
     """Return whether each comparison shows a significant loss (``lower``) or gain, adjusted for multiple tests."""
     tested = {name: result for name, result in gains.items() if result is not None}
@@ -409,10 +469,6 @@ def average(values: Iterable[Any]) -> float:
     return statistics.fmean(numbers) if numbers else float("nan")
 
 
-def _spread_over(accuracies: Accuracies) -> Spread | None:
+def _spread_over(scores: Scores, lower_is_better: bool) -> Spread | None:
     """Return the spread over clients of equal weight, or None if there are no clients."""
-    return spread([*accuracies.values()], [1.0] * len(accuracies))
-
-
-def _share(value: float, sign: str = "") -> str:
-    return "" if pd.isna(value) else f"{100 * value:{sign}.2f}"
+    return spread([*scores.values()], [1.0] * len(scores), lower_is_better=lower_is_better)

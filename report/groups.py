@@ -8,7 +8,7 @@ from typing import Any
 
 from posy.data.settings import DataSettings
 from posy.report.charts import Band, Series
-from posy.report.comparison import Run, over_clients, ranks, scores_by_block
+from posy.report.comparison import Run, check_metrics, over_clients, ranks, scores_by_block
 from posy.report.recorded import Recorded
 from posy.settings import settings_of
 from posy.strategies.registry import declared, owner
@@ -98,6 +98,8 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     ------
     ImportError
         If the packages for the tests are missing.
+    SettingsError
+        If the runs have different metrics.
     """
     table_runs = [
         (run, Run(data, group.series.name, run.method, int(run.summary["seed"]), run.summary, run.path))
@@ -110,6 +112,7 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     diverged = [
         (entry.variant, entry.seed, entry.row) for run, entry in table_runs if run.summary["status"] == "diverged"
     ]
+    check_metrics(runs)
     rows: list[dict[str, Any]] = over_clients(runs).to_dict("records") if runs else []
     ranked = ranks(scores_by_block(runs, diverged)) if runs else None
     if ranked is None:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
+from posy.metrics import METRICS, Metric, column_of
 from posy.report import charts
 from posy.report.charts import SMALL, Series
 from posy.report.groups import Group, by_data, compared, differences, grouped
 from posy.report.recorded import Points, Recorded
 from posy.server_app.progress import ABSENT, LIMITED_WORDS, coverage, duration, members_of, size
-from posy.server_app.results import MEASURES, POINTS
+from posy.settings import SettingsError
+from posy.strategies.columns import POINTS
 from posy.strategies.registry import declared
 
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
@@ -25,12 +26,12 @@ TENTH = 11
 """Minimum number of clients at which the lowest tenth has more than one client."""
 MOST_ROWS = 40
 """Maximum number of rows of a heat map."""
-RECORDED = (*MEASURES, "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
+RECORDED = ("train_loss", "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
 """Numbers that every run records for each round. All other numbers are quantities of the method."""
-DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
+DRAWN_HERE = (*METRICS, "loss", "clients", "partition")
 """Pictures of a run that the page draws itself."""
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
-SPREAD = {"min": "worst client", "tenth": "lowest tenth", "max": "best client", "weighted": "weighted by samples"}
+SPREAD = {"min": "worst client", "tenth": "worst tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
 """Number of colours in an embedded picture. Few colours are enough for charts and make the file much smaller."""
 AT = {"served": "served model", "local": "local model"}
@@ -50,7 +51,7 @@ def page(paths: Iterable[Path]) -> str:
         "Runs": _runs(groups),
         "Settings that differ": _settings(groups),
         "Over the rounds": _curves(groups),
-        "Accuracy": _accuracy(groups),
+        "Scores": _scores(groups),
         "Comparison": _comparison(groups),
         "Clients": _clients(groups),
         "Quantities of the methods": _quantities(groups),
@@ -104,11 +105,14 @@ def _settings(groups: Sequence[Group]) -> Markup:
 def _curves(groups: Sequence[Group]) -> Markup:
     figures = []
     for point in POINTS:
-        for of, words in (("mean", "mean over the clients"), ("tenth", "lowest tenth"), ("min", "worst client")):
-            if of == "tenth" and not any(run.summary["num-clients"] >= TENTH for _, run in _each(groups)):
-                continue
-            curves = {group.series: group.curve(f"{point}_accuracy", of) for group in groups}
-            figures.append(_figure(f"Accuracy, {AT[point]}", words, curves, percent=True))
+        for metric, scored in _by_metric(groups).items():
+            worst = "max" if metric.lower_is_better else "min"
+            for of, words in (("mean", "mean over the clients"), ("tenth", "worst tenth"), (worst, "worst client")):
+                if of == "tenth" and not any(run.summary["num-clients"] >= TENTH for _, run in _each(scored)):
+                    continue
+                curves = {group.series: group.curve(column_of(point, metric.name), of) for group in scored}
+                title = f"{capitalised(metric.title)}, {AT[point]}"
+                figures.append(_figure(title, words, curves, percent=metric.in_percent))
     for key in ("train_loss", "served_loss", "local_loss"):
         curves = {group.series: group.curve(key) for group in groups}
         figures.append(_figure("Training loss" if key == "train_loss" else f"Loss, {AT[key[:-5]]}", "mean", curves))
@@ -119,23 +123,34 @@ def _curves(groups: Sequence[Group]) -> Markup:
     return _PARTS.legend(groups) + _PARTS.soft(note) + _PARTS.charts(figures)
 
 
-def _accuracy(groups: Sequence[Group]) -> Markup:
+def _by_metric(groups: Sequence[Group]) -> dict[Metric, list[Group]]:
+    """Return the groups by the metric of their runs."""
+    by_metric: dict[Metric, list[Group]] = {}
+    for group in groups:
+        by_metric.setdefault(group.first.metric, []).append(group)
+    return by_metric
+
+
+def _scores(groups: Sequence[Group]) -> Markup:
     rows = [
-        [_PARTS.key(group.series), run.path.name, point, *row]
+        [_PARTS.key(group.series), run.path.name, run.metric.title, point, *row]
         for group, run in _each(groups)
         for point in POINTS
         for row in _spreads(run, point)
     ]
     if not rows:
         return Markup("")
-    columns = ["", "folder", "model", "mean", "std", *SPREAD.values(), "Jain's index", "clients", "when"]
+    columns = ["", "folder", "metric", "model", "mean", "std", *SPREAD.values(), "Jain's index", "clients", "when"]
     pooled = any(run.summary.get("client-scores") for _, run in _each(groups))
-    return _PARTS.accuracy_note(ABSENT if pooled else "") + _PARTS.table(columns, rows, numbers=columns[3:-1])
+    return _PARTS.scores_note(ABSENT if pooled else "") + _PARTS.table(columns, rows, numbers=columns[4:-1])
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
-    """Return the table rows of a run's accuracies at an evaluation point: one per round or mean over rounds."""
+    """Return a run's scores at an evaluation point, with a row for each round or mean over rounds."""
     rows: dict[str, list[str]] = {}
+    text, columns = run.metric.format, list(SPREAD)
+    if run.metric.lower_is_better:
+        columns = ["max" if of == "min" else "min" if of == "max" else of for of in columns]
     names: dict[str, list[str]] = {}
     for which, words in WHICH.items():
         if not (figures := run.summary[point].get(which)):
@@ -147,8 +162,8 @@ def _spreads(run: Recorded, point: str) -> list[list[str]]:
             spread = [ABSENT] * (2 + len(SPREAD))
         else:
             jain = "" if figures["jain"] is None else f"{figures['jain']:.4f}"
-            spread = [*(_percent(figures[of]) for of in ("std", *SPREAD)), jain]
-        rows.setdefault(at, [_percent(figures["mean"]), *spread, covered])
+            spread = [*(text(figures[of]) for of in ("std", *columns)), jain]
+        rows.setdefault(at, [text(figures["mean"]), *spread, covered])
     return [[*row, f"{at}: {', '.join(names[at])}"] for at, row in rows.items()]
 
 
@@ -157,6 +172,8 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         return Markup("")
     try:
         rows, sentence = compared(groups)
+    except SettingsError as error:
+        return _PARTS.paragraph(f"Not available: {error}.")
     except ImportError as error:
         return _PARTS.paragraph(f"The tests need additional packages ({error}): pip install 'posy[compare]'")
     if not rows and any(run.summary.get("client-scores") for _, run in _each(groups)):
@@ -168,20 +185,22 @@ def _comparison(groups: Sequence[Group]) -> Markup:
     for row in rows:
         group = by_name[row["method"]]
         seeds = len(group.runs)
-        spread = Group(group.series, group.runs).curve(f"{row['point']}_accuracy")[-1:] if seeds > 1 else []
+        metric = group.first.metric
+        column = column_of(row["point"], metric.name)
+        spread = Group(group.series, group.runs).curve(column)[-1:] if seeds > 1 else []
         covered = f", {coverage(row['clients'], row['members'])} clients" if row["clients"] < row["members"] else ""
-        over_seeds = f" ± {_percent(spread[0][2])}" if spread else ""
+        over_seeds = f" ± {metric.format(spread[0][2])}" if spread else ""
         best = "≈" if row["alike"] else ""
-        gains = [f"{100 * row[f'gain-{o}']:+.2f}" if row[f"losing-{o}"] else "" for o in ("local", "fedavg")]
+        gains = [metric.number(row[f"gain-{o}"], "+") if row[f"losing-{o}"] else "" for o in ("local", "fedavg")]
         losing = [row[f"losing-{other}"] for other in ("local", "fedavg")]
         cells = [
-            _percent(row["mean"]) + over_seeds + covered,
+            metric.format(row["mean"]) + over_seeds + covered,
             best,
-            *(_percent(row[key]) for key in ("worst", "tenth", "std")),
+            *(metric.format(row[key]) for key in ("worst", "tenth", "std")),
         ]
         paired = [gains[0], losing[0], gains[1], losing[1]]
         lines.append([_PARTS.key(group.series), row["variant"], row["point"], str(seeds), *cells, *paired])
-    columns = ["", "data", "model", "seeds", "mean ± std of the seeds", "best", "worst client", "lowest tenth"]
+    columns = ["", "data", "model", "seeds", "mean ± std of the seeds", "best", "worst client", "worst tenth"]
     columns += ["std of the clients", "over Local", "clients that lose", "over FedAvg", "clients that lose"]
     column_numbers = [
         n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)
@@ -203,19 +222,24 @@ def _clients(groups: Sequence[Group]) -> Markup:
     for data, same_data in by_data(groups).items():
         seed = same_data[0].first.summary["seed"]
         runs = {g.series: run for g in same_data for run in g.runs if run.summary["seed"] == seed}
-        curves = {series: run.client_curves(f"{run.point}_accuracy") for series, run in runs.items()}
+        metric = same_data[0].first.metric
+        runs = {series: run for series, run in runs.items() if run.metric == metric}
+        curves = {series: run.client_curves(column_of(run.point, metric.name)) for series, run in runs.items()}
         last: dict[int, list[float]] = {}
         for by_client in curves.values():
             for client, curve in by_client.items():
                 last.setdefault(client, []).append(curve[-1][1])
-        clients = sorted(last, key=lambda client: (sum(last[client]) / len(last[client]), client))
+        sign = -1 if metric.lower_is_better else 1
+        clients = sorted(last, key=lambda client: (sign * sum(last[client]) / len(last[client]), client))
         if not clients:
             continue
         mix = next((run.partition for run in runs.values() if run.partition), None)
         named = next((run for run in runs.values() if run.summary.get("sites")), same_data[0].first)
-        figures = [_client(client, named.client_name(client), data, curves, mix) for client in clients[:MOST_CLIENTS]]
+        figures = [
+            _client(client, named.client_name(client), data, curves, mix, metric) for client in clients[:MOST_CLIENTS]
+        ]
         points = ", ".join(f"{series.letter} {run.point}" for series, run in runs.items())
-        note = f"Seed {seed}, for the model by which each run is scored ({points}); the lowest accuracy first."
+        note = f"Seed {seed}, for the model by which each run is scored ({points}); the worst {metric.title} first."
         note += " Bars: samples of each class." if mix else ""
         note += f" {MOST_CLIENTS} of {len(clients)} clients." if len(clients) > MOST_CLIENTS else ""
         parts += _PARTS.clients(data, note, same_data, figures[:FIRST_CLIENTS], figures[FIRST_CLIENTS:])
@@ -228,11 +252,13 @@ def _client(
     data: str,
     curves: Mapping[Series, Mapping[int, Points]],
     mix: tuple[list[str], list[list[int]]] | None,
+    metric: Metric,
 ) -> Markup:
-    """Return charts of a client's accuracy over the rounds and of its number of samples per class."""
+    """Return charts of a client's score over the rounds and of its number of samples per class."""
     among = f", {data}" if data else ""
     lines = {series: [(n, y, 0.0) for n, y in by_client.get(client, [])] for series, by_client in curves.items()}
-    content = charts.lines(lines, f"Accuracy of {name}{among}", percent=True, scale=(0, 1), size=SMALL)
+    title, scale = f"{capitalised(metric.title)} of {name}{among}", (0.0, 1.0) if metric.in_percent else ()
+    content = charts.lines(lines, title, percent=metric.in_percent, scale=scale, size=SMALL)
     samples = ""
     if mix is not None and client < len(mix[1]):
         counts = mix[1][client]
@@ -373,12 +399,12 @@ def _framed(title: str, about: str, content: Markup) -> Markup:
     return _PARTS.figure(title, about, content) if content else Markup("")
 
 
-def _percent(value: Any) -> str:
-    return "" if value is None or math.isnan(value) else f"{100 * value:.2f} %"
-
-
 def _words(key: str) -> str:
-    text = key.replace("_", " ").replace("-", " ")
+    return capitalised(key.replace("_", " ").replace("-", " "))
+
+
+def capitalised(text: str) -> str:
+    """Return a text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 

@@ -8,9 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from posy.metrics import Metric
+from posy.server_app.progress import metric_in
 from posy.server_app.resume import CONFIG, read_summary
 from posy.settings import SettingsError
-from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.methods import METHODS, REFERENCES, settings_class
 from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
@@ -54,6 +56,11 @@ class Recorded:
     def point(self) -> str:
         """The evaluation point at which the method of the run is scored."""
         return point_of(self.summary)
+
+    @property
+    def metric(self) -> Metric:
+        """The metric of the run."""
+        return metric_in(self.summary)
 
     def client_name(self, client: int) -> str:
         """Return the name of a client's site or group, or its number as in ``client 3``."""
@@ -118,7 +125,7 @@ def point_of(summary: Mapping[str, Any]) -> str:
     the method's file may be missing.
     """
     method = str(summary["method"])
-    recorded = None if method in METHODS else summary.get("point")
+    recorded = None if method in (*METHODS, *REFERENCES) else summary.get("point")
     return str(recorded or settings_class(method).point)
 
 

@@ -35,7 +35,8 @@ from posy.settings import RunError, SettingsError
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import defaults, merge_experiment, named_sources, read_settings
-from posy.strategies.run_settings import AUTO, OFF, RunSettings
+from posy.strategies.run_settings import AUTO, OFF, RunSettings, metric_of, positive_class
+from posy.strategies.score_sums import MOST_BINNED
 from posy.strategies.settings import Settings
 
 app = ServerApp()
@@ -140,7 +141,8 @@ def _run(
         if isinstance(grid, InProcessGrid):
             grid.states = stack.enter_context(states_in_memory(recorder, settings))
             stack.callback(grid.end)
-        recorder.prepare_messages(one_file_system=in_simulation())
+        in_this_process = isinstance(grid, InProcessGrid)
+        recorder.prepare_messages(shares_files=in_this_process or in_simulation(), one_file_system=in_simulation())
         log(INFO, "Results of this run: %s", recorder.directory.path)
         stack.enter_context(recorder)
         strategy.start(
@@ -162,6 +164,11 @@ def wave_grid(grid: Grid, settings: Settings, status: RunStatus | None) -> WaveG
             f"dataset = {SITES!r}: a simulation has no nodes with data; start a SuperLink and a SuperNode at each "
             "site, and name the SuperLink with --superlink"
         )
+    if settings.method.pools_data and not (in_this_process or in_simulation()):
+        raise SettingsError(
+            f"method = {settings.run.method!r}: it trains on the data of all clients in one place, but nodes keep "
+            "their data; run it in this process (without --superlink), or in a simulation"
+        )
     if in_this_process:
         return WaveGrid(grid)
     return polling(WatchedGrid(grid, status) if status is not None else grid, settings.run)
@@ -174,6 +181,14 @@ def checked_workspace(settings: Settings, *, in_this_process: bool) -> Workspace
         workspace.client_cache.processes = 1
     if not workspace.of_sites:  # sites check their data themselves
         _ = workspace.partition
+    task = workspace.task
+    metric = metric_of(settings.run, task.target, task.num_classes)
+    if settings.run.secure_aggregation and metric.name != "accuracy" and task.num_classes > MOST_BINNED:
+        raise SettingsError(
+            f"metric = {settings.run.metric!r} with secure-aggregation = true: masked sums contain it for at most "
+            f"{MOST_BINNED} classes, and the task has {task.num_classes}; set metric = 'accuracy'"
+        )
+    positive_class(settings.run, task.class_names)
     check_network(settings, workspace.architecture)
     client_class(settings.run.method)
     _ = workspace.criterion

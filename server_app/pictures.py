@@ -1,4 +1,4 @@
-"""A run's figures: the partition, the accuracy over the rounds, the clients, and figures specific to the method."""
+"""A run's pictures: the partition, the metric over the rounds, the clients, and pictures specific to the method."""
 
 import time
 from logging import WARNING
@@ -7,10 +7,13 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
+from posy.metrics import column_of
 from posy.server_app.federation import Federation
-from posy.server_app.results import RunDirectory, Totals
+from posy.server_app.results import RunDirectory
 from posy.server_app.system import SystemAccuracy
+from posy.server_app.totals import Totals
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.columns import POINTS
 from posy.strategies.methods import drawing_of
 
 DRAW_SECONDS = 30.0
@@ -73,14 +76,15 @@ class Pictures:
         """
         folder = self.directory.figures
         try:
-            figures.over_rounds(totals.accuracy, folder / "accuracy.png")
+            metric = self.strategy.rounds.metric
+            figures.over_rounds(totals.scores, folder / f"{metric.name}.png", metric)
             if final:
-                figures.over_rounds(totals.loss, folder / "loss.png", measure="loss")
+                figures.over_rounds(totals.loss, folder / "loss.png")
                 served, local = (
                     [totals.clients.get(c, {}).get(column) for c in range(self.strategy.num_clients)]
-                    for column in ("served_accuracy", "local_accuracy")
+                    for column in (column_of(point, metric.name) for point in POINTS)
                 )
-                figures.client_accuracies(served, local, folder / "clients.png")
+                figures.client_scores(served, local, folder / "clients.png", metric)
                 if system and system.routed is not None:
                     figures.routing(system.routed, folder / "routing.png")
                 if draw := drawing_of(type(self.strategy)):

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from posy.listing import WIDTH, as_lines, laid_out, shortened
+from posy.metrics import METRICS, Metric, column_of
 
 MAX_LINES = 200
 """Approximate maximum number of lines that a run writes to a log, however many rounds it has."""
@@ -42,13 +43,16 @@ class Progress:
     def __init__(
         self,
         rounds: int,
+        metric: Metric,
         *,
         done: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._clock = clock or time.monotonic
+        self._metric = metric
         self._dropped = 0
+        self._columns = {point: column_of(point, metric.name) for point in ("served", "local")}
         self._rounds = rounds
         self._done = done
         self._stream = stream or sys.stdout
@@ -85,13 +89,11 @@ class Progress:
         self._dropped += len(row["dropped"])
         notes = [f"{clients - missing} of {clients} clients"] if missing else []
         notes += [f"{self._dropped} dropped"] if self._dropped else []
-        served, local, loss = (
-            (row[measure] or {}).get("mean") for measure in ("served_accuracy", "local_accuracy", "train_loss")
-        )
+        served, local, loss = ((row[column] or {}).get("mean") for column in (*self._columns.values(), "train_loss"))
         partial = {
             point: f" ({number} of {clients})"
-            for point in ("served", "local")
-            if (number := (row[f"{point}_accuracy"] or {}).get("clients", clients)) < clients - missing
+            for point, column in self._columns.items()
+            if (number := (row[column] or {}).get("clients", clients)) < clients - missing
         }
         self.update(row["round"], served, local, loss, "  ".join(notes), partial)
 
@@ -111,7 +113,7 @@ class Progress:
         server_round : int
             Number of the round.
         served, local : float or None
-            Mean accuracies over the clients, 0..1.
+            Mean values of the metric over the clients.
         loss : float, optional
             Mean training loss.
         present : str
@@ -120,7 +122,8 @@ class Progress:
             Remarks about the clients that an accuracy covers, keyed by ``served`` or ``local``.
         """
         self._ends.append((server_round, self._clock()))
-        texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
+        texts = {"served": self._metric.format(served), "local": self._metric.format(local)}
+        texts["loss"] = "" if loss is None else f"{loss:.4f}"
         remarks = partial or {}
         self._latest |= {name: (server_round, text + remarks.get(name, "")) for name, text in texts.items() if text}
         parts = [
@@ -178,20 +181,22 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     path : Path
         The run's directory.
     """
+    metric = metric_in(summary)
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     figures = ("round", "mean ± std", "min", "max", "weighted", "Jain", "clients")
     members = members_of(summary)
     rows = []
     for point in ("served", "local"):
-        # The best round on the test splits gives an upper bound for the accuracy, not an estimate.
+        # The best round on the test splits gives an upper bound for the metric, not an estimate.
         choice = "best" if summary[point]["best"] else "upper-bound"
         for name, scores in (("last", summary[point]["last"]), (choice, summary[point][choice])):
-            cells = _cells(scores, members) if scores else ["not evaluated", *[""] * 6]
+            cells = _cells(scores, members, metric) if scores else ["not evaluated", *[""] * 6]
             rows.append([f"{point} model, {name.replace('-', ' ')}", *cells])
     for point, scores in (summary.get("newcomers") or {}).items():
         if point != "clients" and scores:
             newcomers = len(summary["newcomers"]["clients"])
-            rows.append([f"{point} model, newcomers", *_cells({"round": summary["rounds"], **scores}, newcomers)])
+            cells = _cells({"round": summary["rounds"], **scores}, newcomers, metric)
+            rows.append([f"{point} model, newcomers", *cells])
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
         "clients": _clients(summary),
@@ -205,7 +210,37 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "results": str(path),
     }
     title = f"{summary['method']} on {summary['dataset']}: {summary['status']} after {rounds}"
-    return "\n".join([title, *as_lines(laid_out("", ("accuracy", *figures), rows, right=figures)), *_aligned(notes)])
+    lines = as_lines(laid_out("", (metric.title, *figures), rows, right=figures))
+    warnings = [f"warning: {text}" for text in summary.get("notices", ())]
+    return "\n".join([title, *lines, *_metrics_table(summary), *_aligned(notes), *warnings])
+
+
+def _metrics_table(summary: Mapping[str, Any]) -> list[str]:
+    """Return lines with all metrics of the last evaluation, for the model by which the method is scored."""
+    point, last = summary.get("point", "served"), summary.get("metrics") or {}
+    pooled = summary.get("pooled", {}).get(point, {})
+    rows = []
+    for metric in METRICS.values():
+        over_clients = last.get(column_of(point, metric.name))
+        if over_clients is None:
+            continue
+        value = pooled.get("metrics", {}).get(metric.name)
+        ends = pooled.get("intervals", {}).get(metric.name)
+        interval = f"{metric.number(ends[0])} to {metric.format(ends[1])}" if ends else ""
+        if "samples" in over_clients:  # with secure aggregation
+            value, cells = over_clients["mean"], [ABSENT] * 3
+        else:
+            ordered = ("max", "min") if metric.lower_is_better else ("min", "max")
+            mean = f"{metric.number(over_clients['mean'])} ± {metric.format(over_clients['std'])}"
+            cells = [mean, *(metric.format(over_clients[end]) for end in ordered)]
+        rows.append([metric.title, *cells, str(over_clients["clients"]), metric.format(value), interval])
+    columns = ("mean ± std", "worst", "best", "clients", "all samples", "95 % interval")
+    return as_lines(laid_out("", (f"{point} model", *columns), rows, right=columns)) if rows else []
+
+
+def metric_in(summary: Mapping[str, Any]) -> Metric:
+    """Return the metric of a run; runs of earlier versions report accuracy."""
+    return METRICS[summary.get("metric", "accuracy")]
 
 
 LIMITED_WORDS = {
@@ -289,14 +324,15 @@ def _clients(summary: Mapping[str, Any]) -> str:
     return f"{clients - len(missing)} of {clients} (missing in the last evaluation: {first_names}{more})"
 
 
-def _cells(row: Mapping[str, Any], members: int) -> list[str]:
-    """Return the table cells for an evaluation; ``members`` is the number of clients that a round can evaluate."""
+def _cells(row: Mapping[str, Any], members: int, metric: Metric) -> list[str]:
+    """Return the table cells for a metric over the clients, of which a round can evaluate ``members``."""
     covered = coverage(row["clients"], members)
     if "samples" in row:
-        return [str(row["round"]), _percent(row["mean"]), *[ABSENT] * 4, covered]
+        return [str(row["round"]), metric.format(row["mean"]), *[ABSENT] * 4, covered]
     jain = "" if row["jain"] is None else f"{row['jain']:.4f}"
-    shares = (_percent(row[key]) for key in ("min", "max", "weighted"))
-    return [str(row["round"]), f"{100 * row['mean']:.2f} ± {_percent(row['std'])}", *shares, jain, covered]
+    values = (metric.format(row[key]) for key in ("min", "max", "weighted"))
+    mean = f"{metric.number(row['mean'])} ± {metric.format(row['std'])}"
+    return [str(row["round"]), mean, *values, jain, covered]
 
 
 def _percent(value: float | None) -> str:

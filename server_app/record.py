@@ -12,14 +12,14 @@ import torch
 from flwr.common.logger import log
 
 from posy.client_app.stored import ClientModel, Prediction
-from posy.metrics import majority_vote
 from posy.paths import absolute
-from posy.server_app.results import POINTS
 from posy.server_app.resume import CONFIG, read_summary
 from posy.server_app.system import routing_scores
 from posy.settings import SettingsError
+from posy.spread import majority_vote
 from posy.storage import read_metadata
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.columns import POINTS
 from posy.strategies.run_settings import RunSettings
 from posy.words import title
 from posy.yaml12 import read_yaml
@@ -167,6 +167,11 @@ class Record:
         """
         queries, members = list(samples), self._members()
         first = self.predictor(members[0])
+        if first.settings.data.scaling == "client" and first.settings.method.routes:
+            raise SettingsError(
+                f"{self.path}: its clients standardise features differently (scaling = client), so the routing network "
+                "cannot compare them; run it with scaling = federation"
+            )
         if first.settings.method.routes:
             return self._routed(first, queries, members)
         votes = [[p.label for p in ClientModel.load(self._files[c]).predict_all(queries)] for c in members]

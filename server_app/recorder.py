@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -22,25 +23,18 @@ from posy.client_app.training.work import advice_on_divergence
 from posy.client_app.workspace import Workspace
 from posy.extensions import key_prefix
 from posy.forked import private_memory
+from posy.metrics import column_of
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.federation import Federation
 from posy.server_app.pictures import Pictures
+from posy.server_app.pooled_scores import majority_notice, pooled_scores
 from posy.server_app.privacy import PrivacyLedger
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
-from posy.server_app.results import (
-    CLIENT_COLUMNS,
-    MEASURES,
-    POINTS,
-    TRAINING,
-    VALIDATION,
-    RunDirectory,
-    Status,
-    Totals,
-    spread_of,
-)
+from posy.server_app.results import RunDirectory, Status
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import SystemAccuracy, system_accuracy
+from posy.server_app.totals import Totals
 from posy.server_app.trackers.tracker import TrackedRun
 from posy.server_app.trackers.tracking import Tracking
 from posy.settings import DivergedError, NothingTrainedError, RunError
@@ -48,8 +42,9 @@ from posy.signals import deferred_signals
 from posy.storage import plain, write_arrays
 from posy.strategies import schedule
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.pooled import spreads
+from posy.strategies.columns import POINTS, TRAIN_LOSS, Columns
 from posy.strategies.replies import LIMITED, RoundRecord
+from posy.strategies.score_sums import spreads
 from posy.strategies.server_state import state_of
 from posy.strategies.settings import Settings
 
@@ -93,12 +88,8 @@ class Recorder:
         else:  # the resumption has already compared the data
             self.directory, self.checkpoints, checkpoint, self._resumed = resumption
             self._data = checkpoint.progress["data"]
-        absent_columns = {
-            *(() if settings.data.validation_fraction else VALIDATION),
-            *(() if run.evaluate_training else TRAINING),
-            *((*MEASURES, *VALIDATION, *TRAINING, "n_test", "chosen") if run.secure_aggregation else ()),
-        }
-        self.directory.columns = tuple(column for column in CLIENT_COLUMNS if column not in absent_columns)
+        self.columns = Columns.of(settings, workspace.task)
+        self.directory.columns = self.columns.of_clients(summed=run.secure_aggregation)
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
@@ -114,13 +105,17 @@ class Recorder:
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self.system: SystemAccuracy | None = None
+        self.pooled: dict[str, Any] = {}
+        """The scores over all test samples (:func:`pooled_scores`); empty if the predictions stay on the nodes."""
+        self.notices: list[str] = []
+        """Warnings about the scores, for the summary."""
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
         if resumption is not None:
             self._continue_from(resumption.checkpoint)
         self.status.note(results=self.directory.path, rounds=run.num_server_rounds)
         self._note_round()
-        self._progress = Progress(run.num_server_rounds, done=self.rounds)
+        self._progress = Progress(run.num_server_rounds, self.columns.metric, done=self.rounds)
 
     def __enter__(self) -> Self:
         if self.workspace.of_sites:
@@ -155,8 +150,29 @@ class Recorder:
             write_arrays(self.directory.models / ARRAYS, self._server_state or state_of(self.strategy))
         if status == "completed" and not self.settings.train.withholds_scores:
             self.system = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
+        if status == "completed":
+            self._score_all_samples()
         self._pictures.draw(self.totals, self.system, final=True)
         self._write_summary(status)
+
+    def _score_all_samples(self) -> None:
+        """Score all test samples together, and delete the predictions unless the user wants them."""
+        folder, run, task = self.directory.predictions, self.settings.run, self.workspace.task
+        if not folder.is_dir():  # they stay on the nodes
+            return
+        point = self.settings.method.point
+        rows = {client: self.totals.clients[client] for client in self.totals.last_round}
+        name = self.columns.metric.name
+        clients = {p: [c for c, row in rows.items() if column_of(p, name) in row] for p in POINTS}
+        try:
+            self.pooled = pooled_scores(folder, clients, task, run, point)
+        except (ValueError, LookupError) as error:
+            log(WARNING, "the predictions in %s cannot be read: %s", folder, error)
+        if not run.save_predictions:
+            shutil.rmtree(folder)
+        if notice := majority_notice(self.pooled, task.class_names, self.columns.metric, point):
+            self.notices.append(notice)
+            log(WARNING, "%s", notice)
 
     def record(self) -> Record:
         """Return the record of the finished run."""
@@ -181,8 +197,8 @@ class Recorder:
         if totals.asked and not totals.evaluated:
             raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
         record = self.strategy.record
-        losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
-        if spread := spreads(record.sums).get("train_loss"):
+        losses = [row[TRAIN_LOSS] for row in record.clients.values() if TRAIN_LOSS in row]
+        if spread := spreads(record.sums).get(TRAIN_LOSS):
             losses = [spread["mean"]]
         diverged = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
         diverged -= record.trained
@@ -217,7 +233,8 @@ class Recorder:
         self._server_state = None
         self.rounds = server_round
         self._versions = dict(self.strategy.exchange.states.versions)
-        over_clients = self.totals.add(record, evaluated=schedule.evaluates(self.settings.run, server_round))
+        evaluated = schedule.evaluates(self.settings.run, server_round)
+        over_clients = self.totals.add(record, self.columns, evaluated=evaluated)
         system = self._system_accuracy_of(server_round)
         counts, self.federation.grid.counts = self.federation.grid.counts, Counter()
         self.totals.delivery += counts
@@ -280,14 +297,18 @@ class Recorder:
     def _note_round(self) -> None:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
-    def prepare_messages(self, *, one_file_system: bool) -> None:
-        """Add the folder for the clients' states, and the versions to keep, to the strategy's messages.
+    def prepare_messages(self, *, shares_files: bool, one_file_system: bool) -> None:
+        """Let the strategy's messages name the folders for the clients' files, and the versions to keep.
 
-        Set ``one_file_system`` if the clients can write into the run's directory.
+        With ``shares_files``, the clients can write into the run's directory. With ``one_file_system``, their states
+        are there too.
         """
         states = self.strategy.exchange.states
         states.attempt = len(self._resumed)
         states.folders["run"] = f"{self.directory.path.name}-{self.directory.id}"
+        run = self.settings.run
+        if run.save_predictions or (shares_files and not run.secure_aggregation):
+            self.strategy.exchange.predictions_folder = self.directory.predictions
         if one_file_system and (self.checkpoints.every or self._resumed):
             states.folders["state-directory"] = str(self.directory.state)
         self._note_versions()
@@ -344,8 +365,10 @@ class Recorder:
                 "seed": settings.run.seed,
                 "seconds": time.perf_counter() - self._started,
                 **peak_memory(self.workspace.device),
-                **self.totals.summary(settings.run.average_rounds),
+                **self.totals.summary(self.columns.metric, settings.run.average_rounds),
                 **self._system_summary(),
+                **({"pooled": self.pooled} if self.pooled else {}),
+                **({"notices": self.notices} if self.notices else {}),
                 **({"client-scores": NOT_AVAILABLE} if settings.run.secure_aggregation else {}),
                 **self.privacy.summary(),
                 **self._newcomers(),
@@ -364,7 +387,8 @@ class Recorder:
         rows = self.strategy.newcomer_rows
         if not rows:
             return {}
-        over_clients = {point: spread_of(rows.values(), f"{point}_accuracy") for point in POINTS}
+        columns = {point: column_of(point, self.columns.metric.name) for point in POINTS}
+        over_clients = {p: self.columns.spread_of(rows.values(), column) for p, column in columns.items()}
         return {"newcomers": {**over_clients, "clients": {str(client): row for client, row in sorted(rows.items())}}}
 
 

@@ -1,7 +1,6 @@
 """A run's directory, to which Posy writes the results after each round, so that they survive if the run is killed."""
 
 import csv
-import dataclasses
 import io
 import json
 import os
@@ -9,10 +8,8 @@ import platform
 import re
 import secrets
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from logging import WARNING
 from pathlib import Path
@@ -23,151 +20,14 @@ import numpy.typing as npt
 from flwr.common.logger import log
 
 from posy.flower import versions
-from posy.metrics import Evaluation, Spread, best, chosen, over_rounds, spread
-from posy.settings import SettingsError, key_of
+from posy.settings import SettingsError
 from posy.storage import is_folder_name, lock, plain, replace, sync
-from posy.strategies.pooled import spreads
-from posy.strategies.replies import LIMITED, RoundRecord
 from posy.yaml12 import dump
 
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
-POINTS = ("served", "local")
-"""Evaluation points: a client's served model, and its local model after training."""
-MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
-"""Columns of a client's row that Posy summarises over the clients in each round."""
-VALIDATION, TRAINING = (
-    tuple(f"{point}_{split}_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
-    for split in ("validation", "training")
-)
-"""Further columns of a client's row: for validation splits, and, with ``evaluate-training``, for training splits."""
-CLIENT_COLUMNS = (
-    *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, *TRAINING, "train_loss"),
-    *("chosen", "bytes_up", "bytes_down", "site"),
-)
 GROWING = ("rounds.jsonl", "clients.csv")
 """Files to which Posy appends after each round."""
-
-
-@dataclass
-class Totals:
-    """Totals over a run's finished rounds, which a checkpoint stores under keys derived from the field names."""
-
-    trained: bool = False
-    """Whether any client's training has been accepted."""
-    asked: int = 0
-    evaluated: int = 0
-    """Numbers of evaluations that the server has requested and accepted."""
-    worst_loss: float = 0.0
-    """Highest mean training loss in any round."""
-    bytes_up: int = 0
-    bytes_down: int = 0
-    samples: int = 0
-    """Number of training samples that the clients have processed, counted once per pass."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped replies, keyed by reason."""
-    delivery: Counter[str] = field(default_factory=Counter)
-    """Numbers of resent messages and of late replies."""
-    clipped: Counter[int] = field(default_factory=Counter)
-    discarded: Counter[int] = field(default_factory=Counter)
-    down_weighted: Counter[int] = field(default_factory=Counter)
-    """Number of rounds per client in which its update was scaled down, given no weight, or given less weight."""
-    missing: list[int] = field(default_factory=list)
-    """Clients missing from the last evaluation."""
-    accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """Evaluations at each of :data:`POINTS`, in round order, without rounds that had no evaluation."""
-    validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """Accuracy on the validation splits, in the same format."""
-    system: list[tuple[int, float]] = field(default_factory=list)
-    """System accuracy, as pairs of round and value, for the rounds in which it was computed."""
-    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The last row of each client."""
-    last_round: list[int] = field(default_factory=list)
-    """Clients that have a row in the last round."""
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """Read the totals from the result of :meth:`as_json`; ``stored`` may also contain other keys."""
-        keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
-        # Checkpoints from earlier versions lack the system accuracy of individual rounds and the fields in LIMITED.
-        optional_names = ("system", *LIMITED)
-        totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
-        totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
-        for name in LIMITED:
-            setattr(totals, name, Counter({int(client): n for client, n in getattr(totals, name).items()}))
-        totals.accuracy, totals.loss, totals.validation = (
-            [[Evaluation(*evaluation) for evaluation in evaluations] for evaluations in points]
-            for points in (totals.accuracy, totals.loss, totals.validation)
-        )
-        totals.clients = {int(client): row for client, row in totals.clients.items()}
-        return totals
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields, keyed as in a checkpoint."""
-        return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round, and return the spread of each measure over the clients, from their rows or from masked sums.
-
-        A measure in :data:`MEASURES` that no client reports is None; other measures without reports are absent.
-        Set ``evaluated`` if an evaluation was due in the round.
-        """
-        rows = dict(sorted(record.clients.items()))  # so that the sums do not depend on the order of the replies
-        over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
-        over_clients |= {m: values for m in (*VALIDATION, *TRAINING) if (values := spread_of(rows.values(), m))}
-        over_clients |= spreads(record.sums)
-        for name, points in (
-            ("accuracy", self.accuracy),
-            ("loss", self.loss),
-            ("validation_accuracy", self.validation),
-        ):
-            for point, evaluations in zip(POINTS, points, strict=True):
-                if values := over_clients.get(f"{point}_{name}"):
-                    evaluations.append(Evaluation(record.number, values, len(record.missing)))
-        if trained := over_clients["train_loss"]:
-            self.trained, self.worst_loss = True, max(self.worst_loss, trained["mean"])
-        self.trained |= bool(record.trained)
-        if evaluated:
-            self.missing = record.missing
-        self.asked += record.asked
-        self.evaluated += record.evaluated
-        self.bytes_up += record.bytes_up
-        self.bytes_down += record.bytes_down
-        self.samples += record.samples
-        self.dropped.update(reason for _, reason in record.dropped)
-        for name in LIMITED:
-            getattr(self, name).update(getattr(record, name))
-        self.last_round = list(rows)
-        self.clients = dict(sorted({**self.clients, **rows}.items()))
-        return over_clients
-
-    def summary(self, average_rounds: int = 0) -> dict[str, Any]:
-        """Return the totals for the summary of a run.
-
-        ``best`` is the round with the highest accuracy on the validation splits. ``upper-bound`` is the highest
-        accuracy on the test splits, for which the test data itself selects the round. If ``average_rounds`` is not 0,
-        ``average`` is the mean over the evaluations in the last ``average_rounds`` rounds.
-        """
-        accuracy: dict[str, Any] = {
-            point: {
-                "last": _flat(evaluations[-1] if evaluations else None),
-                "best": _flat(chosen(evaluations, validation)),
-                "upper-bound": _flat(best(evaluations)),
-            }
-            for point, evaluations, validation in zip(POINTS, self.accuracy, self.validation, strict=True)
-        }
-        if average_rounds:
-            for point, evaluations in zip(POINTS, self.accuracy, strict=True):
-                accuracy[point]["average"] = over_rounds(evaluations, average_rounds)
-            last_values = [value for number, value in self.system if number > self.system[-1][0] - average_rounds]
-            if last_values:
-                mean, deviation = float(np.mean(last_values)), float(np.std(last_values))
-                system = {"evaluations": len(last_values), "mean": mean, "deviation": deviation}
-                accuracy["system-accuracy-average"] = system
-        sums = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down, "samples": self.samples}
-        limited = {key_of(name): _by_client(counts) for name in LIMITED if (counts := getattr(self, name))}
-        return {**sums, **accuracy, "dropped": self.dropped, **limited, **self.delivery, "missing": self.missing}
 
 
 class RunDirectory:
@@ -178,11 +38,11 @@ class RunDirectory:
 
     def __init__(self, path: Path, run_id: str) -> None:
         self.path, self.id = path, run_id
-        self.columns: tuple[str, ...] = CLIENT_COLUMNS
+        self.columns: tuple[str, ...] = ()
         """Columns of ``clients.csv``."""
         self.grown: dict[str, list[tuple[int, int]]] = {name: [] for name in GROWING}
         """Size and checksum of each file in :data:`GROWING` after every round."""
-        self.models, self.figures = path / "models", path / "figures"
+        self.models, self.figures, self.predictions = path / "models", path / "figures", path / "predictions"
         self.state, self.checkpoints = path / "state", path / "checkpoints"
         try:
             self._lock = lock(path)
@@ -297,23 +157,6 @@ class RunDirectory:
             os.truncate(path, intact_ends[-1][0])
             # A round whose rows are lost ends where the last intact round ends.
             self.grown[name] = (intact_ends + [intact_ends[-1]] * len(rounds))[1 : len(rounds) + 1]
-
-
-def spread_of(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
-    """Return the spread of a column over the clients with a value, weighted by their numbers of training samples."""
-    rows_with_value = [row for row in rows if column in row]
-    return spread([row[column] for row in rows_with_value], [row["n_train"] for row in rows_with_value])
-
-
-def _by_client(rounds: Mapping[int, int]) -> list[dict[str, int]]:
-    """Return each client with its number of rounds, in client order."""
-    return [{"client": client, "rounds": number} for client, number in sorted(rounds.items())]
-
-
-def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    if evaluation is None:
-        return None
-    return {"round": evaluation.round, **evaluation.over_clients, "missing": evaluation.missing}
 
 
 def cpu_model() -> str:

@@ -15,10 +15,10 @@ from posy.client_app.predictors import Predictor
 from posy.client_app.training.batches import Samples
 from posy.client_app.training.work import Forward
 from posy.client_app.workspace import Workspace
-from posy.metrics import majority_vote
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.server_app.results import RunDirectory
+from posy.spread import majority_vote
 from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.settings import MethodSettings, Settings
@@ -53,6 +53,8 @@ def system_accuracy(
         reason = "with secure-aggregation the clients keep their models and test samples"
     elif workspace.of_sites:
         reason = "the sites keep their test samples"
+    elif settings.data.scaling == "client":
+        reason = "with scaling = client a query would need the scale of its client"
     elif not settings.run.save_models:
         reason = "it needs save-models = true"
     elif not any(path.exists() for path in paths.values()):

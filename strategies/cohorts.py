@@ -40,6 +40,8 @@ def takes_all(run: RunSettings, server_round: int) -> bool:
 def cohort_of(settings: Settings, server_round: int) -> list[int]:
     """Return, in sorted order, the clients that train in a round; the seed and the round determine the draw."""
     run, members = settings.run, members_of(settings)
+    if settings.method.pools_data:
+        return list(members[:1])
     if run.fraction_train >= 1 or takes_all(run, server_round):
         return list(members)
     size = max(1, math.ceil(run.fraction_train * len(members) - 1e-9))

@@ -55,6 +55,8 @@ class Exchange:
         self.models_folder: Path | None = None
         self.states = ClientStates()
         self.saving = False
+        self.predictions_folder: Path | None = None
+        """The folder in which clients store their predictions in an evaluation that reports all metrics, if any."""
         """Whether clients store their models in this round (see :data:`SAVE_SECONDS`)."""
         self.phase: list[Message] = []
         """The training or evaluation messages of this phase."""
@@ -85,11 +87,14 @@ class Exchange:
         self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, Any]]
     ) -> list[Message]:
         """Return a message for each client in ``flags``, which maps clients to their config entries for the phase."""
-        strategy = self.strategy
+        strategy, run = self.strategy, self.settings.run
         common = ConfigRecord({**config, "settings": self._settings_json, "server-round": server_round})
         common["lr"] = schedule.learning_rate(self.settings, server_round)
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
+        predicts = server_round == run.num_server_rounds
+        if self.predictions_folder is not None and predicts:
+            common["save-predictions-to"] = str(self.predictions_folder)
         pack = IdentityCache(Array)  # serialises an array once for all clients
         self.sent = []
         for client, flag_entries in flags.items():

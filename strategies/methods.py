@@ -56,6 +56,14 @@ METHODS = {
     "fedcp": "FedCP",
 }
 """Each method's name in the settings, mapped to the prefix of its class names."""
+REFERENCES = {"pooled": "Pooled"}
+"""Trainings that are not federated, for comparison with the methods; otherwise as in :data:`METHODS`."""
+_CLASSES = METHODS | REFERENCES
+
+
+def class_prefix(method: str) -> str:
+    """Return the prefix of the class names of one of Posy's methods or references."""
+    return _CLASSES[method]
 
 
 def check_method(method: str, where: str = "") -> None:
@@ -63,10 +71,10 @@ def check_method(method: str, where: str = "") -> None:
 
     A custom method, ``file:Name``, is checked when Posy loads it.
     """
-    if method in METHODS or is_custom(method):
+    if method in _CLASSES or is_custom(method):
         return
-    near = nearest(method, METHODS)
-    allowed = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
+    near = nearest(method, _CLASSES)
+    allowed = f"it must be one of {', '.join(_CLASSES)}, or file:Name of your own"
     hint = f"did you mean {near}? (`posy methods` lists all)" if near else allowed
     raise SettingsError(f"method = {quoted(method)}" + (f" {set_in(where)}" if where else "") + f": {hint}")
 
@@ -74,7 +82,7 @@ def check_method(method: str, where: str = "") -> None:
 def settings_class(method: str) -> Any:
     """Return the frozen dataclass of a method's settings, which also declares the method's messages."""
     check_method(method)
-    return _own_settings(method) if is_custom(method) else getattr(_module(method), f"{METHODS[method]}Settings")
+    return _own_settings(method) if is_custom(method) else getattr(_module(method), f"{class_prefix(method)}Settings")
 
 
 def strategy_class(method: str) -> Any:
@@ -84,7 +92,7 @@ def strategy_class(method: str) -> Any:
     check_method(method)
     if is_custom(method):
         return own_class(method, "", PersonalisedStrategy)
-    return getattr(_module(method), METHODS[method], PersonalisedStrategy)
+    return getattr(_module(method), class_prefix(method), PersonalisedStrategy)
 
 
 def drawing_of(strategy: type[Any]) -> Callable[[Any, Path], None] | None:
@@ -127,7 +135,7 @@ def _own_settings(method: str) -> Any:
         raise SettingsError(
             f"{prefix}: its file must declare {name}, a subclass of MethodSettings; it declares {classes}"
         )
-    if method_key in METHODS:
+    if method_key in _CLASSES:
         raise SettingsError(f"{prefix}: Posy already has a method named {method_key}; choose another name")
     return declared
 

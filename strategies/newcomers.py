@@ -10,6 +10,7 @@ from posy.strategies.exchange import Exchange
 from posy.strategies.hooks import ServerHooks
 from posy.strategies.replies import read_metrics, scores_of
 from posy.strategies.rounds import Rounds
+from posy.strategies.run_settings import ALL_METRICS
 
 
 class NewcomerPhase:
@@ -39,7 +40,7 @@ class NewcomerPhase:
 
         def accept(client: int, metrics: Mapping[str, Any]) -> None:
             row = strategy.newcomer_rows.setdefault(client, {"n_train": strategy.clients[client].num_train})
-            row |= scores_of(metrics)
+            row |= self.rounds.recorded(scores_of(metrics))
 
         for kind, config, flag in (
             (MessageType.EVALUATE, evaluate_config, "evaluate-personal"),
@@ -47,7 +48,7 @@ class NewcomerPhase:
         ):
             if kind == MessageType.TRAIN:
                 self.rounds.before_training(server_round, present)
-            flags = {client: {flag: True} for client in present}
+            flags = {client: {flag: True, ALL_METRICS: True} for client in present}
             messages = exchange.messages(kind, server_round, config, flags)
             exchange.collect(grid.send_and_receive(messages, timeout=timeout), lambda client: read_metrics, accept)
             exchange.report_lost()

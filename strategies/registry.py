@@ -47,7 +47,7 @@ REMOVED = ("dp-sensitivity",)
 
 STORED = "the stored run"
 """Source of a resumed run's or a stored model's settings, as named in error messages."""
-SAMPLES = {"image": "images", "text": "texts", "table": "tables"}
+SAMPLES = {"image": "images", "text": "texts", "table": "tables", "features": "features"}
 """Plural of each kind of samples in :attr:`Setting.samples`, for messages."""
 
 

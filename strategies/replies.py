@@ -11,6 +11,7 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from posy.flower import record_in
+from posy.metrics import METRICS
 from posy.models.parameters import FloatArray
 
 MAX_EXAMPLES = 1_000_000_000
@@ -31,13 +32,16 @@ UNREADABLE = (
 .npz instead of an array; MemoryError: a header with too large a shape)."""
 ITEM_BYTES, HEADER_BYTES = 8, 4096
 """Maximum size in bytes of an array element in a reply, and of the array's header."""
-SCORES = tuple(
-    f"{point}{split}-{measure}"
+LOSS = "loss"
+"""Key of the loss on a split, which comes with the metrics in :mod:`posy.metrics`."""
+SCORES = {
+    f"{point}{split}-{measure}": measure
     for split in ("", "-validation", "-training")
     for point in ("served", "local")
-    for measure in ("accuracy", "loss")
-)
-"""Keys of a client's scores: one for each split, evaluation point and measure."""
+    for measure in (LOSS, *METRICS)
+}
+"""Keys of a client's scores, for each evaluation point and each of its test, validation and training splits, with the
+name of the metric."""
 BLOCK = 16_384
 """Number of parameters that are processed at a time in double precision."""
 
@@ -103,7 +107,7 @@ class RoundRecord:
     evaluated: int = 0
     """Numbers of clients with test samples that received an evaluation message (``asked``) and that replied."""
     sums: dict[str, Any] = field(default_factory=dict)
-    """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.pooled.Tally`), by key."""
+    """With secure aggregation, the scores summed over clients (:class:`~posy.strategies.score_sums.Tally`), by key."""
     bytes_up: int = 0
     bytes_down: int = 0
     samples: int = 0
@@ -338,11 +342,13 @@ def check_size(record: ArrayRecord, shapes: Mapping[str, tuple[int, ...]]) -> No
 def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the scores in a reply, keyed by column.
 
-    Raises :class:`BadReplyError` unless all losses are finite and non-negative, and all accuracies are in [0, 1].
+    Raises :class:`BadReplyError` unless all losses are finite and non-negative, and each metric is in its range.
     """
     scores = {key: metrics[key] for key in SCORES if key in metrics}
     for key, value in scores.items():
-        if not math.isfinite(value) or value < 0 or (key.endswith("accuracy") and value > 1):
+        name = SCORES[key]
+        is_possible = value >= 0 if name == LOSS else METRICS[name].is_possible(value)
+        if not (math.isfinite(value) and is_possible):
             raise BadReplyError(f"{key} = {value}")
     return {key.replace("-", "_"): value for key, value in scores.items()}
 

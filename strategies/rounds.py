@@ -1,6 +1,6 @@
 """The phases of a round: the cohort trains, the server aggregates, and the clients evaluate."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -10,8 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from posy.metrics import column_of
 from posy.strategies import schedule
 from posy.strategies.cohorts import cohort_of
+from posy.strategies.columns import Columns
 from posy.strategies.exchange import Exchange
 from posy.strategies.hooks import ServerHooks
 from posy.strategies.influence import Influence
@@ -37,7 +39,7 @@ from posy.strategies.replies import (
     stacked,
     weighted_mean,
 )
-from posy.strategies.run_settings import CENTRAL
+from posy.strategies.run_settings import ALL_METRICS, CENTRAL
 from posy.strategies.secure_rounds import SecureRounds
 
 
@@ -59,6 +61,11 @@ class Rounds:
         self.settings = strategy.settings
         self.exchange = exchange
         self.influence = influence
+        task = strategy.architecture.task
+        self.columns = Columns.of(self.settings, task)
+        """The scores that the run records."""
+        self.metric = self.columns.metric
+        """The metric by which the run compares rounds."""
         self.secure = SecureRounds(strategy, exchange) if self.settings.run.secure_aggregation else None
         self.before_training: Callable[[int, list[int]], None] = lambda server_round, clients: None
         """Hook for the privacy ledger, called with the round and its clients before training messages are sent."""
@@ -67,7 +74,7 @@ class Rounds:
 
     def cohort(self, server_round: int) -> list[int]:
         """Return, in sorted order, the clients that train in a round; the seed and the round determine the draw."""
-        trains_all = self.strategy.trains_all(server_round)
+        trains_all = self.strategy.trains_all(server_round) and not self.strategy.method.pools_data
         return list(self.strategy.members) if trains_all else cohort_of(self.settings, server_round)
 
     def configure_train(self, server_round: int, config: ConfigRecord, grid: Grid) -> list[Message]:
@@ -78,7 +85,8 @@ class Rounds:
         strategy.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(strategy.clients))
         evaluates = schedule.evaluates(self.settings.run, server_round)
-        flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": evaluates} for c in clients}
+        all_metrics = schedule.reports_all_metrics(self.settings, server_round)
+        flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": evaluates, ALL_METRICS: all_metrics} for c in clients}
         if self.secure:
             weights = {client: self.exchange.weight(client) for client in clients}
             same_clients = evaluates and clients == self._present()
@@ -185,7 +193,7 @@ class Rounds:
         # All checks come first, so that a dropped reply writes nothing into the client's row.
         self.exchange.count_bytes(client, up=sum(array.nbytes for array in update.arrays.values()))
         row = record.row(client)
-        row |= {"n_train": update.num_examples, "n_test": int(update.metrics["num-test"]), **scores}
+        row |= {"n_train": update.num_examples, "n_test": int(update.metrics["num-test"]), **self.recorded(scores)}
         if not self.settings.train.withholds_scores:
             row["train_loss"] = float(update.loss)
         record.samples += samples
@@ -230,7 +238,10 @@ class Rounds:
         if not schedule.evaluates(run, server_round):
             return []
         trained, present = self.strategy.record.trained, self._present()
-        flags: dict[int, dict[str, Any]] = {client: {"evaluate-personal": client not in trained} for client in present}
+        all_metrics = schedule.reports_all_metrics(self.settings, server_round)
+        flags: dict[int, dict[str, Any]] = {
+            client: {"evaluate-personal": client not in trained, ALL_METRICS: all_metrics} for client in present
+        }
         if self.secure:
             same_clients = server_round < run.num_server_rounds and set(self.cohort(server_round + 1)) == {*present}
             following = self.secure.training_name(server_round + 1) if same_clients else ""
@@ -239,7 +250,7 @@ class Rounds:
         return self.exchange.messages(MessageType.EVALUATE, server_round, config, flags)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Record the clients' scores, and return the mean served accuracy."""
+        """Record the clients' scores, and return the mean of the run's metric over the served models."""
         record, exchange = self.strategy.record, self.exchange
         if self.secure:
             evaluated = schedule.evaluates(self.settings.run, server_round)
@@ -249,9 +260,10 @@ class Rounds:
             record.evaluated = sum(record.clients[client]["n_test"] > 0 for client in results)
             record.asked = len(exchange.sent) - len(results) + record.evaluated
             exchange.lap("evaluate")
-            served = [row["served_accuracy"] for row in record.clients.values() if "served_accuracy" in row]
+            name = self.metric.name
+            served = [row[column] for row in record.clients.values() if (column := column_of("served", name)) in row]
             mean = float(np.mean(served)) if results and served else None
-            scores = None if mean is None else MetricRecord({"served-accuracy": mean})
+            scores = None if mean is None else MetricRecord({f"served-{name}": mean})
         exchange.report_lost()
         return scores
 
@@ -263,11 +275,15 @@ class Rounds:
         row = record.row(client)
         row |= {"n_train": evaluation.num_train, "n_test": evaluation.num_test}
         record.samples += evaluation.samples
-        for column, value in evaluation.scores.items():
+        for column, value in self.recorded(evaluation.scores).items():
             row.setdefault(column, value)  # the scores of the training round take precedence
         if evaluation.chosen:
             row["chosen"] = evaluation.chosen
         return client
+
+    def recorded(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """Return the scores that the run records; a client may send others."""
+        return {column: value for column, value in scores.items() if column in self.columns.all}
 
     def _present(self) -> list[int]:
         """Return the members that have joined."""

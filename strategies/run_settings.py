@@ -1,8 +1,10 @@
 """The shared settings of a run and of local training."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from posy.metrics import DEFAULTS, METRICS, Metric, metrics_for
 from posy.models.catalogue import MODELS, PRETRAINED
 from posy.paths import found_at, sha256_of
 from posy.settings import Search, SettingsError, setting
@@ -11,6 +13,8 @@ AUTO, OFF = "auto", "off"
 """Values that may replace a number: Posy chooses the number, or the feature is off."""
 LOCAL, CENTRAL, SAMPLE = "local", "central", "sample"
 """Modes of differential privacy; see :mod:`posy.strategies.privacy`."""
+ALL_METRICS = "all-metrics"
+"""Key of a message's config that asks for all metrics of the task on the test split."""
 UNIFORM = "uniform"
 """The value of ``client-weights`` that gives all clients the same weight."""
 WITHHELD = "withheld"
@@ -369,6 +373,32 @@ class RunSettings:
     evaluate_training: bool = setting(
         False, "score models on the training samples too, at the cost of a third of an epoch"
     )
+    metric: str = setting(
+        AUTO,
+        "metric by which rounds, clients and methods are compared; `auto`: accuracy, for labels average-precision, for "
+        "values rmse",
+        choices=(AUTO, *METRICS),
+        synonyms=("monitor", "score"),
+    )
+    all_metrics: str = setting(
+        AUTO,
+        "evaluations that report all metrics of the task on the test splits: the `last` one, `every` one or `none`; "
+        "other evaluations report only the metric and the loss; `auto`: `last`, with dataset=sites `none`",
+        choices=(AUTO, "last", "every", "none"),
+    )
+    positive_class: str = setting(
+        "", "two classes: name of the class that counts as positive; empty: the second class", synonyms=("pos-label",)
+    )
+    threshold: float = setting(
+        0.5, "minimum probability with which the positive class, or a label, is predicted", minimum=0, maximum=1
+    )
+    fixed_sensitivity: float = setting(0.9, "minimum sensitivity for specificity-at-sensitivity", above=0, maximum=1)
+    save_predictions: bool = setting(
+        False,
+        "store each client's predictions for its test samples after the last round, with the samples' numbers",
+        resumable=True,
+        affects_results=False,
+    )
     average_rounds: int = setting(
         0,
         "number of final rounds over which the summary also averages the scores; system accuracy, if enabled, is "
@@ -453,3 +483,42 @@ class RunSettings:
             )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
+
+
+def metric_of(run: RunSettings, target: str, size: int) -> Metric:
+    """Return the metric by which a run compares rounds, clients and methods.
+
+    Parameters
+    ----------
+    run : RunSettings
+        The settings of the run.
+    target : str
+        The target of the task (see :mod:`posy.metrics`).
+    size : int
+        Number of classes, labels or values C.
+
+    Raises
+    ------
+    SettingsError
+        If the metric does not apply to the task.
+    """
+    metric = METRICS[DEFAULTS[target] if run.metric == AUTO else run.metric]
+    if not metric.suits(target, size):
+        names = ", ".join(suitable.name for suitable in metrics_for(target, size))
+        raise SettingsError(
+            f"metric = {run.metric!r} does not apply to a task with {size} {target}; choose one of {names}"
+        )
+    return metric
+
+
+def positive_class(run: RunSettings, names: Sequence[str]) -> int:
+    """Return the index of the positive one of two classes, by default 1.
+
+    Raise :class:`SettingsError` if the named class is not one of two classes.
+    """
+    if not run.positive_class:
+        return 1
+    if run.positive_class not in names or len(names) != 2:
+        reason = f"the classes are {' and '.join(names)}" if len(names) == 2 else f"the task has {len(names)} classes"
+        raise SettingsError(f"positive-class = {run.positive_class!r}: {reason}; name one of two classes")
+    return list(names).index(run.positive_class)

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 
-from posy.strategies.run_settings import RunSettings
+from posy.data.settings import SITES
+from posy.strategies.run_settings import AUTO, RunSettings
 from posy.strategies.settings import Settings
 
 
@@ -19,6 +20,16 @@ def learning_rate(settings: Settings, server_round: int) -> float:
 def evaluates(run: RunSettings, server_round: int) -> bool:
     """Return whether clients evaluate in a round."""
     return server_round % run.evaluate_every == 0 or server_round == run.num_server_rounds
+
+
+def reports_all_metrics(settings: Settings, server_round: int) -> bool:
+    """Return whether the evaluation of a round reports all metrics of the task."""
+    run = settings.run
+    which = run.all_metrics
+    if which == AUTO:
+        which = "none" if settings.data.dataset == SITES else "last"
+    is_chosen = which == "every" or (which == "last" and server_round == run.num_server_rounds)
+    return is_chosen and evaluates(run, server_round)
 
 
 def in_average(run: RunSettings, server_round: int) -> bool:

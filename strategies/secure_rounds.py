@@ -11,10 +11,11 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from posy.flower import MAX_REASON, record_in
+from posy.strategies import schedule
 from posy.strategies.exchange import Exchange
 from posy.strategies.hooks import ServerHooks
-from posy.strategies.pooled import TRAIN, count_of, tallies
 from posy.strategies.replies import Update
+from posy.strategies.score_sums import TRAIN, ScoreSums
 from posy.strategies.secure_aggregation import (
     EVALUATION,
     Answer,
@@ -52,6 +53,12 @@ class SecureRounds:
         """The secure aggregation in the current phase."""
         assert self._current is not None
         return self._current
+
+    def score_sums(self, *, training: bool) -> ScoreSums:
+        """Return the layout of the scores in the current round's masked sums."""
+        all_metrics = schedule.reports_all_metrics(self.settings, self.strategy.record.number)
+        task = self.strategy.architecture.task
+        return ScoreSums(self.settings, task, training=training, all_metrics=all_metrics)
 
     def training_name(self, server_round: int) -> str:
         """Return the name of the secure aggregation over a round's updates."""
@@ -115,7 +122,7 @@ class SecureRounds:
     def decoder(self, client: int) -> Callable[[RecordDict], Masked]:
         """Return the function that decodes a client's masked update."""
         shapes = self.exchange.expected_shapes(client).values()
-        [size] = masked_shape(shapes, count_of(self.settings, training=True))
+        [size] = masked_shape(shapes, self.score_sums(training=True).count)
         count = self.strategy.clients[client].num_train
         return lambda content: read_masked(content, size, count)
 
@@ -135,7 +142,7 @@ class SecureRounds:
         unknown = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
         references = strategy.method.reference(strategy.architecture, strategy.serve(client), unknown)
         masked = {update.client: update.arrays["masked"] for update in updates}
-        opened = self.current.unmasked(masked, self._common_digest(), count_of(self.settings, training=True))
+        opened = self.current.unmasked(masked, self._common_digest(), self.score_sums(training=True).count)
         if opened is None:
             return [], self.current.refusal
         mean, numbers = opened
@@ -163,7 +170,7 @@ class SecureRounds:
     def sum_evaluations(self, replies: Iterable[Message]) -> MetricRecord | None:
         """Record the sums of the clients' scores, and return the mean served accuracy; None without unmasked scores."""
         strategy, record = self.strategy, self.strategy.record
-        size = count_of(self.settings, training=False)
+        size = self.score_sums(training=False).count
 
         def decode(content: RecordDict) -> Masked:
             return read_masked(content, masked_shape([], size)[0])
@@ -187,8 +194,9 @@ class SecureRounds:
             self._add_sums(opened[1], training=False)
             record.evaluated = len(tested & masked.keys())
         self.exchange.lap("evaluate")
-        served = record.sums["served"].spread("accuracy") if opened else None
-        return MetricRecord({"served-accuracy": served["mean"]}) if served else None
+        metric = self.score_sums(training=False).metric
+        served = record.sums["served"].spread(metric) if opened else None
+        return MetricRecord({f"served-{metric}": served["mean"]}) if served else None
 
     def _common_digest(self) -> bytes:
         """Return the digest of the content that all clients in this phase have received."""
@@ -198,7 +206,7 @@ class SecureRounds:
     def _add_sums(self, numbers: list[int], *, training: bool) -> None:
         """Record the summed scores; scores from training take precedence over scores from the evaluation."""
         record = self.strategy.record
-        summed, samples = tallies(self.settings, numbers, training=training)
+        summed, samples = self.score_sums(training=training).tallies(numbers)
         before = {key: tally for key, tally in record.sums.items() if tally.samples}
         record.sums = summed | before
         record.samples += samples

@@ -67,6 +67,9 @@ class MethodSettings:
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
+    pools_data: ClassVar[bool] = False
+    """Whether one client trains on the training samples of all clients, which must share a file system."""
+
     class_statistics: ClassVar[bool] = False
     """Whether clients send statistics of each class, such as mean features; a site forbids them for rare classes."""
     card: "ClassVar[MethodCard | None]" = None

@@ -244,6 +244,7 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
             "lr": 0.05,
             "momentum": 0.0,
             "weight-decay": 0.0,
+            "all-metrics": "none",
             "output-dir": str(tmp_path / "runs"),
             "run-name": f"run-{number}",
         }

@@ -16,11 +16,12 @@ from torch import Tensor
 from posy.client_app import app as client_app
 from posy.client_app.base import PersonalClient
 from posy.client_app.hooks import Config, Received, Result, Steps
-from posy.client_app.predictors import Member, Predictor, scores
+from posy.client_app.predictors import Member, Predictor, loss_of, predictions_of
 from posy.client_app.state import ContextStore, MissingStateError, State, Versions
 from posy.client_app.training.work import Train, TrainingDivergedError
 from posy.client_app.workspace import Workspace, choose_device, workspace_for
 from posy.data.errors import DataError
+from posy.data.task import Task
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.storage import load_arrays
@@ -28,6 +29,7 @@ from posy.strategies.arrays import RETURNS
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
 from posy.strategies.replies import Update
+from posy.strategies.run_settings import RunSettings
 from posy.strategies.states import ClientStates
 
 MakeClient = Callable[..., Any]
@@ -115,7 +117,7 @@ def test_conflicting_confident_members_have_a_finite_loss(make_client: MakeClien
     client = make_client("fedavg")
     ensemble = [Member(m.parameters * 1e5, m.architecture, 1.0) for m in members(client, 1.0, 1.0)]
     predicted = drive(client, client.predict(Predictor(ensemble), "test"))
-    assert math.isfinite(scores(predicted, client.data.y_test)[0])
+    assert math.isfinite(loss_of(predicted, client.data.y_test))
 
 
 def test_predictions_use_the_class_output(make_client: MakeClient) -> None:
@@ -127,14 +129,26 @@ def test_predictions_use_the_class_output(make_client: MakeClient) -> None:
 
 def test_scores_by_hand() -> None:
     p = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.3, 0.5], [0.25, 0.5, 0.25]])
-    loss, accuracy = scores(p.log(), torch.tensor([0, 1, 0, 0]))
-    assert accuracy == 0.5
-    assert loss == pytest.approx(-(math.log(0.5) + math.log(0.75) + math.log(0.2) + math.log(0.25)) / 4)
+    y = torch.tensor([0, 1, 0, 0])
+    assert loss_of(p.log(), y) == pytest.approx(-(math.log(0.5) + math.log(0.75) + math.log(0.2) + math.log(0.25)) / 4)
+    predictions = predictions_of(p.log(), y, Task("features", (1,), ("a", "b", "c")), RunSettings(threshold=0.3))
+    np.testing.assert_allclose(predictions.outputs, p, rtol=1e-6)
+    assert (predictions.predicted.tolist(), predictions.y.tolist()) == ([0, 1, 2, 1], [0, 1, 0, 0])
+    assert (predictions.positive, predictions.threshold, predictions.sensitivity) == (1, 0.3, 0.9)
+
+
+@pytest.mark.parametrize(("name", "positive"), [("", 1), ("ill", 0), ("well", 1)])
+def test_the_positive_class_has_a_name(name: str, positive: int) -> None:
+    task = Task("features", (1,), ("ill", "well"))
+    p = predictions_of(torch.zeros(2, 2), torch.tensor([0, 1]), task, RunSettings(positive_class=name))
+    assert p.positive == positive
+    with pytest.raises(SettingsError, match="positive-class = 'sick': the classes are ill and well; name"):
+        predictions_of(torch.zeros(2, 2), torch.tensor([0, 1]), task, RunSettings(positive_class="sick"))
 
 
 def test_nan_outputs_are_an_error(make_client: MakeClient) -> None:
     with pytest.raises(ArithmeticError, match="its outputs contain NaN"):
-        scores(torch.tensor([[math.nan, 0.0]]), torch.tensor([0]))
+        loss_of(torch.tensor([[math.nan, 0.0]]), torch.tensor([0]))
     client = make_client("fedavg")
     for value in (math.nan, math.inf):
         with pytest.raises(ArithmeticError, match="its outputs contain NaN"):

@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from posy.metrics import METRICS
 from posy.report.comparison import (
     Run,
-    client_accuracies,
+    client_scores,
     compared,
     gain,
     holm,
@@ -19,6 +20,8 @@ from posy.report.comparison import (
     ranks,
     scores_by_block,
 )
+
+ACCURACY, LOG_LOSS = METRICS["accuracy"], METRICS["log-loss"]
 
 
 def test_gain_is_computed_per_client() -> None:
@@ -106,8 +109,8 @@ def runs(tmp_path: Path) -> list[Run]:
 
 
 def test_accuracies_are_read_for_a_round(runs: list[Run]) -> None:
-    assert client_accuracies(runs[1].path, "served", 2) == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.99}
-    assert client_accuracies(runs[0].path, "served", 2) == {}
+    assert client_scores(runs[1].path, "served", 2, ACCURACY) == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.99}
+    assert client_scores(runs[0].path, "served", 2, ACCURACY) == {}
 
 
 def test_rows_are_compared_by_their_served_or_local_model(runs: list[Run]) -> None:
@@ -124,12 +127,12 @@ def test_rows_are_compared_by_their_served_or_local_model(runs: list[Run]) -> No
     scores = scores_by_block(runs)
     assert scores.shape == (3, 3)
     assert scores.loc[("v", 0), "FedAvg"] == pytest.approx(2.49 / 4)
-    text = compared(over_clients(runs), ranks(scores))
+    text = compared(over_clients(runs), ranks(scores), ACCURACY)
     assert "| Ditto ≈ | local |" in text
     assert "gains over local training, local model: Ditto" in text
     assert "served model:" not in text
     assert "Mean rank over 3 blocks" in text
-    assert compared(over_clients([]), None) == ""
+    assert compared(over_clients([]), None, ACCURACY) == ""
 
 
 SERVED = [0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.5, 0.6, 0.7, 0.8]
@@ -171,7 +174,7 @@ def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
     assert lines["FedProx"]["alike"] and not lines["FedAS"]["alike"]  # the best row covers all clients
     scores = scores_by_block(partial)
     assert sorted(scores.columns) == ["FedAvg", "FedProx", "Local"]
-    text = compared(over_clients(partial), ranks(scores))
+    text = compared(over_clients(partial), ranks(scores), ACCURACY)
     assert "| FedAS | local | 80.00 (6 of 30) |" in text
     assert "| FedAvg | served | 65.00 |" in text
     assert "cover fewer clients: FedAS" in text
@@ -183,7 +186,7 @@ def test_rows_of_one_cohort_are_ranked(partial: list[Run]) -> None:
     both = rows + [run._replace(row="FedPer") for run in rows]
     lines = over_clients(both).to_dict("records")
     assert [(line["ranked"], line["clients"], line["members"]) for line in lines] == [(True, 6, 30)] * 2
-    assert "80.00 (6 of 30)" in compared(over_clients(both), None)
+    assert "80.00 (6 of 30)" in compared(over_clients(both), None, ACCURACY)
 
 
 def test_a_client_missing_in_a_row_is_dropped_from_all_rows() -> None:

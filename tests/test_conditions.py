@@ -24,6 +24,8 @@ COMMAND_LINE = "the command line"
 
 # A setting, a value, settings under which it has no effect, and settings under which it has an effect.
 WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] = [
+    ("protocol", "flamby", {"dataset": "digits"}, {"dataset": "heart-disease"}),
+    ("scaling", "client", {"dataset": "sites"}, {"dataset": "heart-disease"}),
     ("dp-clip", 1.0, {}, {"dp": "local"}),
     ("dp-epsilon", 0.5, {}, {"dp": "central"}),
     ("dp-delta", 1e-6, {}, {"dp": "sample"}),

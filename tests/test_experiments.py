@@ -337,7 +337,8 @@ def test_a_tuned_table_has_a_relative_output_path() -> None:
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_tables_have_distinct_rows_over_the_same_data(path: Path) -> None:
     plan = read_plan(path)
-    assert {cell.seed for cell in plan.cells} == {0, 1, 2}
+    seeds = {42, 43, 44, 45, 46} if path.stem == "flamby-heart" else {0, 1, 2}  # FLamby's
+    assert {cell.seed for cell in plan.cells} == seeds
     assert plan.output.name == path.stem
     matter = {key for key, setting in declared().items() if setting.decides}
     for variant in {cell.variant for cell in plan.cells}:

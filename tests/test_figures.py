@@ -13,10 +13,12 @@ from matplotlib.image import imread
 
 from posy import figures
 from posy.figures import Panel
-from posy.metrics import Evaluation, spread
+from posy.metrics import METRICS
+from posy.spread import Evaluation, spread
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")
+ACCURACY = METRICS["accuracy"]
 
 
 def history(rounds: int, clients: int) -> list[Evaluation]:
@@ -38,14 +40,14 @@ def counts(clients: int, classes: int) -> npt.NDArray[np.int64]:
 
 SLOW = ("heat maps over rounds", "heat maps side by side")
 DRAWN: dict[str, Callable[[Path], None]] = {
-    "accuracy, 1 round": lambda path: figures.over_rounds(points(1, 2), path),
-    "accuracy, 2000 rounds": lambda path: figures.over_rounds(points(2000, 5), path),
-    "accuracy, one point only": lambda path: figures.over_rounds([history(3, 2), []], path),
-    "loss": lambda path: figures.over_rounds(points(10, 500), path, measure="loss"),
-    "2 clients": lambda path: figures.client_accuracies([0.5, 0.6], [0.7, 0.6], path),
-    "500 clients, one unknown": lambda path: figures.client_accuracies(values(500), values(500), path),
-    "clients, served only": lambda path: figures.client_accuracies(values(20), [None] * 20, path),
-    "clients, local only": lambda path: figures.client_accuracies([None] * 20, values(20), path),
+    "accuracy, 1 round": lambda path: figures.over_rounds(points(1, 2), path, ACCURACY),
+    "accuracy, 2000 rounds": lambda path: figures.over_rounds(points(2000, 5), path, ACCURACY),
+    "accuracy, one point only": lambda path: figures.over_rounds([history(3, 2), []], path, ACCURACY),
+    "loss": lambda path: figures.over_rounds(points(10, 500), path),
+    "2 clients": lambda path: figures.client_scores([0.5, 0.6], [0.7, 0.6], path, ACCURACY),
+    "500 clients, one unknown": lambda path: figures.client_scores(values(500), values(500), path, ACCURACY),
+    "clients, served only": lambda path: figures.client_scores(values(20), [None] * 20, path, ACCURACY),
+    "clients, local only": lambda path: figures.client_scores([None] * 20, values(20), path, ACCURACY),
     "scatters": lambda path: figures.scatters({"a": ([[0, 1]], [[1, 0]]), "b": ([1, 2, 3], [1, None, 2])}, path),
     "partition 2 x 2": lambda path: figures.partition([[3, 0], [0, 1]], path),
     "partition 500 x 200": lambda path: figures.partition(counts(500, 200), path),
@@ -79,9 +81,9 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 }
 
 EMPTY: dict[str, Callable[[Path], None]] = {
-    "accuracy": lambda path: figures.over_rounds([[], []], path),
-    "clients": lambda path: figures.client_accuracies([None, NAN], [None, None], path),
-    "no clients": lambda path: figures.client_accuracies([], [], path),
+    "accuracy": lambda path: figures.over_rounds([[], []], path, ACCURACY),
+    "clients": lambda path: figures.client_scores([None, NAN], [None, None], path, ACCURACY),
+    "no clients": lambda path: figures.client_scores([], [], path, ACCURACY),
     "scatters": lambda path: figures.scatters({}, path),
     "partition": lambda path: figures.partition(np.empty((0, 10)), path),
     "heat map": lambda path: figures.heatmaps([Panel(np.array([[None, NAN]]))], path),

@@ -11,17 +11,22 @@ import numpy as np
 import pytest
 
 from posy import figures
+from posy.binned import BinnedScores
 from posy.commands.cli import main
-from posy.metrics import Evaluation, best, over_rounds
+from posy.data.task import Task
+from posy.metrics import CLASSES
 from posy.report.page import page
+from posy.scores import Predictions
 from posy.server_app.app import run
 from posy.server_app.progress import results_table
 from posy.server_app.trackers.tracker import numbers
 from posy.settings import SettingsError
+from posy.spread import Evaluation, best, over_rounds
 from posy.strategies.masking import decoded_numbers, encoded_numbers
-from posy.strategies.pooled import Tally, layout, numbers_of, spreads, tallies
 from posy.strategies.registry import read_settings
+from posy.strategies.score_sums import ScoreSums, Tally, spreads
 
+TASK = Task("features", (3,), ("no", "yes"))
 SECURE = {"secure-aggregation": True}
 SCORED = {"validation-fraction": 0.2, "evaluate-training": True}
 
@@ -44,22 +49,22 @@ def test_encoded_numbers_of_many_clients_are_summed_exactly() -> None:
 def test_numbers_by_hand() -> None:
     """Two clients, one of which has no test samples and no local model."""
     settings = read_settings({"method": "fedavg", **SECURE, "validation-fraction": 0.2})
-    assert layout(settings, training=True) == ("train", "local", "local-validation")
-    assert layout(settings, training=False) == ("served", "local", "served-validation", "local-validation")
-    first = numbers_of(
-        settings,
+    layout = ScoreSums(settings, TASK, training=True)
+    assert layout.keys == ("train", "local", "local-validation")
+    evaluation = ScoreSums(settings, TASK, training=False)
+    assert evaluation.keys == ("served", "local", "served-validation", "local-validation")
+    first = layout.numbers(
         {"train-loss": 0.5, "samples": 30, "local-accuracy": 0.75, "local-loss": 0.25},
         {"train": 10, "test": 4, "validation": 0},
-        training=True,
+        {},
     )
     unit = 2**20
-    assert first == [1, 10, 0, 5 * unit, 1, 4, 3, unit, 0, 0, 0, 0, 30]
-    second = numbers_of(
-        settings, {"train-loss": 2.0, "samples": 6}, {"train": 2, "test": 0, "validation": 0}, training=True
-    )
-    sums, samples = tallies(settings, [a + b for a, b in zip(first, second, strict=True)], training=True)
+    assert first == [1, 10, 5 * unit, 1, 4, unit, 3, 0, 0, 0, 0, 30]
+    second = layout.numbers({"train-loss": 2.0, "samples": 6}, {"train": 2, "test": 0, "validation": 0}, {})
+    assert len(first) == len(second) == layout.count
+    sums, samples = layout.tallies([a + b for a, b in zip(first, second, strict=True)])
     assert sums == {
-        "train": Tally(2, 12, 0, 9 * unit), "local": Tally(1, 4, 3, unit), "local-validation": Tally()
+        "train": Tally(2, 12, 9 * unit), "local": Tally(1, 4, unit, {"accuracy": 0.75}), "local-validation": Tally()
     } and samples == 36  # fmt: skip
     columns = spreads(sums)
     assert columns.keys() == {"train_loss", "local_accuracy", "local_loss"}
@@ -70,15 +75,31 @@ def test_numbers_by_hand() -> None:
     }  # fmt: skip
     for loss in (math.inf, math.nan, 1e300):
         with pytest.raises((ArithmeticError, ValueError)):
-            encoded_numbers(
-                numbers_of(settings, {"train-loss": loss}, {"train": 1, "test": 0, "validation": 0}, training=True)
-            )
+            encoded_numbers(layout.numbers({"train-loss": loss}, {"train": 1, "test": 0, "validation": 0}, {}))
+
+
+@pytest.mark.parametrize("key", ["local", "local-validation"])
+@pytest.mark.parametrize(("metric", "all_metrics"), [("auto", False), ("auto", True), ("auroc", False)])
+def test_binned_scores_are_sent_if_metrics_need_them(key: str, metric: str, all_metrics: bool) -> None:
+    settings = read_settings({"method": "fedavg", **SECURE, "validation-fraction": 0.2, "metric": metric})
+    layout = ScoreSums(settings, TASK, training=True, all_metrics=all_metrics)
+    outputs = np.array([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7], [0.2, 0.8]])
+    p = Predictions(CLASSES, np.array([0, 1, 0, 1]), outputs)
+    sizes, binned = {"train": 9, "test": 4, "validation": 4}, {key: BinnedScores.of(p)}
+    numbers = layout.numbers({f"{key}-loss": 0.25, f"{key}-accuracy": 0.75}, sizes, binned)
+    sums, _ = layout.tallies([2 * number for number in numbers])
+    expected = {"accuracy": 0.75}
+    if metric == "auroc" or (all_metrics and key == "local"):
+        expected = BinnedScores.of(p).values(CLASSES)
+        assert expected["auroc"] == 0.75
+    assert dict(sums[key].metrics) == pytest.approx(expected)
+    assert (sums[key].clients, sums[key].samples) == (2, 8)
 
 
 def test_best_and_mean_rounds_use_the_sums() -> None:
     rounds = []
     for number, correct in ((1, 10), (2, 30), (3, 20)):
-        values = Tally(5, 40, correct, 0).spread("accuracy")
+        values = Tally(5, 40, 0, {"accuracy": correct / 40}).spread("accuracy")
         assert values is not None
         rounds.append(Evaluation(number, values))
     chosen = best(rounds)

@@ -558,7 +558,7 @@ def check_sample_counts(ran: Ran) -> None:
 # -- statistics over clients -----------------------------------------------------------------------------
 
 
-def spread_of(values: Mapping[int, float]) -> dict[str, Any] | None:
+def spread_of(values: Mapping[int, float], *, lower_is_better: bool) -> dict[str, Any] | None:
     if not values:
         return None
     a, n = list(values.values()), [TRAIN[c] for c in values]
@@ -570,7 +570,7 @@ def spread_of(values: Mapping[int, float]) -> dict[str, Any] | None:
         "min": min(a),
         "max": max(a),
         "weighted": math.fsum(v * w for v, w in zip(a, n, strict=True)) / sum(n),
-        "tenth": math.fsum(sorted(a)[: math.ceil(len(a) / 10)]) / math.ceil(len(a) / 10),
+        "tenth": math.fsum(sorted(a, reverse=lower_is_better)[: math.ceil(len(a) / 10)]) / math.ceil(len(a) / 10),
         "jain": math.fsum(a) ** 2 / (len(a) * squares) if squares else None,
         "clients": len(a),
     }
@@ -582,7 +582,7 @@ def check_rounds_and_summary_follow_from_the_clients_rows(ran: Ran) -> None:
     for number, row in enumerate(ran.rounds, start=1):
         assert row["round"] == number
         for measure in ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss"):
-            expected = spread_of(ran.column(number, measure))
+            expected = spread_of(ran.column(number, measure), lower_is_better=measure.endswith("loss"))
             if expected is None:
                 assert row[measure] is None
                 continue

@@ -19,12 +19,18 @@ import pytest
 import safetensors
 import yaml
 
-from posy.metrics import Evaluation, Spread, best, spread
+from posy.metrics import METRICS
 from posy.server_app.progress import Progress, duration, results_table, size, task_table
-from posy.server_app.results import CLIENT_COLUMNS, RunDirectory, Status, Totals
+from posy.server_app.results import RunDirectory, Status
+from posy.server_app.totals import Totals
 from posy.settings import SettingsError
+from posy.spread import Evaluation, Spread, best, spread
 from posy.storage import load_arrays, plain, write_arrays
+from posy.strategies.columns import Columns
 from posy.strategies.replies import RoundRecord
+
+ACCURACY = METRICS["accuracy"]
+COLUMNS = Columns(ACCURACY, splits=("validation",))
 
 
 def spread_of(*values: float) -> Spread:
@@ -35,7 +41,7 @@ def spread_of(*values: float) -> Spread:
 
 def summarise(run: RunDirectory, totals: Totals, status: Status = "running", **extra: Any) -> dict[str, Any]:
     facts = {"status": status, "method": "fedavg", "dataset": "digits", "num-clients": 2, "rounds": 3, "seed": 1}
-    return run.write_summary({**facts, "seconds": 4.5, "system-accuracy": None, **totals.summary(), **extra})
+    return run.write_summary({**facts, "seconds": 4.5, "system-accuracy": None, **totals.summary(ACCURACY), **extra})
 
 
 def round_record(number: int, *values: float, **more: Any) -> RoundRecord:
@@ -57,13 +63,13 @@ def totals() -> Totals:
         if number == 2:
             for row in record.clients.values():
                 row["local_accuracy"] = 0.8
-        totals.add(record, evaluated=True)
+        totals.add(record, COLUMNS, evaluated=True)
     return totals
 
 
 class TestTotals:
     def test_each_point_records_its_evaluated_rounds(self, totals: Totals) -> None:
-        served, local = totals.accuracy
+        served, local = totals.scores
         assert [e.round for e in served] == [1, 2, 3]
         assert [e.round for e in local] == [2]
 
@@ -81,8 +87,8 @@ class TestTotals:
     def test_totals_do_not_depend_on_the_order_of_replies(self) -> None:
         rows = {c: {"n_train": c + 1, "train_loss": 0.1 * c, "local_loss": 1 / (c + 1)} for c in range(20)}
         forward, backward = Totals(), Totals()
-        spreads = forward.add(RoundRecord(1, clients=rows), evaluated=True)
-        assert backward.add(RoundRecord(1, clients=dict(reversed(rows.items()))), evaluated=True) == spreads
+        spreads = forward.add(RoundRecord(1, clients=rows), COLUMNS, evaluated=True)
+        assert backward.add(RoundRecord(1, clients=dict(reversed(rows.items()))), COLUMNS, evaluated=True) == spreads
         assert forward == backward
         assert forward.last_round == list(range(20))
 
@@ -91,14 +97,14 @@ class TestTotals:
         assert not totals.trained
         first = RoundRecord(1, clients={0: {"n_train": 2, "train_loss": 3.0}}, asked=3, evaluated=2, bytes_up=5)
         first.dropped = [(1, "late"), (2, "late")]
-        totals.add(first, evaluated=True)
-        totals.add(RoundRecord(2, clients={1: {"n_train": 1, "train_loss": 2.0}}, bytes_up=6), evaluated=False)
+        totals.add(first, COLUMNS, evaluated=True)
+        totals.add(RoundRecord(2, clients={1: {"n_train": 1, "train_loss": 2.0}}, bytes_up=6), COLUMNS, evaluated=False)
         assert (totals.trained, totals.worst_loss, totals.bytes_up) == (True, 3.0, 11)
         assert (totals.asked, totals.evaluated, totals.dropped) == (3, 2, {"late": 2})
         assert (totals.missing, totals.last_round, list(totals.clients)) == ([1, 2], [1], [0, 1])
 
     def test_totals_round_trip_through_json(self, totals: Totals) -> None:
-        totals.add(round_record(4, 0.5, away=(1,), dropped=[(0, "late")]), evaluated=True)
+        totals.add(round_record(4, 0.5, away=(1,), dropped=[(0, "late")]), COLUMNS, evaluated=True)
         stored = json.loads(json.dumps(plain({**totals.as_json(), "another": "key"})))
         assert Totals.from_json(stored) == totals
 
@@ -157,12 +163,13 @@ class TestRunDirectory:
         ]
 
     def test_clients(self, run: RunDirectory) -> None:
+        run.columns = COLUMNS.of_clients()
         run.append_clients([{"round": 1, "partition": 0, "served_accuracy": np.float64(0.5), "chosen": 'model 1, "a"'}])
         run.append_clients([{"round": 2, "partition": 1, "local_loss": math.nan, "train_loss": None}])
         with (run.path / "clients.csv").open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             first, second = reader
-        assert tuple(reader.fieldnames or ()) == CLIENT_COLUMNS
+        assert tuple(reader.fieldnames or ()) == run.columns
         assert first["served_accuracy"] == "0.5"
         assert first["chosen"] == 'model 1, "a"'
         assert {key: value for key, value in second.items() if value} == {"round": "2", "partition": "1"}
@@ -173,7 +180,7 @@ class TestRunDirectory:
             record = round_record(number, tested, tested)
             for row in record.clients.values():
                 row["served_validation_accuracy"] = validated
-            spreads = totals.add(record, evaluated=True)
+            spreads = totals.add(record, COLUMNS, evaluated=True)
             assert spreads["served_validation_accuracy"] == spread_of(validated, validated)
             assert "local_validation_accuracy" not in spreads
         summary = summarise(run, Totals.from_json(json.loads(json.dumps(plain(totals.as_json())))))
@@ -206,14 +213,14 @@ class TestRunDirectory:
     def test_the_summary_averages_the_last_rounds(self, totals: Totals) -> None:
         totals.system = [(2, 0.25), (3, 0.75)]
         totals = Totals.from_json(json.loads(json.dumps(plain(totals.as_json()))))
-        summary = totals.summary(average_rounds=2)
+        summary = totals.summary(ACCURACY, average_rounds=2)
         assert summary["served"]["average"]["evaluations"] == 2
         assert summary["served"]["average"]["mean"] == pytest.approx(0.7)
         assert summary["served"]["average"]["weighted"] == pytest.approx(0.7)
         assert summary["local"]["average"]["mean"] == pytest.approx(0.8)
         assert summary["system-accuracy-average"] == {"evaluations": 2, "mean": 0.5, "deviation": 0.25}
-        assert totals.summary(average_rounds=1)["system-accuracy-average"]["mean"] == 0.75
-        assert "average" not in totals.summary()["served"]
+        assert totals.summary(ACCURACY, average_rounds=1)["system-accuracy-average"]["mean"] == 0.75
+        assert "average" not in totals.summary(ACCURACY)["served"]
         stored = totals.as_json()
         del stored["system"]  # as in a checkpoint of an earlier version
         assert Totals.from_json(plain(stored)).system == []
@@ -224,8 +231,8 @@ class TestRunDirectory:
             record = round_record(number, *values)
             for weight, row in zip((1, 3), record.clients.values(), strict=True):
                 row |= {"n_train": weight, "served_validation_accuracy": 1.0 / number}
-            totals.add(record, evaluated=True)
-        served = totals.summary()["served"]
+            totals.add(record, COLUMNS, evaluated=True)
+        served = totals.summary(ACCURACY)["served"]
         assert served["best"]["weighted"] == pytest.approx(0.35)  # round 1, by the validation splits
         assert served["upper-bound"]["weighted"] == pytest.approx(0.8)
 
@@ -271,16 +278,21 @@ class TestRunDirectory:
         program = """
 import os, signal, sys
 from pathlib import Path
-from posy.server_app.results import RunDirectory, Totals
+from posy.metrics import METRICS
+from posy.server_app.results import RunDirectory
+from posy.server_app.totals import Totals
+from posy.strategies.columns import Columns
 from posy.strategies.replies import RoundRecord
+accuracy = METRICS["accuracy"]
 run, totals = RunDirectory.create(Path(sys.argv[1]), "x"), Totals()
 run.write_config({"seed": 1})
 for r in (1, 2, 3):
     rows = {i: {"n_train": 1, "served_accuracy": r / (10 - 5 * i)} for i in range(2)}
-    totals.add(RoundRecord(r, clients=rows), evaluated=True)
+    totals.add(RoundRecord(r, clients=rows), Columns(accuracy), evaluated=True)
+    run.columns = Columns(accuracy).of_clients()
     run.append_round({"round": r})
     run.append_clients({"round": r, "partition": i} for i in range(2))
-    run.write_summary({"status": "running", "rounds": r, **totals.summary()})
+    run.write_summary({"status": "running", "rounds": r, **totals.summary(accuracy)})
 os.kill(os.getpid(), signal.SIGKILL)
 """
         root = Path(__file__).resolve().parents[1]
@@ -308,7 +320,7 @@ class TestProgress:
     @pytest.mark.parametrize(("rounds", "lines"), [(1, 1), (12, 12), (200, 200), (2000, 201), (999, 201)])
     def test_a_log_gets_about_200_lines_at_most(self, rounds: int, lines: int) -> None:
         log = io.StringIO()
-        with Progress(rounds, stream=log) as progress:
+        with Progress(rounds, ACCURACY, stream=log) as progress:
             for server_round in range(1, rounds + 1):
                 progress.update(server_round, 0.5, None)
         text = log.getvalue().splitlines()
@@ -321,7 +333,7 @@ class TestProgress:
         clock = iter([0.0, 10.0, 14.0])
         monkeypatch.setattr("posy.server_app.progress.time.monotonic", lambda: next(clock))
         log = io.StringIO()
-        with Progress(10, stream=log) as progress:
+        with Progress(10, ACCURACY, stream=log) as progress:
             progress.update(1, 0.61234, 0.74, 0.8125)
             progress.update(2, None, 0.75, math.nan)
         assert log.getvalue().splitlines() == [
@@ -332,7 +344,7 @@ class TestProgress:
 
     def test_a_line_counts_the_clients_if_some_are_missing(self) -> None:
         log = io.StringIO()
-        with Progress(2, stream=log) as progress:
+        with Progress(2, ACCURACY, stream=log) as progress:
             progress.update(1, 0.5, None, present="2 of 3 clients")
             progress.update(2, 0.5, None)
         first, second = log.getvalue().splitlines()
@@ -342,7 +354,7 @@ class TestProgress:
     def test_a_figure_over_a_cohort_shows_its_client_count(self) -> None:
         row = {"round": 1, "missing": [4], "dropped": [], "train_loss": None}
         log = io.StringIO()
-        with Progress(2, stream=log) as progress:
+        with Progress(2, ACCURACY, stream=log) as progress:
             progress.add(
                 {**row, "served_accuracy": spread_of(*[0.5] * 29), "local_accuracy": spread_of(0.9, 0.9, 0.9)}, 30
             )
@@ -356,7 +368,7 @@ class TestProgress:
 
     def test_a_terminal_gets_a_bar(self) -> None:
         terminal = Terminal()
-        with Progress(3, stream=terminal) as progress:
+        with Progress(3, ACCURACY, stream=terminal) as progress:
             progress.update(1, 0.5, None)
             progress.update(3, 0.625, None)
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
@@ -373,14 +385,14 @@ class TestProgress:
             return original(text)
 
         terminal.write = write  # type: ignore[method-assign]  # as flwr.supercore.logger.mirror_output_to_queue does
-        with Progress(3, stream=terminal) as progress:
+        with Progress(3, ACCURACY, stream=terminal) as progress:
             progress.update(1, 0.5, None)
         assert len(mirrored) == 1
         assert mirrored[0].startswith("round 1/3  served 50.00 %")
 
     def test_an_error_propagates_and_ends_the_bar(self) -> None:
         terminal = Terminal()
-        with pytest.raises(KeyError), Progress(3, stream=terminal):
+        with pytest.raises(KeyError), Progress(3, ACCURACY, stream=terminal):
             raise KeyError
         assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
 
@@ -422,7 +434,7 @@ class TestResultsTable:
     def test_missing_clients_are_listed(self, extra: dict[str, Any], clients: str, run: RunDirectory) -> None:
         missing = len(extra["missing"])
         served = [Evaluation(1, spread_of(0.9, 0.9)), Evaluation(2, spread_of(0.5, 0.5), missing)]
-        totals = Totals(accuracy=[served, [Evaluation(2, spread_of(0.6, 0.6), missing)]])
+        totals = Totals(scores=[served, [Evaluation(2, spread_of(0.6, 0.6), missing)]])
         text = results_table(summarise(run, totals, **extra), run.path)
         lines = {re.split(" {2,}", line.strip())[0]: line for line in text.splitlines()}
         assert lines["clients"].split("  ")[-1].strip() == clients
@@ -431,7 +443,7 @@ class TestResultsTable:
     def test_each_number_shows_its_client_count(self, num_clients: int, run: RunDirectory) -> None:
         """After a round with a cohort of two, the local models of the other clients are not measured."""
         all_clients = spread_of(*[0.5] * num_clients)
-        totals = Totals(accuracy=[[Evaluation(1, all_clients)], [Evaluation(1, spread_of(0.9, 0.9), num_clients - 2)]])
+        totals = Totals(scores=[[Evaluation(1, all_clients)], [Evaluation(1, spread_of(0.9, 0.9), num_clients - 2)]])
         text = results_table(summarise(run, totals) | {"num-clients": num_clients}, run.path)
         lines = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
         covered = {cells[0]: cells[-1] for cells in lines if "model," in cells[0]}
@@ -445,7 +457,7 @@ class TestResultsTable:
 
     def test_newcomers_do_not_count_as_clients_of_a_round(self, run: RunDirectory) -> None:
         newcomers = {"served": spread_of(0.2), "local": spread_of(0.4), "clients": {"1": {}}}
-        totals = Totals(accuracy=[[Evaluation(1, spread_of(0.9))], [Evaluation(1, spread_of(0.9))]])
+        totals = Totals(scores=[[Evaluation(1, spread_of(0.9))], [Evaluation(1, spread_of(0.9))]])
         text = results_table(summarise(run, totals, newcomers=newcomers), run.path)
         rows = [re.split(" {2,}", line.strip()) for line in text.splitlines() if "model," in line]
         assert len(rows) == 6 and {cells[-1] for cells in rows} == {"1"}

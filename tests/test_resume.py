@@ -57,6 +57,7 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
         "num-server-rounds": 6,
         "checkpoint-every": 2,
         "max-samples": 240,
+        "all-metrics": "none",
         "fraction-train": 0.6,
         "model": "mlp",
         "local-epochs": 1,

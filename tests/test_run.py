@@ -21,11 +21,11 @@ from posy.client_app.workspace import Workspace
 from posy.commands.table import Cell
 from posy.data.datasets import load_clients
 from posy.data.errors import DataError
+from posy.metrics import CLASSES, metrics_for
 from posy.server_app import recorder as recorder_module
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.recorder import Recorder
-from posy.server_app.results import CLIENT_COLUMNS, TRAINING, VALIDATION
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import load_arrays
 from posy.strategies.registry import defaults, read_settings
@@ -147,7 +147,12 @@ def test_the_files_of_a_run_are_consistent(make_config: MakeConfig) -> None:
     path = execute(make_config("fedfew", num_server_rounds=4)).directory.path
     summary, rounds, rows = summary_of(path), rounds_of(path), clients_of(path)
     assert [r["round"] for r in rounds] == [1, 2, 3, 4]
-    assert tuple(rows[0]) == tuple(column for column in CLIENT_COLUMNS if column not in (*VALIDATION, *TRAINING))
+    others = [metric.name.replace("-", "_") for metric in metrics_for(CLASSES, 10) if metric.name != "accuracy"]
+    assert list(rows[0]) == [
+        *("round", "partition", "n_train", "n_test", "served_accuracy", "served_loss", "local_accuracy", "local_loss"),
+        *(f"{point}_{name}" for point in ("served", "local") for name in others),
+        *("train_loss", "chosen", "bytes_up", "bytes_down", "site"),
+    ]
     assert [(int(r["round"]), int(r["partition"])) for r in rows] == [(n, c) for n in range(1, 5) for c in range(4)]
     assert {(int(r["n_train"]), int(r["n_test"])) for r in rows} == {(21, 9), (12, 6), (8, 4), (1, 0)}
     assert all(r["chosen"] in {"0", "1", "2"} for r in rows)
@@ -399,7 +404,7 @@ def test_an_error_in_a_figure_does_not_end_the_run(
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no such colour")
 
-    monkeypatch.setattr("posy.figures.client_accuracies", broken)
+    monkeypatch.setattr("posy.figures.client_scores", broken)
     path = execute(make_config("fedavg", num_server_rounds=1)).directory.path
     assert summary_of(path)["status"] == "completed"
     assert "no such colour" in warnings.text

@@ -20,7 +20,7 @@ from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import Scalar, SettingsError, as_config, build, checked, key_of, set_in, setting, settings_of
 from posy.strategies import registry as config_module
-from posy.strategies.methods import METHODS, settings_class, strategy_class
+from posy.strategies.methods import METHODS, REFERENCES, settings_class, strategy_class
 from posy.strategies.registry import (
     declared,
     defaults,
@@ -279,7 +279,7 @@ def test_wrong_choices_get_a_suggestion(key: str, value: str, suggestion: str) -
     assert str(raised.value).endswith(f"; did you mean {suggestion}?")
 
 
-_ALL_METHODS = f"it must be one of {', '.join(METHODS)}, or file:Name"
+_ALL_METHODS = f"it must be one of {', '.join((*METHODS, *REFERENCES))}, or file:Name"
 
 
 @pytest.mark.parametrize(

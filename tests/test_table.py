@@ -31,11 +31,13 @@ from posy.commands.table import (
     run_cells,
     run_table,
 )
+from posy.metrics import METRICS
 from posy.server_app.app import run as execute
 from posy.server_app.resume import RAN_ON
 from posy.settings import SettingsError
 from posy.strategies.registry import read_settings
 
+ACCURACY = METRICS["accuracy"]
 COMMON = {
     "dataset": "digits",
     "num-clients": 2,
@@ -169,11 +171,11 @@ def test_the_report_lists_command_line_overrides(tmp_path: Path) -> None:
     overrides = {"num-server-rounds": 2, "save-models": False, "loss": "my loss.py:f"}
     table = write_table(tmp_path)
     plan = replace(read_plan(table), overrides=overrides)
-    title, line, *_ = markdown(plan, {}, aggregate({}), {}).split("\n\n")
+    title, line, *_ = markdown(plan, {}, aggregate({}), {}, ACCURACY).split("\n\n")
     assert title == f"# {plan.title}"
     assert "`num-server-rounds=2 save-models=false 'loss=my loss.py:f'`" in line and "command line" in line
     assert read_plan(table, {"num-server-rounds": 2}).overrides == {"num-server-rounds": 2}
-    assert "command line" not in markdown(read_plan(table), {}, aggregate({}), {})
+    assert "command line" not in markdown(read_plan(table), {}, aggregate({}), {}, ACCURACY)
 
 
 def test_a_table_runs_skips_repeats_and_reports_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,7 +383,7 @@ def test_table_figures_by_hand(tmp_path: Path) -> None:
     assert (a["served-last-round"], a["served-upper-bound-round"]) == (10, 4)
     assert (a["system"], a["seconds"], a["bytes-up"]) == (pytest.approx(0.3), 15, 1000)
     assert all(pd.isna(b[key]) for key in ("served-last", "served-last-clients-std", "system", "local-last-seeds-std"))
-    text = markdown(plan, results, table, {"v / B / seed 1": "killed by signal 9"})
+    text = markdown(plan, results, table, {"v / B / seed 1": "killed by signal 9"}, ACCURACY)
     assert "## v" in text
     assert (
         "| A | 2/2 | 60.00 ± 14.14 (10.00) | 65.00 ± 14.14 (10.00) | 75.00 ± 7.07 (10.00) | 80.00 ± 7.07 (10.00) | "
@@ -405,7 +407,7 @@ def test_diverged_seeds_are_marked_in_the_table(tmp_path: Path) -> None:
     assert (a["served-last"], a["served-last-weighted"], a["served-last-measured"]) == (0.5, 0.51, 1)
     assert pd.isna(b["served-last"]) and pd.isna(b["served-last-round"]) and b["served-last-measured"] == 0
     assert b["served-upper-bound"] == pytest.approx(0.95)
-    text = markdown(plan, results, table, {})
+    text = markdown(plan, results, table, {}, ACCURACY)
     assert "| A | 2/2 | 50.00 (10.00) 1 of 2! | 75.00 ± 28.28 (10.00) | 80.00" in text
     assert "| B | 2/2 | 0 of 2! | 95.00 ± 0.00 (10.00) |" in text
 
@@ -496,7 +498,7 @@ def test_a_mean_over_a_cohort_states_its_number_of_clients(tmp_path: Path) -> No
     plan, results = write_results(tmp_path, summaries)
     frame = aggregate(results)
     assert frame.loc[0, ["served-last-scored", "local-last-scored", "members"]].tolist() == [8, 2, 4]
-    lines = markdown(plan, results, frame, {}).splitlines()
+    lines = markdown(plan, results, frame, {}, ACCURACY).splitlines()
     row = next(line for line in lines if line.startswith("| A "))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert "50.00 ± 0.00 (10.00)" in cells

@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from posy.server_app.results import POINTS
 from posy.server_app.trackers.tracker import TrackedRun, numbers
+from posy.strategies.columns import POINTS
 
 
 class TensorBoard:

@@ -39,10 +39,13 @@ class Tracker(Protocol):
 def numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the numbers in a round or summary, keyed by paths such as ``served_accuracy/mean``.
 
-    Lists of clients and replies, such as missing clients and dropped replies, are replaced by counts.
+    Lists of clients and replies, such as missing clients and dropped replies, are replaced by counts. The
+    function skips recalls and confusion matrices, which contain many numbers and are keyed by class names.
     """
     values: dict[str, float] = {}
     for key, value in record.items():
+        if key in ("recall", "confusion"):
+            continue
         if key in COUNTED and isinstance(value, Mapping | list):
             values[prefix + key] = sum(value.values()) if isinstance(value, Mapping) else len(value)
         elif isinstance(value, Mapping):

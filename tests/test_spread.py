@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posy.metrics import Evaluation, majority_vote, over_rounds, spread
+from posy.spread import Evaluation, majority_vote, over_rounds, spread
 
 accuracies = st.lists(st.floats(0, 1), min_size=1, max_size=50)
 

@@ -1,0 +1,90 @@
+"""Scores over all test samples of a run, as if they belonged to one client."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posy.bootstrap import intervals
+from posy.data.task import Task
+from posy.metrics import CLASSES, Metric, metrics_for
+from posy.predictions import read_predictions
+from posy.randomness import numpy_generator
+from posy.scores import Predictions, confusion_matrix, recalls, values_of
+from posy.strategies.columns import POINTS
+from posy.strategies.run_settings import RunSettings, positive_class
+
+MAJORITY = 0.8
+"""Minimum share of the largest class at which a summary warns that accuracy hides mistakes in the other classes."""
+
+
+def pooled_scores(
+    folder: Path, clients: Mapping[str, Sequence[int]], task: Task, run: RunSettings, point: str
+) -> dict[str, Any]:
+    """Return the metrics over the test samples of all clients, keyed by evaluation point.
+
+    Each entry contains the number of samples, the value of each metric, and for classes the recall of each class and
+    the confusion matrix. The entry of the method's point also contains a confidence interval for each metric.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder with the clients' predictions, in files named after the point and the client.
+    clients : mapping of str to sequence of int
+        The clients with scores at each evaluation point. A client without a file is skipped.
+    task : Task
+        The task of the run.
+    run : RunSettings
+        The settings of the run.
+    point : str
+        The point at which the method is scored.
+    """
+    names = [metric.name for metric in metrics_for(task.target, task.num_classes)]
+    scores: dict[str, Any] = {}
+    for at in POINTS:
+        predictions = read_clients(folder, clients[at], task, run, at)
+        if not len(predictions.y):
+            continue
+        values = values_of(predictions, names)
+        entry: dict[str, Any] = {"samples": len(predictions.y), "metrics": values}
+        if at == point:
+            rng = numpy_generator(run.seed, "bootstrap")
+            entry["intervals"] = intervals(predictions, list(values), rng)
+        if task.target == CLASSES:
+            matrix = confusion_matrix(predictions)
+            entry["recall"] = dict(zip(task.class_names, recalls(matrix), strict=True))
+            entry["confusion"] = matrix.tolist()
+        scores[at] = entry
+    return scores
+
+
+def read_clients(folder: Path, clients: Sequence[int], task: Task, run: RunSettings, point: str) -> Predictions:
+    """Return the predictions for the test samples of several clients at an evaluation point."""
+    names = task.class_names
+    shape = (0,) if task.target == CLASSES else (0, len(names))
+    kind = np.int64 if task.target == CLASSES else np.float64
+    positive = positive_class(run, names)
+    empty = Predictions(
+        task.target, np.empty(shape, kind), np.empty((0, len(names))), positive, run.threshold, run.fixed_sensitivity
+    )
+    paths = [path for client in clients if (path := folder / f"{point}-{client}.csv").is_file()]
+    parts = [empty, *(read_predictions(path, empty, names) for path in paths)]
+    y, outputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("y", "outputs"))
+    return replace(empty, y=y, outputs=outputs)
+
+
+def majority_notice(scores: dict[str, Any], names: Sequence[str], metric: Metric, point: str) -> str:
+    """Return a warning if the accuracy of predicting the largest class alone is high, else an empty text."""
+    entry = scores.get(point)
+    if metric.name != "accuracy" or not entry or "confusion" not in entry:
+        return ""
+    counts = np.array(entry["confusion"]).sum(axis=1)
+    share = counts.max() / counts.sum()
+    if share < MAJORITY:
+        return ""
+    return (
+        f"{100 * share:.1f} % of the test samples are of class {names[int(counts.argmax())]}, so a model that always "
+        f"predicts it has an accuracy of {100 * share:.1f} %; compare methods by balanced-accuracy or auroc (metric)"
+    )

@@ -1,0 +1,94 @@
+"""The scores that a run records for each client, and their spreads over the clients."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from posy.data.task import Task
+from posy.metrics import METRICS, Metric, column_of, metrics_for
+from posy.spread import Spread, spread
+from posy.strategies.replies import LOSS, RoundRecord
+from posy.strategies.run_settings import metric_of
+from posy.strategies.settings import Settings
+
+POINTS = ("served", "local")
+"""Evaluation points: a client's served model, and its local model after training."""
+TRAIN_LOSS = "train_loss"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns with scores in a client's row.
+
+    Parameters
+    ----------
+    metric : Metric
+        The metric of the run.
+    other_metrics : tuple of str
+        Names of the other metrics of the task, which some evaluations report on the test splits.
+    splits : tuple of str
+        The scored splits other than the test split: ``validation``, ``training``, both or none.
+    """
+
+    metric: Metric
+    other_metrics: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Settings, task: Task) -> Self:
+        """Return the columns for a run on a task."""
+        metric = metric_of(settings.run, task.target, task.num_classes)
+        other_metrics = tuple(other.name for other in metrics_for(task.target, task.num_classes) if other != metric)
+        is_scored = {
+            "validation": settings.data.validation_fraction > 0,
+            "training": settings.run.evaluate_training,
+        }
+        return cls(metric, other_metrics, tuple(split for split, scored in is_scored.items() if scored))
+
+    @cached_property
+    def in_every_round(self) -> tuple[str, ...]:
+        """The columns that each round summarises over the clients, even if no client reports them."""
+        return (TRAIN_LOSS, *(column_of(point, measure) for point in POINTS for measure in (self.metric.name, LOSS)))
+
+    @cached_property
+    def further(self) -> tuple[str, ...]:
+        """The columns that a round summarises only if a client reports them."""
+        splits = [
+            column_of(point, measure, split)
+            for split in self.splits
+            for point in POINTS
+            for measure in (self.metric.name, LOSS)
+        ]
+        return (*splits, *(column_of(point, name) for point in POINTS for name in self.other_metrics))
+
+    @cached_property
+    def all(self) -> frozenset[str]:
+        """All columns with scores."""
+        return frozenset((*self.in_every_round, *self.further))
+
+    def of_clients(self, *, summed: bool = False) -> tuple[str, ...]:
+        """Return the columns of ``clients.csv``; with ``summed``, a client's row has no scores."""
+        first, last = ("round", "partition", "n_train"), ("bytes_up", "bytes_down", "site")
+        if summed:
+            return (*first, *last)
+        return (*first, "n_test", *self.in_every_round[1:], *self.further, TRAIN_LOSS, "chosen", *last)
+
+    def lower_is_better(self, column: str) -> bool:
+        """Return whether lower values of a column are better."""
+        measure = column.replace("_", "-")
+        for prefix in (*POINTS, "validation", "training"):
+            measure = measure.removeprefix(f"{prefix}-")
+        return measure not in METRICS or METRICS[measure].lower_is_better
+
+    def spreads(self, record: RoundRecord) -> dict[str, Spread | None]:
+        """Return the spread of each column over a round's clients, or from their masked sums."""
+        rows = dict(sorted(record.clients.items()))  # so that the sums do not depend on the order of the replies
+        spreads = {column: self.spread_of(rows.values(), column) for column in self.in_every_round}
+        return spreads | {c: values for c in self.further if (values := self.spread_of(rows.values(), c))}
+
+    def spread_of(self, rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
+        """Return the spread of a column over the clients with a value, weighted by their training samples."""
+        rows_with_value = [row for row in rows if column in row]
+        values, weights = ([row[key] for row in rows_with_value] for key in (column, "n_train"))
+        return spread(values, weights, lower_is_better=self.lower_is_better(column))

@@ -1,0 +1,184 @@
+"""Scores under secure aggregation: each client adds integers to a masked sum, and the server sees only the sum.
+
+In such a run, replies contain no single client's loss, metrics or number of processed samples. The settings, the task
+and the message determine the layout of the numbers, so it is the same for all clients.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from posy.binned import STEPS, BinnedScores
+from posy.data.task import Task
+from posy.metrics import VALUES, column_of
+from posy.spread import Spread
+from posy.strategies.replies import LOSS
+from posy.strategies.run_settings import metric_of, positive_class
+from posy.strategies.settings import Settings
+
+MOST_BINNED = 50
+"""Maximum number of classes or labels for which masked sums contain binned scores; their size grows with its square."""
+TRAIN = "train"
+"""Key of the tally of the training loss."""
+
+
+class Tally(NamedTuple):
+    """Scores of one model on one split, summed over samples and clients."""
+
+    clients: int = 0
+    """Number of clients with samples in the split."""
+    samples: int = 0
+    loss: int = 0
+    """Sum of the samples' losses, in units of 1 / :data:`posy.binned.STEPS`."""
+    metrics: Mapping[str, float] = {}
+    """The metrics of all samples together, keyed by name."""
+
+    def spread(self, measure: str) -> Spread | None:
+        """Return the ``loss`` or a metric over all samples, or None if it is not defined.
+
+        No single client's numbers are available, so all other statistics are None.
+        """
+        if not self.samples:
+            return None
+        value = self.loss / STEPS / self.samples if measure == LOSS else self.metrics.get(measure)
+        if value is None:
+            return None
+        return Spread(
+            mean=value,
+            std=None,
+            min=None,
+            max=None,
+            tenth=None,
+            weighted=None,
+            jain=None,
+            clients=self.clients,
+            samples=self.samples,
+        )
+
+
+class ScoreSums:
+    """The layout of the numbers that the clients add to a masked sum in one phase.
+
+    Parameters
+    ----------
+    settings : Settings
+        The settings of the run.
+    task : Task
+        The task of the run.
+    training : bool
+        Whether the clients answer a training message.
+    all_metrics : bool
+        Whether the clients report all metrics on the test splits.
+    """
+
+    def __init__(self, settings: Settings, task: Task, *, training: bool, all_metrics: bool = False) -> None:
+        self.settings, self.task, self.training = settings, task, training
+        self.metric = metric_of(settings.run, task.target, task.num_classes).name
+        self._all_metrics = all_metrics
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the tallies in order, such as ``served-validation``."""
+        points = ("local",) if self.training else ("served", "local")
+        keys = tuple(point + suffix for suffix in self.splits for point in points)
+        return (TRAIN, *keys) if self.training else keys
+
+    @cached_property
+    def splits(self) -> dict[str, str]:
+        """The names of the splits on which the run scores models, keyed by the suffix in the scores' keys."""
+        names = {"": "test"}
+        if self.settings.data.validation_fraction:
+            names["-validation"] = "validation"
+        if self.settings.run.evaluate_training:
+            names["-training"] = "train"
+        return names
+
+    def split_of(self, key: str) -> str:
+        """Return the split of a tally."""
+        return "train" if key == TRAIN else self.splits[key.removeprefix(key.partition("-")[0])]
+
+    def is_binned(self, key: str) -> bool:
+        """Return whether the tally of a key contains the sums of :class:`~posy.binned.BinnedScores`."""
+        if key == TRAIN or self.task.target == VALUES or self.task.num_classes > MOST_BINNED:
+            return False
+        return self.metric != "accuracy" or (self._all_metrics and self.split_of(key) == "test")
+
+    @cached_property
+    def count(self) -> int:
+        """How many numbers a client adds: three or more per tally, then its number of processed samples."""
+        return sum(len(self._empty(key)) for key in self.keys) + 1
+
+    def numbers(
+        self, metrics: Mapping[str, Any], sizes: Mapping[str, int], binned: Mapping[str, BinnedScores]
+    ) -> list[int]:
+        """Return a client's numbers for the masked sum.
+
+        Parameters
+        ----------
+        metrics : mapping
+            The client's scores by key, ``samples``, and after training ``train-loss``. A missing score adds nothing.
+        sizes : mapping
+            The client's number of samples in each split, keyed by the split's name.
+        binned : mapping
+            The client's binned scores, keyed by tally.
+
+        Raises
+        ------
+        ArithmeticError
+            If a loss is not finite.
+        """
+        numbers: list[int] = []
+        for key in self.keys:
+            loss = metrics.get(f"{key}-{LOSS}")
+            count = sizes[self.split_of(key)]
+            if loss is None or not count:
+                numbers += self._empty(key)
+                continue
+            numbers += [1, count, round(count * float(loss) * STEPS)]
+            if self.is_binned(key):
+                numbers += binned[key].numbers
+            elif key != TRAIN:
+                numbers.append(round(count * float(metrics.get(f"{key}-accuracy", 0.0))))
+        return [*numbers, int(metrics.get("samples", 0))]
+
+    def _empty(self, key: str) -> list[int]:
+        """Return the numbers of a tally without samples."""
+        if key == TRAIN:
+            return [0] * 3
+        return [0] * (3 + (BinnedScores.count(self.task.num_classes) if self.is_binned(key) else 1))
+
+    def tallies(self, numbers: Sequence[int]) -> tuple[dict[str, Tally], int]:
+        """Return the tallies by key and the number of processed samples, given the sums of :meth:`numbers`."""
+        tallies, start = {}, 0
+        for key in self.keys:
+            end = start + len(self._empty(key))
+            clients, samples, loss, *scores = numbers[start:end]
+            tallies[key] = Tally(clients, samples, loss, self._metrics(key, samples, scores))
+            start = end
+        return tallies, numbers[-1]
+
+    def _metrics(self, key: str, samples: int, numbers: Sequence[int]) -> dict[str, float]:
+        """Return the metrics in a tally, keyed by name."""
+        if key == TRAIN or not samples:
+            return {}
+        if not self.is_binned(key):
+            return {} if self.task.target == VALUES else {"accuracy": numbers[0] / samples}
+        run, size = self.settings.run, self.task.num_classes
+        positive = positive_class(run, self.task.class_names)
+        if max(numbers) >= 1 << 53:  # one client has added impossible numbers, which the mask hides
+            return {}
+        scores = BinnedScores.from_numbers(numbers, size)
+        if not scores.is_consistent(self.task.target, samples):
+            return {}
+        return scores.values(self.task.target, positive, run.fixed_sensitivity)
+
+
+def spreads(sums: Mapping[str, Tally]) -> dict[str, Spread]:
+    """Return the loss and each metric over all samples, keyed by column, such as ``train_loss``."""
+    columns = {}
+    for key, tally in sums.items():
+        point, _, split = key.partition("-")
+        for measure in (LOSS, *tally.metrics):
+            if (values := tally.spread(measure)) is not None:
+                columns[column_of(point, measure, split)] = values
+    return columns
