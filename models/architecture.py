@@ -113,6 +113,12 @@ class Architecture:
                 f"model = {self.model!r}: the tensor {missing[0]} {state}, but {use}; train this tensor, or choose "
                 "another method"
             )
+        rows = {entry.shape[0] for entry in self.layout.entries if entry.name == "head.weight"}
+        if "head.weight" in tensors and rows - {self.task.num_classes}:
+            raise SettingsError(
+                f"model = {self.model!r}: its head has no row of weights for each class, but {use}; choose another "
+                "network or another method"
+            )
 
     @property
     def layer_names(self) -> tuple[str, ...]:

@@ -22,10 +22,13 @@ class Network:
     kinds: tuple[str, ...]  # kinds of samples that the network accepts: image, features, text
     builder: str
     minimum_size: int = 1  # minimum height and width of images, or length of texts and features
+    num_classes: int = 0  # the only number of classes; 0: any
 
     def suits(self, task: Task) -> bool:
         """Return whether the network can be built for a task."""
         sizes = task.input_shape[1:] if task.kind == "image" else task.input_shape
+        if self.num_classes not in (0, task.num_classes):
+            return False
         return task.kind in self.kinds and min(sizes) >= self.minimum_size
 
     def build(self, task: Task, ranks: Mapping[str, int]) -> "ChainModel":
@@ -37,6 +40,12 @@ PRETRAINED = "torchvision"
 """The value of the setting ``weights`` that selects torchvision's weights."""
 MODELS = {
     "linear": Network("linear classifier of the flattened input", ("image", "features"), "small:linear_model"),
+    "logistic": Network(
+        "logistic regression with a single logit, for two classes (FLamby's Fed-Heart-Disease)",
+        ("image", "features"),
+        "small:logistic_model",
+        num_classes=2,
+    ),
     "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "small:mlp"),
     "cnn": Network(
         "two 5x5 convolutions of 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)", ("image",), "small:cnn", 16

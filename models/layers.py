@@ -132,6 +132,17 @@ def spread_directions(count: int, size: int) -> Tensor:
     return F.normalize(helmert.T @ rotation.T)
 
 
+class SingleLogit(nn.Linear):
+    """Layer with the logit of the second of two classes; the logit of the first class is 0."""
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__(in_features, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(B, in_features)`` to ``(B, 2)``."""
+        return F.pad(super().forward(x), (1, 0))
+
+
 def linear(
     in_features: int, out_features: int, rank: int | None = None, bias: bool = True
 ) -> nn.Linear | LowRankLinear:

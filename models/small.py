@@ -1,4 +1,4 @@
-"""Small networks: ``linear`` and ``mlp``; with convolutions ``cnn``, ``cnn-3fc``, ``cnn-3fc-wide`` and ``lenet-gn``.
+"""Small networks: ``linear``, ``logistic`` and ``mlp``, and the networks with convolutions.
 
 The networks with convolutions have two 5×5 convolutions without padding, each with 2×2 max-pooling. Images of 28×28
 pixels become 4×4, and images of 32×32 become 5×5. The smallest possible size, 16×16, becomes a single pixel.
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from posy.data.task import Task
 from posy.models.chain import ChainModel
-from posy.models.layers import Convolution, FullyConnected, linear
+from posy.models.layers import Convolution, FullyConnected, SingleLogit, linear
 
 KERNEL = 5
 
@@ -17,6 +17,11 @@ KERNEL = 5
 def linear_model(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a linear classifier of the flattened input: no blocks, only a head."""
     return ChainModel({}, linear(math.prod(task.input_shape), task.num_classes, ranks.get("head")))
+
+
+def logistic_model(task: Task, ranks: Mapping[str, int]) -> ChainModel:
+    """Return logistic regression with one logit, for two classes: no blocks, only a head."""
+    return ChainModel({}, SingleLogit(math.prod(task.input_shape)))
 
 
 def mlp(task: Task, ranks: Mapping[str, int]) -> ChainModel:

@@ -592,6 +592,7 @@ def test_stacked_models_match_looped_and_single_models(name: str, extra: str) ->
 
 SUITED = {
     "linear": OBJECTIVE_TASK,
+    "logistic": Task("features", (5,), tuple("ab")),
     "mlp": OBJECTIVE_TASK,
     "cnn": Task("image", (1, 16, 16), tuple("abc")),
     "cnn-3fc": Task("image", (1, 16, 16), tuple("abc")),
@@ -611,7 +612,7 @@ def draw_samples(task: Task, n: int) -> Samples:
         x = torch.randint(1, task.vocabulary, (n, *task.input_shape), generator=rng)
     else:
         x = torch.randn(n, *task.input_shape, generator=rng)
-    return Samples(x, torch.randint(0, 3, (n,), generator=rng))
+    return Samples(x, torch.randint(0, task.num_classes, (n,), generator=rng))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,6 +1,7 @@
 """Readers for the files of published data sets."""
 
 import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -60,6 +61,58 @@ def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
     bunch = load_digits()
     x = np.rint(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
     return Content(data_dir, "image", x, bunch.target.astype(np.int64), class_names=DIGITS)
+
+
+HOSPITALS = {"cleveland": "Cleveland", "hungarian": "Hungary", "switzerland": "Switzerland", "va": "Long Beach"}
+"""The hospitals of `heart-disease`, by the names of their files."""
+_DROPPED = ("slope", "ca", "thal", "num")
+_CATEGORIES = {"cp": ("2", "3", "4"), "restecg": ("1", "2")}
+"""Columns of categories, with all categories but the first."""
+
+
+def read_heart_disease(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read the tables of four hospitals as FLamby's Fed-Heart-Disease does.
+
+    Rows with a missing value in the first ten columns are dropped, ``cp`` and ``restecg`` are one-hot encoded without
+    their first category, and a third of each hospital's rows are test samples.
+
+    References
+    ----------
+    J. Ogier du Terrail et al.: FLamby: Datasets and Benchmarks for Cross-Silo Federated Learning in Realistic
+    Healthcare Settings, NeurIPS 2022, Appendix H.
+    """
+    from sklearn.model_selection import train_test_split  # noqa: PLC0415 - only this data set needs it
+
+    folder = Path(__file__).resolve().parent.parent / "heart_disease"
+    parts: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    given: list[tuple[np.ndarray, np.ndarray]] = []
+    columns: tuple[str, ...] = ()
+    for file in HOSPITALS:
+        header, *rows = map(json.loads, (folder / f"{file}.jsonl").read_text(encoding="utf-8").splitlines())
+        used = [title for title in header if title not in _DROPPED]
+        table = [dict(zip(header, row, strict=True)) for row in rows]
+        table = [row for row in table if "?" not in [row[title] for title in used]]
+        y = np.array([float(row["num"]) > 0 for row in table])
+        encoded = {title: np.array([float(row[title]) for row in table]) for title in used}
+        for title, categories in _CATEGORIES.items():
+            values = encoded.pop(title)
+            encoded |= {f"{title}={category}": (values == float(category)).astype(float) for category in categories}
+        columns = tuple(encoded)
+        counts = np.unique(y, return_counts=True)[1]
+        start = sum(map(len, labels))
+        is_stratified = len(counts) > 1 and counts.min() > 2
+        train, test = train_test_split(
+            np.arange(len(y)), test_size=0.34, random_state=43, stratify=y if is_stratified else None
+        )
+        given.append((np.sort(start + train), np.sort(start + test)))
+        parts.append(np.column_stack(list(encoded.values())))
+        labels.append(y.astype(np.int64))
+    groups = np.repeat(np.arange(len(HOSPITALS)), [len(y) for y in labels])
+    return Content(
+        folder, "features", np.concatenate(parts), np.concatenate(labels), groups, given=tuple(given),
+        class_names=("no disease", "disease"), columns=columns, group_names=tuple(HOSPITALS.values()),
+    )  # fmt: skip
 
 
 def read_torchvision(
