@@ -712,7 +712,7 @@ def _score(row: Mapping[str, Any], key: str, metric: Metric, *, clients: bool = 
     text = metric.number(row[key])
     if not pd.isna(row[f"{key}-seeds-std"]):
         text += f" ± {metric.number(row[f'{key}-seeds-std'])}"
-    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # secure aggregation hides it
+    over_clients = clients and not pd.isna(row[f"{key}-clients-std"])  # secure aggregation hides this number
     return text + (f" ({metric.number(row[f'{key}-clients-std'])})" if over_clients else "")
 
 

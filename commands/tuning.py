@@ -77,10 +77,10 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
 
     Notes
     -----
-    The studies are stored in Optuna's journal, in ``tuning/`` in the table's output directory. Posy does not repeat
-    finished trials. A lock keeps other processes from tuning the table at the same time. A trial's score is the mean of
-    the run's metric on the validation splits in its last round, as in a table, at its method's evaluation point. A
-    trial is pruned if its best score so far is worse than the median of the earlier trials in the same round.
+    Optuna stores the studies in a journal in ``tuning/``, in the table's output directory. Posy skips finished trials.
+    A lock keeps other processes from tuning the table at the same time. A trial's score is the mean of the clients'
+    metric on the validation splits in its last evaluated round, at its method's evaluation point. Optuna prunes a trial
+    if its best score so far is worse than the median of the earlier trials in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}

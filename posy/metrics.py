@@ -36,11 +36,6 @@ class Metric:
             return ""
         return f"{100 * value:{sign}.2f}" if self.in_percent else f"{value:{sign}.4g}"
 
-    @property
-    def unit(self) -> str:
-        """The unit of :meth:`number`, as in ``, %``, or an empty text."""
-        return ", %" if self.in_percent else ""
-
     def suits(self, target: str, size: int) -> bool:
         """Return whether the metric applies to a task with C = ``size`` classes, labels or values."""
         return target in self.targets and (not self.binary_only or size == 2)

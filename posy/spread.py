@@ -90,14 +90,14 @@ class Evaluation(NamedTuple):
     round: int
     over_clients: Spread
     missing: int = 0
-    """Number of missing clients: they had no node, or the server dropped their reply."""
+    """Number of clients without a result, because they had no node or the server dropped their reply."""
 
 
 def best(evaluations: Sequence[Evaluation], *, lower_is_better: bool = False) -> Evaluation | None:
     """Return the evaluation with the best mean, or None if there is none. Ties go to the earliest round.
 
-    The function skips evaluations with less than nine tenths of the number of clients in the largest evaluation. The
-    best of many small cohorts would depend more on the cohort than on the models.
+    The function skips evaluations with fewer than nine tenths of the clients of the largest evaluation. The best of
+    many small cohorts would depend more on the cohort than on the models.
     """
     most = max((e.over_clients["clients"] for e in evaluations), default=0)
     comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]

@@ -24,17 +24,19 @@ ALPHA = 0.05
 FEWEST_BLOCKS = 3
 """Minimum number of blocks for a rank test."""
 FULL = 0.9
-"""Minimum share of the fullest row's clients that a ranked row must cover, as in :func:`posy.spread.best`."""
+"""Minimum number of clients of a ranked row, as a share of the largest number of clients of any row (see
+:func:`posy.spread.best`)."""
 
 LEGEND = (
     "Last round, for the model that each method is scored by (`at`). `worst tenth`: mean over the tenth of the "
     "clients with the worst score. `over Local`, `over FedAvg`: mean gain of a client over the same client with "
-    "Local or FedAvg. `lose`: clients with a worse score than with it, of all clients in all seeds. `≈`: not "
-    "significantly different from the best row. Significant means 5 % in Wilcoxon's signed-rank test over the clients "
-    "of all seeds, adjusted for the number of rows (Holm), also for gains over local training. "
-    "`6 of 60`: the figures cover 6 clients of all seeds, of 60 that took part. Rows are summarised over the clients "
-    "that all of them cover. A row with fewer than nine tenths of the clients of the fullest row is summarised over "
-    "its clients alone, and is neither the best row nor ranked. "
+    "Local or FedAvg. `lose`: number of clients whose score is worse than with Local or FedAvg, out of the clients of "
+    "all seeds. `≈`: not significantly different from the best row. This difference and the gains over local training "
+    "are tested with Wilcoxon's signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows "
+    "(Holm). "
+    "`6 of 60`: the figures cover 6 of the 60 clients that took part, over all seeds. Rows are summarised over the "
+    "clients that all of them cover. A row that covers fewer than nine tenths as many clients as the row with the most "
+    "clients is summarised over its clients alone, and is neither the best row nor ranked. "
     "`samples`: number of training samples, counted in each pass; `memory`: peak memory of the run's process."
 )
 
@@ -115,7 +117,8 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dic
     Returns
     -------
     dict
-        Scores of the rows that cover at least :data:`FULL` of the fullest row's clients in each of their seeds.
+        Scores of the rows that cover at least the share :data:`FULL` of the largest number of clients of any row, in
+        each of their seeds.
     """
     measured = {row: {seed: scores for seed, scores in seeds.items() if scores} for row, seeds in rows.items()}
     fullest: dict[int, int] = {}
@@ -263,7 +266,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         - ``members``: number of clients that took part
         - ``ranked``: whether the row covers enough clients
         - ``gain-local`` and ``gain-fedavg``: gain over local training and over FedAvg, if the variant has such a row
-        - ``losing-local`` and ``losing-fedavg``: how many clients lose, out of how many, such as ``3/20``
+        - ``losing-local`` and ``losing-fedavg``: number of clients that lose, out of all clients, such as ``3/20``
         - ``newcomers-served`` and ``newcomers-local``: scores of hold-out clients
         - ``alike``: whether the row does not differ significantly from the variant's best row (Wilcoxon, Holm)
         - ``served-beats-local`` and ``local-beats-local``: whether clients gain significantly over local training at

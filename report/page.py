@@ -146,7 +146,7 @@ def _scores(groups: Sequence[Group]) -> Markup:
 
 
 def _spreads(run: Recorded, point: str) -> list[list[str]]:
-    """Return a run's scores at an evaluation point, with a row for each round or mean over rounds."""
+    """Return the table rows of a run's scores at an evaluation point: one per round or mean over rounds."""
     rows: dict[str, list[str]] = {}
     text, columns = run.metric.format, list(SPREAD)
     if run.metric.lower_is_better:

@@ -24,7 +24,7 @@ class Totals:
     """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
-    """Numbers of evaluations that the server has requested, and that it has accepted."""
+    """Numbers of evaluations that the server has requested and accepted."""
     worst_loss: float = 0.0
     """Highest mean training loss in any round."""
     bytes_up: int = 0
@@ -34,7 +34,7 @@ class Totals:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped replies, keyed by reason."""
     delivery: Counter[str] = field(default_factory=Counter)
-    """Numbers of messages sent again and of late replies."""
+    """Numbers of resent messages and of late replies."""
     clipped: Counter[int] = field(default_factory=Counter)
     discarded: Counter[int] = field(default_factory=Counter)
     down_weighted: Counter[int] = field(default_factory=Counter)
@@ -74,11 +74,11 @@ class Totals:
         return totals
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields under their keys in a checkpoint."""
+        """Return all fields, keyed as in a checkpoint."""
         return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, columns: Columns, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round, and return the spread of each score over the clients, or from their masked sums.
+        """Add a round, and return the spread of each score over the clients, from their rows or from masked sums.
 
         A score in :attr:`Columns.in_every_round` that no client reports is None. ``evaluated`` is whether an evaluation
         was due in the round.
