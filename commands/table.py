@@ -54,6 +54,7 @@ from posy.strategies.registry import (
     without_effect,
 )
 from posy.strategies.run_settings import RunSettings
+from posy.words import capitalised
 from posy.yaml12 import dump, read_yaml
 
 PARTS: dict[str, type] = {
@@ -591,7 +592,7 @@ def markdown(
             cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
             lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
-    parts.append(LEGEND.format(metric=metric.title[:1].upper() + metric.title[1:] + " in %" * metric.in_percent))
+    parts.append(LEGEND.format(metric=capitalised(metric.title) + " in %" * metric.in_percent))
     parts += [f"Machine: {line}." for line in machines(results)]
     if failures:
         parts.append("\n".join(["Missing:", "", *(f"- {name}: {reason}" for name, reason in failures.items())]))

@@ -7,7 +7,6 @@ an interrupted copy fails too.
 
 import hashlib
 import io
-import os
 import re
 import shutil
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from posy.paths import flwr_home
 
 LIST = ".info/CONTENT"
 """Path of the list of files in a bundle. Each line contains a path, SHA-256 and size, separated by commas."""
@@ -55,7 +56,7 @@ def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
     name_parts = [app["publisher"], metadata["name"], metadata["version"], hash_text[:8]]
     if not all(re.fullmatch(r"\w[\w.+-]*", part) for part in name_parts):
         raise BundleError(f"the bundle names its app {'/'.join(name_parts)}: letters, digits and . _ - + are allowed")
-    apps = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "apps"
+    apps = flwr_home() / "apps"
     installed = apps / ".".join(name_parts)
     if installed.is_dir():
         return installed

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from posy.deploy.addresses import free_port
 from posy.deploy.secret import OPTION, new_secret, pipe_of
+from posy.paths import flwr_home
 from posy.storage import lock
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     address = f"[{options.host}]:{port}" if ":" in options.host else f"{options.host}:{port}"
     executor = [sys.executable, "-P", "-m", "posy.deploy.superexec", "--runtime-api-address", address, "--insecure"]
     executor += ["--parent-pid", str(os.getpid()), OPTION, path]
-    home, home_lock = unused_home(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr"))
+    home, home_lock = unused_home(flwr_home())
     # The executor holds the lock, so another node can use the folder as soon as the executor has exited.
     environment = os.environ | {"FLWR_HOME": str(home)}
     subprocess.Popen(executor, pass_fds=[descriptor, home_lock], env=environment)

@@ -24,6 +24,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from posy.metrics import Metric
 from posy.spread import Evaluation
+from posy.words import capitalised
 
 Curve = Sequence[tuple[float, float | None]]
 """Points (x, y) of a line. Points whose y is None or NaN are skipped."""
@@ -92,7 +93,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, metric: Metr
     rounds = sorted({evaluation.round for evaluations in points for evaluation in evaluations})
     if not rounds:
         return
-    with _axes(path, f"{title[:1].upper()}{title[1:]} over the rounds") as axes:
+    with _axes(path, f"{capitalised(title)} over the rounds") as axes:
         for index, (name, evaluations) in enumerate(zip(("served model", "local model"), points, strict=True)):
             if not evaluations:
                 continue
@@ -140,7 +141,7 @@ def client_scores(served: Sequence[float | None], local: Sequence[float | None],
         return
     x = np.arange(len(order))
     dot = float(np.clip(400 / len(order), 2.5, 9))
-    with _axes(path, f"{metric.title[:1].upper()}{metric.title[1:]} of each client") as axes:
+    with _axes(path, f"{capitalised(metric.title)} of each client") as axes:
         grey = "#b0b0b0" if len(order) <= 100 else _FAINT
         axes.vlines(x, before[order], after[order], color=grey, linewidth=min(2.0, dot / 4), zorder=1)
         for values, name, colour, marker, size in (

@@ -27,6 +27,11 @@ def absolute(text: str) -> Path:
         return path.absolute()
 
 
+def flwr_home() -> Path:
+    """Return the folder in which Flower stores its configuration and installed apps."""
+    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+
+
 def exists(path: Path) -> bool:
     """Return whether a path exists; for a name that is too long, return False where pathlib would raise an error."""
     try:

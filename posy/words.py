@@ -22,6 +22,11 @@ def describe_clients(clients: Iterable[int], names: Mapping[int, str], total: in
     return f"{', '.join(first_titles)} and {last} are" if first_titles else f"{last} is"
 
 
+def capitalised(text: str) -> str:
+    """Return a text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
 def one_line(text: str, most: int) -> str:
     """Return external text as one printable line of at most ``most`` characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -19,6 +19,7 @@ from posy.server_app.progress import ABSENT, LIMITED_WORDS, coverage, duration, 
 from posy.settings import SettingsError
 from posy.strategies.columns import POINTS
 from posy.strategies.registry import declared
+from posy.words import capitalised
 
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
 """Maximum number of clients with a chart on a page, and number of these charts that are initially visible."""
@@ -401,11 +402,6 @@ def _framed(title: str, about: str, content: Markup) -> Markup:
 
 def _words(key: str) -> str:
     return capitalised(key.replace("_", " ").replace("-", " "))
-
-
-def capitalised(text: str) -> str:
-    """Return a text with a capital first letter."""
-    return text[:1].upper() + text[1:]
 
 
 def _ranges(rounds: Sequence[int]) -> str:

@@ -86,5 +86,5 @@ def majority_notice(scores: dict[str, Any], names: Sequence[str], metric: Metric
         return ""
     return (
         f"{100 * share:.1f} % of the test samples are of class {names[int(counts.argmax())]}, so a model that always "
-        f"predicts it has an accuracy of {100 * share:.1f} %; compare methods by balanced-accuracy or auroc (metric)"
+        f"predicts it has an accuracy of {100 * share:.1f} %; set metric = balanced-accuracy or auroc"
     )

@@ -325,7 +325,7 @@ def _clients(summary: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any], members: int, metric: Metric) -> list[str]:
-    """Return the table cells for a metric over the clients, of which a round can evaluate ``members``."""
+    """Return the table cells for an evaluation; ``members`` is the number of clients that a round can evaluate."""
     covered = coverage(row["clients"], members)
     if "samples" in row:
         return [str(row["round"]), metric.format(row["mean"]), *[ABSENT] * 4, covered]

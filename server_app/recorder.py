@@ -298,7 +298,7 @@ class Recorder:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def prepare_messages(self, *, shares_files: bool, one_file_system: bool) -> None:
-        """Let the strategy's messages name the folders for the clients' files, and the versions to keep.
+        """Add the folders for the clients' files, and the versions to keep, to the strategy's messages.
 
         With ``shares_files``, the clients can write into the run's directory. With ``one_file_system``, their states
         are there too.

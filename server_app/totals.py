@@ -60,7 +60,7 @@ class Totals:
         """Read the totals from the result of :meth:`as_json`; ``stored`` may also contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
         stored = {"scores": stored.get("accuracy"), **stored}  # the key in checkpoints from earlier versions
-        # Checkpoints from earlier versions lack the system accuracy of individual rounds and the limited clients.
+        # Checkpoints from earlier versions lack the metrics, each round's system accuracy, and the limited clients.
         optional_names = ("system", "metrics", *LIMITED)
         totals = cls(**{name: stored[key] for name, key in keys.items() if name not in optional_names or key in stored})
         totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)

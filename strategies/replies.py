@@ -40,8 +40,7 @@ SCORES = {
     for point in ("served", "local")
     for measure in (LOSS, *METRICS)
 }
-"""Keys of a client's scores, for each evaluation point and each of its test, validation and training splits, with the
-name of the metric."""
+"""Keys of a client's scores with the measure of each: one key for each split, evaluation point and measure."""
 BLOCK = 16_384
 """Number of parameters that are processed at a time in double precision."""
 

@@ -1,7 +1,7 @@
 """Scores under secure aggregation: each client adds integers to a masked sum, and the server sees only the sum.
 
-In such a run, replies contain no single client's loss, metrics or number of processed samples. The settings, the task
-and the message determine the layout of the numbers, so it is the same for all clients.
+The server never receives a single client's loss, metrics or number of processed samples. The settings, the task and
+the message alone determine the layout of the integers, so the layout is the same for all clients.
 """
 
 from collections.abc import Mapping, Sequence

@@ -13,6 +13,7 @@ from typing import Any
 from posy.client_app.node_config import AUDIT, AUDIT_NAME, NODE_NAME, check_node_config
 from posy.commands.launch import ENVIRONMENT, Connection, toml, without_proxy
 from posy.deploy.addresses import is_loopback
+from posy.paths import flwr_home
 from posy.settings import SettingsError
 from posy.yaml12 import parse
 
@@ -201,6 +202,6 @@ def print_command(command: Sequence[str], environment: Mapping[str, str]) -> Non
     program = name if shutil.which(name) == command[0] else command[0]
     # Omit variables that are the same for all commands, such as the variable that disables telemetry.
     home = environment["FLWR_HOME"]
-    is_default = os.environ.get("FLWR_HOME", str(Path.home() / ".flwr")) == home
+    is_default = str(flwr_home()) == home
     setting = [] if is_default else [f"FLWR_HOME={shlex.quote(home)}"]
     print("$", *setting, shlex.join([program, *command[1:]]), file=sys.stderr, flush=True)

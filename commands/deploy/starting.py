@@ -17,6 +17,7 @@ from posy.deploy.secret import OPTION, write_secret
 from posy.deploy.superlink import keep
 from posy.flower import FLOWER
 from posy.forked import cores
+from posy.paths import flwr_home
 from posy.settings import SettingsError
 
 
@@ -150,7 +151,7 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
         )
     stock = options.stock or not has_warm_nodes()
     _check_stock(options, len(keys), stock=stock)
-    home = Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr"))
+    home = flwr_home()
     names = [path.stem for path in keys]
     configs = [shared.with_audit(pairs, home) for pairs in shared.node_configs(options.config, names)]
     words = endpoint.words()

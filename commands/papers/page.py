@@ -17,6 +17,7 @@ from posy.data.errors import DataError
 from posy.server_app.progress import duration
 from posy.settings import Scalar
 from posy.strategies.registry import PAPERS, declared
+from posy.words import capitalised
 
 LEGEND = (
     "The first lines under each heading describe the paper's table or figure. Tables give the paper's number → Posy's "
@@ -143,7 +144,7 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
     item = comparison.item
     about = item.title.partition(": ")[2].strip()
     stop = "" if about.endswith("?") else "."
-    parts = [_filled(f"{about[0].upper()}{about[1:]}{stop} {item.content.get('shows', '')}")]
+    parts = [_filled(f"{capitalised(about)}{stop} {item.content.get('shows', '')}")]
     if item.content.get("runs"):
         scales = comparison.scales or item.scales[:1]
         overrides = "".join(f" {key}={_typed(value)}" for key, value in comparison.decisive.items())
