@@ -7,15 +7,12 @@ are rounded down to a hundredth.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from posy.histograms import auroc, average_precision, f1_scores, specificity_at
 from posy.metrics import CALIBRATION_BINS, CLASSES, LABELS
 from posy.scores import Floats, Ints, Predictions, brier_scores, confidence_bins, log_losses, recalls
-
-Array = npt.NDArray[Any]
 
 BINS = 100
 """Number of equal bins of a probability."""
@@ -148,72 +145,6 @@ class BinnedScores:
 def bins_of(probabilities: Floats) -> Ints:
     """Return the bin 0..BINS-1 of each probability."""
     return np.clip((probabilities * BINS).astype(np.int64), 0, BINS - 1)
-
-
-def auroc(histogram: Array) -> Floats:
-    """Return the AUROC from the weights of negative and positive samples per bin; ties count half.
-
-    Parameters
-    ----------
-    histogram : numpy.ndarray, (..., 2, U)
-        Weights of the negative and of the positive samples in U bins, in the order of their probabilities.
-
-    Returns
-    -------
-    numpy.ndarray, (...)
-        NaN without positive or negative samples.
-    """
-    negative, positive = np.moveaxis(np.asarray(histogram, np.float64), -2, 0)
-    below = np.cumsum(negative, axis=-1) - negative
-    area = (positive * (below + negative / 2)).sum(axis=-1)
-    return _ratio(area, negative.sum(axis=-1) * positive.sum(axis=-1))
-
-
-def average_precision(histogram: Array) -> Floats:
-    """Return the average precision; the histogram and the result are as in :func:`auroc`."""
-    negative, positive = np.moveaxis(np.asarray(histogram, np.float64)[..., ::-1], -2, 0)
-    true = np.cumsum(positive, axis=-1)
-    precision = _ratio(true, np.cumsum(positive + negative, axis=-1), absent=0.0)
-    result = _ratio((positive * precision).sum(axis=-1), positive.sum(axis=-1))
-    return np.where(negative.any(axis=-1), result, np.nan)
-
-
-def specificity_at(histogram: Array, sensitivity: float) -> Floats:
-    """Return the highest specificity with at least this sensitivity; otherwise as in :func:`auroc`."""
-    negative, positive = np.moveaxis(np.asarray(histogram, np.float64)[..., ::-1], -2, 0)
-    reached = _ratio(np.cumsum(positive, axis=-1), positive.sum(axis=-1, keepdims=True)) >= sensitivity - 1e-12
-    false_positives = _ratio(np.cumsum(negative, axis=-1), negative.sum(axis=-1, keepdims=True))
-    lowest = np.where(reached, false_positives, np.inf).min(axis=-1)
-    return np.where(np.isfinite(lowest), 1 - lowest, np.nan)
-
-
-def f1_scores(hits: Array, predicted: Array, actual: Array, *, micro: bool) -> dict[str, Floats]:
-    """Return averages of the F1 scores 2 TP / (predicted + actual), as scikit-learn computes them.
-
-    Parameters
-    ----------
-    hits, predicted, actual : numpy.ndarray, (..., C)
-        Numbers of correctly predicted, of predicted and of actual samples of each class or label.
-    micro : bool
-        Whether these are labels, which also have a micro average, and of which absent ones count.
-    """
-    sums = np.asarray(predicted + actual, np.float64)
-    scores = _ratio(2.0 * hits, sums, absent=0.0)
-    occurring = np.ones(sums.shape, bool) if micro else sums > 0
-    values = {
-        "macro-f1": _ratio((scores * occurring).sum(axis=-1), occurring.sum(axis=-1)),
-        "weighted-f1": _ratio((scores * actual).sum(axis=-1), np.asarray(actual, np.float64).sum(axis=-1), absent=0.0),
-    }
-    if micro:
-        values["micro-f1"] = _ratio(2.0 * hits.sum(axis=-1), sums.sum(axis=-1), absent=0.0)
-    return values
-
-
-def _ratio(a: Array, b: Array, absent: float = np.nan) -> Floats:
-    """Return a / b, or ``absent`` where b is 0."""
-    a, b = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64))
-    result: Floats = np.divide(a, b, out=np.full(a.shape, absent), where=b != 0)
-    return result
 
 
 def _counts(decided: Ints, confusion: Ints | None) -> tuple[Floats, Floats, Floats]:

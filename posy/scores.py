@@ -6,7 +6,6 @@ over classes skip the classes for which the metric is not defined.
 
 import math
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from posy.histograms import auroc, average_precision, f1_scores, ratio, specificity_at
 from posy.metrics import CALIBRATION_BINS, CLASSES, LABELS, METRICS
 
 Floats = npt.NDArray[np.float64]
@@ -81,89 +81,20 @@ class Predictions:
         return replace(self, y=self.y[indices], outputs=self.outputs[indices])
 
 
-Function = Callable[[Predictions], float | None]
-
-
-# -- classification --------------------------------------------------------------------------------------
-
-
-def _accuracy(p: Predictions) -> float:
-    correct = p.predicted == p.y
-    return float((correct.all(axis=1) if p.target == LABELS else correct).mean())
-
-
-def _balanced_accuracy(p: Predictions) -> float:
-    return float(np.mean([recall for recall in recalls(confusion_matrix(p)) if recall is not None]))
-
-
-def _f1(average: str) -> Function:
-    def f1(p: Predictions) -> float:
-        from sklearn.metrics import f1_score  # noqa: PLC0415 - takes a second to import
-
-        return float(f1_score(p.y, p.predicted, average=average, zero_division=0))
-
-    return f1
-
-
-def _auroc(p: Predictions) -> float | None:
-    from sklearn.metrics import roc_auc_score  # noqa: PLC0415 - takes a second to import
-
-    return _mean_over_classes(p, roc_auc_score)
-
-
-def _average_precision(p: Predictions) -> float | None:
-    from sklearn.metrics import average_precision_score  # noqa: PLC0415 - takes a second to import
-
-    return _mean_over_classes(p, average_precision_score)
-
-
-def _mean_over_classes(p: Predictions, function: Callable[[Ints, Floats], float]) -> float | None:
-    """Return the mean of a ranking metric over the classes that have positive and negative samples."""
-    defined = [c for c in p.ranked if 0 < p.indicators[:, c].sum() < len(p.y)]
-    return float(np.mean([function(p.indicators[:, c], p.outputs[:, c]) for c in defined])) if defined else None
-
-
-def _sensitivity(p: Predictions) -> float | None:
-    return _rate(p, p.y == p.positive, positive=True)
-
-
-def _specificity(p: Predictions) -> float | None:
-    return _rate(p, p.y != p.positive, positive=False)
-
-
-def _rate(p: Predictions, samples: npt.NDArray[np.bool_], *, positive: bool) -> float | None:
-    """Return the fraction of the samples that are predicted as positive or as negative."""
-    if not samples.any():
-        return None
-    return float(((p.outputs[samples, p.positive] >= p.threshold) == positive).mean())
-
-
-def _specificity_at_sensitivity(p: Predictions) -> float | None:
-    from sklearn.metrics import roc_curve  # noqa: PLC0415 - takes a second to import
-
-    positive = p.y == p.positive
-    if positive.all() or not positive.any():
-        return None
-    false_positives, sensitivities, _ = roc_curve(positive, p.outputs[:, p.positive], drop_intermediate=False)
-    return float(1 - false_positives[sensitivities >= p.sensitivity - 1e-12].min())
-
-
-def _log_loss(p: Predictions) -> float:
-    return float(log_losses(p).mean())
+# -- quantities of each sample ---------------------------------------------------------------------------
 
 
 def log_losses(p: Predictions) -> Floats:
-    """Return the negative log-likelihood of each sample ``(n,)``; of labels, their mean over the labels."""
+    """Return the negative log-likelihood of each sample ``(n,)``; of labels, their mean over the labels.
+
+    Like scikit-learn, the function replaces smaller probabilities by float64's epsilon.
+    """
     if p.target == CLASSES:
         likelihoods = p.outputs[np.arange(len(p.y)), p.y][:, None]
     else:
         likelihoods = np.where(p.indicators == 1, p.outputs, 1 - p.outputs)
-    losses: Floats = -np.log(np.maximum(likelihoods, np.finfo(np.float64).tiny)).mean(axis=1)
+    losses: Floats = -np.log(np.maximum(likelihoods, np.finfo(np.float64).eps)).mean(axis=1)
     return losses
-
-
-def _brier(p: Predictions) -> float:
-    return float(brier_scores(p).mean())
 
 
 def brier_scores(p: Predictions) -> Floats:
@@ -176,12 +107,6 @@ def brier_scores(p: Predictions) -> Floats:
     return scores
 
 
-def _calibration_error(p: Predictions) -> float:
-    bins, confidences, correct = confidence_bins(p)
-    gaps = np.bincount(bins, confidences - correct, minlength=CALIBRATION_BINS)
-    return float(np.abs(gaps).sum() / len(bins))
-
-
 def confidence_bins(p: Predictions) -> tuple[Ints, Floats, npt.NDArray[np.bool_]]:
     """Return each sample's bin of the calibration error, its confidence, and whether its prediction is correct."""
     confidences = p.outputs.max(axis=1)
@@ -189,71 +114,155 @@ def confidence_bins(p: Predictions) -> tuple[Ints, Floats, npt.NDArray[np.bool_]
     return bins, confidences, p.predicted == p.y
 
 
-# -- regression ------------------------------------------------------------------------------------------
+# -- metrics of weighted samples -------------------------------------------------------------------------
 
 
-def _mae(p: Predictions) -> float:
-    return float(np.abs(p.outputs - p.y).mean())
+class _Weighted:
+    """Predictions for n samples, B sets of weights ``(B, n)``, and quantities that several metrics share."""
+
+    def __init__(self, p: Predictions, weights: Floats) -> None:
+        self.p, self.weights = p, weights
+
+    def mean(self, values: npt.NDArray[Any]) -> Floats:
+        """Return the weighted means ``(B, ...)`` of values ``(n, ...)`` of the samples."""
+        sums = self.weights @ values
+        means: Floats = sums / self.weights.sum(axis=1).reshape(-1, *[1] * (sums.ndim - 1))
+        return means
+
+    def rate(self, samples: npt.NDArray[np.bool_], *, positive: bool) -> Floats:
+        """Return the weighted fraction of some samples that are predicted as positive, or as negative."""
+        predicted = (self.p.outputs[:, self.p.positive] >= self.p.threshold) == positive
+        return ratio(self.weights @ (samples & predicted), self.weights @ samples)
+
+    @cached_property
+    def counts(self) -> tuple[Floats, Floats, Floats]:
+        """Weights of the samples predicted correctly, predicted, and actual of each class or label ``(B, C)``."""
+        predicted, actual = self.p.predicted, self.p.indicators
+        if self.p.target == CLASSES:
+            predicted = (predicted[:, None] == np.arange(self.p.size)).astype(np.int64)
+        return self.weights @ (predicted * actual), self.weights @ predicted, self.weights @ actual
+
+    @cached_property
+    def f1(self) -> dict[str, Floats]:
+        """Averages of the F1 scores, keyed by metric."""
+        hits, predicted, actual = self.counts
+        return f1_scores(hits, predicted, actual, micro=self.p.target == LABELS)
+
+    def histogram(self, label: int) -> Floats:
+        """Return the weights of the samples without and with a label per distinct probability ``(B, 2, U)``."""
+        order = np.argsort(self.p.outputs[:, label], kind="stable")
+        scores, has_label = self.p.outputs[order, label], self.p.indicators[order, label] == 1
+        starts = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]])
+        ordered = self.weights[:, order]
+        parts = [np.add.reduceat(np.where(mask, ordered, 0.0), starts, axis=1) for mask in (~has_label, has_label)]
+        return np.stack(parts, axis=1)
+
+    @cached_property
+    def ranking(self) -> dict[str, Floats]:
+        """Ranking metrics, keyed by name, averaged over the classes or labels that the samples define."""
+        histograms = [self.histogram(label) for label in self.p.ranked]
+        functions = {"auroc": auroc, "average-precision": average_precision}
+        return {
+            name: _mean([function(histogram) for histogram in histograms], 0) for name, function in functions.items()
+        }
 
 
-def _rmse(p: Predictions) -> float:
-    return float(np.sqrt(np.square(p.outputs - p.y).mean()))
+def _mean(values: npt.ArrayLike, axis: int) -> Floats:
+    """Return the mean of the values other than NaN, NaN if there are none."""
+    array = np.asarray(values)
+    is_defined = np.isfinite(array)
+    return ratio(np.where(is_defined, array, 0.0).sum(axis), is_defined.sum(axis))
 
 
-def _r2(p: Predictions) -> float | None:
-    from sklearn.metrics import r2_score  # noqa: PLC0415 - takes a second to import
-
-    varied = np.ptp(p.y, axis=0) > 0
-    return float(r2_score(p.y[:, varied], p.outputs[:, varied])) if varied.any() else None
+def _accuracy(w: _Weighted) -> Floats:
+    correct = w.p.predicted == w.p.y
+    return w.mean(correct.all(axis=1) if w.p.target == LABELS else correct)
 
 
-FUNCTIONS: dict[str, Function] = {
+def _balanced_accuracy(w: _Weighted) -> Floats:
+    hits, _, actual = w.counts
+    return _mean(ratio(hits, actual), -1)
+
+
+def _specificity_at_sensitivity(w: _Weighted) -> Floats:
+    return specificity_at(w.histogram(w.p.positive), w.p.sensitivity)
+
+
+def _calibration_error(w: _Weighted) -> Floats:
+    bins, confidences, correct = confidence_bins(w.p)
+    gaps = w.mean((bins[:, None] == np.arange(CALIBRATION_BINS)) * (confidences - correct)[:, None])
+    return np.asarray(np.abs(gaps).sum(axis=1), np.float64)
+
+
+def _rmse(w: _Weighted) -> Floats:
+    return np.asarray(np.sqrt(w.mean(np.square(w.p.outputs - w.p.y)).mean(axis=1)), np.float64)
+
+
+def _r2(w: _Weighted) -> Floats:
+    centred = w.p.y - w.p.y.mean(axis=0)  # so that the variance does not cancel
+    variances = w.mean(np.square(centred)) - np.square(w.mean(centred))
+    # Rounding makes the variance of a constant value slightly positive.
+    varied = variances > 1e-12 * np.square(centred).max(axis=0)
+    errors = w.mean(np.square(w.p.outputs - w.p.y))
+    return _mean(1 - ratio(errors, np.where(varied, variances, 0.0)), -1)
+
+
+FUNCTIONS: dict[str, Callable[[_Weighted], Floats]] = {
     "accuracy": _accuracy,
     "balanced-accuracy": _balanced_accuracy,
-    "macro-f1": _f1("macro"),
-    "weighted-f1": _f1("weighted"),
-    "micro-f1": _f1("micro"),
-    "auroc": _auroc,
-    "average-precision": _average_precision,
-    "sensitivity": _sensitivity,
-    "specificity": _specificity,
+    "macro-f1": lambda w: w.f1["macro-f1"],
+    "weighted-f1": lambda w: w.f1["weighted-f1"],
+    "micro-f1": lambda w: w.f1["micro-f1"],
+    "auroc": lambda w: w.ranking["auroc"],
+    "average-precision": lambda w: w.ranking["average-precision"],
+    "sensitivity": lambda w: w.rate(w.p.y == w.p.positive, positive=True),
+    "specificity": lambda w: w.rate(w.p.y != w.p.positive, positive=False),
     "specificity-at-sensitivity": _specificity_at_sensitivity,
-    "log-loss": _log_loss,
-    "brier": _brier,
+    "log-loss": lambda w: w.mean(log_losses(w.p)),
+    "brier": lambda w: w.mean(brier_scores(w.p)),
     "calibration-error": _calibration_error,
-    "mae": _mae,
+    "mae": lambda w: w.mean(np.abs(w.p.outputs - w.p.y).mean(axis=1)),
     "rmse": _rmse,
     "r2": _r2,
 }
-"""The functions of :data:`posy.metrics.METRICS`, keyed by the names of the metrics."""
-_FROM_SKLEARN = {
-    "macro-f1", "weighted-f1", "micro-f1", "auroc", "average-precision", "specificity-at-sensitivity", "r2"
-}  # fmt: skip
+"""The functions of :data:`posy.metrics.METRICS`, keyed by the names of the metrics.
+
+They equal scikit-learn's functions, whose checks take longer than the computation for a small client.
+"""
 
 
-def value_of(metric: str, predictions: Predictions) -> float | None:
-    """Return a metric's value for predictions, or None if the samples do not define it."""
-    value = FUNCTIONS[metric](predictions) if len(predictions.y) else None
-    if value is None or not math.isfinite(value):
-        return None
-    return min(max(float(value), 0.0), 1.0) if METRICS[metric].in_percent else float(value)  # rounding may exceed 1
+def weighted(p: Predictions, weights: Floats, names: Collection[str]) -> dict[str, Floats]:
+    """Return the named metrics of weighted samples ``(B,)``, keyed by name; NaN where the samples do not define one.
+
+    Parameters
+    ----------
+    p : Predictions
+        The predictions for n samples, of which there is at least one.
+    weights : numpy.ndarray, float64, (B, n)
+        B sets of weights of the samples. With a whole number, the sample counts that often.
+    names : collection of str
+        Names of metrics that suit the target.
+    """
+    samples = _Weighted(p, weights)
+    return {name: FUNCTIONS[name](samples) for name in names}
 
 
 def values_of(predictions: Predictions, names: Collection[str]) -> dict[str, float]:
     """Return the named metrics that the samples define, keyed by name."""
-    with _unchecked(names):
-        values = {name: value_of(name, predictions) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
+    if not (count := len(predictions.y)):
+        return {}
+    values = {name: float(v[0]) for name, v in weighted(predictions, np.ones((1, count)), names).items()}
+    return {
+        # Rounding may exceed 1.
+        name: min(max(value, 0.0), 1.0) if METRICS[name].in_percent else value
+        for name, value in values.items()
+        if math.isfinite(value)
+    }
 
 
-def _unchecked(names: Collection[str]) -> AbstractContextManager[None]:
-    """Let scikit-learn skip its checks, which take longer than most metrics of a small client."""
-    if not _FROM_SKLEARN.intersection(names):
-        return nullcontext()
-    import sklearn  # noqa: PLC0415 - takes a second to import
-
-    context: AbstractContextManager[None] = sklearn.config_context(assume_finite=True, skip_parameter_validation=True)
-    return context
+def value_of(metric: str, predictions: Predictions) -> float | None:
+    """Return a metric's value for predictions, or None if the samples do not define it."""
+    return values_of(predictions, [metric]).get(metric)
 
 
 def confusion_matrix(predictions: Predictions) -> Ints:

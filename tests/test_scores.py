@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sklearn import metrics as reference
 
 from posy.binned import BINS, BinnedScores
-from posy.bootstrap import intervals, weighted
+from posy.bootstrap import intervals
 from posy.metrics import CALIBRATION_BINS, CLASSES, LABELS, METRICS, VALUES, metrics_for
-from posy.scores import Predictions, confusion_matrix, recalls, value_of, values_of
+from posy.scores import Predictions, confusion_matrix, recalls, value_of, values_of, weighted
 
 RNG = np.random.default_rng(0)
 
@@ -34,6 +34,7 @@ def random_values(samples: int, values: int) -> Predictions:
 
 
 BINARY = random_classes(80, 2)
+TIED = Predictions(CLASSES, BINARY.y, (9 * BINARY.outputs).round() / 9)
 MULTI = random_classes(200, 5)
 MULTI_LABEL = random_labels(60, 4)
 REGRESSION = random_values(50, 2)
@@ -113,11 +114,12 @@ def calibration_error(p: Predictions) -> float:
     [
         (BINARY, of_binary),
         (Predictions(CLASSES, BINARY.y, BINARY.outputs, threshold=0.3, sensitivity=0.75), of_binary),
+        (TIED, of_binary),
         (MULTI, of_classes),
         (MULTI_LABEL, of_labels),
         (REGRESSION, of_values),
     ],
-    ids=["two classes", "threshold 0.3", "five classes", "labels", "values"],
+    ids=["two classes", "threshold 0.3", "ties", "five classes", "labels", "values"],
 )
 def test_all_metrics_equal_scikit_learn(predictions: Predictions, expected: Any) -> None:
     names = [metric.name for metric in metrics_for(predictions.target, predictions.size)]
@@ -172,7 +174,7 @@ def test_weighted_metrics_equal_the_metrics_of_repeated_samples(predictions: Pre
     names = [metric.name for metric in metrics_for(predictions.target, predictions.size)]
     count = len(predictions.y)
     weights = np.random.default_rng(3).multinomial(count, np.full(count, 1 / count), size=5).astype(float)
-    results = weighted(predictions, weights)
+    results = weighted(predictions, weights, names)
     for draw, row in enumerate(weights):
         rows = np.repeat(np.arange(count), row.astype(int))
         expected = values_of(predictions.rows(rows), names)
