@@ -315,7 +315,7 @@ def test_a_run_that_ends_during_the_interrupt_is_archived(tmp_path: Path) -> Non
 def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     def run(folder: Path, *, until: int = 0) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
-        settings = {**COMMON, "num-server-rounds": 60, "checkpoint-every": 10}
+        settings = {**COMMON, "num-server-rounds": 20, "checkpoint-every": 4}
         file = write_table(folder, settings=settings, runs=[{"name": "Ditto", "settings": {"method": "ditto"}}])
         process = subprocess.Popen(
             [sys.executable, "-m", "posy", "table", str(file)],
@@ -337,7 +337,7 @@ def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None
         assert (path / "checkpoints").exists() == bool(until)
         return summary
 
-    run(tmp_path / "stopped", until=20)
+    run(tmp_path / "stopped", until=4)
     cell = read_plan(tmp_path / "stopped/tiny.yaml").cells[0]
     assert cell.resume_settings and not replace(cell, config={**cell.config, "lr": 0.3}).resume_settings
     file = cell.path / "summary.json"  # as if the run was killed before its system accuracy
@@ -348,7 +348,7 @@ def test_an_interrupted_cell_resumes_from_its_checkpoint(tmp_path: Path) -> None
     resumed = run(tmp_path / "stopped")
     reference = execute(None, {**cell.config, "output-dir": str(tmp_path / "uninterrupted")})
     uninterrupted = reference.summary
-    assert len((cell.path / "rounds.jsonl").read_text().splitlines()) == 60
+    assert len((cell.path / "rounds.jsonl").read_text().splitlines()) == 20
     file = cell.path / "config.yaml"
     record = yaml.safe_load(file.read_text())
     (entry,) = record["resumed"]
