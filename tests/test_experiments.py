@@ -306,7 +306,7 @@ def test_comment_names_paper_table_and_choices(path: Path) -> None:
     comment = " ".join(line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
     assert comment.startswith(METHODS[path.stem.split("-")[0]].replace("CwFedAvg", "cwFedAvg"))
     assert "Table" in comment or "Fig." in comment
-    assert "Not given there, chosen here:" in comment
+    assert "The paper does not state these values, so Posy chooses them: " in comment
     assert next(iter(with_experiment({"experiment": str(path)}, "a test"))) == "method"
 
 

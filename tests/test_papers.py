@@ -287,7 +287,7 @@ def test_extra_experiments_run_only_at_full_scale(paper_dir: Path, capsys: pytes
     assert "long-run" in error and "use --scale full" in error
     assert main(["paper", "mine", "long-run", "--scale", "full"]) == 0
     assert "2 of 2 runs are available" in capsys.readouterr().out
-    assert "`posy paper mine long-run --scale full`; " in Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert "`posy paper mine long-run --scale full` (" in Path("docs/papers/mine.md").read_text(encoding="utf-8")
 
 
 def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,10 +303,10 @@ def test_extra_seeds_are_run_and_archived(paper_dir: Path, capsys: pytest.Captur
 
     printed, seeds, text = run("--seeds", "1")
     assert "2 of 2 runs are available" in printed and seeds == {0}
-    assert "`posy paper mine table1 --scale small`; " in text and ", 1 pair)" in text
+    assert "`posy paper mine table1 --scale small` (" in text and ", 1 pair)" in text
     printed, seeds, text = run("--seeds", "3")
     assert "6 of 6 runs are available" in printed and printed.count("/ seed") == 4 and seeds == {0, 1, 2}
-    assert "`posy paper mine table1 --scale small --seeds 3`; " in text and "3 pairs)" in text
+    assert "`posy paper mine table1 --scale small --seeds 3` (" in text and "3 pairs)" in text
     printed, seeds, again = run()  # the table's seeds, which have already run
     assert "4 of 4 runs are available" in printed and "/ seed" not in printed and seeds == {0, 1, 2}
     assert again == text
@@ -384,15 +384,15 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     ours = number(list(values.values()))
     assert ours is not None
     assert f"50.0 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
-    assert "a / Other; b / Other: not run" in text
+    assert "Not run: a / Other; b / Other." in text
     assert "num-server-rounds 2 (4)" in text
     assert "b: local-epochs 3" in text
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
     (epochs, epochs_verdict), (unknown, unknown_verdict), (_, spread), *_ = comparison.verdicts
-    assert f"- {epochs.say}: **{epochs_verdict.word}** at scale small (" in text
+    assert f"- {epochs.say}: **{epochs_verdict.word}** at the small scale (" in text
     assert f"- {unknown.say}: **not run**\n" in text
     figures = f"({epochs_verdict.difference:+.2f} ± {epochs_verdict.std:.2f}, 2 pairs)"
-    assert f"- no difference: **too few runs** at scale small {figures}: two passes\n" in text
+    assert f"- no difference: **too few runs** at the small scale {figures}. Two passes.\n" in text
     assert "never shown" not in text  # confirmed, so the page omits its reason
     other = comparison.values("b", "FedAvg", "local last")
     assert epochs_verdict.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
@@ -412,7 +412,7 @@ def test_agreement_at_scale_small_has_a_separate_mark(paper_dir: Path) -> None:
     written(paper_dir, printed={"FedAvg": [f"{ours.mean + 1.9:.2f} ± 100", 0]}, claims=claims, runs=rows)
     assert main(["paper", "mine"]) == 0
     entries = {entry.variant: entry for entry in Comparison(item("mine", "table1")).entries}
-    assert {(entry.state, entry.why) for entry in entries.values()} == {("differs", "run at scale small")}
+    assert {(entry.state, entry.why) for entry in entries.values()} == {("differs", "the runs are at the small scale")}
     assert (entries["a"].agrees_reduced, entries["b"].agrees_reduced) == (True, False)
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     assert text.count(" ≈ |") == text.count(" ≠ |") == 1
@@ -460,7 +460,7 @@ def test_comparisons_never_mix_scales(paper_dir: Path) -> None:
     lines = text.partition("## Table 2")[0].splitlines()
     rows = [line.split("|")[2:4] for line in lines if line.startswith(("| FedAvg |", "| Local |"))]
     assert [["(small)" in number for number in row] for row in rows] == [[False, True], [True, True]]
-    assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full`; " in text
+    assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full` (" in text
     # A picture shows all rows of a variant at one scale, at which most of the rows have run.
     small = {"settings": {"num-server-rounds": 2, "max-samples": 300}}
     written(paper_dir, "figure1", form={"kind": "bars", "label": "accuracy"}, printed=None, claims=None, small=small)
@@ -490,7 +490,7 @@ def test_runs_without_data_are_skipped(paper_dir: Path, capsys: pytest.CaptureFi
     assert main(["paper", "mine", "table1", "data-dir=nowhere"]) == 0
     assert "not run: kvasir: " in capsys.readouterr().out
     text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
-    assert "with kvasir in data-dir (kvasir/<class>/*.jpg, or kvasir.npz)" in text
+    assert "needs kvasir in data-dir (kvasir/<class>/*.jpg, or kvasir.npz)" in text
 
 
 def test_averages_use_the_last_rounds_and_each_methods_point(paper_dir: Path) -> None:
@@ -584,7 +584,7 @@ def test_a_figure_without_runs_is_drawn_if_its_data_exists(paper_dir: Path) -> N
     command = ["paper", "mine", "figure7", "download=false", "data-dir=here"]
     assert main(command) == 0
     text = " ".join(page_of_mine.read_text(encoding="utf-8").split())
-    assert "not run: `posy paper mine figure7`, with cifar10 in data-dir" in text
+    assert "Not run: `posy paper mine figure7` needs cifar10 in data-dir" in text
     assert not picture.exists()
     Path("here").mkdir()
     images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
@@ -606,7 +606,7 @@ def test_figures_that_posy_cannot_draw_state_their_needs(paper_dir: Path) -> Non
     assert main(["paper", "mine"]) == 0
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     assert "[Figure 3](#figure-3) | 1 not run |" in text
-    assert "not run: a regression task." in text
+    assert "Not run: all numbers. A regression task." in text
 
 
 @pytest.mark.slow
@@ -626,7 +626,7 @@ def test_a_table_on_cifar100_runs_on_synthetic_data(paper_dir: Path) -> None:
     short += ["num-server-rounds=3", "ppfe-stages=3", "ppfe-stage-rounds=1,1,1", "data-dir=here"]
     assert main(["paper", "mine", "table3", "--scale", "full", "-j", "1", *short]) == 0
     text = Path("results/papers/mine/mine.md").read_text(encoding="utf-8")
-    assert "| 4 differs |" in text
+    assert "| 4 differ |" in text
     assert "not run" not in text
 
 
@@ -678,7 +678,7 @@ def test_a_row_can_reuse_the_runs_of_another(paper_dir: Path) -> None:
     states = {entry.row: entry.state for entry in comparison.entries}
     assert states == {"FedAvg": "differs", "Global": "differs", "Local": "not run"}  # scale small skips it
     text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
-    expected = "Measured: local last; served last of Global; local upper-bound of Local; over 2 seeds."
+    expected = "Measured: local last; served last (Global); local upper-bound (Local). Number of seeds: 2, unless"
     assert expected in text
 
 
@@ -729,7 +729,7 @@ def test_pages_state_the_seeds_and_lines_use_common_seeds(paper_dir: Path, monke
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     # Seed 1 is one of the seeds of the figure, and seed 2 is not.
     assert text.count("(2 seeds)") == 1 and "(3 seeds)" not in text
-    assert "table1" not in text and text.count("over 1 seed.") == text.count("over 3 seeds.") == 1
+    assert "table1" not in text and text.count("Number of seeds: 1,") == text.count("Number of seeds: 3,") == 1
     assert "posy paper mine figure1 --scale small`" in text
     comparison = Comparison(item("mine", "figure1"))
     values = {row: comparison.values("", row, "local last") for row in ("1", "2", "Local")}
@@ -907,10 +907,10 @@ def test_sent140_runs_with_word_vectors_from_a_file(paper_dir: Path, capsys: pyt
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "0 of 36 runs are available" in printed
-    assert "not run: glove.6B.300d.txt: " in printed and " holds no glove.6B.300d.txt" in printed
+    assert "not run: glove.6B.300d.txt: " in printed and " contains no glove.6B.300d.txt" in printed
     page_of = Path("results/papers/mine/mine.md")
     assert (
-        "(sent140/training.1600000.processed.noemoticon.csv, or sent140.csv) and glove.6B.300d.txt there"
+        "(sent140/training.1600000.processed.noemoticon.csv, or sent140.csv) and glove.6B.300d.txt in the same folder"
         in " ".join(page_of.read_text(encoding="utf-8").split())
     )
     lines = [f"{word} " + " ".join([value] * 300) for word, value in (("good", "0.1"), ("bad", "-0.1"))]

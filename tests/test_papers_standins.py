@@ -147,7 +147,7 @@ def test_rows_run_on_data_in_its_published_layout(
     runs = len(comparison.item.content["runs"])
     assert f"{runs} of {runs} runs are available" in output
     assert "not run" not in page
-    assert f"`posy paper mine {case.name} --scale {case.scale} {case.settings}`; " in " ".join(page.split())
+    assert f"`posy paper mine {case.name} --scale {case.scale} {case.settings}` (" in " ".join(page.split())
     lines = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines() if line.startswith("| ")}
     measures, rounds = comparison.item.measures, int(case.settings.split()[0].partition("=")[2])
     assert {(entry.row, entry.measure) for entry in comparison.entries} == set(itertools.product(case.rows, measures))
@@ -165,5 +165,5 @@ def test_rows_run_on_data_in_its_published_layout(
 def test_the_page_lists_the_settings_of_the_command(run_case: Callable[[Case], tuple[Comparison, str, str]]) -> None:
     case = CASES["MNIST/raw"]
     _, page, _ = run_case(case)
-    assert f" --scale {case.scale} {case.settings}`; " in " ".join(page.split())
+    assert f" --scale {case.scale} {case.settings}` (" in " ".join(page.split())
     assert "num-server-rounds 1 (1000)" in page

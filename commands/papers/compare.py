@@ -170,7 +170,7 @@ class Comparison:
         return [scale for scale in SCALES if any(drawn == scale for drawn, _ in self.cells.values())]
 
     def needed(self) -> str:
-        """Return the command that draws a figure that needs no runs, and the data it requires."""
+        """Return the command for a figure without runs, and the data that the command requires."""
         return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
@@ -183,7 +183,7 @@ class Comparison:
         if printed is None:
             return Entry(*cell, None, ours, scale, DRAWN, "")
         if partial := self._partial(variant, row, measure):
-            return Entry(*cell, printed, ours, scale, DIFFERS, f"measured over {partial} only")
+            return Entry(*cell, printed, ours, scale, DIFFERS, f"the number covers only {partial}")
         if measure == PARAMETERS:
             same = agrees(ours, printed.value, None, COUNTED * printed.value)
             reason = "" if same else self.item.reason(variant, row)
@@ -194,12 +194,12 @@ class Comparison:
         if same_value and scale == "full":
             return Entry(*cell, printed, ours, scale, REPRODUCED, "")
         reason = ("" if same_value else self.item.reason(variant, row)) or (
-            "" if scale == "full" else "run at scale small"
+            "" if scale == "full" else "the runs are at the small scale"
         )
         return Entry(*cell, printed, ours, scale, DIFFERS, reason, same_value)
 
     def _partial(self, variant: str, row: str, measure: str) -> str:
-        """Return how many clients a row's number covers if they are too few to represent all, else an empty string."""
+        """Return how many clients a row's number covers if they are too few to represent all clients, else ``""``."""
         partials = (
             partial_coverage(cell.path, self._measure_of(row, measure)) for cell in self.runs_of(variant, row)[1]
         )
@@ -215,25 +215,31 @@ class Comparison:
         return Entry(variant, "", "", None, None, "", NOT_RUN, self._command("", _dataset(cells[0])))
 
     def _needs(self, variant: str, row: str) -> str:
-        """Return the command that starts a row's missing runs, and the data it requires."""
+        """Return the command that starts a row's missing runs, and the data that the command requires."""
         planned = self.planned(variant, row)
         if not planned:
-            return str(self.item.content.get("needs", f"Posy has no {row}"))
+            return str(self.item.content.get("needs", f"Posy does not implement {row}"))
         scale = next(scale for scale, plan in self.plans.items() if planned[0] in plan.cells)
         weights = Path(str(planned[0].config.get("weights", ""))).name
-        return self._command(f" --scale {scale}", _dataset(planned[0])) + (f" and {weights} there" if weights else "")
+        return self._command(f" --scale {scale}", _dataset(planned[0]), weights)
 
-    def _command(self, options: str, dataset: str) -> str:
-        """Return the command that starts the missing runs, and the data that they need."""
+    def _command(self, options: str, dataset: str, weights: str = "") -> str:
+        """Return the command that starts the missing runs, and the data and word vectors that they need."""
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
-        if any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells):
-            return f"{command}, and the time that its runs take; the data is available"
-        return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
+        available = any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells)
+        if available and not weights:
+            return f"{command} needs only time, because the data is available"
+        if dataset not in WANTED:
+            return f"Run {command}"
+        return f"{command} needs {dataset} in data-dir ({WANTED[dataset]})" + (
+            f" and {weights} in the same folder" if weights else ""
+        )
 
     def _verdict(self, claim: Claim) -> Verdict:
         """Return the verdict on a claim, from runs at the same scale.
 
-        Choose the scale with the most comparable pairs of rows. In a tie, prefer more variants, then the larger scale.
+        Choose the scale with the most comparable pairs of rows. If several scales tie, prefer the one with more
+        variants, then the larger one.
         """
         by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
         scale = max(

@@ -77,7 +77,7 @@ def _data_settings(cell: Cell) -> dict[str, Any]:
 def _matches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     """Return whether stored counts belong to the expected settings.
 
-    A setting that is missing in the stored settings has its value from before the setting existed.
+    If the stored settings lack a setting, this function assumes its value from before the setting existed.
     """
     declarations = declared()
     earlier_values = {key: declarations[key].before for key in expected if key in declarations}

@@ -291,7 +291,8 @@ def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw PPFE's test error on linear regression against K and r_p.
 
-    The bottom row omits FedAvg, whose error is far above the other errors. At 1.2, each client has its own r_p.
+    The bottom row omits FedAvg, whose error is far above the other errors. At the point 1.2, each client has its own
+    r_p.
     """
     clients = {float(k): [ridge.simulate(seed, clients=k) for seed in SEEDS] for k in ridge.CLIENTS}
     ratios = {r: [ridge.simulate(seed, ratio=r) for seed in SEEDS] for r in ridge.RATIOS}

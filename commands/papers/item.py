@@ -34,13 +34,13 @@ PARTS: dict[str, type | tuple[type, ...]] = {
 }
 """Keys of the file of a table or figure, in addition to the keys of a table of runs."""
 SMALL = ("settings", "seeds", "without", "runs", "variants")
-"""Changes at scale ``small``: settings, seeds, omitted rows and variants (``without``), and additional settings for
+"""Changes at the small scale: settings, seeds, omitted rows and variants (``without``), and additional settings for
 rows or variants, which override the common settings."""
 ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
 """Forms of figures that need no runs. Posy draws them from their settings."""
 SELDOM = 1_000_000
-"""``checkpoint-every`` for runs at scale ``full``. It exceeds their number of rounds, so Posy writes intermediate
-checkpoints only if they take a small share of the run's time."""
+"""``checkpoint-every`` for runs at the full scale. It exceeds their number of rounds. Posy therefore writes
+intermediate checkpoints only if they take a small share of the run's time."""
 TITLE = "Table 1: accuracy"
 """Example of a title."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
@@ -129,7 +129,7 @@ class Item:
                 raise SettingsError(f"{where}: it must be `measure: ...`, with `of: ROW` for the runs of another row")
             of = entry.get("of", row)
             if of not in run:
-                raise SettingsError(f"{where}: {of!r} is not a row of runs; name one of these rows")
+                raise SettingsError(f"{where}: {of!r} is not a row with runs; choose one of {', '.join(sorted(run))}")
             readings[row] = (str(of), check_measure(str(entry["measure"]), where))
         return readings
 
@@ -153,7 +153,7 @@ class Item:
                     continue
                 match = PRINTED.fullmatch(str(value))
                 if match is None:
-                    raise SettingsError(f"{value!r} of {row} in {self.file}: it must be a number, as in 61.36 ± 8.54")
+                    raise SettingsError(f"{value!r} of {row} in {self.file}: it must be a number such as 61.36 ± 8.54")
                 printed[variant, measure, row] = Printed(
                     float(match[1]), float(match[2]) if match[2] else None, str(value)
                 )
@@ -226,10 +226,10 @@ class Item:
         seeds: int | None = None,
         strict: bool = True,
     ) -> Plan:
-        """Return the item's runs at a scale, with overrides; results go into ``folder``, by default :func:`results_of`.
+        """Return the item's runs at a scale. Their results go into ``folder``, by default :func:`results_of`.
 
-        The seeds are the file's seeds, 0 to ``seeds`` - 1, and all seeds in the paper's archives. If ``strict`` is
-        false, Posy accepts overrides that have no effect.
+        The plan contains the file's seeds, 0 to ``seeds`` - 1, and all seeds in the paper's archives. ``overrides``
+        replace settings of the file. If ``strict`` is false, Posy accepts overrides that have no effect.
         """
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
@@ -276,7 +276,7 @@ def item(paper: str, name: str) -> Item:
 
 
 def read_item(file: Path) -> Item:
-    """Read the file of a table or figure; raise :class:`SettingsError` for a mistake in it."""
+    """Read the file of a table or figure; raise :class:`SettingsError` if it contains a mistake."""
     content = read_yaml(file)
     for key, kind in PARTS.items():
         if key in content and not isinstance(content[key], kind):
@@ -284,17 +284,17 @@ def read_item(file: Path) -> Item:
             raise SettingsError(f"{key} = {content[key]!r} in {file}: it must be a {names}")
     if not re.fullmatch(r"[^:]+: .+", str(content.get("title"))):
         raise SettingsError(
-            f"title = {content.get('title')!r} in {file}: it must be a name and a description, as in {TITLE}"
+            f"title = {content.get('title')!r} in {file}: it must be a name and a description, such as {TITLE}"
         )
     if unknown := content.get("small", {}).keys() - set(SMALL):
         raise SettingsError(
-            f"{', '.join(sorted(unknown))} in small of {file} is not one of its keys: {', '.join(SMALL)}"
+            f"{', '.join(sorted(unknown))} in small of {file}: unknown keys; choose from {', '.join(SMALL)}"
         )
     return Item(file.parent.name, file.stem, file, content)
 
 
 def _claim(subject: Item, entry: Mapping[str, Any]) -> Claim:
-    """Return a claim about an item, or raise :class:`SettingsError` for a mistake in it."""
+    """Return a claim about an item; raise :class:`SettingsError` if its entry contains a mistake."""
     keys = entry.keys() if isinstance(entry, dict) else set()
     if not {"say", "higher", "lower"} <= keys <= set(CLAIM):
         raise SettingsError(f"{entry!r} in claims of {subject.file}: a claim has the keys {', '.join(CLAIM)}")

@@ -23,8 +23,8 @@ LEGEND = (
     "The first lines under each heading describe the paper's table or figure. Tables give the paper's number → Posy's "
     "number, as mean ± standard deviation over the seeds. ✓ means that the numbers agree: within one percentage point, "
     "or within two if the difference is at most two standard deviations (0.01 and 0.02 for numbers that are not "
-    "percentages). ≈ means that the numbers agree in runs at scale small. ≠ means that the numbers differ. *Drawn* "
-    "means that the paper prints no number.",
+    "percentages). ≈ means that the numbers agree in runs at the small scale. ≠ means that the numbers differ. *Drawn* "
+    "means that the paper prints no number. The full scale is the paper's size. The small scale is a reduced run.",
     "*Served* is the model that a client receives from the server. *Local* is this model after local training. *Own* "
     "is the method's evaluation point, which is either served or local. *Last* is the last round, *average* the mean "
     "over the last rounds, and *upper-bound* the round that is best on the test samples, which papers often report. "
@@ -35,11 +35,13 @@ LEGEND = (
     "seed and column. A t-test at the 5 % level confirms or refutes the claim. Otherwise the claim is within the "
     "noise, or has too few runs if there are fewer than three pairs. A claim that a row is above several rows is "
     "confirmed if the row is above each of them, and refuted if any of them is above it (Holm's correction). The "
-    "brackets give the difference that decides the outcome. For a claim about spreads, the test compares the distances "
-    "from the mean over the seeds (Levene's test). For a claim that two rows are close, Posy uses two one-sided "
-    "t-tests. Posy compares only runs at the same scale; (small) marks the smaller scale.",
+    "brackets give the mean difference that decides the outcome. For a claim about spreads, the test compares the "
+    "distances from the mean over the seeds (Levene's test). For a claim that two rows are close, Posy uses two "
+    "one-sided t-tests. Posy compares only runs at the same scale. (small) marks the small scale.",
 )
 """Explanations at the start of each page."""
+UNKNOWN = "the reason is not known"
+"""Text for a number that differs from the paper's for no known reason."""
 
 
 def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
@@ -47,13 +49,13 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
     about = (PAPERS / paper / "README.md").read_text(encoding="utf-8").strip()
     parts = [f"<!-- Written by `posy paper {paper}`. -->", about, *map(_filled, LEGEND)]
     titles = [comparison.item.title.partition(":")[0] for comparison in comparisons]
-    lines = [["", "state of its numbers", "claims"], ["---", "---", "---"]]
+    lines = [["", "numbers", "claims"], ["---", "---", "---"]]
     for comparison, title in zip(comparisons, titles, strict=True):
         lines.append([f"[{title}](#{_anchor(title)})", states(comparison, pictures), claims(comparison)])
     parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     if seconds := _at_scale_small(comparisons):
         parts.append(
-            _filled(f"All runs at scale small: {duration(seconds)} in sequence, and half this time on two cores.")
+            _filled(f"The runs at the small scale take {duration(seconds)} in sequence, and half of that on two cores.")
         )
     for comparison, title in zip(comparisons, titles, strict=True):
         parts += [f"## {title}", *_section(paper, comparison, pictures)]
@@ -64,7 +66,10 @@ def states(comparison: Comparison, pictures: Sequence[str]) -> str:
     """Return how many of a comparison's numbers are in each state, or the state of a figure that needs no runs."""
     if comparison.item.draws_alone:
         return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
-    return count_words(entry.state for entry in comparison.entries)
+    counts = Counter(entry.state for entry in comparison.entries)
+    return ", ".join(
+        f"{number} {'differ' if state == DIFFERS and number > 1 else state}" for state, number in counts.items()
+    )
 
 
 def claims(comparison: Comparison) -> str:
@@ -73,7 +78,10 @@ def claims(comparison: Comparison) -> str:
 
 
 def changed(comparison: Comparison, scale: str) -> str:
-    """Return the settings of a scale that differ from the paper's, as ``key value (paper's value)``."""
+    """Return the settings of a scale that differ from the paper's, as ``key value (paper's value)``.
+
+    The additional settings of a row or variant follow after semicolons.
+    """
     small = comparison.item.content.get("small", {}) if scale == "small" else {}
     plan = comparison.item.plan("full") if comparison.decisive else comparison.plans["full"]
     full = [cell.config for cell in plan.cells]
@@ -83,12 +91,13 @@ def changed(comparison: Comparison, scale: str) -> str:
         papers.pop("", None)  # the value of methods without this setting
         if list(papers) != [_shown(key, value)]:
             changes.append(f"{key} {_shown(key, value)} ({' or '.join(papers)})")
+    parts = [", ".join(changes)] if changes else []
     for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
         additional = [
             f"{key} {_shown(key, value)}" for key, value in settings.items() if key not in comparison.decisive
         ]
-        changes += [f"{name}: {', '.join(additional)}"] if additional else []
-    return ", ".join(changes)
+        parts += [f"{name}: {', '.join(additional)}"] if additional else []
+    return "; ".join(parts)
 
 
 def verdicts(paper: str, folder: Path | None = None) -> list[str]:
@@ -152,28 +161,24 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
             f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(comparison, scale)}{overrides}`"
             for scale in scales
         )
-        run_time = f"; {duration(_seconds(comparison))} of runs" if comparison.cells else ""
-        points = f"{_points(comparison)}{_seeds(comparison)}"
-        parts.append(_filled(f"{command}{run_time}. Measured: {'; '.join(item.measures)}{points}."))
+        run_time = f" ({duration(_seconds(comparison))} of runs)" if comparison.cells else ""
+        measures = f"{'; '.join(item.measures)}{_points(comparison)}"
+        parts.append(_filled(f"Command: {command}{run_time}. Measured: {measures}.{_seeds(comparison)}"))
         for scale in comparison.scales:
             if changes := changed(comparison, scale):
-                parts.append(_filled(f"Scale {scale}, in brackets the paper's: {changes}."))
+                parts.append(_filled(f"Settings of the {scale} scale, with the paper's values in brackets: {changes}."))
     if item.kind == "partition":
-        parts.append(f"`posy paper {paper} {item.name}`, which needs no runs.")
+        parts.append(f"Command: `posy paper {paper} {item.name}`, which needs no runs.")
     if item.rows and (item.printed or comparison.entries):
         parts.append(table(comparison))
     if (name := _picture(paper, comparison)) in pictures:
         parts.append(f"![{item.title.partition(':')[0]}]({name})")
     elif item.draws_alone:
-        parts.append(_filled(f"{NOT_RUN}: {comparison.needed()}."))
+        parts.append(_filled(f"{capitalised(NOT_RUN)}: {comparison.needed()}."))
     if comparison.verdicts:
         parts.append("\n".join(f"- {_describe(claim, verdict)}" for claim, verdict in comparison.verdicts))
     parts += map(_filled, _notes(comparison))
-    reasons: dict[str, list[Entry]] = {}
-    for entry in comparison.entries:
-        if entry.state in (DIFFERS, NOT_RUN):
-            reasons.setdefault(f"{entry.state}: {entry.why or 'open'}", []).append(entry)
-    parts += [_filled(f"{_positions(entries, comparison)}: {reason}.") for reason, entries in reasons.items()]
+    parts += map(_filled, _reasons(comparison))
     if comparison.cells:
         results = {cell: cell.summary() or {} for _, cells in comparison.cells.values() for cell in cells}
         parts += [_filled(f"Machine: {line}.") for line in machines(results)]
@@ -181,12 +186,25 @@ def _section(paper: str, comparison: Comparison, pictures: Sequence[str]) -> lis
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return notes on diverged runs, and the observations in the item's file."""
+    """Return a note on diverged runs, and the observations in the item's file."""
     cells = [cell for plan in comparison.plans.values() for cell in plan.cells] if comparison.item.has_runs else []
     names = dict.fromkeys(cell.name for cell in cells if cell.summary("diverged") is not None)
-    diverged = [f"Diverged, and excluded: {'; '.join(names)}."] if names else []
-    observations = [f"Here: {comparison.item.content['here']}"] if "here" in comparison.item.content else []
+    diverged = [f"Diverged and excluded: {'; '.join(names)}."] if names else []
+    observations = [str(comparison.item.content["here"])] if "here" in comparison.item.content else []
     return diverged + observations
+
+
+def _reasons(comparison: Comparison) -> list[str]:
+    """Return why numbers differ from the paper's or are missing: one paragraph per reason, with their positions."""
+    reasons: dict[tuple[str, str], list[Entry]] = {}
+    for entry in comparison.entries:
+        if entry.state in (DIFFERS, NOT_RUN):
+            reasons.setdefault((entry.state, entry.why or UNKNOWN), []).append(entry)
+    labels = {DIFFERS: "Different from the paper", NOT_RUN: "Not run"}
+    return [
+        f"{labels[state]}: {_positions(entries, comparison)}. {capitalised(reason)}."
+        for (state, reason), entries in reasons.items()
+    ]
 
 
 def _seconds(comparison: Comparison) -> float:
@@ -209,7 +227,7 @@ def _filled(text: str) -> str:
 def _positions(entries: Sequence[Entry], comparison: Comparison) -> str:
     """Return the positions of entries: rows with their column, or only the column if all its entries are included."""
     if len(entries) == len(comparison.entries):
-        return "All numbers"
+        return "all numbers"
     sizes, listed = (Counter(entry.variant for entry in group) for group in (comparison.entries, entries))
     names = (
         entry.variant if sizes[entry.variant] == listed[entry.variant] else f"{entry.variant} / {entry.row}"
@@ -219,24 +237,24 @@ def _positions(entries: Sequence[Entry], comparison: Comparison) -> str:
 
 
 def _points(comparison: Comparison) -> str:
-    """Return text that lists the rows with a different evaluation point or measure."""
+    """Return text that lists the rows with another evaluation point or measure."""
     points: dict[str, list[str]] = {}
     for row, point in comparison.item.content.get("points", {}).items():
         points.setdefault(point, []).append(row)
     for row, (_, measure) in comparison.item.readings.items():
         if [measure] != comparison.item.measures:
             points.setdefault(measure, []).append(row)
-    return "".join(f"; {point} of {', '.join(rows)}" for point, rows in points.items())
+    return "".join(f"; {point} ({', '.join(rows)})" for point, rows in points.items())
 
 
 def _seeds(comparison: Comparison) -> str:
-    """Return the most frequent number of seeds as text."""
+    """Return a sentence with the most frequent number of seeds, or an empty string if there are no numbers."""
     seeds = comparison.usual_seeds
-    return f"; over {seeds} seed{'s' * (seeds > 1)}" if seeds else ""
+    return f" Number of seeds: {seeds}, unless the table states another number." if seeds else ""
 
 
 def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
-    """Return the total time, in seconds, of the distinct runs at scale small that use seeds of the files."""
+    """Return the total time, in seconds, of the distinct runs at the small scale whose seeds the files list."""
     summaries = {
         frozenset(cell.decisive.items()): cell.summary() or {}
         for comparison in comparisons
@@ -257,15 +275,15 @@ def _describe(claim: Claim, verdict: Verdict) -> str:
     std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
     details = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
     if verdict.of:
-        agreeing = f"as claimed in {verdict.confirmed} of {verdict.compared}"
+        agreeing = f"claim confirmed in {verdict.confirmed} of {verdict.compared} comparisons"
         details = [f"{verdict.of}: {details[0]}", details[1], agreeing]
-    explanation = f": {claim.why}" if claim.why and verdict.word not in ("confirmed", "not run") else ""
-    scale = " at scale small" if verdict.scale == "small" else ""
+    explanation = f". {capitalised(claim.why)}." if claim.why and verdict.word not in ("confirmed", "not run") else ""
+    scale = " at the small scale" if verdict.scale == "small" else ""
     return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(details)}){explanation}"
 
 
 def _outcome(verdict: Verdict) -> str:
-    """Return the outcome of a claim, with a mark if its runs are at scale small."""
+    """Return the outcome of a claim, with a mark if its runs are at the small scale."""
     return f"{verdict.word} (small)" if verdict.scale == "small" and verdict.difference is not None else verdict.word
 
 

@@ -156,7 +156,7 @@ def _batches(samples: Samples, steps: int, rng: np.random.Generator) -> Samples:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread within a context, because threads mostly wait for each other if the arrays are small."""
+    """Use one thread within a context, because on small arrays several threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -97,7 +97,7 @@ def measured(path: Path, measure: str) -> float | None:
 
 
 def partial_coverage(path: Path, measure: str) -> str:
-    """Return how many clients a number covers if they are too few to represent all, else an empty string.
+    """Return how many clients a number covers if they are too few to represent all clients, else an empty string.
 
     For example, return ``3 of 30 clients`` if only the cohort of the last round has local models.
     """
@@ -121,7 +121,7 @@ def check_measure(measure: str, where: str) -> str:
     over_clients = len(words) in (2, 3) and words[0] in POINTS and words[1] in WHICH and {*words[2:]} <= {*SPREADS}
     if measure in (*POOLED, *TOTALS, PARAMETERS) or over_clients or (len(words) == 2 and words[0] == "round"):
         return measure
-    raise SettingsError(f"measure = {measure!r} in {where} is not a number of a run; use, for example, `served last`")
+    raise SettingsError(f"measure = {measure!r} in {where} is not a measure of a run; use, for example, `served last`")
 
 
 def in_percent(measure: str) -> bool:

@@ -84,9 +84,10 @@ def simulate(
 
 
 def draw_federation(seed: int, clients: int, ratio: float | None, noise: float = NOISE) -> Federation:
-    """Draw clients by Eqs. 15 and 16, with Wishart covariances with 2 d degrees of freedom and the identity as mean.
+    """Draw clients by Eqs. 15 and 16.
 
-    For the same seed, the inputs and the shared and personal weights are the same for every ``ratio``.
+    The covariances come from a Wishart distribution with 2 d degrees of freedom and the identity matrix as mean. For
+    the same seed, the inputs and the shared and personal weights are the same for every ``ratio``.
     """
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=DIMENSION) / np.sqrt(DIMENSION)
@@ -140,7 +141,8 @@ def personalise(gram: Array, moment: Array, penalty: float) -> Array:
     """
     inverse = _inverse(gram, penalty)
     solutions, shrinkage = np.einsum("kde,ke->kd", inverse, moment), inverse @ gram
-    # Given the shared weights s, a client has s + (G + penalty I)^-1 (b - G s), whose mean over the clients is s.
+    # Given the shared weights s, a client's weights are s + (G + penalty I)^-1 (b - G s).
+    # Their mean over the clients is s.
     shared = np.linalg.lstsq(shrinkage.sum(axis=0), solutions.sum(axis=0), rcond=None)[0]
     return shared + solutions - shrinkage @ shared
 

@@ -77,9 +77,9 @@ def run_part(
     selected = items(name) if part == "all" else [item(name, part)]
     other = [entry.name for entry in selected if scale not in entry.scales]
     if part in other:
-        raise SettingsError(f"--scale {scale}: {part} goes beyond the paper and has one size; use --scale full")
+        raise SettingsError(f"--scale {scale}: {part} is not in the paper and has only one size; use --scale full")
     if other:
-        print(f"skipped, because they have one size (--scale full): {', '.join(other)}", flush=True)
+        print(f"skipped, because they have only one size (--scale full): {', '.join(other)}", flush=True)
         selected = [entry for entry in selected if scale in entry.scales]
     folder = OWN / name if any(declared()[key].decides for key in overrides) else None
     failures: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
     data, weights = settings.data, settings.train.weights
     name = Path(weights).name
     if weights and found_at(weights, data.data_dir) is None:
-        absent[name] = f"{data.data_dir} holds no {name}"
+        absent[name] = f"{data.data_dir} contains no {name}"
         return False
     if data.dataset not in absent and (data.dataset, data.data_dir) not in _READ:
         try:

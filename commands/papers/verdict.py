@@ -48,8 +48,8 @@ def distances(values: Mapping[int, float]) -> dict[int, float]:
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
     """Return whether a number agrees with the paper's: within one unit, or within two if the noise is large enough.
 
-    A distance of up to two units is allowed if it is at most two standard deviations. The standard deviation combines
-    Posy's with the paper's over its runs (``spread``, or None if the paper prints none): their variances add.
+    A distance of up to two units is allowed if it is at most two standard deviations. The variance is the sum of Posy's
+    and the paper's. ``spread`` is the paper's standard deviation over its runs, or None if the paper prints none.
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
     return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
