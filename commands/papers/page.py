@@ -34,7 +34,7 @@ LEGEND = (
     "Most claims say that one row is higher than another. The test uses the differences between the rows, paired by "
     "seed and column. A t-test at the 5 % level confirms or refutes the claim. Otherwise the claim is within the "
     "noise, or has too few runs if there are fewer than three pairs. A claim that a row is above several rows is "
-    "confirmed if the row is above each of them, and refuted if any of them is above it (Holm's correction). The "
+    "confirmed if the row is above each of them, and refuted if any of these rows is above it (Holm's correction). The "
     "brackets give the mean difference that decides the outcome. For a claim about spreads, the test compares the "
     "distances from the mean over the seeds (Levene's test). For a claim that two rows are close, Posy uses two "
     "one-sided t-tests. Posy compares only runs at the same scale. (small) marks the small scale.",
@@ -55,7 +55,7 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
     parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     if seconds := _at_scale_small(comparisons):
         parts.append(
-            _filled(f"The runs at the small scale take {duration(seconds)} in sequence, and half of that on two cores.")
+            _filled(f"The runs at the small scale take {duration(seconds)} in sequence, and half as long on two cores.")
         )
     for comparison, title in zip(comparisons, titles, strict=True):
         parts += [f"## {title}", *_section(paper, comparison, pictures)]
@@ -244,7 +244,7 @@ def _points(comparison: Comparison) -> str:
     for row, (_, measure) in comparison.item.readings.items():
         if [measure] != comparison.item.measures:
             points.setdefault(measure, []).append(row)
-    return "".join(f"; {point} ({', '.join(rows)})" for point, rows in points.items())
+    return "".join(f"; {point} ({'; '.join(rows)})" for point, rows in points.items())
 
 
 def _seeds(comparison: Comparison) -> str:
