@@ -218,7 +218,7 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
         ({"small": {"rounds": 2}}, "rounds in small"),
         ({"form": "table"}, "form = 'table'"),
         ({"title": "accuracy"}, "title = 'accuracy' in .*name and a description"),
-        ({"measure": "served lowest"}, "'served lowest' in .*not a number"),
+        ({"measure": "served lowest"}, "'served lowest' in .*not a measure"),
     ],
 )
 def test_invalid_paper_files_are_refused(paper_dir: Path, changes: dict[str, Any], message: str) -> None:
@@ -386,7 +386,7 @@ def test_a_table_is_run_judged_and_shown_on_its_page(paper_dir: Path, capsys: py
     assert f"50.0 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
     assert "Not run: a / Other; b / Other." in text
     assert "num-server-rounds 2 (4)" in text
-    assert "b: local-epochs 3" in text
+    assert "b: local-epochs 3" in " ".join(text.split())
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
     (epochs, epochs_verdict), (unknown, unknown_verdict), (_, spread), *_ = comparison.verdicts
     assert f"- {epochs.say}: **{epochs_verdict.word}** at the small scale (" in text
@@ -758,7 +758,7 @@ def test_all_tables_and_figures_are_listed_with_their_state(
     [
         ({"Global": {"of": "FedAvg"}}, "read of Global .*`measure"),
         ({"Global": {"of": "FedProx", "measure": "served last"}}, "'FedProx' is not a row"),
-        ({"Global": {"of": "FedAvg", "measure": "served"}}, "'served' .*not a number"),
+        ({"Global": {"of": "FedAvg", "measure": "served"}}, "'served' .*not a measure"),
     ],
 )
 def test_invalid_read_entries_are_refused(paper_dir: Path, read: dict[str, Any], message: str) -> None:
@@ -866,7 +866,7 @@ def test_a_figure_without_runs_states_the_reason(paper_dir: Path) -> None:
     assert (entry.state, entry.why) == ("not run", "nothing is measured")
     assert main(["paper", "mine", "all"]) == 0
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
-    assert "nothing is measured" in text
+    assert "Nothing is measured." in text
     assert ".png" not in text
 
 
