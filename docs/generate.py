@@ -2,9 +2,10 @@
 
 usage: python docs/generate.py [--check]
 
-In pyproject.toml, README.md and the pages of docs/, the text between ``<!-- generated: NAME -->`` and ``<!-- end -->``
-(``# generated: NAME`` and ``# end`` in TOML) is replaced. The pages in docs/methods are generated as a whole; a page of
-a method that does not exist is deleted. --check writes nothing: it lists the stale files, and the exit status is 1.
+In pyproject.toml, README.md and the pages of docs/, the program replaces the text between ``<!-- generated: NAME -->``
+and ``<!-- end -->`` (in TOML between ``# generated: NAME`` and ``# end``). It generates the pages in docs/methods as a
+whole, and deletes the pages of methods that no longer exist. With --check it writes nothing. It then lists the stale
+files, and exits with status 1 if there are any.
 """
 
 import json
@@ -31,29 +32,30 @@ from posy.strategies.card import MethodCard, Program
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import defaults, groups
 from posy.strategies.settings import MethodSettings
+from posy.words import capitalised
 from posy.yaml12 import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "methods"
 PLACES = r"Eqs?\.|Algorithm|Section|Appendix|Theorem|Lemma|Remark|Table|Figure|Fig\.|footnote|line"
-"""Words that begin a reference to a place in a paper."""
+"""Pattern of the words that begin a reference to an equation, a section or another part of a paper."""
 FIVE = 5
-"""The first methods, which are Posy's own."""
+"""Number of methods that Posy is mainly about. They are the first ones in the list of methods."""
 ROUNDING = 2e-7
-"""Relative difference between models up to which a method is not listed."""
+"""Relative difference between models that is explained by rounding. Methods below it are counted, but not listed."""
 COMPARED = {"digits": "digits", "mnist": "MNIST", "agnews": "AG News", "cifar10": "CIFAR-10, Dir(0.1)"}
-"""Data sets of the comparisons of all methods, with their titles."""
+"""Titles of the comparisons of all methods, keyed by data set."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
 
 
 def config() -> str:
-    """Return the table in which Flower looks for the settings that a run may have."""
+    """Return the lines of the TOML table that lists for Flower the allowed settings of a run, with their defaults."""
     return "\n".join(f"{key} = {toml(value)}" for key, value in defaults().items())
 
 
 def settings() -> str:
-    """Return all settings, a table for each group; a mark shows which may change when a run is resumed."""
+    """Return a table of settings for each group; ↻ marks the settings that may change when a run is resumed."""
     parts = []
     for title, group in groups(METHODS).items():
         rows = (
@@ -85,10 +87,10 @@ def methods() -> str:
 
 
 def overview() -> str:
-    """Return the five methods that Posy is about, with the verdicts on their papers' claims."""
+    """Return a table of the five main methods, with the verdicts on their papers' claims."""
     columns, *rows = described(list(METHODS)[:FIVE])
     return table(
-        [*columns, "its paper's claims in Posy; (small): in a reduced run"],
+        [*columns, "verdicts on the paper's claims; (small) marks reduced runs"],
         ([*row, claims(row[0].strip("`"))] for row in rows),
     )
 
@@ -100,11 +102,11 @@ def claims(paper: str) -> str:
 
 
 def described(names: Iterable[str]) -> list[list[str]]:
-    """Return the columns and rows of a table of some methods."""
+    """Return the header and the rows of a table of some methods."""
     rows = [["`method`", "name", "idea", "paper"]]
     for method in names:
         text = " ".join((import_module(f"posy.strategies.{method.replace('-', '_')}").__doc__ or "").split())
-        name, _, rest = text.partition(": ")  # a name may hold an initial with a full stop, as in T. Dinh
+        name, _, rest = text.partition(": ")  # a name may contain an initial with a full stop, as in T. Dinh
         idea = re.split(r"\.(?: |$)", rest)[0]
         paper = re.search(r'"(.+?)"', text) or re.search(r"\((.+?)\)", name)
         rows.append([f"`{method}`", name.partition(" (")[0], idea, paper[1] if paper else ""])
@@ -112,7 +114,7 @@ def described(names: Iterable[str]) -> list[list[str]]:
 
 
 def card_of(method: str) -> MethodCard | None:
-    """Return the card that a method's settings class declares itself, or None."""
+    """Return the card that a method's settings class declares, or None if the class only inherits a card."""
     card: MethodCard | None = vars(settings_class(method)).get("card")
     return card
 
@@ -139,10 +141,10 @@ def program_checks(cards: Mapping[str, MethodCard]) -> str:
     parts = [
         "<!-- Written by `python docs/generate.py`. -->",
         "# Checks against published programs",
-        "Published programs and Posy solve the same tiny problem: three clients, two rounds, given weights and full "
-        "batches ([problem.py](../../tests/programs/problem.py)). The programs ran outside this repository, and tests "
-        "hold their numbers as constants. The largest difference is the tolerance of the test, over the server's "
-        "arrays and the clients' models after the last round.",
+        "Published programs and Posy solve the same tiny problem, with three clients, two rounds, given weights and "
+        "full batches ([problem.py](../../tests/programs/problem.py)). The programs ran outside this repository, and "
+        "the tests contain their results as constants. The largest difference is the tolerance of the test. It covers "
+        "the server's arrays and the clients' models after the last round.",
         table(["`method`", "program", "published by", "commit", "largest difference"], rows),
         "## Methods without a check",
         table(["`method`", "reason"], missing),
@@ -168,14 +170,14 @@ def method_page(method: str, card: MethodCard) -> str:
         "Settings": own_settings(method, cls),
         "Model scored": f"{card.scored}\n\nTables and `posy tune` use the *{cls.point}* models "
         "([two accuracies](../methods.md#two-accuracies)).",
-        "Deviations": bullets(card.deviations) or "None is known.",
-        "Refusals": refused(cls),
+        "Deviations": bullets(card.deviations) or "There are no known deviations.",
+        "Unsupported settings": refused(cls),
         "Check against the published program": checked_with(method, card),
     }
     if warned := warns(cls):
-        sections["Refusals"] += f"\n\n{warned}"
+        sections["Unsupported settings"] += f"\n\n{warned}"
     parts = ["<!-- Written by `python docs/generate.py`. -->", f"# {title}", idea[:1].upper() + idea[1:], *paragraphs]
-    parts.append(f"`method={method}` selects it. The code is in {code}. [All methods](../methods.md)")
+    parts.append(f"Select this method with `method={method}`. The code is in {code}. [All methods](../methods.md)")
     if (ROOT / "docs" / "papers" / f"{method}.md").is_file():
         parts[-1] += f" · [the paper's experiments](../papers/{method}.md)"
     for heading, text in sections.items():
@@ -184,7 +186,7 @@ def method_page(method: str, card: MethodCard) -> str:
 
 
 def markdown(docstring: str) -> str:
-    """Return a docstring in Markdown: literals in one pair of backticks, roles as the last part of their name."""
+    """Convert a docstring to Markdown; a Sphinx role becomes a literal with the last part of the name."""
     text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", docstring.strip())
     return text.replace("``", "`")
 
@@ -197,19 +199,19 @@ def unwrapped(paragraph: str) -> str:
 
 
 def address(program: Program) -> str:
-    """Return where GitHub shows the commit of a published program."""
+    """Return the address at which GitHub shows a published program at its commit."""
     return f"https://github.com/{program.repository}/tree/{program.commit}"
 
 
 def exponent(program: Program) -> str:
-    """Return the largest difference from a program, as in 3e-7."""
+    """Format the largest difference from a program, as in 3e-7."""
     return f"{program.difference:.0e}".replace("e-0", "e-")
 
 
 def cited(card: MethodCard) -> str:
     """Return the citation of a method's paper with its link."""
     if (paper := card.paper) is None:
-        return "The method comes from no single paper."
+        return "The method does not come from a single paper."
     dot = "" if paper.authors.endswith(".") else "."
     return f"{paper.authors}{dot} [{paper.title}]({paper.url}). {paper.venue}, {paper.year}."
 
@@ -226,11 +228,11 @@ def equations(card: MethodCard) -> str:
 
 
 def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
-    """Return the arrays of both messages, and which protections they support."""
+    """Return tables of the arrays in both messages, and the protections that the messages support."""
     parts = []
     for direction, arrays in (
-        ("Before training and before an evaluation, the server sends a client", card.sent),
-        ("After training, a client returns", card.returned),
+        ("Before training and before an evaluation, the server sends each client", card.sent),
+        ("After training, each client returns", card.returned),
     ):
         rows = ([*array_and_shape(key), meaning] for key, meaning in arrays.items())
         parts.append(
@@ -239,12 +241,11 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
     supported = {f"`dp={mode}`": cls.refused_privacy(mode) for mode in MODES} | {"`secure-aggregation`": cls.sums}
     if card.sent or card.returned:
         parts.append(
-            "d is the number of parameters, M of clients, C of classes. [privacy.md](../privacy.md) lists the "
-            "numbers in every reply."
+            "d is the number of parameters, M the number of clients, and C the number of classes. "
+            "[privacy.md](../privacy.md) lists the numbers that every reply contains."
         )
     if names := [name for name, refusal in supported.items() if refusal is None]:
-        listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-        parts.append(f"The messages support {listed}.")
+        parts.append(f"The messages support {_listed(names)}.")
     if cls.robust is None:
         page = "../runs.md#clients-that-send-wrong-models"
         parts.append(f"A [robust rule]({page}) (`robust`) can replace the server's mean.")
@@ -252,35 +253,35 @@ def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
 
 
 def array_and_shape(key: str) -> tuple[str, str]:
-    """Return the name and the shape of an array, which a card's key has together: ``model (d,)``."""
+    """Split a card's key, such as ``model (d,)``, into the name and the shape of an array."""
     name, _, shape = key.partition(" (")
     return name, f"`({shape}`" if shape else ""
 
 
 def state(card: MethodCard) -> str:
-    """Return the arrays that server and clients store between rounds."""
+    """Return tables of the arrays that the server and the clients store between rounds."""
     parts = []
     for side, arrays in (("The server stores", card.server_state), ("A client stores", card.client_state)):
         rows = ([f"`{name}`", meaning] for name, meaning in arrays.items())
         parts.append(f"{side}:\n\n{table(['name', 'meaning'], rows)}" if arrays else f"{side} nothing between rounds.")
-    parts.append("With `optimizer-state=kept` a client also stores its optimiser's moments.")
+    parts.append("With `optimizer-state=kept`, a client also stores the moments of its optimiser.")
     return "\n\n".join(parts)
 
 
 def own_settings(method: str, cls: type[MethodSettings]) -> str:
-    """Return the settings of a method with defaults, allowed values, meanings and the sources of the defaults."""
+    """Return a table of a method's settings, with their defaults, allowed values, meanings and sources."""
     rows = []
     for key, declared in settings_of(cls, method).items():
         meaning = f"{declared.help} (needs {declared.needs})" if declared.needs else declared.help
         allowed = declared.allowed().replace(f" and <= {MOST}", "")
         rows.append([f"`{key}`", f"`{toml(declared.default)}`", allowed, meaning, declared.source])
     if not rows:
-        return "The method has no settings besides the [shared ones](../settings.md)."
+        return "The method has only the [shared settings](../settings.md)."
     return table(["key", "default", "allowed", "meaning", "source of the default"], rows)
 
 
 def refused(cls: type[MethodSettings]) -> str:
-    """Return the shared settings that a method refuses, each with the reason."""
+    """Return a table of the shared settings that a method does not support, with the reasons."""
     reasons = dict(cls().refusals())
     refused_features: dict[str, Refused | None] = {f"dp={mode}": cls.refused_privacy(mode) for mode in MODES}
     refused_features |= {"secure-aggregation": cls.sums, "robust": cls.robust}
@@ -288,12 +289,12 @@ def refused(cls: type[MethodSettings]) -> str:
         if verdict is not None:
             reasons.setdefault(key, verdict.why)
     if not reasons:
-        return "The method refuses no shared setting."
+        return "The method supports all shared settings."
     return table(["setting", "reason"], ([f"`{key}`", reason] for key, reason in reasons.items()))
 
 
 def warns(cls: type[MethodSettings]) -> str:
-    """Return when a method warns before round 1, as the docstring of its ``notices`` says."""
+    """Return a sentence from the docstring of a method's ``notices``, on the warnings before round 1."""
     text = cls.notices.__doc__ or ""
     if cls.notices is MethodSettings.notices or not text.startswith("Warn "):
         return ""
@@ -302,25 +303,25 @@ def warns(cls: type[MethodSettings]) -> str:
 
 
 def checked_with(method: str, card: MethodCard) -> str:
-    """Return the program that a test compares the method with, or why no test does."""
+    """Describe the program with which a test compares the method, or give the reason why there is no such test."""
     if (program := card.program) is None:
         return card.no_program
-    publisher = "the program of the paper's authors" if program.by_authors else "not by the paper's authors"
+    publisher = "by the paper's authors" if program.by_authors else "not by the paper's authors"
     test = f"tests/programs/test_program_{method.replace('-', '_')}.py"
     return (
-        f"[{program.repository}]({address(program)}), {publisher}, at commit {program.commit[:10]}: {program.entry}."
-        "\n\nOn the [tiny problem](../../tests/programs/problem.py) the arrays of the program and of Posy differ by at "
-        f"most {exponent(program)} ([test](../../{test}))."
+        f"Program: [{program.repository}]({address(program)}) ({publisher}, commit {program.commit[:10]}). The "
+        f"compared code is {program.entry}.\n\nOn the [tiny problem](../../tests/programs/problem.py) the arrays of "
+        f"the program and of Posy differ by at most {exponent(program)} ([test](../../{test}))."
     )
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """Return a list."""
+    """Return a Markdown list."""
     return "\n".join(f"- {line}" for line in lines)
 
 
 def networks() -> str:
-    """Return the networks."""
+    """Return the table of Posy's networks."""
     rows = ([f"`{name}`", network.about, ", ".join(network.kinds)] for name, network in MODELS.items())
     return table(["`model`", "network", "samples"], rows)
 
@@ -335,13 +336,13 @@ def metrics() -> str:
 
 
 def datasets() -> str:
-    """Return the data sets that have a name."""
+    """Return the table of the data sets that users select by name."""
     rows = ([f"`{name}`", *cells] for name, *cells in describe())
     return table(["`dataset`", "content", "files in `data-dir`", "downloads"], rows)
 
 
 def compared(name: str) -> str:
-    """Return a table of all methods in benchmarks/results, each at its point."""
+    """Return the table of all methods on a data set, with each method at the point at which it is scored."""
     clients, seeds = clients_of(f"compare-{name}"), _read(RESULTS / f"compare-{name}" / "table.csv")
     spread = {(row["variant"], row["method"]): row for row in seeds.to_dict("records")}
     variants = list(clients["variant"].unique())
@@ -354,30 +355,38 @@ def compared(name: str) -> str:
             cells.extend([told_with(row, std), *beside_local(row)])
     parts = [table(columns, rows.values())]
     for variant in variants:
-        parts.append(beating(clients[clients["variant"] == variant], f"{variant}: beat" if variant else "Beat"))
+        parts.append(beating(clients[clients["variant"] == variant], variant))
     return "\n\n".join(textwrap.fill(part, 120) if number else part for number, part in enumerate(parts))
 
 
 def told_with(row: Mapping[Hashable, Any], std: float) -> str:
-    """Return a mean over the clients with its spread over the seeds, and a mark if it equals the best."""
-    spread = "" if pd.isna(std) else f" ± {100 * std:.1f}"  # of a single seed there is none
+    """Format a mean over the clients and its spread over the seeds, with ≈ if it does not differ from the best mean."""
+    spread = "" if pd.isna(std) else f" ± {100 * std:.1f}"  # a single seed has no spread
     return f"{100 * row['mean']:.1f}{spread}{' ≈' * bool(row['alike'])}"
 
 
 def beside_local(row: Mapping[Hashable, Any]) -> list[str]:
-    """Return the clients' gain over local training and how many lose; nothing in the row of local training."""
+    """Format the clients' gain over local training and the number of clients that lose; empty for local training."""
     gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
     return [gain, "" if pd.isna(row["losing-local"]) else row["losing-local"]]
 
 
-def beating(rows: pd.DataFrame, opening: str) -> str:
-    """Return which methods gain significantly over local training, at each point."""
-    beat = {point: ", ".join(rows["method"][rows[f"{point}-beats-local"]]) or "none" for point in ("served", "local")}
-    return f"{opening} Local, served: {beat['served']}; local: {beat['local']}."
+def beating(rows: pd.DataFrame, variant: str = "") -> str:
+    """Return a sentence that names the models with a significant gain over local training."""
+    methods = {point: list(rows["method"][rows[f"{point}-beats-local"]]) for point in ("served", "local")}
+    parts = [f"the {point} models of {_listed(names)}" for point, names in methods.items() if names]
+    subject = ", and ".join(parts) or "no models"
+    opening = f"With {variant}, " if variant else ""
+    return capitalised(f"{opening}{subject} are significantly better than local training.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def clients_of(name: str) -> pd.DataFrame:
-    """Return the clients' table of a comparison; a single variant has no name."""
+    """Return the clients' table of a comparison; the name of a single variant is empty."""
     return _read(RESULTS / name / "clients.csv")
 
 
@@ -386,7 +395,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def headline() -> str:
-    """Return the results of Posy's five methods, Local, FedAvg and the best three others in all comparisons."""
+    """Return the table of Local, FedAvg, the five main methods and the three best other methods."""
     five = list(METHODS)[:FIVE]
     results: dict[str, pd.DataFrame] = {}
     for name, title in COMPARED.items():
@@ -407,7 +416,7 @@ def headline() -> str:
 
 
 def tuned(name: str, variant: str) -> str:
-    """Return the results of methods in one variant of a comparison, with defaults and tuned, and the tuned rate."""
+    """Return a table of one variant's results with the default and with the tuned settings, and the tuned rates."""
     plain = clients_of(f"compare-{name}")
     rows, seeds = (
         _read(RESULTS / f"tune-{name}-tuned" / f"{file}.csv").set_index("method") for file in ("clients", "table")
@@ -422,11 +431,11 @@ def tuned(name: str, variant: str) -> str:
         cells = [f"{100 * before['mean']:.1f}", told_with(row, std), f"{rates[method]:g}"]
         lines.append([method, before["point"], *cells, *beside_local(row)])
     columns = ["method", "at", "not tuned", "tuned", "rate", "over Local", "lose"]
-    return f"{table(columns, lines)}\n\n{textwrap.fill(beating(rows.reset_index(), 'Beat'), 120)}"
+    return f"{table(columns, lines)}\n\n{textwrap.fill(beating(rows.reset_index()), 120)}"
 
 
 def newcomers_digits() -> str:
-    """Return the results of clients that join after training."""
+    """Return the table of clients that join after training."""
     clients = clients_of("newcomers-digits")
     columns, rows = ["method"], dict[str, list[str]]()
     for variant, records in clients.groupby("variant", sort=False):
@@ -439,7 +448,7 @@ def newcomers_digits() -> str:
 
 
 def curves(dataset: str) -> str:
-    """Return the gaps between Posy's curves and the curves of the plain programs."""
+    """Return a table of the gaps between Posy's learning curves and the plain programs' curves."""
     measured = json.loads((RESULTS / f"curves-{dataset}.json").read_text(encoding="utf-8"))["methods"]
     rows = []
     for method, row in measured.items():
@@ -452,12 +461,12 @@ def curves(dataset: str) -> str:
 
 
 def curves_mnist() -> str:
-    """Return the curves on MNIST."""
+    """Return the table of gaps on MNIST."""
     return curves("mnist")
 
 
 def curves_cifar10() -> str:
-    """Return the curves on CIFAR-10."""
+    """Return the table of gaps on CIFAR-10."""
     return curves("cifar10")
 
 
@@ -482,17 +491,17 @@ def compare_cifar10() -> str:
 
 
 def tuned_digits() -> str:
-    """Return the table of all methods on digits, tuned."""
+    """Return the table of all tuned methods on digits."""
     return tuned("digits", "Dir(0.1)")
 
 
 def tuned_mnist() -> str:
-    """Return the table of all methods on MNIST, tuned."""
+    """Return the table of all tuned methods on MNIST."""
     return tuned("mnist", "Dir(0.1)")
 
 
 def tuned_cifar10() -> str:
-    """Return the table of the methods that matter most on CIFAR-10, tuned."""
+    """Return the table of the most important methods on CIFAR-10, tuned."""
     return tuned("cifar10", "")
 
 
@@ -507,12 +516,13 @@ def stacking_cuda() -> str:
 
 
 def parting(file: str) -> str:
-    """Return the differences between models, from the output of ``benchmarks.stacking``."""
+    """Return a list of the methods whose models differ, from the output of ``benchmarks.stacking``."""
     rows = [row.split() for row in (RESULTS / file).read_text(encoding="utf-8").splitlines()[1:]]
     worst = {method: max(map(float, values)) for method, *values in rows}
     apparent = sorted((method for method in worst if worst[method] > ROUNDING), key=lambda method: worst[method])
-    listed = ", ".join(f"{method} {worst[method]:.1e}" for method in apparent)
-    return textwrap.fill(f"{len(worst) - len(apparent)} methods: within {ROUNDING:.0e}; {listed}.", 120)
+    listed = _listed([f"{worst[method]:.1e} ({method})" for method in apparent])
+    equal = f"The models of {len(worst) - len(apparent)} methods differ by at most {ROUNDING:.0e}."
+    return textwrap.fill(f"{equal} The other differences are {listed}.", 120)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -548,7 +558,7 @@ GENERATED = {make.__name__: make for make in MAKERS}
 
 
 def stale() -> dict[Path, str | None]:
-    """Return the stale files with the contents that they should have; None: the file should not exist."""
+    """Return the stale files, each with its new content, or with None if the file should not exist."""
     contents: dict[Path, str | None] = {}
     for path in (ROOT / "pyproject.toml", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text(encoding="utf-8")
