@@ -28,7 +28,7 @@ FILE = "cells.jsonl.gz"
 RECORD_FILE = "kept.json"
 """File in a run's directory with additional recorded numbers (see :mod:`posy.commands.papers.record`)."""
 ENDED = ("completed", "diverged")
-"""Statuses of runs that Posy does not repeat. A diverged run would diverge again."""
+"""Statuses of runs that Posy does not repeat. If Posy repeated a diverged run, it would diverge again."""
 
 
 class Place(Protocol):
@@ -43,7 +43,7 @@ class Place(Protocol):
         """Directory of the cell's run."""
 
     def summary(self, *status: str) -> dict[str, Any] | None:
-        """Return the summary of the cell's run if the settings match and its status is in ``status``, else None."""
+        """Return the summary of the cell's run, or None if the settings differ or the status is not in ``status``."""
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
         """Return whether the settings ``ran`` of a run match this cell."""
@@ -105,7 +105,7 @@ def write(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def store(folder: Path, cells: Iterable[Place]) -> None:
-    """Write an archive of cells with finished runs, in the order of the cells."""
+    """Write an archive of cells whose runs have finished, in the order of the cells."""
     content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # no timestamp: the same cells give the same bytes
     replace(folder / FILE, lambda temporary: temporary.write_bytes(content))
 
@@ -121,7 +121,7 @@ def _line(cell: Place) -> bytes:
     rows = client_rows(cell.path, summary["rounds"])
     config = read_yaml(cell.path / "config.yaml")
     config["settings"] = current_keys(config["settings"])
-    # Omit settings that do not affect the results, such as paths, which mean nothing on another machine.
+    # Omit settings that do not affect the results, for example paths, which are useless on another machine.
     decisive_keys = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
     config["settings"] = {key: value for key, value in config["settings"].items() if key in decisive_keys}
     for entry in config.get("resumed", []):
@@ -136,7 +136,7 @@ def _line(cell: Place) -> bytes:
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Return each cell's last line in an archive, by cell name.
 
-    Ignore an incomplete line left by an interrupted process.
+    Skip an incomplete line, which an interrupted process may leave.
     """
     last_lines: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error), gzip.open(folder / FILE) as file:

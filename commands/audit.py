@@ -70,8 +70,8 @@ def _report(log: AuditLog, checked: Checked, anchor_head: Head | None, stream: A
         print(f"posy: {log.path} does not contain the {anchor_head.count} events of the anchor", file=sys.stderr)
         return BROKEN
     if checked.unfinished:
-        print("the last line is incomplete: the process stopped before it sent this reply", file=stream)
-    print(f"{checked.head.count} events, unbroken; anchor {checked.head}", file=stream)
+        print("the last line is incomplete, because the process stopped before it sent this reply", file=stream)
+    print(f"the chain of {checked.head.count} events is unbroken; its anchor is {checked.head}", file=stream)
     return 0
 
 
@@ -83,8 +83,8 @@ def _check(log: AuditLog) -> Checked:
     try:
         return log.check()
     except OSError as error:
-        hint = "name the log, or the state-dir of its node"
-        raise SettingsError(f"the audit log {log.path} cannot be read: {error.strerror}; {hint}") from error
+        hint = "pass the path of the log, or the state-dir of its node"
+        raise SettingsError(f"the audit log {log.path} cannot be read ({error.strerror}); {hint}") from error
 
 
 def _anchor(text: str) -> Head | None:
@@ -98,7 +98,7 @@ def _moment(text: str) -> datetime | None:
         moment = datetime.fromisoformat(text) if text else None
     except ValueError:
         raise SettingsError(
-            f"--since {text!r} is not a time; type a date such as 2026-01-31 or 2026-01-31T18:00"
+            f"--since {text!r} is not a time; use a format such as 2026-01-31 or 2026-01-31T18:00"
         ) from None
     return moment.replace(tzinfo=UTC) if moment is not None and moment.tzinfo is None else moment
 
@@ -110,7 +110,7 @@ def _is_wanted(event: Mapping[str, Any], run: str, first: datetime | None) -> bo
 
 
 def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an event's table cells; replace unprintable characters, because some strings come from the server."""
+    """Return an event's table cells without unprintable characters, because some strings come from the server."""
     sent_records = event.get("sent", {})
     total = sum(record["bytes"] for record in sent_records.values())
     decision = event.get("decision", event["event"]) + (f" ({event['error']})" if "error" in event else "")

@@ -1,4 +1,4 @@
-"""`posy check-site`: check a site's data before a run, in the same way as the node."""
+"""`posy check-site`: check a site's data before a run, in the same way as the node does."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from posy.listing import laid_out
 from posy.paths import expanded
 
 FAR = 10.0
-"""Posy lists a feature as unusual if a value is more than this many standard deviations from the mean."""
+"""Number of standard deviations from the mean beyond which Posy reports a feature's values as unusual."""
 SHOWN = 20
-"""Maximum number of lines that Posy prints from a list."""
+"""Maximum number of lines of a list that Posy prints."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Report:
 
 
 def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report:
-    """Load a site's data in the same way as its node, and return a report on the data.
+    """Load a site's data in the same way as its node does, and return a report on the data.
 
     The node config contains ``data``, and optionally ``policy``, ``name`` and ``skip-unreadable``. The site's data
     determines the values of empty settings.
@@ -59,7 +59,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
         If the settings do not define a task.
     """
     if not node_config.get("data"):
-        raise DataError("data=PATH is missing; name the site's data, as in the node config of `posy supernode`")
+        raise DataError("data=PATH is missing; set the path of the site's data, as in the node config")
     path = expanded(str(node_config["data"]))
     policy = policy_of(node_config) or Policy()
     content = read_site(path, settings, policy, skips(node_config))
@@ -97,7 +97,7 @@ def show(report: Report, console: Console | None = None) -> None:
     if report.features:
         console.print(laid_out("unusual features", ("feature", "from", "to", "why"), report.features))
     if report.statistics:
-        title = "training samples; compare these statistics with other sites to detect different units"
+        title = "statistics of the training samples; compare them with other sites to detect different units"
         console.print(laid_out(title, ("feature", "mean", "standard deviation"), report.statistics[:SHOWN]))
         if remainder := _rest(report.statistics):
             console.print(Text(f"  {remainder.strip()}"))
@@ -141,7 +141,8 @@ def _unusual_features(content: Content, dataset: Dataset) -> list[tuple[str, str
     names = content.columns or tuple(map(str, range(len(low))))
     for feature in np.flatnonzero((low == high) | (reach > FAR))[:SHOWN]:
         reasons = ["constant"] if low[feature] == high[feature] else []
-        reasons += [f"reaches {reach[feature]:.3g} standard deviations from the mean"] if reach[feature] > FAR else []
+        if reach[feature] > FAR:
+            reasons.append(f"has a value {reach[feature]:.3g} standard deviations from the mean")
         lines.append((names[feature], f"{low[feature].item():.6g}", f"{high[feature].item():.6g}", "; ".join(reasons)))
     return lines
 

@@ -36,7 +36,7 @@ UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 USAGE_ERROR = 2
 """Exit status for an invalid command or setting."""
 
-typer.core.HAS_RICH = False  # plain help: with rich installed, Typer escapes brackets (`\\[default: 1]`)
+typer.core.HAS_RICH = False  # use plain help, because Typer would escape brackets with rich (`\\[default: 1]`)
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
@@ -97,8 +97,8 @@ def posy(
 examples:
   posy run num-server-rounds=5
   posy run method=fedavg dataset=mnist partition=classes classes-per-client=2 num-clients=20
-  posy run fedfew-agnews method=fedavg                             a file of settings, another method
-  posy run my.yaml lr=0.01 seed=1                                  override settings of a file
+  posy run fedfew-agnews method=fedavg                             a paper's setting with another method
+  posy run my.yaml lr=0.01 seed=1                                  your file, with some settings overridden
   posy run resume=my-run                                           resume runs/my-run
   posy run --superlink localhost:8000 dataset=sites num-clients=3  run on the nodes of a federation"""
 )
@@ -129,7 +129,7 @@ def run(
     if merged.notice:
         print(f"posy: {merged.notice}", file=sys.stderr)
     config = merged.values
-    if not config.get("resume"):  # the SuperLink's machine stores the other settings of a resumed run
+    if not config.get("resume"):  # the other settings of a resumed run are on the SuperLink's machine
         read_settings(config, COMMAND_LINE, sources=merged.sources)
     endpoint = connection(superlink, root_certificates, insecure)
     from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
@@ -148,16 +148,16 @@ def table(
         str | None, typer.Option("-o", "--output", metavar="DIR", help="Directory for results; overrides the file's.")
     ] = None,
     only_print: Annotated[
-        bool, typer.Option("--only-print", help="Print the finished runs without starting new ones.")
+        bool, typer.Option("--only-print", help="Print the table of the finished runs, without starting new runs.")
     ] = False,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster; its workers execute the runs.")
+        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster whose workers execute the runs.")
     ] = None,
     ray_gpus: Annotated[float, typer.Option(min=0, metavar="N", help="GPUs per run on the Ray cluster.")] = 0,
 ) -> int:
     """Run a grid of experiments and tabulate the results.
 
-    FILE is a table in YAML (examples: benchmarks/tables/). Settings on the command line (key=value) override the file.
+    FILE is a table in YAML (see benchmarks/tables/). Settings on the command line (key=value) override the file.
     Each combination of row, variant and seed runs in a separate process. Posy skips finished runs.
     """
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
@@ -186,7 +186,7 @@ def tune(
         typer.Option("-o", "--output", metavar="FILE", help="Output file (default: FILE-tuned.yaml)."),
     ] = None,
 ) -> int:
-    """Tune every row of a table with an equal budget.
+    """Tune all rows of a table with the same number of trials.
 
     FILE is a table, as for `posy table`. Posy tunes the learning rate and every setting for which the method declares a
     search range (`posy settings` lists the ranges). It scores trials on the clients' validation splits, never on test
@@ -213,7 +213,7 @@ examples:
   posy paper                                          the papers and the verdicts on their claims
   posy paper fedfew                                   redraw docs/papers/fedfew.md from the finished runs
   posy paper fedfew table1 --scale small              run a table, then redraw the page
-  posy paper fedfew table1 --scale small --seeds 5    use more seeds for inconclusive claims
+  posy paper fedfew table1 --scale small --seeds 5    add seeds, for claims within the noise
   posy paper cwfedavg all --scale small -j 2 data-dir=datasets"""
 )
 def paper(
@@ -231,13 +231,13 @@ def paper(
 ) -> int:
     """Reproduce a paper's tables and figures.
 
-    Posy compares its results with the paper's in docs/papers/PAPER.md. Each table or figure is a YAML file in papers/.
-    Posy skips finished runs, including the runs of the paper's other tables and figures.
+    Posy writes its results next to the paper's in docs/papers/PAPER.md. Each table or figure is a YAML file in papers/.
+    Posy skips finished runs, including runs for other tables and figures of the paper.
     """
     from posy.commands.papers.run import list_papers, run_part, show_paper  # noqa: PLC0415 - imports pandas
 
     if seeds and not part:
-        raise SettingsError(f"--seeds {seeds}: the name of a table or figure is missing; name one, or type `all`")
+        raise SettingsError(f"--seeds {seeds} needs the name of a table or figure, or `all`")
     if not name:
         return list_papers()
     if not part:
@@ -271,11 +271,11 @@ def predict(
 ) -> int:
     """Predict classes with a client's model.
 
-    RUN is the directory of a run, or its name in runs/. At a site, RUN is the directory where the node stores its
+    RUN is the directory of a run, or its name in runs/. At a site, RUN is the directory in which the node stores its
     model. CLIENT is the number of a client or the name of a site.
 
-    FILE is an image or a text file. You may also pass the text itself. A .csv file has a header and one sample per
-    row. In a .npy array, the first axis indexes the samples.
+    FILE is an image, a text file, a .csv file or a .npy array. You may also pass the text itself. A .csv file has a
+    header and one sample per row. The first axis of a .npy array indexes the samples.
     """
     from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
 
@@ -320,8 +320,8 @@ def report(
 ) -> int:
     """Write an HTML report on one or more runs.
 
-    RUN is the directory of a run. The report is a single HTML file. Runs that differ only in their seed form a group,
-    and the report compares the groups.
+    RUN is the directory of a run. The report is a single HTML file. Runs that differ only in their seeds form a group.
+    The report compares the groups.
     """
     from posy.report.page import page  # noqa: PLC0415 - imports pandas and the methods
 
@@ -358,7 +358,7 @@ def watch(
 
 @app.command()
 def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
-    """List all settings, or only the settings that a METHOD uses."""
+    """List all settings, or only the settings that METHOD uses."""
     if method and method not in (*METHODS, *REFERENCES) and not is_custom(method):
         raise SettingsError(_not_a_method(method))
     for title, group in groups([method] if method else METHODS).items():
@@ -403,8 +403,8 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
     """Check a site's data before any run.
 
     Posy loads the data as the site's node does in a run with dataset=sites. It shows the kind, shape, classes and split
-    of the data, warnings, and unreadable files. It sends nothing over the network. Pass the node config (data, policy,
-    name, skip-unreadable) and, if known, the run's settings as key=value arguments.
+    of the data. It also shows warnings and unreadable files. It sends nothing over the network. Pass the node config
+    (data, policy, name, skip-unreadable) and, if you know them, the run's settings as key=value arguments.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posy.server_app.recorder import Recorder
 
 APP = Path(__file__).resolve().parent.parent
-"""Directory of the Flower app, which contains its pyproject.toml."""
+"""Directory of the Flower app. It contains pyproject.toml."""
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -46,7 +46,7 @@ class Connection:
 
 
 def run_in_process(settings: Mapping[str, Any], where: str) -> int:
-    """Run the whole federation in this process, with a live progress bar, and return the exit status.
+    """Run all clients and the server in this process, show the progress, and return the exit status.
 
     ``where`` names the source of the settings in messages.
 
@@ -75,7 +75,7 @@ def run_in_process(settings: Mapping[str, Any], where: str) -> int:
 def record_in_process(
     settings: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
 ) -> "Recorder":
-    """Execute a run in this process and return its record; call ``begun`` with its directory once it exists."""
+    """Execute a run in this process and return its record; call ``begun`` with the run's directory once it exists."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch
@@ -90,12 +90,12 @@ def record_in_process(
 
 
 def script(name: str) -> str:
-    """Return the path of a command in the Python environment that runs this code, even if it is not activated."""
+    """Return the path of a command in this Python environment, which need not be activated."""
     return str(Path(sysconfig.get_path("scripts")) / name)
 
 
 def without_proxy() -> dict[str, str]:
-    """Return environment variables that exclude this machine's addresses from proxies."""
+    """Return environment variables that disable proxies for this machine's own addresses."""
     excluded = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, ("127.0.0.1,localhost", excluded))))
 

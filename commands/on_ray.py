@@ -22,7 +22,7 @@ from posy.forked import CORES
 from posy.settings import LaunchError, Scalar
 
 RETRIES = 10
-"""Maximum number of times that a cell is retried after its worker is lost."""
+"""Maximum number of times that Posy retries a cell whose worker is lost."""
 CONNECT_SECONDS = 10.0
 """Timeout in seconds for connecting to the head node of a cluster."""
 STOP_SECONDS = 10.0
@@ -43,7 +43,8 @@ def cluster(address: str, gpus: float) -> Iterator[Start]:
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise LaunchError(f"--ray {address}: no Ray cluster answers ({str(error).splitlines()[0]})") from error
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"--ray {address}: no Ray cluster answers at this address ({reason})") from error
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(run_on_worker)
     digest = digest_of_code()
 
@@ -70,7 +71,7 @@ def digest_of_code() -> str:
 def run_on_worker(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, bytes]:
     """Execute a run on a worker; return its exit status, its output, and an archive of its files."""
     if digest != digest_of_code():
-        raise RuntimeError("a different version of Posy is installed on the Ray worker")
+        raise RuntimeError("the Ray worker has a different version of Posy; install the same version on all machines")
     with TemporaryDirectory(prefix="posy-") as folder:
         # Disable checkpoints, which would be lost: the folder is deleted when the process exits.
         overrides: dict[str, Scalar] = {"output-dir": folder, "run-name": RUN, "checkpoint-every": 0}
@@ -89,7 +90,7 @@ def start_run(cell: Cell) -> "subprocess.Popen[bytes]":
     python_path = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", CORES: "1", "PYTHONPATH": os.pathsep.join(python_path)}
     with cell.log.open("w", encoding="utf-8") as log:
-        # -P: files in the working directory cannot shadow Posy's packages.
+        # -P: keep files in the working directory from shadowing Posy's packages.
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "posy", "run", str(file)],
             env=environment,
@@ -118,7 +119,7 @@ class RemoteRun:
         self._cell, self._result = cell, result
 
     def poll(self) -> int | None:
-        """Store the files of an ended run in the cell's folder; return the exit status, or None if it still runs."""
+        """Return the exit status, or None if the run is in progress; store a finished run's files in its folder."""
         if self.returncode is None and ray.wait([self._result], timeout=0)[0]:
             try:
                 self.returncode, output, files = ray.get(self._result)
@@ -135,6 +136,6 @@ class RemoteRun:
         ray.cancel(self._result)
 
     def wait(self) -> int:
-        """Wait at most ``STOP_SECONDS`` for the run to end; return its exit status, or 0 if it still runs."""
+        """Wait at most ``STOP_SECONDS`` for the run to end; return its exit status, or 0 if it is still in progress."""
         ray.wait([self._result], timeout=STOP_SECONDS)
         return self.poll() or 0

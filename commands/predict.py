@@ -26,7 +26,7 @@ SMALLEST = 0.0005
 
 
 def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_json: bool = False) -> None:
-    """Print the predictions of a client's model for the samples in some files.
+    """Print the predictions of a client's model for the samples in one or more files.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
 
 
 def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
-    """Print the predicted clients and the predicted class of each sample, or the clients' votes.
+    """Print the predicted client and class of each sample or, if the method does not route, the clients' votes.
 
     Raises the same errors as :func:`predict`.
     """
@@ -79,7 +79,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
             (name, _shares(row), a.prediction.label, _shares(a.prediction.probabilities))
             for (name, a), row in zip(pairs, shares, strict=True)
         ]
-        print_table("each input is routed to the client that it most probably comes from", columns, rows)
+        print_table("each input is routed to the client from which it most probably comes", columns, rows)
     else:
         votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
         print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
@@ -90,8 +90,8 @@ def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> N
     unusual = model.unusual(samples)
     for number, feature, distance in unusual[:MOST_WARNED]:
         print(
-            f"posy: warning: {names[number]}: {feature} is {distance:.3g} standard deviations from its mean in "
-            "training; check its unit: the prediction may be meaningless",
+            f"posy: warning: {names[number]}: {feature} is {distance:.3g} standard deviations from the mean of the "
+            "training samples, so the prediction may be meaningless; check the unit",
             file=sys.stderr,
         )
     if len(unusual) > MOST_WARNED:
@@ -100,10 +100,10 @@ def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> N
 
 
 def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[str], list[Any]]:
-    """Return the names of the samples in some files, and the samples themselves."""
+    """Return the names and the contents of the samples in one or more files."""
     pairs = [pair for word in files for pair in _read(word, preprocessing)]
     if not pairs:
-        raise DataError(f"no samples in {', '.join(files)}")
+        raise DataError(f"{', '.join(files)}: no samples found")
     return [name for name, _ in pairs], [sample for _, sample in pairs]
 
 
@@ -124,7 +124,7 @@ def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
     elif preprocessing.sample_kind == "text":
         yield word, path if path.is_file() or suffix == ".txt" else word
     else:
-        raise DataError(f"{word}: the model takes {preprocessing.describe()}, in a .csv or .npy file")
+        raise DataError(f"{word}: not a .csv or .npy file; the model expects {preprocessing.describe()}")
 
 
 def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
@@ -140,12 +140,13 @@ def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]
     else:
         columns = list(preprocessing.columns) or [name for name in header if name.lower() not in ("label", "group")]
     if missing := [name for name in columns if name not in header]:
-        raise DataError(f"{path}: no column {', '.join(missing[:MOST])}; the model takes {preprocessing.describe()}")
+        names = ", ".join(missing[:MOST])
+        raise DataError(f"{path}: the columns {names} are missing; the model expects {preprocessing.describe()}")
     indices = [header.index(name) for name in columns]
     for number, row in rows:
         name = f"{path} row {number}"
         if len(row) != len(header):
-            raise DataError(f"{name} has {len(row)} columns; the header has {len(header)}")
+            raise DataError(f"{name} has {len(row)} columns, but the header has {len(header)}")
         yield name, row[indices[0]] if texts else [_number(row[i], f"{name}, {header[i]}") for i in indices]
 
 
@@ -157,7 +158,7 @@ def _number(cell: str, where: str) -> float:
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    """Return the largest shares with their names, without shares that round to 0.0 %."""
+    """Format the largest shares with their names, without shares that round to 0.0 %."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     texts = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
     return ", ".join(texts[:MOST]) + ", …" * (len(texts) > MOST)

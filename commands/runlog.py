@@ -1,4 +1,4 @@
-"""Filter the log of a run on a SuperLink: show Posy's output, warnings and errors, but hide Flower's INFO lines."""
+"""Filter the log of a run on a SuperLink: show Posy's output, warnings and errors, and hide Flower's INFO lines."""
 
 import re
 import shutil
@@ -25,17 +25,17 @@ _NOISE = re.compile(
 
 
 _REASON = re.compile(r"ERROR\s*: +ServerApp raised an exception: (.+)")
-"""Pattern for a ServerApp error whose message is meant for the user, as ``posy.flower.ErrorsOnOneLine`` logs it."""
+"""Pattern for a ServerApp error with a message for the user, as ``posy.flower.ErrorsOnOneLine`` logs it."""
 
 
 class RunLog:
     """A filter that receives the lines of a run's log and prints the relevant lines.
 
-    The filter hides Flower's INFO lines, and a few of Flower's warnings that do not concern the run. It prints other
-    warnings, errors, and all lines without a log level, such as Posy's output. It prints or hides the lines of a
-    traceback together, and prints identical tracebacks once. If ``verbose`` is true, it prints every line immediately.
-    If ``suffix`` is set, the filter appends the string that ``suffix`` returns to the line of each finished round. In a
-    terminal, each of these lines then replaces the line of the previous round.
+    The filter hides Flower's INFO lines, and a few of Flower's warnings that do not concern the run. It prints errors,
+    all other warnings, and all lines without a log level, such as Posy's output. It prints or hides the lines of a
+    traceback together, and prints identical tracebacks only once. If ``verbose`` is true, it prints every line
+    immediately. If ``suffix`` is set, the filter appends the result of ``suffix()`` to the line of each finished round.
+    In a terminal, each of these lines then replaces the line of the previous round.
     """
 
     def __init__(self, verbose: bool, suffix: Callable[[], str] | None = None) -> None:
@@ -44,7 +44,7 @@ class RunLog:
         self.results = ""
         """Directory of the results; empty until the log names it."""
         self.rounds = 0
-        """Number of the last finished round in the log; 0 if no round has finished, or if all rounds have finished."""
+        """Number of the last finished round in the log; 0 before the first round ends, and after the last one ends."""
         self.reason = ""
         """Reason for the failure of the run, if the log has an error message for the user; otherwise empty."""
         self._verbose = verbose
@@ -52,12 +52,12 @@ class RunLog:
         self._error: list[str] = []
         """Lines of the current error, which are printed together or not at all."""
         self._hidden: list[str] = []
-        """Lines that were hidden; empty once the log names the directory of the results."""
+        """Hidden lines, which the filter forgets once the log names the directory of the results."""
         self._explained = False
         self._ends: set[str] = set()
 
     def add(self, line: str) -> None:
-        """Print a line, hide it, or store it until its error is complete."""
+        """Print a line, hide it, or store it until the error to which it belongs is complete."""
         plain = _COLOUR.sub("", line)
         explains = self._note(plain)
         if self._verbose:
@@ -100,7 +100,7 @@ class RunLog:
     def end(self, *, failed: bool = False) -> None:
         """Print the current error; if the run failed without an explanation, also print the hidden lines.
 
-        The filter stores hidden lines only until the log names the directory of the results.
+        The filter forgets hidden lines once the log names the directory of the results.
         """
         self._show_error()
         if failed and not self._explained:

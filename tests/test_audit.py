@@ -507,7 +507,7 @@ def test_posy_audit_prints_and_filters_events(filled_log: AuditLog, capsys: pyte
     assert "site-a run-5 ada train 3 2 arrays (2 arrays), config (client state), metrics (num" in lines[3]
     assert lines[3].endswith("accepted")
     assert lines[5].endswith("min-rows (RefusedError)")
-    assert lines[-1] == f"4 events, unbroken; anchor {anchor}"
+    assert lines[-1] == f"the chain of 4 events is unbroken; its anchor is {anchor}"
     assert len(print_events("--run", "run-5")) == len(print_events("--run", "5")) == len(lines) - 2
     assert print_events("--since", "2100-01-01") == [lines[-1]]
     assert len(print_events("--since", "2020-01-01T10:00")) == len(lines)
@@ -534,8 +534,8 @@ def test_posy_audit_names_the_first_broken_line(filled_log: AuditLog, capsys: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere"], "nowhere cannot be read: No such file or directory; name the log, or the state-dir of its node"),
-        (["LOG", "--since", "yesterday"], "--since 'yesterday' is not a time; type a date such as 2026-01-31"),
+        (["nowhere"], "nowhere cannot be read (No such file or directory); pass the path of the log"),
+        (["LOG", "--since", "yesterday"], "--since 'yesterday' is not a time; use a format such as 2026-01-31"),
         (["LOG", "--contains", "7"], "--contains '7' is not an anchor"),
     ],
 )

@@ -153,7 +153,7 @@ def test_logs_contain_every_reply_of_a_run(sites: Deployment) -> None:
         for secret in ("sick", "well", "patients", "pressure", str(sites.folder), ".csv"):
             assert secret not in text
         done = sites.posy("audit", f"state/{name}", "--run", begin["run"])
-        assert f"{checked.head.count} events, unbroken; anchor {checked.head}" in done.stdout
+        assert f"the chain of {checked.head.count} events is unbroken; its anchor is {checked.head}" in done.stdout
     warm, stock = (log_at(sites, name).check().events[0] for name in NAMES)
     assert warm["code"] != ""
     assert (warm["run"], warm["settings"] != "") == (stock["run"], True)

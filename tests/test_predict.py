@@ -390,10 +390,10 @@ def test_route_prints_classes_and_shares(
     ("words", "message"),
     [
         (["gone", "0", "x.png"], "no run in"),
-        (["RUN", "0", "x.png"], "x.png: the model takes rows of 6 numbers"),
+        (["RUN", "0", "x.png"], "x.png: not a .csv or .npy file; the model expects rows of 6 numbers"),
         (["RUN", "0", "x.csv"], "x.csv: cannot be opened"),
         (["RUN", "0", "bad.csv"], "row 2, f: 'x' is not a number"),
-        (["RUN", "0", "few.csv"], "row 2 has 1 columns; the header has 2"),
+        (["RUN", "0", "few.csv"], "row 2 has 1 columns, but the header has 2"),
         (["RUN", "7", "bad.csv"], "client '7': "),
         (["BARE", "0", "bad.csv"], "save-models = false"),
     ],
