@@ -73,17 +73,18 @@ ALL = "all"
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
 """Keys of an entry of ``runs`` and of ``variants``."""
 POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), ("last", "best", "upper-bound"))]
-"""Scores of a run: of the served and of the local models, in the last round, in the round that is best on the
-validation splits, and in the round that is best on the test splits."""
+"""The scores of a run: those of the served and of the local models, in the last round, in the best round on the
+validation splits, and in the best round on the test splits."""
 LEGEND = (
-    "{metric}: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - "
-    "1); in brackets the standard deviation over the clients. `served`: the model that a client receives; `local`: the "
-    "model after local training; `last`: last round; `best`: round chosen on the validation splits; `upper bound`: "
-    "best round on the test splits, do not report it; `weighted`: mean by training samples, last round; `system`: "
-    "accuracy of the whole federation on the pooled test sets. `6 of 60 clients`: the figure covers 6 of the 60 "
-    "clients of all seeds, because only the clients that train in a round have a local model. Time: wall-clock time of "
-    "one run, while other runs use the machine. `dropped`: number of unused replies over all seeds. `2 of 3!`: only 2 "
-    "of 3 seeds have the figure, for example because a model diverged; the mean is over these seeds."
+    "{metric}: mean over the clients, averaged over the seeds, ± the standard deviation over the seeds (with n - 1). "
+    "The number in brackets is the standard deviation over the clients. `served`: the model that a client receives. "
+    "`local`: the model after local training. `last`: last round. `best`: best round on the validation splits. `upper"
+    " bound`: best round on the test splits; do not report it. `weighted`: mean weighted by the numbers of training "
+    "samples, in the last round. `system`: accuracy of the whole federation on the pooled test sets. `6 of 60 "
+    "clients`: the figure covers 6 of the 60 clients of all seeds, because only the clients that train in a round "
+    "have a local model. `time`: wall-clock time of one run, while other runs use the machine. `dropped`: number of "
+    "unused replies over all seeds. `2 of 3!`: only 2 of 3 seeds have the figure, for example because a model "
+    "diverged, and the mean covers only these seeds."
 )
 
 
@@ -138,7 +139,7 @@ class Cell:
             run_settings: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
         except (SettingsError, LookupError):  # missing or damaged: Posy repeats the run
             return None
-        # The run writes its status before it computes the system accuracy, which a diverged run does not need.
+        # A run writes its status before it computes the system accuracy. A diverged run has no system accuracy.
         lacks_accuracy = run_settings.get("system-accuracy") == "on" and run_settings.get("save-models", True)
         lacks_accuracy = lacks_accuracy and summary["system-accuracy"] is None and summary["status"] == "completed"
         return summary if self.fits(run_settings) and not lacks_accuracy else None
@@ -165,7 +166,7 @@ class Cell:
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
-        """Settings that affect the results, each with its value in this cell and its value in runs that predate it."""
+        """Settings that affect the results, each with its value in this cell and in runs that predate the setting."""
         values = read_settings(self.config, self.where or self.name, sources=self.sources).as_config()
         declarations = declared_for(values)
         return {key: (values[key], declarations[key].before) for key in values if declarations[key].decides}
@@ -187,10 +188,10 @@ class Plan:
 
 
 class Running(Protocol):
-    """A running cell, in a process on this or another machine."""
+    """A running cell, in a process on this machine or on another one."""
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
+        """Return the exit status, or None while the cell runs."""
 
     def terminate(self) -> None:
         """Ask the run to stop."""
@@ -271,7 +272,7 @@ def locked_output(output: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise SettingsError(
-            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait until it exits"
+            f"another `posy table`, `posy tune` or `posy paper` is using {output}; wait until it exits"
         ) from None
     try:
         yield
@@ -288,16 +289,16 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     """Read a table file and check the settings of all its cells.
 
     A table file contains ``runs`` and ``seeds``. Optional keys are ``variants``, ``settings`` for all cells, ``title``
-    and ``output`` (directory; default ``results/`` and the file's name). Each entry of ``runs`` is a row with ``name``,
+    and ``output`` (a directory; default: ``results/FILE``). Each entry of ``runs`` is a row with ``name``,
     ``settings`` and ``variants``, which maps names of variants to settings. ``runs: all`` creates one row per method.
     Each entry of ``variants`` has a ``name`` and ``settings``.
 
     A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
-    override all three. The settings ``overrides`` from the command line override the file, as does ``output``.
+    override all three. The settings ``overrides`` from the command line override the file, and so does ``output``.
 
-    Each group of settings applies to several cells. A cell skips settings that have no effect in it, such as
-    ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in any of its cells is
-    an error.
+    Each group of settings applies to several cells. A cell ignores settings that have no effect in it, such as
+    ``dirichlet-alpha`` in a variant with the partition ``classes``. It is an error if a setting has no effect in any
+    of its cells.
 
     Raises
     ------
@@ -333,7 +334,8 @@ def plan_of(
     variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
     special = {entry["name"]: entry.get("variants", {}) for entry in content["runs"]}
     if unknown := {name for row_settings in special.values() for name in row_settings} - variants.keys():
-        raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is not in its list of variants")
+        names = ", ".join(sorted(unknown))
+        raise SettingsError(f"runs in {file} use the variants {names}, which the list `variants` does not contain")
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
     declarations = declared_for(command_line)
     with_experiment(
@@ -353,14 +355,14 @@ def plan_of(
         merged = {key: value for group in (*groups.values(), overrides) for key, value in group.items()}
         if clash := sorted(merged.keys() & {"seed", "output-dir", "run-name"}):
             source = set_in(typed.get(clash[0], where))
-            raise SettingsError(f"{clash[0]} {source}: the table itself sets it for each cell; remove {clash[0]}")
+            raise SettingsError(f"{clash[0]} {source}: the table sets this value for each cell; remove {clash[0]}")
         config = _cell_config(groups, overrides, sources, effects)
         method = str(config.get("method", RunSettings.method))
         check_own({**of_row, **special[row].get(variant, {})}, method, where)
         for seed in seeds:
             paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
             cells.append(cell := Cell(variant, row, seed, config | paths, where, typed))
-            cell.decisive  # noqa: B018 - raises now if the settings are invalid
+            cell.decisive  # noqa: B018 - raise an error now if the settings are invalid
         methods.add(method)
     effects.check(() if strict else overrides)
     if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
@@ -395,7 +397,7 @@ def _cell_config(
     # Drop shared settings that belong to the method of another row.
     config = relevant_settings(config, str(config.get("method", RunSettings.method)))
     reasons = without_effect(config)
-    # An override may disable a setting of the file. This is not an error.
+    # It is not an error if an override disables a setting of the file.
     reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
     for source, group in groups.items():
         effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
@@ -407,9 +409,9 @@ def _cell_config(
 
 @dataclass
 class Effects:
-    """Settings of a table that have an effect in some cell (``useful``) or none in some cell (``idle``).
+    """Settings of a table that have an effect in some cell (``useful``), or have none in some cell (``idle``).
 
-    Both are keyed by source and key. ``idle`` contains the error messages.
+    Both collections are keyed by source and setting. ``idle`` contains the error messages.
     """
 
     useful: set[tuple[str, str]] = field(default_factory=set)
@@ -450,7 +452,7 @@ def plan_as_yaml(
     """Return a table file's content, with the tuned settings of each (variant, row) and the ``common`` settings."""
     content: dict[str, Any] = {**plan.content}
     content["title"] = f"{plan.title}, tuned"
-    # Keep the path relative, as in the file, so that the tuned table contains no path from this machine.
+    # Keep a relative path relative, so that the tuned table contains no path of this machine.
     content["output"] = f"{content.get('output', f'results/{plan.output.name}')}-tuned"
     content["settings"] = {**content.get("settings", {}), **common}
     content["runs"] = runs = [dict(entry) for entry in content["runs"]]
@@ -516,7 +518,7 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
 
 
 def _keep(plan: Plan, cell: Cell) -> None:
-    """Add a cell to the table's archive if its run has ended; delete the models and checkpoints of a completed run."""
+    """Add a cell whose run has ended to the table's archive; delete the models and checkpoints of a completed run."""
     if cell.summary() is not None:
         if plan.collect is not None:
             plan.collect(cell.path)
@@ -541,7 +543,7 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
     over the seeds (NaN for one seed). ``X-clients-std`` is the mean over the seeds of the standard deviation over the
     clients. ``X-measured`` is the number of seeds with a value of ``X``, and ``X-scored`` the number of clients that
     these values cover, summed over the seeds. ``members`` is the number of clients that a round can evaluate. ``last``
-    is the last round, never an earlier one.
+    always refers to the last round, even if the last evaluation was earlier.
     """
     columns: dict[str, Any] = {"seeds": ("seconds", "size")}
     columns["members"] = ("members", "mean")
@@ -603,7 +605,7 @@ def _check_parts(content: Mapping[str, Any], file: Path) -> None:
     """Raise :class:`SettingsError` for an unknown key, a value of the wrong type, or invalid seeds in a table file."""
     for key, value in content.items():
         if key not in PARTS:
-            raise SettingsError(f"{key} in {file} is not part of a table; use only {', '.join(PARTS)}")
+            raise SettingsError(f"{key} in {file} is not a key of a table file; use only {', '.join(PARTS)}")
         if not isinstance(value, PARTS[key]):
             raise SettingsError(f"{key} = {value!r} in {file}: it must be a {PARTS[key].__name__}")
     seeds = content.get("seeds", [])
@@ -624,7 +626,7 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     for number, entry in enumerate(entries, 1):
         where = f"entry {number} in {key} of {file}"
         if not isinstance(entry, dict):
-            raise SettingsError(f"{where} is {quoted(entry)}; write it as `name: ...`, with the keys {allowed}")
+            raise SettingsError(f"{where} is {quoted(entry)}, not a mapping; use the keys {allowed}")
         if unknown := sorted(map(str, entry.keys() - set(ENTRIES[key]))):
             raise SettingsError(f"{where} has the unknown key {unknown[0]}; use only {allowed}")
         if "name" not in entry:
@@ -634,21 +636,21 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
         if not isinstance(by_variant, dict) or not all(
             isinstance(overrides, dict) for overrides in by_variant.values()
         ):
-            raise SettingsError(f"variants of {name} in {key} of {file}: they must be `variant: settings`")
+            raise SettingsError(f"variants of {name} in {key} of {file}: it must map names of variants to settings")
         if not isinstance(name, str) or not name.strip() or name.startswith(".") or set(name) & set("/\\|"):
-            raise SettingsError(f"name = {name!r} in {key} of {file}: it must be the name of a folder, without |")
+            raise SettingsError(f"name = {name!r} in {key} of {file}: it must be a valid folder name without `|`")
         if name in named:
             raise SettingsError(f"{name} appears twice in {key} of {file}; rename one of the two")
         if not isinstance(settings, dict):
-            raise SettingsError(f"settings of {name} in {file}: they must be `key: value` lines")
+            raise SettingsError(f"settings of {name} in {file}: it must contain `key: value` lines")
         named[name] = settings
     if not named:
-        raise SettingsError(f"{key} in {file} is empty; at least one entry is needed")
+        raise SettingsError(f"{key} in {file} is empty; add at least one entry")
     return named
 
 
 def start(cell: Cell, jobs: int = 1) -> WarmProcess:
-    """Start the run of a cell as `posy run FILE` does, with 1 / ``jobs`` of the cores."""
+    """Start the run of a cell as `posy run FILE` does, with a share of 1 / ``jobs`` of the cores."""
     return WarmProcess(run_file, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
 
 
@@ -667,7 +669,7 @@ def run_file(file: str) -> int:
 def prepared(cell: Cell) -> Path:
     """Clear the directory of a cell's run, write the cell's settings into a file next to it, and return the file.
 
-    An interrupted run with a checkpoint keeps its directory, and the written settings resume it.
+    If an interrupted run has a checkpoint, keep its directory, and write settings that resume the run.
     """
     config = cell.resume_settings
     if config is None:
@@ -680,7 +682,7 @@ def prepared(cell: Cell) -> Path:
 
 
 def failure_of(status: int, log: Path) -> str:
-    """Describe the reason for a non-zero exit status of a run."""
+    """Describe why a run ended with a non-zero exit status."""
     lines = list(filter(None, map(str.strip, log.read_text(encoding="utf-8", errors="replace").splitlines())))
     reasons = [
         line for line in lines if not line.startswith("posy: failed ")
@@ -703,7 +705,7 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _std(values: "pd.Series[float]") -> float:
-    """Return the sample standard deviation of the values other than NaN; pandas' function has rounding errors."""
+    """Return the sample standard deviation of the values other than NaN, without the rounding errors of pandas."""
     return statistics.stdev(numbers) if len(numbers := values.dropna()) > 1 else float("nan")
 
 
@@ -720,7 +722,7 @@ def _score(row: Mapping[str, Any], key: str, metric: Metric, *, clients: bool = 
 def _measured(row: Mapping[str, Any], point: str) -> str:
     """Return how many of the finished seeds have a value, or an empty string if all of them do."""
     measured, measured_once = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
-    if measured == row["seeds"] or not (measured or measured_once):  # the method never evaluates this point
+    if measured == row["seeds"] or not (measured or measured_once):  # in the second case, it is never evaluated
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
 

@@ -1,4 +1,4 @@
-"""Tune every row of a table with the same number of trials, and score them on the clients' validation splits."""
+"""Tune every row of a table with the same number of trials, which are scored on the clients' validation splits."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from posy.strategies.registry import declared, unmet_conditions
 from posy.strategies.run_settings import AUTO
 
 FRACTION = 0.2
-"""Default fraction of the training samples that is held out for validation."""
+"""Fraction of the training samples that is held out for validation by default."""
 DIGITS = 3
 """Significant digits of a tuned number."""
 FIRST_TRIALS = 4
@@ -39,7 +39,7 @@ class Search:
     """The search for the settings of one row in one variant."""
 
     cell: Cell
-    """The run that every trial repeats with different settings; its seed is the table's first seed."""
+    """The run that every trial repeats with different settings. It uses the table's first seed."""
     space: Mapping[str, BaseDistribution]
     study: optuna.Study
 
@@ -71,16 +71,16 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     plan : Plan
         The table. All trials use its first seed.
     trials : int
-        Trials per row and variant. The first trial uses the table's settings, if they are in the search range.
+        Trials per row and variant. The first trial uses the table's settings if they are in the search range.
     jobs : int
         Number of parallel runs.
 
     Notes
     -----
-    Optuna stores the studies in a journal in ``tuning/``, in the table's output directory. Posy skips finished trials.
-    A lock keeps other processes from tuning the table at the same time. A trial's score is the mean of the clients'
-    metric on the validation splits in its last evaluated round, at its method's evaluation point. Optuna prunes a trial
-    if its best score so far is worse than the median of the earlier trials in the same round.
+    Optuna stores the studies in a journal in the folder ``tuning`` of the table's output directory. Posy skips finished
+    trials. A lock keeps other processes from tuning the table at the same time. A trial's score is the mean of the
+    clients' metric on the validation splits in the last evaluated round, at the method's evaluation point. Optuna
+    prunes a trial if its best score so far is worse than the median of the earlier trials in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
@@ -99,7 +99,7 @@ def fraction_of(plan: Plan) -> float:
     fractions = {float(cell.config.get("validation-fraction", 0) or FRACTION) for cell in plan.cells}
     if len(fractions) > 1:
         raise SettingsError(
-            "validation-fraction: the rows of the table have different values; set one value for all rows"
+            "validation-fraction has different values in the rows of the table; set one value for all rows"
         )
     return fractions.pop()
 
@@ -135,7 +135,7 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
         pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_TRIALS, n_warmup_steps=FIRST_ROUNDS),
     )
     for trial in study.trials:
-        if trial.state == TrialState.RUNNING:  # left over from a process that was stopped
+        if trial.state == TrialState.RUNNING:  # the process that ran it was stopped
             study.tell(trial.number, state=TrialState.FAIL)
     if not study.trials:
         declarations = declared([cell.method])
@@ -168,7 +168,7 @@ class Attempt:
     process: Running
     rounds_read: int = 0
     score: float = math.nan
-    """The metric on the validation splits in the last evaluated round, NaN before the first one."""
+    """The metric on the validation splits in the last evaluated round; NaN before the first evaluation."""
 
     def look(self) -> bool:
         """Read the new rounds and return whether to prune the trial."""
@@ -176,7 +176,7 @@ class Attempt:
         file = self.cell.path / "rounds.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
         for line in lines[self.rounds_read :]:
-            if not line.endswith("\n"):  # the run is still writing it
+            if not line.endswith("\n"):  # the run is still writing this line
                 break
             self.rounds_read += 1
             row = json.loads(line)
@@ -206,9 +206,9 @@ def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
 
 
 def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Search | None:
-    """Return the search with the fewest finished and running trials, or None if no search needs more.
+    """Return the search with the fewest finished and running trials, or None if no search needs further trials.
 
-    If there is a tie, prefer the search with the fewest running trials.
+    If searches tie, prefer the one with the fewest running trials.
     """
 
     def trials_of(search: Search) -> tuple[int, int]:
@@ -239,7 +239,7 @@ def ended(attempt: Attempt) -> bool:
         study.tell(trial, state=TrialState.PRUNED)
     elif status == 0 and not math.isnan(attempt.score):
         study.tell(trial, attempt.score)
-    elif has_ended:  # it diverged, for example because the learning rate is too large
+    elif has_ended:  # for example, it diverged because the learning rate is too large
         study.tell(trial, state=TrialState.FAIL)
     if has_ended or pruned:
         shutil.rmtree(attempt.cell.path, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Start runs in processes forked from a server that has already imported the modules that every run needs.
+"""Start runs in processes that are forked from a server, which has already imported the modules that all runs need.
 
-These imports take most of the time of a short run.
+Without it, these imports would take most of the time of a short run.
 """
 
 import multiprocessing
@@ -23,7 +23,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class WarmProcess:
-    """A process that calls a function, uses the result as its exit status, and writes its output to the file ``log``.
+    """A process that calls a function, writes its output to the file ``log``, and exits with the function's result.
 
     The process uses at most ``cores`` cores. The function must be at the top level of a module, and its arguments
     must be picklable.
@@ -37,7 +37,7 @@ class WarmProcess:
             self._process.start()
 
     def poll(self) -> int | None:
-        """Return the exit status, negative after a signal, or None while the process runs."""
+        """Return the exit status, which is negative after a signal, or None while the process runs."""
         return self._process.exitcode
 
     def terminate(self) -> None:

@@ -1,4 +1,4 @@
-"""Watch a run on this machine by reading the files that it writes after each round."""
+"""Watch a run on this machine by reading the files that the run writes after each round."""
 
 import sys
 import time
@@ -27,14 +27,14 @@ def directory_of(word: str) -> Path:
         return Record.find(word).path
     paths = [path.parent for path in runs.glob("*/summary.json")]
     if not paths:
-        raise SettingsError(f"{runs.absolute()} contains no run; name the directory of a run")
+        raise SettingsError(f"{runs.absolute()} contains no run; pass the directory of a run")
     return max(paths, key=lambda path: (path / "summary.json").stat().st_mtime)
 
 
 def watch_run(word: str) -> int:
-    """Show the finished rounds of a run and each new round until the run ends, and return the exit status.
+    """Show the finished rounds of a run, and each new round until the run ends; return the exit status.
 
-    :func:`directory_of` selects the run.
+    :func:`directory_of` finds the run for ``word``.
     """
     path = directory_of(word)
     run = Recorded.read(path)

@@ -94,7 +94,7 @@ def test_bundle_errors_are_raised_at_submission(folder: Path) -> None:
         bundle({"model": "nets:net"})
     (folder / "sub").mkdir()
     (folder / "sub/mine.py").write_text("def net(task):\n    return None\n", encoding="utf-8")
-    with pytest.raises(LaunchError, match="two files of the run"):
+    with pytest.raises(LaunchError, match="two files would both be"):
         bundle({"method": "mine:FedMine", "model": "sub/mine.py:net"})
 
 

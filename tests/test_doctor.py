@@ -171,7 +171,7 @@ def test_a_not_yet_valid_certificate_points_to_the_clock(tmp_path: Path, monkeyp
     past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
     monkeypatch.setattr(doctor, "_now", lambda: past)
     findings = problems(doctor.check_certificates(files.folder))
-    assert all("is this machine's clock right?" in text for _, text in findings)
+    assert all("check this machine's clock" in text for _, text in findings)
     assert len(findings) == 2
 
 
@@ -209,10 +209,10 @@ def test_check_reach_reports_trust_and_availability(fleet: tuple[Fleet, Files], 
     assert "is trusted" in trusted.text and "valid until" in trusted.text
     [untrusted] = doctor.check_reach("it", started.address, make_files(tmp_path / "other").ca)
     assert untrusted.level == "error"
-    assert "is not trusted by" in untrusted.text
+    assert "does not verify the certificate of" in untrusted.text
     [unreachable] = doctor.check_reach("it", f"localhost:{free_port()}", files.ca)
     assert unreachable.level == "error"
-    assert "does `posy superlink` run there" in unreachable.text
+    assert "check that `posy superlink` runs there" in unreachable.text
     renew(files.folder, [], [], 60)
     *_, stale = doctor.check_reach("it", started.address, files.ca, files.server)
     assert stale.level == "warning"
@@ -330,7 +330,7 @@ def test_a_stopped_superlink_is_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert [error.partition(" at ")[0].split(maxsplit=1)[1] for error in errors] == [
         "the SuperLink's control API",
         "the SuperLink's fleet API",
-        "the registered nodes are unknown: no SuperLink answers",
+        "the registered nodes could not be listed: no SuperLink answers",
     ]
     assert cli.main([*words[:2], str(tmp_path / "none"), *words[3:]]) == 1
     [error] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
@@ -354,7 +354,7 @@ def test_a_backup_of_an_open_database_restores_registered_keys(tmp_path: Path) -
     register(link, files.node_public("site-b"))
     with (
         locked_state(state),
-        pytest.raises(SettingsError, match="a running SuperLink uses it"),
+        pytest.raises(SettingsError, match="in use by a running SuperLink"),
     ):
         restore(state, file)
     old = restore(state, file)

@@ -177,7 +177,7 @@ def test_a_renewed_key_keeps_the_name_and_the_client(active: Sites) -> None:
 
 def test_a_lost_state_is_restored_and_the_run_resumed(active: Sites) -> None:
     active.documented("backup state.backup")
-    with pytest.raises(LaunchError, match=r"running SuperLink uses it .*process [0-9, ]+"):
+    with pytest.raises(LaunchError, match=r"in use by a running SuperLink .*process [0-9, ]+"):
         active.documented("restore state.backup")
     superlink = active.processes["superlink"]
     processes = children(superlink.pid)

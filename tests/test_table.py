@@ -137,7 +137,7 @@ def test_rows_get_only_the_shared_settings_of_their_method(tmp_path: Path) -> No
             {"runs": [{"name": "a", "settings": {"method": "fedavg", "fedfew-models": 2}}]},
             "fedfew-models in .*tiny.yaml, a is a setting of fedfew",
         ),
-        ({"runs": [{"name": "a", "settings": {"seed": 1}}]}, "seed in .*the table itself"),
+        ({"runs": [{"name": "a", "settings": {"seed": 1}}]}, "seed in .*the table sets this value"),
         ({"variants": [{"name": "v", "setings": {}}]}, "setings"),
         ({"settings": {**COMMON, "nm-clients": 3}}, "nm-clients.*did you mean num-clients"),
         ({"repeat": 3}, "repeat"),
@@ -158,7 +158,7 @@ def test_invalid_tables_are_rejected(content: dict[str, Any], pattern: str, tmp_
             r"min-clients = 99 on the command line: .* num-clients = \d+ in .*tiny.yaml",
         ),
         ({"method": "nope"}, "method = 'nope' on the command line: it must be one of"),
-        ({"seed": 3}, "seed on the command line: the table itself"),
+        ({"seed": 3}, "seed on the command line: the table sets this value"),
     ],
 )
 def test_override_errors_name_the_command_line(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def test_tuned_settings_become_a_table(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("variants: {three: {lr: 0.1}}", "three is not in its list of variants"),
-        ("variants: {two: 3}", "they must be `variant: settings`"),
+        ("variants: {three: {lr: 0.1}}", "use the variants three, which"),
+        ("variants: {two: 3}", "it must map names of variants to settings"),
     ],
 )
 def test_invalid_variants_of_a_row_are_rejected(file: Path, wrong: str, words: str) -> None:

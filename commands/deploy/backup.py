@@ -15,7 +15,7 @@ DATABASE = "state.db"
 VERSION_TABLE = "alembic_version"
 """Table in which Alembic stores the version of the database schema."""
 OWNER_ONLY = 0o700
-"""Mode of the state directory. A user who can read the database can impersonate any run."""
+"""Mode of the state directory. A user who can read the database can impersonate every run."""
 
 
 @contextmanager
@@ -33,10 +33,11 @@ def locked_state(state: Path) -> Iterator[int]:
         descriptor = lock(state)
     except BlockingIOError:
         users = [str(process) for process in users_of(state)]
-        hint = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; stop that SuperLink first"
-        raise SettingsError(f"--state {state}: a running SuperLink uses it{hint}") from None
+        user = f" (process {', '.join(users)})" if users else ""
+        hint = f"end it with `kill {' '.join(users)}`" if users else "stop that SuperLink first"
+        raise SettingsError(f"--state {state} is in use by a running SuperLink{user}; {hint}") from None
     except OSError as error:
-        raise SettingsError(f"--state {state}: it must be a directory that you own: {error}") from error
+        raise SettingsError(f"--state {state} must be a directory that you own ({error})") from error
     try:
         yield descriptor
     finally:
@@ -44,7 +45,7 @@ def locked_state(state: Path) -> Iterator[int]:
 
 
 def users_of(directory: Path) -> list[int]:
-    """Return the ids of this user's other processes that have a directory open; always empty except on Linux."""
+    """Return the ids of this user's other processes that have a directory open; without Linux, the list is empty."""
     target, users = directory.stat(), set[int]()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has exited, or belongs to another user
@@ -64,11 +65,11 @@ def back_up(state: Path, file: Path) -> None:
     """
     database = state / DATABASE
     if not database.is_file():
-        raise SettingsError(f"--state {state}: it contains no {DATABASE}; a SuperLink with --volatile writes none")
+        raise SettingsError(f"--state {state} contains no {DATABASE}; a SuperLink with --volatile writes no database")
 
     def copy(part: Path) -> None:
         part.unlink(missing_ok=True)
-        part.touch(0o600)  # so that other users can never read it
+        part.touch(0o600)  # other users must never be able to read the copy
         with closing(_opened(database)) as source, closing(sqlite3.connect(part)) as target:
             source.backup(target)
             target.execute("PRAGMA journal_mode = DELETE")  # a single file, regardless of the original's journal mode

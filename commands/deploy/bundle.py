@@ -1,4 +1,4 @@
-"""The app's bundle: Posy's code and the user's files, as one file for the SuperLink and the nodes."""
+"""The app's bundle: a single file with Posy's code and the user's files, for the SuperLink and the nodes."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,22 @@ from posy.strategies.registry import declared
 
 
 def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
-    """Return the app as a bundle, and the settings of a run, in which paths of custom files refer to the bundle.
+    """Return the app as a bundle, and the settings of a run, in which the paths of custom files refer to the bundle.
 
-    The bundle's folder ``own`` contains the user's files named in the settings, and the modules that they import from
-    their folder. The function prints the name of each of these files.
+    The folder ``own`` of the bundle contains the user's files that the settings name, and the modules that these files
+    import from their own folder. The function prints the name of each file in this folder.
 
     Raises
     ------
     LaunchError
-        If the app is missing, if it does not declare a setting (Flower would reject the setting without giving a
-        reason), or if two files would have the same path in the bundle.
+        If the app is missing, if it does not declare a setting (Flower would reject the run without giving a reason),
+        or if two files would have the same path in the bundle.
     SettingsError
         If Posy cannot import one of the user's files on this machine.
     """
     path = APP / "pyproject.toml"
     if not path.is_file():
-        raise LaunchError(f"the Flower app is not in {APP}: submit runs from a checkout (`pip install -e .`)")
+        raise LaunchError(f"the Flower app is not in {APP}; submit runs from a checkout (`pip install -e .`)")
     project = tomllib.loads(path.read_text(encoding="utf-8"))
     app = project["tool"]["flwr"]["app"]
     sent_settings, files = dict(settings), dict[str, Path]()
@@ -40,16 +40,16 @@ def bundle(settings: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
             module_of(value, key)
             sent_settings[key], imported = bundle_files(value)
             if clash := [target for target, file in imported.items() if files.get(target, file) != file]:
-                raise LaunchError(f"{key} = {value!r}: two files of the run would both be {clash[0]}; rename one")
+                raise LaunchError(f"{key} = {value!r}: two files would both be {clash[0]} in the bundle; rename one")
             files |= imported
             if key == "method":
                 app["config"] |= {name: item.default for name, item in custom_keys(value).items()}
     for key in settings.keys() - app["config"].keys():
         raise LaunchError(
-            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower rejects it; run `python docs/generate.py` to "
-            "update that table"
+            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower would reject it; run `python "
+            "docs/generate.py` to update this table"
         )
-    app["fab-include"] += files  # no pattern for the folder, because Flower rejects a pattern without files
+    app["fab-include"] += files  # not a pattern for the folder, because Flower rejects a pattern that matches no file
     content: dict[str, Any] = {
         **_files_of_the_app(app["fab-include"]),
         **files,
@@ -72,6 +72,6 @@ def _files_of_the_app(patterns: Sequence[str]) -> dict[str, Path]:
 
 
 def custom_keys(method: str) -> dict[str, Any]:
-    """Return the settings of a user-defined method by key, without the settings that all methods share."""
+    """Return a custom method's own settings by key, without the settings that all methods share."""
     common = declared([])
     return {key: setting for key, setting in declared([method]).items() if key not in common}

@@ -20,11 +20,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from posy.settings import SettingsError
 
 LOOPBACK = ("localhost", "127.0.0.1")
-"""Names in every server certificate, because Flower's own processes connect to the SuperLink by these names."""
+"""Names in every server certificate, because Flower's own processes connect to the SuperLink under these names."""
 UNUSABLE = (OSError, ValueError, TypeError, UnsupportedAlgorithm)
-"""Exceptions raised when reading keys and certificates. A TypeError means that the key has a password."""
+"""Exceptions that can occur when reading keys and certificates. A TypeError means that the key has a password."""
 SKEW = datetime.timedelta(minutes=10)
-"""Time by which certificates are backdated, for machines whose clocks are slow."""
+"""Certificates are backdated by this time, for machines whose clocks are slow."""
 
 
 class Files:
@@ -35,7 +35,7 @@ class Files:
         self.ca = folder / "ca.pem"
         """Certificate of the authority. Every machine needs it to verify the SuperLink."""
         self.ca_key = folder / "ca.key"
-        """Key of the authority, which signs server certificates. No machine needs it while the federation runs."""
+        """Key of the authority, which signs server certificates. The running federation does not need it."""
         self.server, self.server_key = folder / "server.pem", folder / "server.key"
         """Certificate and key of the SuperLink."""
 
@@ -53,22 +53,22 @@ def make_certificates(
 ) -> list[Path]:
     """Create the missing files: an authority, the SuperLink's certificate, and a key pair for each node.
 
-    Without ``server``, as on a site, create only the key pairs, because the authority is on another machine. ``hosts``
-    contains the names and IP addresses that nodes use to reach the SuperLink, in addition to ``localhost``. Existing
-    files stay unchanged. Return the written files.
+    Without ``server``, as at a site, create only the key pairs, because the authority is on another machine. ``hosts``
+    contains the names and IP addresses under which nodes reach the SuperLink, in addition to ``localhost``. Existing
+    files stay unchanged. Return the paths of the new files.
 
     Raises
     ------
     SettingsError
-        If the directory is not writable, if it contains only half of a pair or a certificate for other hosts, or if a
-        name is not allowed.
+        If the directory is not writable, if it contains only one half of a pair, if its certificate is not valid for
+        all hosts, or if a name is not allowed.
     """
     files, written = Files(folder), []
     for host in hosts:
         _general_name(host)
     for name in nodes:
         if Path(name).name != name or name in ("ca", "server"):
-            raise SettingsError(f"{name!r} cannot be the name of a node: choose a file name other than ca and server")
+            raise SettingsError(f"{name!r} cannot be the name of a node; choose a file name other than ca and server")
     with (
         refused(f"{folder}: certificates cannot be written there", (OSError,)),
         refused(f"{folder} contains a file that is named like a certificate or key but has other content"),
@@ -97,10 +97,10 @@ def renew(
 ) -> list[Path]:
     """Renew the key pairs of some nodes, the SuperLink's certificate, or the authority.
 
-    With ``authority``, add a new authority to ca.pem, before the old authorities that are still valid. Machines with
+    With ``authority``, put a new authority into ca.pem, before the old authorities that are still valid. Machines with
     this file trust certificates from all these authorities. Without ``authority``, replace the key pairs of ``nodes``.
     If there are no nodes, replace the SuperLink's certificate. The new certificate is valid for the old hosts and for
-    ``hosts``. Append the time to the name of each old file. Return the written files.
+    ``hosts``. Append the time to the name of each old file. Return the paths of the new files.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def renew(
         elif nodes:
             for name in nodes:
                 if not (files.node_key(name).exists() or files.node_public(name).exists()):
-                    raise SettingsError(f"{files.node_key(name)} is missing: nothing to renew; drop --renew to make it")
+                    raise SettingsError(f"{files.node_key(name)} does not exist; drop --renew to create it")
                 contents |= _new_pair(files, name)
         else:
             old_hosts = sorted(hosts_of(read_certificates(files.server)[0]), key=lambda name: str(name.value))
@@ -194,7 +194,7 @@ def check_node_key(path: Path) -> None:
 
 @contextmanager
 def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
-    """Convert exceptions raised when reading keys and certificates to a :class:`SettingsError` with a clear message."""
+    """Convert errors when reading keys and certificates to a :class:`SettingsError` that begins with ``problem``."""
     try:
         yield
     except SettingsError:
@@ -206,11 +206,12 @@ def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iter
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
     """Return whether both files of a pair are missing.
 
-    Raise :class:`SettingsError` if only one of them exists, unless it is ``or_only``.
+    Raise :class:`SettingsError` if only one of the files exists, unless this file is ``or_only``.
     """
     existing = [path for path in (public, private) if path.exists()]
     if len(existing) == 1 and existing != [or_only]:
-        raise SettingsError(f"{existing[0]} exists without its other half; delete it, or add {public} and {private}")
+        missing = public if existing == [private] else private
+        raise SettingsError(f"{existing[0]} exists, but {missing} is missing; add this file, or delete the first one")
     return not existing
 
 
@@ -222,7 +223,7 @@ def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
 def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> dict[Path, bytes]:
     """Return a new key for the SuperLink, and a certificate signed by the existing authority."""
     if not files.ca_key.exists():
-        raise SettingsError(f"{files.ca_key} is missing, but is needed to sign {files.server.name}; copy it there")
+        raise SettingsError(f"{files.ca_key} is missing, but {files.server.name} must be signed with it; copy it there")
     signer = read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
     # The certificate comes last: a running SuperLink loads both files when the certificate changes.
@@ -292,9 +293,9 @@ def _key(key: ec.EllipticCurvePrivateKey, *, ssh: bool = False) -> bytes:
 
 
 def _write(contents: Mapping[Path, bytes], *, keep: bool = False) -> list[Path]:
-    """Write files in this order and return their paths; with ``keep``, rename the files that they replace.
+    """Write files in the given order and return their paths; with ``keep``, keep old files under new names.
 
-    Create each key with its final mode, so that other users can never read it.
+    Create each key with its final mode, so that other users can never read the key.
     """
     suffix = time.strftime(".%Y%m%d-%H%M%S")
     for path, content in contents.items():

@@ -1,4 +1,4 @@
-"""Commands that deploy and operate a federation. Posy prints the commands that start Flower's processes."""
+"""Commands that deploy and operate a federation. They print the commands that start Flower's processes."""
 
 import os
 import sys
@@ -62,19 +62,19 @@ def certificates(
         bool, typer.Option("--renew-authority", help="Add a new authority to ca.pem and keep the old one.")
     ] = False,
 ) -> int:
-    """Make certificates for a SuperLink and keys for its nodes.
+    """Create certificates for a SuperLink and keys for its nodes.
 
-    Posy creates the files that are missing in DIR. Each NODE gets a private key (NODE.key, which only the node may
-    read) and a public key (NODE.pub, for `posy register`). On the server, with --host or without a NODE, Posy also
-    creates a certificate authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing
-    files stay unchanged. --renew replaces files and keeps the old ones, with the time in their names.
+    Posy creates the files that are missing in DIR. Each NODE gets a private key (NODE.key, which must stay on the node)
+    and a public key (NODE.pub, for `posy register`). With --host or without a NODE, as on the server, Posy also creates
+    a certificate authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files
+    stay unchanged. --renew replaces files, and keeps the old files with the time in their names.
     """
     from posy.commands.deploy import certificates as pki  # noqa: PLC0415 - few commands need it
 
     if renew_authority and (renew or nodes or host):
         raise SettingsError(
-            "--renew-authority cannot be combined with NODE, --host or --renew; renew server.pem when every node has "
-            "the new ca.pem"
+            "--renew-authority cannot be combined with NODE, --host or --renew; renew server.pem in a separate command "
+            "once every node has the new ca.pem"
         )
     if renew or renew_authority:
         written = pki.renew(folder, host or [], nodes or [], days, authority=renew_authority)
@@ -83,8 +83,8 @@ def certificates(
         on_server = bool(host) or not nodes or files.ca_key.exists()
         written = pki.make_certificates(folder, host or [], nodes or [], days, server=on_server)
         if not on_server and not files.ca.exists():
-            hint = "on a site, copy it from the server; on the server, add --host NAME (localhost on a single machine)"
-            print(f"posy: {files.ca} is missing: {hint}", file=sys.stderr)
+            hint = "at a site, copy it from the server; on the server, add --host NAME (localhost for a single machine)"
+            print(f"posy: {files.ca} is missing; {hint}", file=sys.stderr)
     for path in written:
         print(path)
     return 0
@@ -101,7 +101,7 @@ def superlink(
     insecure: Insecure = False,
     state: State = STATE,
     volatile: Annotated[
-        bool, typer.Option("--volatile", help="Keep the state in memory. Faster, but runs end if the SuperLink exits.")
+        bool, typer.Option("--volatile", help="Keep the state in memory. Faster, but all runs end with the SuperLink.")
     ] = False,
     fleet: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help=f"Address for nodes (default: {FLEET}).")
@@ -121,8 +121,8 @@ def superlink(
     """Start the server of a federation.
 
     Posy starts Flower's SuperLink, to which nodes connect, and the process that runs ServerApps. A database stores the
-    state. If the SuperLink dies, Posy restarts it and the runs continue. Unless you use --insecure, the SuperLink needs
-    certificates and admits only nodes with registered keys (`posy register`).
+    state. If the SuperLink dies, Posy restarts it, and the runs continue. Unless you use --insecure, the SuperLink
+    needs certificates, and admits only nodes with registered keys (`posy register`).
 
     Any program that can connect to --control can run code on every node. By default, only programs on this machine can.
     """
@@ -161,13 +161,13 @@ def supernode(
 ) -> int:
     """Start a node of a federation.
 
-    Posy starts a SuperNode that keeps PyTorch, code and data loaded between messages. The key=value words are the node
-    config. For one partition of a benchmark data set, use partition-id=0 num-partitions=5. For a site's files, use
-    data=PATH, and add policy=FILE to override the default rules (`posy policy new`).
+    Posy starts a SuperNode that keeps PyTorch, the run's code and the data loaded between messages. The key=value words
+    are the node config. For a partition of a benchmark data set, use for example partition-id=0 num-partitions=5. For a
+    site's files, use data=PATH, and add policy=FILE to override the default rules (`posy policy new`).
 
-    Repeat --key to start one node per key. The nodes share the loaded code and data. By default, n nodes use n
-    partitions, numbered 0 to n - 1. With partition-id, the first node uses that partition and the next nodes the
-    following ones. Posy replaces {name} in a value with the name of the node's key, even if there is only one key.
+    Repeat --key to start one node per key. The nodes share the loaded modules. By default, n nodes use n partitions,
+    numbered 0 to n - 1. With partition-id, the first node uses this partition, and the other nodes use the partitions
+    that follow. In a value, Posy replaces {name} with the name of the node's key, even if there is only one key.
     """
     from posy.commands.deploy.starting import NodeOptions, node_command  # noqa: PLC0415 - imports Flower
 
@@ -210,24 +210,24 @@ def register(
                 if not registered.last_activated_at:
                     hint = "start the node with the new key, then run this command again"
                     print(
-                        f"posy: {name} keeps its old key: its node was not online with the new key; {hint}",
+                        f"posy: {name} keeps its old key, because it has not been online with the new key; {hint}",
                         file=sys.stderr,
                     )
                     status = 1
                     continue
                 for node in old:
                     api.unregister(node.node_id)
-                print(f"{name} has only its new key now; the old key is revoked")
+                print(f"{name} now has only its new key; the old key is revoked")
             elif registered is not None:
                 print(f"{name} is already registered" + ("" if registered.name == name else f" as {registered.name}"))
             elif old and not renew:
-                hint = "if it is a new key of the same node, add --renew"
-                print(f"posy: {name} is not registered: another key has this name; {hint}", file=sys.stderr)
+                hint = "if this is a new key of the same node, add --renew"
+                print(f"posy: {name} is not registered, because another key has this name; {hint}", file=sys.stderr)
                 status = 1
             else:
                 api.register(name, pem)
                 hint = (
-                    ": both keys are valid; start the node with the new key, then run this command again" if old else ""
+                    "; both keys are valid. Start the node with the new key, then run this command again" if old else ""
                 )
                 print(f"{name} is registered{hint}")
     return status
@@ -242,7 +242,7 @@ def unregister(
 ) -> int:
     """Revoke the keys of nodes.
 
-    The SuperLink refuses a revoked key permanently. To admit the node again, make a new key and register it.
+    The SuperLink refuses a revoked key permanently. To admit the node again, create a new key and register it.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
@@ -261,8 +261,8 @@ def unregister(
 def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
     """Copy the state of a SuperLink, which may be running.
 
-    FILE contains the registered keys and the list of runs, but no results, checkpoints or certificates. Also copy runs/
-    and the directory with the output of `posy certificates`.
+    FILE contains the registered keys and the list of runs, but no results, checkpoints or certificates. Copy runs/ and
+    the output directory of `posy certificates` too.
     """
     from posy.commands.deploy.backup import back_up  # noqa: PLC0415
 
@@ -275,8 +275,8 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State =
 def restore(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
     """Restore the state of a stopped SuperLink.
 
-    FILE is a file written by `posy backup`. Nodes reconnect automatically. Runs that were in progress at the time of
-    the backup have failed. Resume them from their checkpoints.
+    FILE is the output of `posy backup`. Nodes reconnect automatically. Runs that were in progress at the time of the
+    backup end with the status `failed`. Resume them from their checkpoints.
     """
     from posy.commands.deploy.backup import restore as restore_database  # noqa: PLC0415
 
@@ -295,7 +295,7 @@ def status(
     """List the runs and nodes of a federation.
 
     The newest run comes first. Nodes are sorted by name. On the SuperLink's machine, Posy also reads --state, and shows
-    the activity of each run and node, the versions and clock errors of nodes, and the free disk space.
+    the activity of each run and node, the versions and clock errors of the nodes, and the free disk space.
     """
     from posy.commands.deploy import status as listing  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415
@@ -334,8 +334,8 @@ def doctor(
     """Check that this machine is ready for a federation.
 
     On the server, Posy checks certificates, keys, ports, disk space, registered keys, and the versions and clocks of
-    the nodes. On a site, pass --key and the node config. Posy then checks the key, the connection to the SuperLink, the
-    clock, GPU, disk space and data. It changes nothing. The exit status is 1 if a check finds an error.
+    the nodes. At a site, pass --key and the node config. Posy then checks the key, the connection to the SuperLink, the
+    clock, the GPU, the disk space and the data. It changes nothing. The exit status is 1 if a check finds an error.
     """
     from posy.commands.deploy import doctor as checks  # noqa: PLC0415
 
@@ -349,7 +349,7 @@ def doctor(
         endpoint = connection(superlink or LOCAL_FLEET, ca, insecure=False)
         return checks.show(checks.of_site(endpoint, file_of(key, "--key"), words))
     if config:
-        raise SettingsError(f"{config[0]}: only a site has a node config; add the --key of its node")
+        raise SettingsError(f"{config[0]}: only a site's node has a node config; add --key with the node's key")
     host_and_port("--fleet", fleet)
     host_and_port("--superlink", superlink or CONTROL)
     endpoint = Connection(superlink or CONTROL, None if insecure else ca)
@@ -400,8 +400,8 @@ def log(
 ) -> int:
     """Show the log of a run in a federation.
 
-    Posy shows the log from its beginning until the run ends. Ctrl-C stops the output, not the run. RUN is the run id or
-    run-name, which `posy status` lists.
+    Posy shows the log from its beginning until the run ends. Ctrl-C stops the output, but not the run. RUN is the run
+    id or run-name that `posy status` lists.
     """
     from posy.commands.deploy.control import show_run  # noqa: PLC0415
 
@@ -414,7 +414,7 @@ def stop(
 ) -> int:
     """Stop a run in a federation.
 
-    Posy keeps the results, and you can resume the run from its last checkpoint. RUN is the run id or run-name, which
+    Posy keeps the results, and you can resume the run from its last checkpoint. RUN is the run id or run-name that
     `posy status` lists.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
@@ -427,5 +427,5 @@ def stop(
         api.stop(record.number)
     folder = [f"output-dir={record.config['output-dir']}"] if "output-dir" in record.config else []
     command = resume_command(record.name or "RUN-NAME", *folder, *endpoint.words())
-    print(f"run {record.number} is stopped\nresume it from its last checkpoint with: {command}")
+    print(f"run {record.number} is stopped\nto resume it from its last checkpoint: {command}")
     return 0

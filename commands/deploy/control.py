@@ -35,7 +35,7 @@ from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.run_settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
-"""Seconds that a SuperLink may be unreachable while Posy follows a run. Runs can survive such an outage."""
+"""Seconds for which a SuperLink may be unreachable while Posy follows a run. Runs can survive such an outage."""
 CALL_SECONDS = 30.0
 """Timeout for a call in seconds."""
 LOOK_SECONDS = 1.0
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the results folder if the submitted settings contain it; otherwise empty."""
+        """Name of the results folder; empty if the submitted settings do not contain it."""
         return str(self.config.get("run-name") or self.config.get("resume") or "")
 
     @property
@@ -113,7 +113,7 @@ class Control:
         return self._client.build_request("POST", http_path("control", name), content=content, headers=headers)
 
     def nodes(self) -> list[Any]:
-        """Return the registered nodes, sorted by name; a node without a name gets its number as its name."""
+        """Return the registered nodes, sorted by name; the name of an unnamed node is its number."""
         nodes = self.call("ListNodes").nodes_info
         for node in nodes:
             node.name = node.name or str(node.node_id)
@@ -147,9 +147,7 @@ class Control:
         if not word:
             raise SettingsError(f"the SuperLink at {self.address} has no runs")
         newest = ", ".join(run.name or run.number for run in runs[:5]) or "none"
-        raise SettingsError(
-            f"{word!r}: no run at {self.address} has this name or number; the newest runs are: {newest}"
-        )
+        raise SettingsError(f"{word!r}: no run at {self.address} has this name or number; newest runs: {newest}")
 
     def register(self, name: str, public_key: bytes) -> None:
         """Register the public key (PEM) of a node under a name, so that the SuperLink admits the node."""
@@ -169,7 +167,7 @@ class Control:
         answer = self.call("StartRun", fab=fab, override_config=to_config(config))
         if not answer.run_id:
             raise LaunchError(
-                f"the SuperLink at {self.address} rejects the app of {len(content)} bytes; its log shows the reason"
+                f"the SuperLink at {self.address} rejects the app ({len(content)} bytes); see the SuperLink's log"
             )
         return str(answer.run_id)
 
@@ -241,7 +239,7 @@ def control(superlink: Connection) -> Iterator[Control]:
         yield Control(client, superlink.address)
     except httpx.HTTPStatusError as error:
         text = " ".join(error.response.text.split())
-        raise LaunchError(f"the SuperLink at {superlink.address} refuses: {text[:300] or error}") from error
+        raise LaunchError(f"the SuperLink at {superlink.address} refuses the call: {text[:300] or error}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise LaunchError(_unreached(superlink, error)) from error
     finally:
@@ -289,7 +287,7 @@ def show_run(superlink: Connection, word: str, *, verbose: bool = False, nodes: 
         except KeyboardInterrupt:
             log.end()
             command = " ".join(["posy", "stop", run.number, *superlink.words()])
-            print(f"\nposy: the run continues\nposy: to stop it: {command}", file=sys.stderr)
+            print(f"\nposy: the run continues; stop it with: {command}", file=sys.stderr)
             return INTERRUPTED
 
 
@@ -311,17 +309,18 @@ def _exit_status(run: Run, log: RunLog) -> int:
 
 
 def _unreached(superlink: Connection, error: BaseException) -> str:
-    """Return the reason why a SuperLink cannot be reached."""
+    """Return an error message with the reason why a SuperLink cannot be reached."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
-        hint = "" if superlink.root_certificates else ", or does it require TLS (without --insecure)"
-        return f"no SuperLink answers at {superlink.address} ({error}); does `posy superlink` run there{hint}?"
+        hint = "" if superlink.root_certificates else ", and that it runs without TLS (--insecure)"
+        return f"no SuperLink answers at {superlink.address} ({error}); check that `posy superlink` runs there{hint}"
     if cause.reason == "WRONG_VERSION_NUMBER":
-        return f"the SuperLink at {superlink.address} does not use TLS; was it started with --insecure?"
+        return f"the SuperLink at {superlink.address} does not use TLS; it may have been started with --insecure"
     reason = getattr(cause, "verify_message", "") or cause.reason or str(cause)
-    return f"the SuperLink at {superlink.address} is not trusted by {superlink.root_certificates}: {reason}"
+    ca = superlink.root_certificates
+    return f"{ca} does not verify the certificate of the SuperLink at {superlink.address}: {reason}"
 
 
 def _seconds(begin: str, end: str) -> float:

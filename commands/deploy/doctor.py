@@ -1,6 +1,6 @@
 """`posy doctor`: check that this machine is ready for a federation.
 
-Each check yields findings. A finding is a confirmation, or a problem and its remedy.
+Each check yields findings. A finding confirms that something works, or names a problem and its remedy.
 """
 
 import datetime
@@ -40,11 +40,11 @@ from posy.settings import LaunchError, SettingsError
 
 Level = Literal["ok", "warning", "error"]
 SOON = datetime.timedelta(days=30)
-"""Remaining validity of a certificate below which Posy recommends renewal."""
+"""Posy recommends to renew a certificate if its remaining validity is shorter than this."""
 LITTLE_BYTES, LITTLE_SHARE = 1 << 30, 0.05
-"""Free disk space, in bytes and as a share of the disk, below which Posy warns."""
+"""Posy warns if there is less free disk space than this, in bytes or as a share of the disk."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 305.0
-"""Seconds by which a node's clock may be ahead of or behind the SuperLink's before Flower refuses its signatures."""
+"""Flower refuses a node's signatures if its clock is ahead of or behind the SuperLink's by more than these seconds."""
 REACH_SECONDS = 5.0
 """Timeout for a reply from the SuperLink, in seconds."""
 
@@ -65,7 +65,7 @@ def safely(findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def show(findings: Iterable[Finding]) -> int:
-    """Print findings as they arrive, and return the exit status: 1 if there is an error."""
+    """Print findings as they arrive, and return the exit status, which is 1 if there is an error."""
     status = 0
     for level, text in findings:
         print(f"{level:<8}{text}", flush=True)
@@ -89,7 +89,7 @@ def of_server(endpoint: Connection, fleet: str, folder: Path, home: Path) -> Ite
             with control(endpoint) as api:
                 nodes = api.nodes()
         except LaunchError as error:
-            yield Finding("error", f"the registered nodes are unknown: {error}")
+            yield Finding("error", f"the registered nodes could not be listed: {error}")
         else:
             yield from check_nodes(nodes, None if ca is None else folder)
             yield from check_node_reports(nodes, statuses)
@@ -125,11 +125,11 @@ def check_flower() -> Iterator[Finding]:
     elif LOWEST <= release <= HIGHEST:
         yield Finding(
             "warning",
-            f"flwr {installed}: Posy starts Flower's own nodes, which are slower; use flwr {FLOWER} for warm nodes",
+            f"flwr {installed} has no warm nodes, so Posy starts Flower's own, which are slower; use flwr {FLOWER}",
         )
     else:
         remedy = f"pip install 'flwr>={FLOWER},<1.40'"
-        yield Finding("error", f"flwr {installed} is installed, but Posy needs {FLOWER} to 1.{HIGHEST[1]}: {remedy}")
+        yield Finding("error", f"flwr {installed} is installed, but Posy needs {FLOWER} to 1.{HIGHEST[1]}; {remedy}")
 
 
 def check_gpu() -> Iterator[Finding]:
@@ -146,7 +146,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_disk(directories: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
-    """Check for free space on the disks that contain the directories; each directory has a description."""
+    """Check the free space on the disks that contain the directories; each directory has a description."""
     for content, path in (*directories, ("temporary files", Path(tempfile.gettempdir()))):
         free, total = free_disk(path)
         is_low = free < LITTLE_BYTES or free < LITTLE_SHARE * total
@@ -171,7 +171,7 @@ def check_data(path: Path) -> Iterator[Finding]:
 
 
 def check_certificates(folder: Path) -> Iterator[Finding]:
-    """Check the files in a directory that `posy certificates` has created."""
+    """Check the certificates and keys in an output directory of `posy certificates`."""
     files = Files(folder)
     yield from safely(_check_authority(files))
     if files.server.exists():
@@ -203,7 +203,7 @@ def _check_server(files: Files) -> Iterator[Finding]:
     yield from safely(_check_pair(files.server_key, files.server, lambda: pem_of(server.public_key())))
     names = ", ".join(sorted(str(name.value) for name in hosts_of(server)))
     if any(_signed_by(server, authority) for authority in read_certificates(files.ca)):
-        yield Finding("ok", f"{files.server} is signed by the authority, for {names}")
+        yield Finding("ok", f"{files.server} is signed by the authority and valid for {names}")
     else:
         yield Finding("error", f"{files.server} is not signed by an authority in {files.ca}: no node accepts it")
 
@@ -215,7 +215,7 @@ def check_mode(private: Path) -> Iterator[Finding]:
 
 
 def check_node_key(key: Path) -> Iterator[Finding]:
-    """Check a node's private key, and that the public key in the same directory, if any, belongs to it."""
+    """Check a node's private key; if the same directory contains a public key, check that the two belong together."""
     public_half(key)
     yield Finding("ok", f"{key} is a private key")
     if (public := key.with_suffix(".pub")).exists():
@@ -227,7 +227,7 @@ def check_node_key(key: Path) -> Iterator[Finding]:
 
 
 def check_reach(service: str, address: str, ca: Path | None, server: Path | None = None) -> Iterator[Finding]:
-    """Check that ``service`` listens at an address, and that its certificate is signed by an authority in ``ca``.
+    """Check that ``service`` listens at an address, and that an authority in ``ca`` has signed its certificate.
 
     If the file ``server`` exists, also check that it contains this certificate.
     """
@@ -243,7 +243,8 @@ def check_reach(service: str, address: str, ca: Path | None, server: Path | None
             with context.wrap_socket(connection, server_hostname=host) as secured:
                 content = secured.getpeercert(binary_form=True) or b""
     except ssl.SSLCertVerificationError as error:
-        yield Finding("error", f"{service} at {address} is not trusted by {ca}: {error.verify_message}")
+        reason = error.verify_message
+        yield Finding("error", f"{ca} does not verify the certificate of {service} at {address}: {reason}")
         return
     except ssl.SSLError as error:
         yield Finding(
@@ -251,8 +252,8 @@ def check_reach(service: str, address: str, ca: Path | None, server: Path | None
         )
         return
     except OSError as error:
-        hint = "does `posy superlink` run there, or does a firewall block it?"
-        yield Finding("error", f"{service} at {address} cannot be reached ({error}): {hint}")
+        hint = "check that `posy superlink` runs there, and that no firewall blocks the port"
+        yield Finding("error", f"{service} at {address} cannot be reached ({error}); {hint}")
         return
     certificate = x509.load_der_x509_certificate(content)
     yield _expiry(f"{service} at {address} is trusted; its certificate", certificate, "renew it on the server")
@@ -271,7 +272,7 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
             """Return the SuperLink's reply to a request signed with this key, timestamped ``shift`` seconds ahead."""
             headers = signature_headers(private, datetime.timedelta(seconds=shift))
             call = channel.unary_unary(path, request.SerializeToString, response.FromString)
-            # The SuperLink checks the key first, then refuses the interval, so the request has no effect.
+            # The SuperLink first checks the key, and then refuses the interval, so the request has no effect.
             try:
                 call(
                     request(public_key=public_pem_of(private), heartbeat_interval=0.0),
@@ -280,7 +281,7 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
                 )
             except grpc.RpcError as error:
                 return str(error.details())
-            return "it was accepted"
+            return "the request was accepted"
 
         reply = refusal()
         if _BAD_TIME in reply:
@@ -299,8 +300,8 @@ def check_admission(address: str, ca: Path, key: Path) -> Iterator[Finding]:
         elif _BAD_TIME in refusal(CLOCK_SECONDS - BEHIND_SECONDS):
             yield Finding(
                 "warning",
-                f"this machine's clock is behind the SuperLink's by more than {CLOCK_SECONDS:g} s: messages expire too "
-                "late; set the clock (NTP)",
+                f"this machine's clock is behind the SuperLink's by more than {CLOCK_SECONDS:g} s, so messages expire "
+                "too late: set the clock (NTP)",
             )
         else:
             yield Finding("ok", "this machine's clock agrees with the SuperLink's clock")
@@ -352,7 +353,7 @@ def check_node_reports(nodes: Sequence[Any], statuses: Mapping[str, Mapping[str,
         if clock > TOLERATED or clock < -CLOCK_SECONDS:
             level: Level = "error" if clock > AHEAD_SECONDS or clock < -BEHIND_SECONDS else "warning"
             yield Finding(level, f"the clock of {node.name} is {offset(clock)}: set the clock on its machine (NTP)")
-    yield Finding("ok", f"versions and clocks of {compared} of {len(nodes)} nodes are known, from their last run")
+    yield Finding("ok", f"runs have recorded the versions and clocks of {compared} of {len(nodes)} nodes")
 
 
 # -- helpers ---------------------------------------------------------------------------------------------
@@ -368,9 +369,7 @@ def _now() -> datetime.datetime:
 def _expiry(subject: str, certificate: x509.Certificate, remedy: str) -> Finding:
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if begin > _now():
-        return Finding(
-            "error", f"{subject} is not valid before {begin:%Y-%m-%d %H:%M} UTC: is this machine's clock right?"
-        )
+        return Finding("error", f"{subject} is not valid before {begin:%Y-%m-%d %H:%M} UTC: check this machine's clock")
     if end < _now():
         return Finding("error", f"{subject} expired on {end:%Y-%m-%d}: {remedy}")
     days = (end - _now()).days

@@ -22,7 +22,7 @@ FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 HOME, PRIVATE = "flower", "private"
-"""Flower's home folder in a SuperLink's state directory, and its subfolder for the secret that the processes share."""
+"""Flower's home folder in a SuperLink's state directory, and its subfolder for the secret of the processes."""
 
 
 def connection(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection:
@@ -58,7 +58,7 @@ def node_config(words: Sequence[str]) -> str:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key.replace("-", "").replace("_", "").isalnum():
-            raise SettingsError(f"{word!r}: node config has the form key=value, such as partition-id=0")
+            raise SettingsError(f"{word!r} is not a node config; use the form key=value, such as partition-id=0")
         try:
             value: Any = parse(text)
         except ValueError:
@@ -72,8 +72,8 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     """Return the node config of each node that a command starts, in the order of ``names``.
 
     The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` get the partitions 0 to n - 1
-    of n. With ``partition-id``, they get consecutive partitions that start there. Without a name, as with
-    --insecure, the command starts one node, and its config stays unchanged.
+    of n. With ``partition-id``, they get consecutive partitions from this id on. Without a name, as with --insecure,
+    the command starts one node, and its config stays unchanged.
 
     Raises
     ------
@@ -86,8 +86,8 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
     first = config.get("partition-id", "0")
     if not first.isdecimal() or ("partition-id" in config and "num-partitions" not in config):
         raise SettingsError(
-            f"partition-id={first} for {len(names)} nodes: it must be the partition number of the first node; also set "
-            "num-partitions, the total number of partitions"
+            f"partition-id={first} for {len(names)} nodes: it must be the number of the first node's partition; also "
+            "set num-partitions, the total number of partitions"
         )
     common = [word for word in words if not word.startswith("partition-id=")]
     if "data" not in config and "num-partitions" not in config:
@@ -100,19 +100,19 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
 
 
 def check_policy(node_config: Mapping[str, str], *, stock: bool, signed: bool) -> None:
-    """Check the policy of a node with data before the node starts, and reject a stock node if the policy forbids it."""
+    """Check the policy of a node with data before the node starts; reject a stock node that the policy forbids."""
     from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
 
     policy = site_policy(node_config)
     if stock and policy is not None and not (policy.code == "any" or (policy.code == "signed" and signed)):
         raise SettingsError(
-            f"--stock with data={node_config['data']}: Flower's node runs all code that a run brings, but the policy "
+            f"--stock with data={node_config['data']}: Flower's node runs any code that a run contains, but the policy "
             f"of the site has code = {policy.code}; drop --stock, or set code: any in the policy"
         )
 
 
 def with_audit(words: Sequence[str], home: Path) -> list[str]:
-    """Add the path of an audit log in ``home`` to a node config with data, unless it sets this path or a state-dir."""
+    """Add the path of an audit log in ``home`` to a node config with data that sets neither this path nor state-dir."""
     keys = {word.partition("=")[0] for word in words}
     complete = keys & {AUDIT, "state-dir"} or "data" not in keys
     return [*words, *([] if complete else [f"{AUDIT}={home.absolute() / AUDIT_NAME}"])]
@@ -125,15 +125,16 @@ def exclude(insecure: bool, option: str, value: object) -> None:
 
 
 def check_loopback(option: str, address: str) -> None:
-    """Raise :class:`SettingsError` for an address that other machines can reach without TLS."""
+    """Raise :class:`SettingsError` for an address that other machines can reach."""
     if not is_loopback(address):
         raise SettingsError(
-            f"{option} {address} with --insecure: without TLS it must be 127.0.0.1; otherwise use `posy certificates`"
+            f"{option} {address} with --insecure: without TLS the address must be 127.0.0.1; for other addresses, use "
+            "`posy certificates` and drop --insecure"
         )
 
 
 def check_control(address: str, *, allowed: bool) -> None:
-    """Warn that other machines can connect to --control without a password; raise an error unless ``allowed``."""
+    """Warn that other machines can connect to --control without a password, or raise an error unless ``allowed``."""
     danger = (
         f"--control {address}: any program that can connect to it and has the public ca.pem can run code on every node"
     )
@@ -157,7 +158,7 @@ def check_free(option: str, address: str) -> None:
             probe.bind(target)
             probe.listen()
     except OSError as error:
-        raise SettingsError(f"{option} {address}: cannot listen there: {error}; choose another address") from error
+        raise SettingsError(f"{option} {address}: cannot listen there ({error}); choose another address") from error
 
 
 def host_and_port(option: str, address: str) -> tuple[str, str]:

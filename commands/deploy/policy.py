@@ -24,7 +24,7 @@ def new(file: Annotated[Path, typer.Argument(metavar="[FILE]")] = FILE) -> int:
     Add the file to the node config: `posy supernode data=PATH policy=FILE`.
     """
     if file.exists():
-        raise SettingsError(f"{file} already exists; name another file, or remove it")
+        raise SettingsError(f"{file} already exists; choose another file, or remove this one")
     file.write_text(default_text(), encoding="utf-8")
     print(f"{file}: edit the rules, then start the node with policy={file}")
     return 0
@@ -38,8 +38,8 @@ def check(
     """Explain a policy, or predict which of its rules refuse a run.
 
     The key=value words are the settings of the run, as for `posy run`; experiment=FILE names a file of settings.
-    Without them, Posy explains the rules. The exit status is 1 if the policy refuses the run. The node checks some
-    rules only when the run begins (number of rows, parameters, runs per day).
+    Without settings, Posy explains the rules. The exit status is 1 if the policy refuses the run. The node checks some
+    rules only when the run begins (those on rows, parameters and runs per day).
     """
     from posy.client_app.policy import violations  # noqa: PLC0415 - imports Flower
     from posy.data.policy import Policy, read_policy  # noqa: PLC0415

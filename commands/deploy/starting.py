@@ -59,8 +59,8 @@ def has_warm_nodes() -> bool:
 
 
 def start_superlink(options: SuperLinkOptions) -> None:
-    """Keep a SuperLink and the process that runs ServerApps running until this process is interrupted."""
-    cores()  # report an invalid limit on simultaneous runs now, not when a run starts
+    """Start a SuperLink and the process that runs ServerApps, and restart them if they die, until interrupted."""
+    cores()  # report an invalid limit on parallel runs now, and not only when a run starts
     warm = has_warm_nodes()
     fleet = options.fleet or (shared.LOCAL_FLEET if options.insecure else shared.FLEET)
     listening = [("--control", options.control), *([("--fleet", fleet)] if warm else [])]
@@ -128,8 +128,8 @@ def _words(options: SuperLinkOptions, fleet: str, trust: list[str]) -> list[str]
 
 def _warn_of_http(options: SuperLinkOptions) -> None:
     print(
-        f"posy: WARNING: Flower {version('flwr')}: nodes connect over HTTP to --control {options.control}, --fleet has "
-        f"no effect, and the SuperLink is Flower's own; Flower {FLOWER} is faster",
+        f"posy: WARNING: with Flower {version('flwr')}, nodes connect over HTTP to --control {options.control}, "
+        f"--fleet has no effect, and Posy starts Flower's own SuperLink; Flower {FLOWER} is faster",
         file=sys.stderr,
         flush=True,
     )
@@ -146,8 +146,8 @@ def node_command(options: NodeOptions) -> tuple[list[str], Mapping[str, str]]:
         check_node_key(path)
     if len({path.stem for path in keys}) < len(keys):
         raise SettingsError(
-            f"--key {' --key '.join(map(str, keys))}: two key files have the same name, which is also the node's name; "
-            "rename one of the files"
+            f"--key {' --key '.join(map(str, keys))}: two key files have the same name, but the file name is also the "
+            "node's name; rename one of the files"
         )
     stock = options.stock or not has_warm_nodes()
     _check_stock(options, len(keys), stock=stock)
@@ -184,8 +184,8 @@ def _check_stock(options: NodeOptions, keys: int, *, stock: bool) -> None:
         )
     if stock and not options.stock:
         print(
-            f"posy: WARNING: Posy has no warm nodes for Flower {version('flwr')}: this is Flower's own node, and each "
-            f"message is slower; Flower {FLOWER} is faster",
+            f"posy: WARNING: Posy has no warm nodes for Flower {version('flwr')}, and starts Flower's own node, which "
+            f"needs more time for each message; Flower {FLOWER} is faster",
             file=sys.stderr,
             flush=True,
         )

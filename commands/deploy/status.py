@@ -1,4 +1,4 @@
-"""Show the state of a federation, from its SuperLink and, on the same machine, from the status files of its runs."""
+"""Show the state of a federation from its SuperLink and, on the SuperLink's machine, from the runs' status files."""
 
 import shutil
 import time
@@ -11,7 +11,7 @@ from posy.listing import print_table
 from posy.server_app.progress import duration, size
 
 VERSIONS = ("posy", "flwr", "torch", "python")
-"""Software whose version should be the same on all nodes."""
+"""Software that should have the same version on all nodes."""
 RUN_COLUMNS = (
     *("run id", "run-name", "method", "status", "since", "time"),
     *("round", "dropped", "sent again", "waits for"),
@@ -66,14 +66,14 @@ def doing(node: Any, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, An
 
 
 def waiting(waits: Mapping[str, Any] | None) -> str:
-    """Describe why a run waits, the waiting time so far, and the remaining time."""
+    """Describe what a run waits for, for how long it has waited, and how long it may still wait."""
     if not waits:
         return ""
     current_time = time.time()
     if waits["until"] is None:
         remaining = "no limit so far"
     elif (seconds_left := waits["until"] - current_time) > 0:
-        remaining = f"{duration(seconds_left)} more at most"
+        remaining = f"at most {duration(seconds_left)} more"
     else:
         remaining = f"its limit passed {duration(-seconds_left)} ago"
     return f"{waits['for']}, for {duration(current_time - waits['since'])}, {remaining}"
