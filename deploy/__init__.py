@@ -1,1 +1,1 @@
-"""The processes of a real federation, based on Flower's processes: the SuperLink, and nodes with their workers."""
+"""The processes of a real federation, which extend Flower's: the SuperLink, and nodes with their workers."""

@@ -18,8 +18,8 @@ from posy.flower import ClientAppCallable
 class Apps:
     """The ClientApp from a run's code, loaded once and reloaded when the code changes.
 
-    ``entities`` maps ids of trusted entities to their public keys; one of the entities must have signed the code. With
-    None, the code needs no signature.
+    ``entities`` maps the ids of trusted entities to their public keys. One of these entities must have signed the code.
+    If ``entities`` is None, the code needs no signature.
     """
 
     def __init__(self, entities: Mapping[str, str] | None = None) -> None:
@@ -31,10 +31,10 @@ class Apps:
         self._app: ClientAppCallable | None = None
 
     def load(self, bundle: Bundle, rule: str) -> ClientAppCallable:
-        """Return the node's own ClientApp or the bundle's ClientApp; install the bundle first if it is new.
+        """Return the node's own ClientApp, or install a new bundle and return the bundle's ClientApp.
 
-        :func:`posy.deploy.foreign.check_code` chooses between them according to the node's ``code`` rule. The method
-        also raises the errors of :func:`check_code`, :func:`check_signatures` and :func:`install_whole`.
+        :func:`posy.deploy.foreign.check_code` chooses between them by the node's ``code`` rule. The method raises the
+        errors of :func:`check_code`, :func:`check_signatures` and :func:`install_whole`.
         """
         if self._app is None or self._hash != bundle.hash:
             self._app = None
@@ -58,12 +58,12 @@ def _import(folder: Path) -> ClientApp:
     importlib.invalidate_caches()
     app = getattr(importlib.import_module(name), attribute)
     if not isinstance(app, ClientApp):
-        raise TypeError(f"{name}:{attribute}, the clientapp in the pyproject.toml of the run, is not a ClientApp")
+        raise TypeError(f"{name}:{attribute} (clientapp in the run's pyproject.toml) is not a ClientApp")
     return app
 
 
 def _forget(old: Path | None, new: Path) -> None:
-    """Unload the packages that the new code replaces, which may include Posy, and all custom modules."""
+    """Unload all custom modules, and the packages that the new code replaces, which may include Posy."""
     for folder in (old, old / BUNDLED) if old else ():
         if str(folder) in sys.path:
             sys.path.remove(str(folder))

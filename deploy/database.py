@@ -1,8 +1,8 @@
 """Makes writers to the SuperLink's database take turns, and extends deadlines after an outage or a clock change.
 
-The module uses only public SQLAlchemy events, and none of Flower's code. It relies on two tables in Flower's database.
-Flower treats a task (a running app) as dead once ``active_until`` has passed, and marks an online node as offline once
-``online_until`` has passed.
+The module uses only public SQLAlchemy events, and none of Flower's code. It relies on the tables ``task`` and ``node``
+of Flower's database. Flower treats a task (a running app) as dead once ``active_until`` has passed, and marks an online
+node as offline once ``online_until`` has passed.
 """
 
 import re
@@ -17,16 +17,16 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.pool import Pool
 
 TURN_SECONDS = 60.0
-"""Seconds that a writer waits for its turn before its call fails and has to be retried."""
+"""Seconds that a writer waits for its turn before its call fails and must be retried."""
 STEP_SECONDS = 2.0
-"""Drift in seconds between wall clock and monotonic clock above which Posy assumes that the clock was set."""
+"""Posy assumes that the wall clock was set if it drifts from the monotonic clock by more than these seconds."""
 TROUBLE_SECONDS = 1.0
-"""Duration of failing writes, in seconds, after which heartbeats may be missing. A node pauses for up to 20 s after
-failed calls, so even a short failure can use up the 30 s within which it must send a heartbeat."""
+"""If writes fail for more than these seconds, heartbeats may be missing. A node pauses for up to 20 s after failed
+calls, so even a short failure can use up the 30 s within which the node must send a heartbeat."""
 RUN_SECONDS, NODE_SECONDS = 60.0, 30.0
-"""Seconds until the extended deadlines of runs and nodes expire: twice their heartbeat intervals."""
+"""Seconds until the extended deadlines of runs and of nodes expire. They are twice the heartbeat intervals."""
 START_SECONDS = 300.0
-"""Seconds that a ServerApp's process may take before its first report."""
+"""Seconds that the process of a ServerApp may take before its first report."""
 
 _TURN = "posy: turn"
 _WRITES = re.compile(r"\s*(?:WITH\b.*?\b)?(?:(INSERT|UPDATE|DELETE|REPLACE)|CREATE|ALTER|DROP|BEGIN IMMEDIATE)\b", re.S)
@@ -56,14 +56,14 @@ class Turns:
     """Serialises this process's writes to each database; readers do not wait.
 
     SQLite has a single lock for writers and no queue, so with many nodes, calls would fail and lose their messages. A
-    connection has its turn from its first writing statement until it returns to its pool, so that a failed call also
-    gives up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin
-    a transaction for a statement that starts with ``WITH``, so this class does.
+    connection keeps its turn from its first writing statement until it returns to its pool, so a failed call also gives
+    up its turn. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 does not begin a
+    transaction for a statement that starts with ``WITH``, so this class does.
 
-    Deadlines are unreliable after a start of the SuperLink, after a clock change, and after failed writes.
-    Before the next statement that compares deadlines, this class extends the deadlines of all live nodes and runs.
-    Flower detects a dead node or run once its extended deadline has passed. If the extension fails, the call fails, and
-    its caller retries it.
+    Deadlines are unreliable after a start of the SuperLink, after a clock change, and after failed writes. In these
+    cases, this class extends the deadlines of all live nodes and runs before the next statement that compares
+    deadlines. Flower detects a dead node or run once its extended deadline has passed. If the extension fails, the call
+    fails, and its caller retries it.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Turns:
             event.listen(engine.pool if isinstance(engine, Engine) else Pool, name, self._after)
 
     def give_time_to_start(self, token: str) -> None:
-        """Give the process of the task with this token :data:`START_SECONDS` to start; Flower gives it only 30 s."""
+        """Let the process of the task with this token take :data:`START_SECONDS` to start; Flower allows only 30 s."""
         if self._engine is not None:
             with self._engine.begin() as connection:
                 connection.exec_driver_sql(_EXTEND_TASK, (_text_of(time.time() + START_SECONDS), token))
@@ -103,7 +103,7 @@ class Turns:
         in_doubt = self._doubtful() and _compares_deadlines(statement)
         if writes is None and not in_doubt:
             return
-        info = connection.info  # not `record_info`, which is a different dictionary
+        info = connection.info  # `record_info` would be a different dictionary
         if _TURN not in info:
             lock = self._locks.setdefault(str(database), threading.Lock())
             if not lock.acquire(timeout=TURN_SECONDS):

@@ -1,6 +1,7 @@
 """The entries that a node and its worker exchange over their socket.
 
-An entry is a line with a JSON object, followed by the bytes of its parts. The key ``sizes`` contains their lengths.
+An entry is a line with a JSON object, followed by the bytes of the entry's parts. The object's key ``sizes`` contains
+the lengths of the parts.
 """
 
 import json
@@ -11,14 +12,14 @@ from typing import Any, BinaryIO
 
 
 class EntrySocket:
-    """One end of the socket; several threads may send on it."""
+    """One end of the socket, on which several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._writing = threading.Lock()
 
     def send(self, parts: Sequence[bytes] = (), **fields: Any) -> None:
-        """Send an entry, or raise :class:`OSError` if the other end is closed or does not read."""
+        """Send an entry; raise :class:`OSError` if the other end is closed or does not read."""
         head = json.dumps({**fields, "sizes": [len(part) for part in parts]}).encode() + b"\n"
         with self._writing:
             for content in (head, *parts):
@@ -31,7 +32,7 @@ def read_entry(stream: BinaryIO) -> tuple[dict[str, Any], list[bytes]] | None:
     Raises
     ------
     ValueError
-        If the entry is malformed, which is possible because a run's code can write to its worker's socket.
+        If the entry is malformed. This is possible, because a run's code can write to its worker's socket.
     """
     line = stream.readline()
     if not line:

@@ -1,7 +1,7 @@
-"""A node's gRPC calls to its SuperLink, which the node retries after temporary errors.
+"""A node's gRPC calls to its SuperLink, with retries after temporary errors.
 
 Flower's own node retries a call only if the SuperLink has not answered. After any other error, it silently drops the
-message or the reply, or terminates.
+message or the reply, or it terminates.
 """
 
 import concurrent.futures
@@ -35,21 +35,21 @@ from posy.deploy.flower_internals import (
 from posy.deploy.tasks import Bundle, Run
 
 HEARTBEAT_SECONDS = 15
-"""Heartbeat interval in seconds. A node that is silent for twice as long counts as offline, which frees its key for a
-new connection. With Flower's default of 30 s, this takes a minute."""
+"""Heartbeat interval in seconds. A node that is silent for twice this time counts as offline, which frees its key for a
+new connection. With Flower's default of 30 s, this would take a minute."""
 HEARTBEAT_TIMEOUT = 5.0
 ACTIVATION_SECONDS = 2 * HEARTBEAT_SECONDS + 5.0
-"""Seconds that the node keeps retrying with a refused key: until its earlier connection counts as offline."""
+"""Seconds for which the node retries with a refused key. After this time, its earlier connection counts as offline."""
 CALL_SECONDS = 300.0
-"""Timeout of a call in seconds; without one, a dead connection might go unnoticed on both sides."""
+"""Timeout of a call in seconds. Without a timeout, both sides might not notice a dead connection."""
 PATIENCE_SECONDS = 60.0
-"""Seconds that the node keeps retrying a call after a temporary error."""
+"""Seconds for which the node retries a call after a temporary error."""
 PART_SECONDS = 30.0
-"""Seconds that the node waits for a part of a message that the SuperLink does not have yet."""
+"""Seconds for which the node waits for a part of a message that the SuperLink does not have yet."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0
-"""Approximate first and longest pause between retries, in seconds; each pause is twice as long as the previous one."""
+"""Approximate first and longest pauses between retries, in seconds. Each pause is twice as long as the previous one."""
 CONCURRENT = 6
-"""Maximum number of parts of a message in transit at the same time."""
+"""Maximum number of parts of a message that are in transit at the same time."""
 LARGEST_MESSAGE = 2**31 - 1
 """Maximum size of a gRPC message in bytes."""
 VERSION_HEADERS = (
@@ -58,7 +58,7 @@ VERSION_HEADERS = (
     ("flwr-component-name", "SuperNode"),
 )
 PASSING = (
-    grpc.StatusCode.INTERNAL,  # Flower's code for any unexpected error of its SuperLink
+    grpc.StatusCode.INTERNAL,  # Flower's code for any unexpected error of the SuperLink
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
@@ -123,7 +123,7 @@ class Fleet:
         return self.node_id
 
     def leave(self) -> None:
-        """Report that the node is going offline, without retrying if the SuperLink does not answer."""
+        """Report that the node is going offline; if the SuperLink does not answer, do not retry."""
         self._ended.set()
         if self.node_id:
             with contextlib.suppress(grpc.RpcError):
@@ -189,7 +189,7 @@ class Fleet:
         return objects
 
     def push(self, reply: Packed, seconds: float) -> None:
-        """Push a reply once, and then the objects that the SuperLink reports as missing.
+        """Push a reply once, and then push the objects that the SuperLink reports as missing.
 
         ``seconds`` is the app's running time. Raise :class:`PartError`, :class:`RunEndedError` or a gRPC error.
         """
@@ -274,8 +274,8 @@ class Fleet:
                 self._refused = time.monotonic()
                 log(
                     WARNING,
-                    "the SuperLink does not accept this node's key: it is not registered (`posy register`), or another "
-                    "node with this key is online or was online moments ago. The node retries for %g s",
+                    "the SuperLink does not accept this node's key: the key is not registered (`posy register`), or "
+                    "another node with this key is online or was online moments ago. The node retries for %g s",
                     ACTIVATION_SECONDS,
                 )
             return time.monotonic() - self._refused < ACTIVATION_SECONDS
@@ -288,7 +288,7 @@ class Fleet:
 def signature_headers(
     key: ec.EllipticCurvePrivateKey, offset: timedelta = timedelta()
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """Return headers that prove possession of a node's key, with a signature for the current time plus ``offset``."""
+    """Return headers that prove possession of a node's key: its public key, and a signed time (now + ``offset``)."""
     stamp = (current_time() + offset).isoformat()
     signature = key.sign(stamp.encode(), ec.ECDSA(hashes.SHA256()))
     return (PUBLIC_KEY_HEADER, public_pem_of(key)), (TIMESTAMP_HEADER, stamp), (SIGNATURE_HEADER, signature)
@@ -305,7 +305,7 @@ def public_pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def code_in(details: str) -> int:
-    """Return the code in the details of a Flower error, or 0 if there is none."""
+    """Return the code in the details of a Flower error, or 0 if the details contain no code."""
     try:
         code = json.loads(details)["code"]
     except (ValueError, LookupError, TypeError):
@@ -331,7 +331,7 @@ def _side_by_side(call: Any, numbers: Iterable[str]) -> list[Any]:
 
 
 def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
-    """Push a reply, and retry until the SuperLink has all its parts or the reply has expired.
+    """Push a reply, and retry until the SuperLink has all parts of it or the reply has expired.
 
     Every attempt uses the same reply id. The node drops the reply if its run has ended, and logs the outcome.
     """
@@ -350,7 +350,7 @@ def push_until_expired(fleet: Fleet, reply: Packed, seconds: float) -> None:
             if time.monotonic() + pause >= end:
                 log(ERROR, "the reply %s is lost: %s", metadata.message_id, describe(error))
                 return
-            log(WARNING, "the node sends the reply %s again: %s", metadata.message_id, describe(error))
+            log(WARNING, "the node resends the reply %s after an error: %s", metadata.message_id, describe(error))
             time.sleep(pause)
         else:
             log(INFO, "Sent successfully")

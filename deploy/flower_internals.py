@@ -1,8 +1,8 @@
 """The Flower internals that a federation needs: the network protocol, objects and app bundles.
 
-Calls are named as in Flower's ``.proto`` files. :func:`fleet_call` and :func:`control_call` take the types of requests
-and responses from these files. A message is sent as objects: the message, its records, its arrays and their chunks,
-each identified by the SHA-256 of its bytes (:class:`Packed`).
+Calls have the same names as in Flower's ``.proto`` files. :func:`fleet_call` and :func:`control_call` take the types of
+requests and responses from these files. A message is sent as several objects: the message itself, its records, its
+arrays and their chunks. The id of an object is the SHA-256 of its bytes (:class:`Packed`).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER = "flwr-public-key-bin", "
 TOKEN_HEADER = "flwr-task-token"
 """Header of a ServerApp's calls."""
 MEDIA_TYPE, STREAM_MEDIA_TYPE = "application/protobuf", "application/flower-protobuf-stream"
-"""Media types of a call, and of a stream of answers, each of which is preceded by its length in four bytes."""
+"""Media types of a call and of a stream of answers. In a stream, four bytes with its length precede each answer."""
 KEY_REFUSED, INTERVAL_REFUSED, RUN_ENDED = 2004, 2003, 2007
 """Error codes of a SuperLink that refuses a node's call: the key is unknown or already in use, the heartbeat interval
 is invalid, or the run has ended."""
@@ -47,13 +47,13 @@ class Call(NamedTuple):
 
 @cache
 def fleet_call(name: str) -> Call:
-    """Return a call in the API for nodes."""
+    """Return a call of the API for nodes, by name."""
     return _call(FLEET, name)
 
 
 @cache
 def control_call(name: str) -> Call:
-    """Return a call in the API for registering nodes and submitting runs."""
+    """Return a call of the API for registering nodes and submitting runs, by name."""
     return _call(CONTROL, name)
 
 
@@ -65,9 +65,9 @@ def _call(service: Any, name: str) -> Call:
 
 @cache
 def app_call(name: str) -> Call:
-    """Return a call that a ServerApp makes over HTTP about its messages.
+    """Return a call that a ServerApp makes over HTTP about its messages, by name.
 
-    The requests have the same fields and field numbers as in a node's calls, and so do all answers except two.
+    The requests have the same fields and field numbers as a node's requests. The answers do too, with two exceptions.
     """
     _, request, response = fleet_call(name)
     answers = {"PushMessages": runtime_pb2.PushAppMessagesResponse, "PullMessages": runtime_pb2.PullAppMessagesResponse}
@@ -75,7 +75,7 @@ def app_call(name: str) -> Call:
 
 
 def token_of_task(answer: bytes) -> str:
-    """Return the token in the answer to a request for a task, or an empty string if it assigns no task."""
+    """Return the token in the answer to a request for a task, or an empty string if the answer assigns no task."""
     return str(runtime_pb2.AcquireTaskResponse.FromString(answer).token)
 
 
@@ -92,7 +92,7 @@ class Packed:
     """A message in the format in which it is sent."""
 
     envelope: Any
-    """A protocol message with the metadata, including the message id, and any error."""
+    """A protocol message with the metadata (including the message id) and the error, if any."""
     tree: Any
     """The tree of the objects' ids."""
     objects: dict[str, bytes]
@@ -115,7 +115,7 @@ def unpack(number: str, objects: Mapping[str, bytes]) -> Message:
 
 
 def message_of(envelope: Any) -> Message:
-    """Return a message with an envelope's metadata, and with its error or, if there is none, with empty content."""
+    """Return a message with an envelope's metadata, and with the envelope's error, if any, or else empty content."""
     copy = type(envelope)()
     copy.CopyFrom(envelope)
     copy.metadata.message_id = ""
@@ -177,7 +177,7 @@ def _message_type(field: str) -> Any:
 
 
 def _envelope(number: str, content: bytes) -> Any:
-    """Return a message's envelope, given the message's own object: a head, a zero byte and the body."""
+    """Return a message's envelope from the message's own object, which consists of a head, a zero byte and the body."""
     envelope = envelope_from(content[content.index(b"\0") + 1 :])
     envelope.metadata.message_id = number
     if not envelope.HasField("error"):
@@ -194,7 +194,7 @@ def config_of(proto: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config(settings: Mapping[str, bool | int | float | str]) -> dict[str, dict[str, Any]]:
-    """Return settings in the format for a protocol message."""
+    """Return settings in the format of a protocol message."""
     fields = {bool: "bool", int: "sint64", float: "double", str: "string"}
     return {key: {fields[type(value)]: value} for key, value in settings.items()}
 

@@ -1,4 +1,4 @@
-"""Compares the code that a run brings to a node with the Posy installed on the node."""
+"""Compares the code that a run brings to a node with the installed Posy of the node."""
 
 import io
 import os
@@ -15,13 +15,13 @@ REFUSE = "POSY_REFUSE_FOREIGN_CODE"
 """Environment variable that, if set, makes the node run only its installed code."""
 _HERE = Path(__file__).resolve().parent.parent
 _STARTED = {"serverapp": "posy.serverapp:app", "clientapp": "posy.clientapp:app"}
-"""Posy's components that Flower starts."""
+"""The components of Posy's app, which Flower starts."""
 _DATA = (".yaml", ".yml", ".md", ".txt")
-"""Suffixes of data files, which the installed Posy does not read from a bundle."""
+"""Suffixes of data files. The installed Posy does not read these files from a bundle."""
 
 
 class ForeignCodeError(PermissionError):
-    """A run brings code that this node refuses. The error message names only the run's files."""
+    """A run brings code that this node refuses. The message of this error names only files of the run."""
 
     shareable = True
 
@@ -36,9 +36,9 @@ def code_rule(policy: Policy | None) -> str:
 def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
     """Return whether a node runs its installed Posy instead of an app's bundle (the bytes of a zip file).
 
-    With the rule ``installed``, the node does so, and neither unpacks nor runs anything from the bundle. With any other
-    rule, it runs the bundle, and the function logs the files that differ from the installed Posy. ``signed`` means that
-    a trusted entity has signed the bundle.
+    With the rule ``installed``, the node runs its installed Posy, and neither unpacks nor runs anything from the
+    bundle. With any other rule, the node runs the bundle, and this function logs the files that differ from the
+    installed Posy. ``signed`` states whether a trusted entity has signed the bundle.
 
     Raises
     ------
@@ -50,13 +50,13 @@ def check_code(content: bytes, rule: str, *, signed: bool = False) -> bool:
     names = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     if rule == "installed" and files:
         raise ForeignCodeError(
-            f"this node runs only the Posy that is installed on it; the run brings {names} (rule code "
-            "of its policy, or --refuse-foreign-code)"
+            f"this node runs only its installed Posy (rule code of its policy, or --refuse-foreign-code), but the run "
+            f"brings {names}"
         )
     if rule == "signed" and not signed:
         raise ForeignCodeError(
-            "this node runs only signed apps (rule code of its policy), and no trusted entity has signed this one; the "
-            "node needs --trusted-entities"
+            "this node runs only signed apps (rule code of its policy), but no trusted entity has signed this app; "
+            "start the node with --trusted-entities"
         )
     if files:
         _LOG.warning("this run brings code that differs from the installed Posy: %s", names)
@@ -97,13 +97,13 @@ def _is_installed(bundle: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether a file name in a bundle denotes a data file; dotfiles count as code."""
+    """Return whether the name of a file in a bundle belongs to a data file; dotfiles count as code."""
     file = name.rpartition("/")[2].lower()
     return name.startswith(".info/") or "." not in file or file.endswith(_DATA)
 
 
 def _installed(name: str) -> bytes | None:
-    """Return the content of the installed file for a name in a bundle; a wheel puts all files in the package posy."""
+    """Return the content of the installed file with a bundle's file name; a wheel has all files in the package posy."""
     for path in (_HERE / name, _HERE / name.removeprefix("posy/")):
         if path.is_file():
             return path.read_bytes()

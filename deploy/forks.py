@@ -1,9 +1,9 @@
-"""Nodes and their workers as processes forked from a parent that has loaded Flower and PyTorch for all of them.
+"""Nodes and workers that are forked from a parent process, which has loaded Flower and PyTorch for all of them.
 
 All nodes on a machine share the memory of the loaded modules, and a new worker needs no time to load them. The parent
-has only one thread, no gRPC channel and no CUDA context, because these do not survive a fork. All nodes and workers are
-its children. A node requests its worker over a socket, and terminates when this socket closes; a worker terminates
-when its node does.
+has only one thread, no gRPC channel and no CUDA context, because further threads, channels and contexts do not survive
+a fork. All nodes and workers are its children. A node requests its worker over a socket, and terminates when this
+socket closes. A worker terminates when its node does.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Node:
     """The incomplete last line of the output."""
     code: int = 0
     ended_at: float = math.inf
-    """Time at which the node exited, on the monotonic clock."""
+    """Monotonic time at which the node exited."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Family:
     serve_worker: Callable[[socket.socket], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     stopped: float = 0.0
-    """Time at which the nodes were first asked to stop, on the monotonic clock; 0 if they have not been."""
+    """Monotonic time at which the nodes were first asked to stop; 0 if they were not asked."""
 
     def keep(self) -> int:
         """Fork the nodes, serve them until all have exited, and return the exit status."""
@@ -98,7 +98,7 @@ class Family:
             signal.signal(number, lambda *_: None)  # the signals are read from the socket
         self.selector.register(self._wakeup, selectors.EVENT_READ)
         gc.collect()
-        gc.freeze()  # so that garbage collection does not copy all loaded modules into every child
+        gc.freeze()  # otherwise garbage collection would copy all loaded modules into every child
         for node in self.nodes:
             self._fork_node(node)
         while any(node.process or node.worker for node in self.nodes):
@@ -113,7 +113,7 @@ class Family:
             for node in self.nodes:
                 if self.stopped and node.process and time.monotonic() - self.stopped > STOP_SECONDS:
                     os.kill(node.process, signal.SIGKILL)
-                if node.worker and time.monotonic() - node.ended_at > STOP_SECONDS:  # it hangs
+                if node.worker and time.monotonic() - node.ended_at > STOP_SECONDS:  # the worker hangs
                     os.kill(node.worker, signal.SIGKILL)
         codes = [node.code for node in self.nodes]
         return next((code if code > 0 else 128 - code for code in codes if code), 0)
@@ -239,7 +239,7 @@ class Family:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once without clean-up, because cleaning up the loaded modules is slow and sometimes hangs."""
+    """Exit at once without a clean-up of the loaded modules, which would be slow and sometimes hangs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Serves calls about messages in place of Flower's SuperLink, and lets Flower serve all other calls.
+"""Serves the calls about messages in place of Flower's SuperLink, and lets Flower serve all other calls.
 
 :class:`NodeCalls` handles the nodes' gRPC calls, after Flower has checked the nodes' keys. :class:`AppCalls` handles
 the HTTP calls of ServerApps and users. Both depend only on Flower's network protocol.
@@ -39,15 +39,15 @@ from posy.deploy.message_queue import SERVER, MessageQueue, Parcel, new_session
 from posy.forked import cores
 
 RUN_CACHE_SECONDS = 10.0
-"""Seconds for which Posy assumes that a run is still running. After any call that may end a run, it checks again."""
+"""Seconds for which Posy assumes that a run is still active. After a call that may end a run, Posy checks again."""
 ASK_SECONDS = 1.0
-"""Maximum number of seconds that a request for a task waits for a run to be submitted."""
+"""Maximum number of seconds for which a request for a task waits for the submission of a run."""
 SWEEP_SECONDS = 10.0
 """Seconds between sweeps for abandoned messages."""
 START_SECONDS = 300.0
-"""Seconds after which a ServerApp that has not reported no longer counts as starting."""
+"""Seconds after which Posy no longer counts a ServerApp that has not reported as starting."""
 MAX_TOKENS = 1000
-"""Maximum number of accepted ServerApps in the cache. Flower checks a ServerApp again if it is no longer cached."""
+"""Maximum number of accepted ServerApps in the cache. If a ServerApp is not in the cache, Flower checks it again."""
 MESSAGE_CALLS = ("PushMessages", "PullMessages", "PushObject", "PullObject", "ConfirmMessageReceived")
 AGAIN = "The database is busy, locked or full; try again."
 
@@ -57,9 +57,9 @@ class Runs:
 
     def __init__(self) -> None:
         self.ask: Callable[[Any, None], object] | None = None
-        """Flower's handler for ``GetRun``, which raises an error with a code if the run is not running."""
+        """Flower's handler for ``GetRun``, which raises an error with a code if the run is not active."""
         self.node = 0
-        """Id of the node that made the last call, on whose behalf Posy calls the handler."""
+        """Id of the node that made the last call. Posy calls the handler on behalf of this node."""
         self._seen: dict[int, float] = {}
         self._changes = 0
 
@@ -75,7 +75,7 @@ class Runs:
             if not isinstance(code := getattr(error, "code", None), int):
                 raise
             self._seen.pop(run_id, None)
-            return code != RUN_ENDED  # any other code: the node was unregistered in the meantime
+            return code != RUN_ENDED  # with any other code, the node was unregistered in the meantime
         if changes == self._changes:  # otherwise the answer may be older than the change
             self._seen[run_id] = time.monotonic()
         return True
@@ -115,7 +115,7 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
         answer = fleet_call("PullMessages").response()
         return answer if parcel is None else _with_parcels(answer, [parcel])
 
-    # A result of None means that Flower has to answer, for example that the run has ended.
+    # These methods return None if Flower has to answer, for example with the error that the run has ended.
 
     def _pushmessages(self, request: Any, _: Callable[[], Any]) -> Any:
         [envelope], [tree] = request.messages_list, request.message_object_trees
@@ -152,10 +152,10 @@ class NodeCalls(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Answers UNAVAILABLE to a node's call that failed but may succeed later, so that the node retries it.
+    """Answers a node's failed call with UNAVAILABLE if it may succeed later, so that the node retries it.
 
-    A call may also fail because a clock was set and the SuperLink rejects the call's timestamp. Flower's answer would
-    make the node terminate, so the interceptor answers UNAVAILABLE instead, except to a node's first call.
+    A call may also fail because a clock was set, so that the SuperLink rejects the call's timestamp. Flower's answer
+    would make the node terminate. Except for a node's first call, the interceptor therefore answers UNAVAILABLE.
     """
 
     def intercept_service(
@@ -180,7 +180,7 @@ class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Context:
-    """A call's context, which answers an invalid timestamp with UNAVAILABLE, so that the node does not terminate."""
+    """The context of a call. It reports an invalid timestamp as UNAVAILABLE, so that the node does not terminate."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:
         self._context = context
@@ -190,7 +190,7 @@ class _Context:
 
     def abort(self, code: grpc.StatusCode, details: str) -> Any:
         if code is grpc.StatusCode.UNAUTHENTICATED and details == "Invalid timestamp":
-            log(WARNING, "posy: a node must retry a call: its clock and the SuperLink's differ too much for Flower")
+            log(WARNING, "posy: a node must retry a call, because its clock differs too much from the SuperLink's")
             code = grpc.StatusCode.UNAVAILABLE
         return self._context.abort(code, details)
 
@@ -198,9 +198,9 @@ class _Context:
 class AppCalls:
     """Serves ServerApps' calls about messages, and observes some calls that Flower serves.
 
-    When a ServerApp's first messages arrive, Posy asks Flower to check the ServerApp. Posy passes Flower a message to a
-    nonexistent node, with the ServerApp's headers. Flower accepts the message only with a valid token for the run.
-    Until then, for example after a restart of the SuperLink, Flower serves the ServerApp's other calls.
+    When a ServerApp's first messages arrive, Posy asks Flower to check the ServerApp. To do so, Posy passes Flower a
+    message to a nonexistent node, with the ServerApp's headers. Flower accepts this message only with a valid token for
+    the run. Before this check, for example after a restart of the SuperLink, Flower serves the ServerApp's other calls.
 
     Parameters
     ----------
@@ -243,7 +243,7 @@ class AppCalls:
     # -- messages ------------------------------------------------------------------------------------------
 
     async def _serve(self, name: str, scope: Scope, body: bytes, send: Send) -> None:
-        """Serve a call about messages, or pass it on to Flower."""
+        """Serve a call about messages, or pass the call on to Flower."""
         request, token = app_call(name).request.FromString(body), _token_in(scope)
         if token not in self._tokens and name == "PushMessages" and request.messages_list:
             await self._admit(scope, token, request.messages_list[0].metadata.run_id)
@@ -287,8 +287,8 @@ class AppCalls:
     async def _acquire_task(self, scope: Scope, body: bytes, send: Send) -> None:
         """Return a task unless too many ServerApps are starting; if no task is pending, first wait for a submission.
 
-        Flower would start all waiting ServerApps at once, and restart each one that has not reported after 30 seconds.
-        With a dozen runs on a busy machine, there would soon be too many processes for any of them to report in time.
+        Flower would start all waiting ServerApps at once, and restart each ServerApp that has not reported after 30 s.
+        With a dozen runs on a busy machine, there would soon be too many processes, and none could report in time.
         """
         with suppress(TimeoutError):
             if not self._pending or self._is_full():
@@ -316,7 +316,7 @@ class AppCalls:
         return len(self._starting) >= cores()
 
     async def _pull_task_input(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Record that a ServerApp has started, and give it time to load its code on a busy machine."""
+        """Record that a ServerApp has started, and give the ServerApp time to load its code on a busy machine."""
         messages, token = await self._flower(scope, body), _token_in(scope)
         if messages[0]["status"] == 200:
             await self._give_time_to_start(token)
@@ -332,7 +332,7 @@ class AppCalls:
             try:
                 await run_in_threadpool(install_whole, fab.content, fab.hash_str)
             except (OSError, BundleError) as error:
-                log(ERROR, "posy: Flower must install the code %s itself: %s", fab.hash_str, error)
+                log(ERROR, "posy: could not install the code %s, so Flower installs it: %s", fab.hash_str, error)
         await _pass_on(messages, send)
         self._pending = True
         self._submitted.set()
@@ -351,7 +351,7 @@ class AppCalls:
         await _pass_on(messages, send)
 
     async def _flower(self, scope: Scope, body: bytes, path: str = "") -> list[Message]:
-        """Return Flower's answer to a request, which is sent to a different path if ``path`` is set."""
+        """Return Flower's answer to a request; if ``path`` is set, send the request to this path instead."""
         messages: list[Message] = []
 
         async def receive() -> Message:
@@ -409,7 +409,7 @@ def push_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
 
 
 def pull_object(queue: MessageQueue, run_id: int, request: Any) -> Any:
-    """Return an answer that contains an object of a message, or None if no message in transit needs the object."""
+    """Return an answer with an object of a message, or None if no message in transit needs the object."""
     content = queue.find(run_id, request.object_id)
     if content is None:
         return None
@@ -429,7 +429,7 @@ def _with_parcels(answer: Any, parcels: list[Parcel]) -> Any:
 
 
 def _probe(run_id: int) -> bytes:
-    """Return a request without effect that Flower accepts only from the run's ServerApp."""
+    """Return a request that has no effect, and that Flower accepts only from the run's ServerApp."""
     number = "0" * 64
     metadata = {
         "run_id": run_id,

@@ -1,8 +1,8 @@
 """Installs a run's code atomically.
 
-Flower copies the code to a folder file by file, and treats the code as installed as soon as the folder exists.
-Therefore, if two runs with the same code start together, the second one may fail because a file is missing. A run after
-an interrupted copy fails too.
+Flower copies the code to a folder file by file, and treats the code as installed as soon as the folder exists. If two
+runs with the same code start together, the second run may therefore fail because a file is missing. A run that starts
+after an interrupted copy fails too.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
     app, metadata = project["tool"]["flwr"]["app"], project["project"]
     name_parts = [app["publisher"], metadata["name"], metadata["version"], hash_text[:8]]
     if not all(re.fullmatch(r"\w[\w.+-]*", part) for part in name_parts):
-        raise BundleError(f"the bundle names its app {'/'.join(name_parts)}: letters, digits and . _ - + are allowed")
+        raise BundleError(f"the app's name {'/'.join(name_parts)} must consist of letters, digits and . _ - +")
     apps = flwr_home() / "apps"
     installed = apps / ".".join(name_parts)
     if installed.is_dir():
@@ -72,7 +72,7 @@ def _install(bundle: zipfile.ZipFile, hash_text: str) -> Path:
         try:
             folder.rename(installed)
         except OSError:
-            if not installed.is_dir():  # otherwise another process has installed it in the meantime
+            if not installed.is_dir():  # otherwise another process has installed the code in the meantime
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)

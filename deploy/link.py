@@ -38,7 +38,7 @@ def main() -> None:
     else:
         log(
             WARNING,
-            "posy: Flower is %s, not %s: the SuperLink runs without Posy's changes and is slower",
+            "posy: Flower is %s instead of %s, so the SuperLink runs without Posy's changes and is slower",
             flwr.__version__,
             FLOWER,
         )
@@ -78,7 +78,7 @@ def apply_patches() -> None:
 
 
 def ask_again(request: Request, error: Exception) -> JSONResponse:
-    """Answer a ServerApp or any other HTTP caller with 503, so that Flower retries the call."""
+    """Answer a ServerApp or any other HTTP caller with status 503, so that Flower retries the call."""
     if not can_be_retried(error):
         raise error
     log(WARNING, "posy: the caller must retry %s: %s", request.url.path, first_line(error))

@@ -1,4 +1,4 @@
-"""The messages between ServerApps and nodes, kept in the SuperLink's memory.
+"""The messages between ServerApps and nodes, which are kept in the SuperLink's memory.
 
 Flower's SuperLink writes to its database about two hundred times for each message in a round, which accounts for most
 of the time of a short round. :class:`MessageQueue` keeps the messages and their objects in memory instead. They are
@@ -6,7 +6,7 @@ lost when the SuperLink terminates, and the ServerApp then sends them again. Run
 
 The queue delivers a message or reply only when all its objects have arrived. Otherwise, the receiver would wait for the
 missing objects, and a waiting ServerApp would not request other replies. A receiver confirms a message when it has all
-the objects. If it requests messages again without confirming one, the queue delivers that message again.
+objects of the message. If it requests messages again before it has confirmed a message, the queue redelivers it.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from posy.flower import ErrorCode
 SERVER = 1
 """Node id of the SuperLink, which is the sender of a ServerApp's messages."""
 HOLD_SECONDS = 1.0
-"""Maximum number of seconds that a request for messages waits."""
+"""Maximum number of seconds for which a request for messages waits."""
 GATHER_SECONDS = 0.05
-"""Maximum number of seconds that a ServerApp's request waits for more replies, to save further requests."""
+"""Maximum number of seconds for which a ServerApp's request waits for further replies, to save requests."""
 HELD_NODES, HELD_SERVERS = 500, 16
-"""Maximum numbers of requests from nodes and from ServerApps that may wait; Flower serves them with 1,000 and 40
-threads."""
+"""Maximum numbers of waiting requests from nodes and from ServerApps. Flower serves nodes with 1,000 threads, and
+ServerApps with 40."""
 ARRIVAL_SECONDS = 180.0
 """Seconds without a new object after which an incomplete message is dropped."""
 MOST_TIMES = 4
 """Maximum number of times that a message is delivered to a node that does not confirm it."""
 REASONS = {
-    ErrorCode.MESSAGE_UNAVAILABLE: "the SuperLink has lost the message, or its time to live is over",
+    ErrorCode.MESSAGE_UNAVAILABLE: "the SuperLink has lost the message, or the message has expired",
     ErrorCode.NODE_UNAVAILABLE: "the node is offline",
 }
 PATIENCE = 2
@@ -55,12 +55,12 @@ class Parcel:
     tree: Any
     numbers: frozenset[str]
     expires: float
-    """Time at which it expires, on the monotonic clock."""
+    """Monotonic time at which the message or reply expires."""
     missing: set[str] = field(default_factory=set)
     arrived: float = field(default_factory=time.monotonic)
-    """Time at which the last object arrived, on the monotonic clock."""
+    """Monotonic time at which the last object arrived."""
     delivered: int = 0
-    """Number of times that it was delivered to the receiver."""
+    """Number of deliveries to the receiver."""
     received: bool = False
     """Whether the receiver has confirmed receipt."""
     reply: "Parcel | None" = None
@@ -87,10 +87,10 @@ class Presence:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._seen: dict[int, tuple[float, float]] = {}
-        """Time at which each node was last known to be alive, and its heartbeat interval."""
+        """Time at which each node was last known to be alive, and the node's heartbeat interval."""
 
     def alive(self, node: int, interval: float | None = None) -> None:
-        """Record that a node is alive, and its heartbeat interval if that is known."""
+        """Record that a node is alive and, if it is known, the node's heartbeat interval."""
         self._seen[node] = time.monotonic(), interval or self._seen.get(node, (0.0, DEFAULT_INTERVAL))[1]
 
     def leave(self, node: int) -> None:
@@ -157,7 +157,7 @@ class Depot:
 
 
 class Places:
-    """The waiting requests: at most one per node, and a limited number in total."""
+    """The places for waiting requests: at most one per node, and a limited number in total."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -198,7 +198,7 @@ class MessageQueue:
         self._depot = Depot()
         self._parcels: dict[str, Parcel] = {}
         self._answered: dict[str, Parcel] = {}
-        """The message that each reply belongs to, keyed by the reply's id."""
+        """The message to which each reply belongs, keyed by the reply's id."""
         self._waiting: dict[int, dict[str, Parcel]] = defaultdict(dict)
         """The messages that each node has not confirmed, in order of arrival."""
         self._places = Places()
@@ -252,7 +252,7 @@ class MessageQueue:
                 if parcel.delivered:
                     log(
                         WARNING,
-                        "posy: node %s has not confirmed message %s, which the SuperLink delivers again",
+                        "posy: node %s has not confirmed the message %s, so the SuperLink delivers it again",
                         node,
                         parcel.number,
                     )
@@ -261,7 +261,7 @@ class MessageQueue:
         return None
 
     def _ready(self, node: int) -> list[Parcel]:
-        """Return a node's complete messages; forget messages that have expired or were delivered too often."""
+        """Return a node's complete messages, and drop messages that have expired or were delivered too often."""
         with self._changed:
             ready = []
             for parcel in list(self._waiting[node].values()):
@@ -274,7 +274,7 @@ class MessageQueue:
     # -- from a node to a ServerApp ------------------------------------------------------------------------
 
     def answer(self, node: int, envelope: Any, tree: Any) -> list[str]:
-        """Accept a node's reply, and return the ids of its missing objects; drop a reply to an unknown message."""
+        """Accept a node's reply, and return the ids of its missing objects; ignore a reply to an unknown message."""
         self.nodes.alive(node)
         metadata = envelope.metadata
         with self._changed:
@@ -356,7 +356,7 @@ class MessageQueue:
             return self._depot.get(run_id, number)
 
     def confirm(self, run_id: int, number: str) -> bool:
-        """Record that a receiver has all objects of a message or reply, and return whether it was in transit."""
+        """Record that a receiver has all objects of a message or reply; return whether it was in transit."""
         with self._changed:
             if (parcel := self._parcels.get(number)) is not None and parcel.run_id == run_id:
                 self._confirm(parcel)
@@ -367,13 +367,13 @@ class MessageQueue:
         return True
 
     def drop(self, run_id: int) -> None:
-        """Forget the messages of a run that has ended."""
+        """Drop the messages of a run that has ended."""
         with self._changed:
             for parcel in [parcel for parcel in self._parcels.values() if parcel.run_id == run_id]:
                 self._forget(parcel)
 
     def sweep(self) -> None:
-        """Forget messages that expired long ago, that have stayed incomplete, or whose run has ended."""
+        """Drop messages that expired long ago, that have stayed incomplete for too long, or whose run has ended."""
         late = time.monotonic() - ARRIVAL_SECONDS
         with self._changed:
             for parcel in list(self._parcels.values()):
@@ -415,7 +415,7 @@ class MessageQueue:
         self._changed.notify_all()
 
     def _hold(self, replies: bool, node: int, look: Callable[[], Any]) -> Any:
-        """Call ``look`` until it returns a result, for up to :data:`HOLD_SECONDS`; only one request per node waits."""
+        """Call ``look`` until it returns a result, for up to :data:`HOLD_SECONDS`; one request per node may wait."""
         waits = self._places.enter(replies, node)
         end = time.monotonic() + HOLD_SECONDS
         try:
@@ -431,7 +431,7 @@ class MessageQueue:
 
 
 def new_session() -> str:
-    """Return a session id for transferring a message's objects, which Flower requires and the queue ignores."""
+    """Return an id for the transfer of a message's objects. Flower requires this id, and the queue ignores it."""
     return secrets.token_hex(16)
 
 

@@ -4,7 +4,7 @@ For several nodes, pass ``--auth-supernode-private-key`` and ``--node-config`` o
 modules for all nodes and forks the nodes (:mod:`posy.deploy.forks`). Each node asks its SuperLink for one message at a
 time over gRPC (:mod:`posy.deploy.fleet`), and passes it to a worker process that keeps code and data loaded. If the
 worker dies, the node answers the message with an error and starts a new worker. It kills a worker that is still busy
-when a reply would be too late. The worker terminates when the node does.
+when the deadline for the reply has passed. The worker terminates when the node does.
 
 Flower's node would start an interpreter for every message, and sleep for up to three seconds between requests. It also
 offers tasks on a port of its machine, whereas this node does not listen on any port.
@@ -55,9 +55,9 @@ KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 """Shortest and longest pause, in seconds, before a node asks for a message again; many nodes may share a SuperLink."""
 POLL_SHARE, EARLY_SHARE = 0.1, 0.5
-"""Pauses as fractions of the time between messages, and of the expected time until the next message."""
+"""Lengths of pauses, as fractions of the time between messages and of the expected time until the next message."""
 GAPS = 4
-"""Number of recent waits that the node predicts the next wait from; each round has two waits."""
+"""Number of recent waits from which the node predicts the next wait. Each round has two waits."""
 LOOK_SECONDS = 5.0
 """Seconds between checks of the connection to the SuperLink."""
 WORKER_START_SECONDS = 300.0
@@ -96,7 +96,7 @@ class Waits:
 
 
 def pause(waited: float, expected: float) -> float:
-    """Return the seconds that a node waits before asking again, ``waited`` seconds after its last message.
+    """Return the seconds that a node waits before its next request, ``waited`` seconds after its last message.
 
     ``expected`` is the expected number of seconds between messages.
     """
@@ -115,14 +115,14 @@ class Worker:
     connection: socket.socket
     home: Path
     events: "queue.Queue[Event | None]"
-    """Events that the worker has reported; None means that its end of the connection is closed."""
+    """Events that the worker has reported. None means that the worker's end of the connection is closed."""
     code: str = ""
     """Hash of the code that the worker received last."""
 
     @classmethod
     def start(cls, parent: Parent) -> "Worker":
         """Start a worker."""
-        # Each worker has its own Flower home, because nodes would overwrite each other's apps in a shared one.
+        # Each worker has its own Flower home, because nodes would overwrite each other's apps in a shared home.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         node_end, worker_end = socket.socketpair()
         node_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
@@ -139,7 +139,7 @@ class Worker:
         with_code = bundle.hash != self.code
         try:
             hand_over(EntrySocket(self.connection), number, objects, run, bundle, node, state, with_code=with_code)
-        except OSError:  # also if the time limit expires in the middle of an entry
+        except OSError:  # this includes a timeout in the middle of an entry
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
         self.code = bundle.hash
@@ -180,7 +180,7 @@ EVENTS = ("ready", "reply", "done")
 
 
 class WorkerLostError(RuntimeError):
-    """The worker process has died, or was killed because it took too long."""
+    """The worker process has died, or the node has killed it because it took too long."""
 
 
 class WarmNode:
@@ -195,7 +195,7 @@ class WarmNode:
     node_config : mapping
         The node config.
     entities : mapping or None
-        The public keys of trusted entities, keyed by id, if the node runs only signed code.
+        The public keys of trusted entities, keyed by id. If it is None, the code needs no signature.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class WarmNode:
         self._waits = Waits()
 
     def serve(self) -> None:
-        """Serve until the process terminates; raise an error if the SuperLink refuses the node or no worker starts."""
+        """Serve messages; raise an error if the SuperLink refuses the node, or if no worker starts."""
         log(INFO, "SuperNode ID: %s", self._fleet.join())
         while True:
             worker = self._warm()
@@ -235,7 +235,7 @@ class WarmNode:
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 raise
-            log(ERROR, "the node could not ask the SuperLink for a message, and continues: %s", describe(error))
+            log(ERROR, "a request for a message failed, and the node continues: %s", describe(error))
             return None
 
     def _answer(self, worker: Worker, envelope: Any, tree: Any) -> tuple[Packed, float] | None:
@@ -312,7 +312,7 @@ class WarmNode:
                         return reply
                     break
             except queue.Empty:
-                reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
+                reason = f"the worker process was killed, because a reply after {limit:g} s would be too late"
                 self._parent.kill_worker()
                 break
             except Exception as error:  # a run's code may have written to the socket
@@ -322,7 +322,7 @@ class WarmNode:
         ended = worker.end()
         self._worker = None
         reason = reason or f"the worker process died while it worked on this message ({ended})"
-        log(ERROR, "%s; the node starts a new one", reason)
+        log(ERROR, "%s; the node starts a new worker", reason)
         if reply is not None:  # the worker died only after sending a complete reply
             return reply
         record_error(_message_from(envelope, objects), self._node_config, WorkerLostError(reason))
@@ -333,9 +333,7 @@ class WarmNode:
         if self._worker is not None:
             if self._worker.alive:
                 return self._worker
-            log(
-                WARNING, "the worker process died while it was idle (%s); the node starts a new one", self._worker.end()
-            )
+            log(WARNING, "the idle worker process died (%s); the node starts a new worker", self._worker.end())
         self._worker = worker = Worker.start(self._parent)
         with contextlib.suppress(queue.Empty):
             if event := worker.events.get(timeout=WORKER_START_SECONDS):
@@ -362,8 +360,8 @@ def _message_from(envelope: Any, objects: Mapping[str, bytes]) -> Any:
 class Watch(threading.Thread):
     """Terminates the node when its SuperLink has been unreachable for too long.
 
-    Flower applies ``--max-wait-time`` to each request separately, so its node may run forever. This class exits the
-    process at once, because a normal exit would first report to the SuperLink, and so wait for it again.
+    Flower applies ``--max-wait-time`` to each request separately, so its node may run forever. This class ends the
+    process at once. A normal exit would first report to the SuperLink, and would therefore wait for it again.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -379,7 +377,7 @@ class Watch(threading.Thread):
             with contextlib.suppress(OSError), socket.create_connection(self._address, LOOK_SECONDS):
                 reached = time.monotonic()
             time.sleep(min(LOOK_SECONDS, self._seconds / 2))
-        log(WARNING, "the SuperLink has been out of reach for %g s: the node exits", self._seconds)
+        log(WARNING, "the SuperLink has been unreachable for %g s, so the node exits", self._seconds)
         os._exit(1)  # this also terminates the worker
 
 
@@ -387,8 +385,8 @@ def require_version() -> None:
     """Exit unless version 1.39 of Flower is installed."""
     if not flwr.__version__.startswith(f"{FLOWER}."):
         sys.exit(
-            f"posy: warm SuperNodes use the gRPC of Flower {FLOWER}, but {flwr.__version__} is installed: install "
-            f"'flwr>={FLOWER},<1.40', or add --stock"
+            f"posy: warm SuperNodes need Flower {FLOWER}, which uses gRPC, but {flwr.__version__} is installed; "
+            f"install 'flwr>={FLOWER},<1.40', or add --stock"
         )
 
 
@@ -402,7 +400,7 @@ def main() -> None:
     keys, configs = options.keys or [""], options.configs or [""] * max(1, len(options.keys))
     if len(configs) != len(keys):
         sys.exit(
-            f"posy: {CONFIG} is given {len(configs)} times and {KEY} {len(keys)} times: give both once for each node"
+            f"posy: there are {len(configs)} {CONFIG} options, but {len(keys)} {KEY} options; pass one of each per node"
         )
     nodes = []
     for key, config in zip(keys, configs, strict=True):
@@ -414,7 +412,7 @@ def main() -> None:
 
 
 def trusted_by(arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the keys of trusted entities from ``flower-supernode`` arguments, or None if no file is given."""
+    """Return the keys of trusted entities from ``flower-supernode`` arguments, or None if they name no file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(TRUSTED_ENTITIES, dest="file", type=Path)
     file = parser.parse_known_args(arguments)[0].file
@@ -449,14 +447,14 @@ def serve(arguments: Sequence[str], parent: Parent) -> None:
     try:
         WarmNode(fleet, parent, config_in(options.node_config), trusted_by(arguments)).serve()
     except grpc.RpcError as error:
-        log(ERROR, "the SuperLink at %s refuses this node, which exits: %s", options.superlink, describe(error))
+        log(ERROR, "the node exits, because the SuperLink at %s refuses it: %s", options.superlink, describe(error))
         sys.exit(1)
     finally:
         fleet.leave()
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key in a file, which is in OpenSSH or PEM format."""
+    """Return the private key in a file in OpenSSH or PEM format."""
     content = path.read_bytes()
     key = (load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key)(content, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):

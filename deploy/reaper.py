@@ -1,7 +1,7 @@
 """Kills process groups when the process that started them has exited for any reason.
 
-The process that starts this program writes the id of each group to the program's standard input, and the negated id
-once the group has exited. When the input ends, for example because that process was killed, the program kills the
+The process that starts this program writes the id of each group to the program's standard input. It writes the negated
+id once the group has exited. When the input ends, for example because the process was killed, the program kills the
 remaining groups.
 """
 

@@ -35,7 +35,7 @@ def write_secret(path: Path) -> Path:
 
 
 def pipe_of(secret: bytes) -> tuple[str, int]:
-    """Return a path from which a process can read the secret once, and the descriptor that the process must inherit.
+    """Return a path from which a process can read the secret once, and a descriptor that the process must inherit.
 
     The secret is never written to disk.
     """

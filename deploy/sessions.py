@@ -1,9 +1,9 @@
 """The secrets of secure aggregation, which stay in a worker's memory and never reach the node's process.
 
 A node stores a run's context only after the worker has sent the reply. If the node lost the context in between, the
-client would forget that it has revealed shares, and could reveal others. Before it sends a reply, a worker therefore
-takes the sessions, which contain the secrets, out of the context. If the worker terminates, its sessions are lost, and
-the client refuses the rest of the round.
+client would forget that it has revealed shares, and could reveal other shares. Before a worker sends a reply, it
+therefore removes the sessions, which contain the secrets, from the context. If the worker terminates, its sessions are
+lost, and the client refuses the rest of the round.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from typing import Any
 from flwr.app import Context
 
 PREFIX = "secure-aggregation-"
-"""Prefix of the records' names, defined here because the run's code may use a different version of Posy."""
+"""Prefix of the records' names. It is defined here, because the run's code may use a different version of Posy."""
 MOST_RUNS = 1000
 """Maximum number of runs whose sessions a worker stores."""
 
@@ -24,7 +24,7 @@ class Sessions:
         self._by_run: OrderedDict[tuple[int, int], dict[str, Any]] = OrderedDict()
 
     def restore(self, context: Context) -> None:
-        """Put a run's sessions into its context, and remove any that another process has stored there."""
+        """Put a run's sessions into its context, and remove sessions that another process has stored there."""
         for name in _names(context):
             del context.state[name]
         for name, record in self._by_run.get((context.run_id, context.node_id), {}).items():

@@ -1,11 +1,11 @@
 """An unmodified Flower node: ``python -m posy.deploy.stock`` takes the arguments of ``flower-supernode``.
 
-Flower's node gives no secret to the process that takes its tasks, so any user of the machine can take tasks. Here, both
-processes share a secret. This process becomes the node, and the other process terminates with it.
+Flower's node shares no secret with the process that takes its tasks, so any user of the machine can take tasks. Here,
+both processes share a secret. This process becomes the node, and the other process terminates with it.
 
 Flower copies a run's code to a folder file by file, and treats the code as installed as soon as the folder exists. If
-nodes on a machine shared ``FLWR_HOME``, one could import code that another is still copying. Here, each node on a
-machine installs code in its own subfolder of ``FLWR_HOME``.
+nodes on a machine shared ``FLWR_HOME``, one node could import code that another node is still copying. Here, each node
+on a machine installs code in its own subfolder of ``FLWR_HOME``.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def unused_home(home: Path) -> tuple[Path, int]:
-    """Lock the first unused subfolder of ``home``, and return it and the descriptor of its lock."""
+    """Lock the first unused subfolder of ``home``, and return the subfolder and the descriptor of its lock."""
     number = 0
     while True:
         folder = home / "nodes" / str(number)

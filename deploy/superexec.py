@@ -1,8 +1,8 @@
 """The process that starts apps: ``python -m posy.deploy.superexec`` takes the arguments of ``flower-superexec``.
 
-The process is Flower's own with two changes. Flower passes a task's token on the app's command line, which every user
-of the machine can read; here, the app reads the token from an unnamed file. If a request is refused because its
-signature is too old, for example after this process was suspended, Flower would terminate the process, and with it the
+The process is Flower's own, with two changes. Flower passes a task's token on the app's command line, which every user
+of the machine can read. Here, the app reads the token from an unnamed file. If the SuperLink refuses a request because
+its signature is too old, for example after this process was suspended, Flower would terminate the process and the
 running apps. Here, the refusal looks like a failed connection, after which Flower signs the request again.
 """
 
@@ -17,7 +17,7 @@ import httpx
 
 TOKEN, TOKEN_FILE = "--token", "--token-file"
 MOST_REFUSALS = 3
-"""Maximum number of consecutive refused requests that are signed again."""
+"""Maximum number of consecutive refused requests that Flower signs again."""
 
 Sending = Callable[..., httpx.Response]
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 class HidingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """A process whose ``--token`` is replaced by an unnamed file, which only this process can open."""
+    """A process whose option ``--token`` is replaced by an unnamed file, which only this process can open."""
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
         if TOKEN not in args:
@@ -48,7 +48,7 @@ class HidingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def signed_again(send: Sending) -> Sending:
-    """Wrap an HTTP client's ``send`` so that a refused signature raises an error, after which Flower signs again."""
+    """Wrap an HTTP client's ``send`` so that a refused signature raises an error, which makes Flower sign again."""
     refusals = 0
 
     def checked(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:

@@ -1,8 +1,8 @@
-"""The SuperLink and the process that runs ServerApps, kept separate so that a run survives a SuperLink crash.
+"""The SuperLink and the process that runs ServerApps, which are separate so that a run survives a SuperLink crash.
 
-``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the ServerApp in
-another process. If the SuperLink dies, Posy restarts it with its state. The ServerApp and the nodes retry until it
-answers, and the run continues.
+``flower-superlink --isolation process`` stores its state in a database, and ``flower-superexec`` starts the ServerApp
+in another process. If the SuperLink dies, Posy restarts it with its state. The ServerApp and the nodes retry until the
+SuperLink answers, and the run continues.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ HEALTHY_SECONDS = 30.0
 MAX_STARTS = 5
 """Number of consecutive failed starts after which Posy gives up."""
 STOP_SECONDS = 10.0
-"""Seconds that a process has to terminate before Posy kills it."""
+"""Seconds within which a process must terminate before Posy kills it."""
 
 
 @dataclass
@@ -59,12 +59,13 @@ class _Kept:
             self.starts = 0
         if self.starts >= MAX_STARTS or (self.starts == 1 and self.process.returncode > 0):  # e.g. the port is taken
             raise LaunchError(f"{self.name} exited with status {self.process.returncode}; see its messages above")
-        print(f"posy: {self.name} died ({self.process.returncode}); Posy restarts it", file=sys.stderr, flush=True)
+        status = self.process.returncode
+        print(f"posy: {self.name} died (exit status {status}); Posy restarts it", file=sys.stderr, flush=True)
         time.sleep(LOOK_SECONDS * 2 ** (self.starts - 1))
         self.start()
 
     def stop(self) -> None:
-        """Stop the process and its children, because a ServerApp among them would otherwise retry forever."""
+        """Stop the process and its children; otherwise a ServerApp among them would retry forever."""
         with contextlib.suppress(ProcessLookupError):  # the group has exited
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
@@ -108,10 +109,10 @@ def keep(
     lock: int,
     certificate: Path | None = None,
 ) -> None:
-    """Start named processes in the given order, and restart any that die, until this process is interrupted.
+    """Start named processes in the given order, and restart processes that die, until this process is interrupted.
 
-    The processes inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts, and Posy
-    restarts it when the file has changed. Raise :class:`LaunchError` if a process fails at once or dies repeatedly.
+    The processes inherit the descriptor ``lock``. The first process reads the ``certificate`` when it starts, and Posy
+    restarts it when the file changes. Raise :class:`LaunchError` if a process fails at once or dies repeatedly.
     """
     processes: list[_Kept] = []
     reaper = _Reaper()
@@ -122,9 +123,7 @@ def keep(
         while True:
             if (current := _version(certificate)) != version:
                 version = current
-                print(
-                    f"posy: {certificate} has changed: Posy restarts the SuperLink with it", file=sys.stderr, flush=True
-                )
+                print(f"posy: {certificate} has changed; Posy restarts the SuperLink", file=sys.stderr, flush=True)
                 processes[0].stop()
                 processes[0].start()
             for process in processes:
@@ -138,7 +137,7 @@ def keep(
 
 
 def _version(file: Path | None) -> tuple[int, int] | None:
-    """Return an identifier of a file's version, which changes when the file does, or None without a file."""
+    """Return an identifier that changes when a file changes, or None if there is no file."""
     if file is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The task that a node passes to its worker: a message, the run that it belongs to, and the run's code."""
+"""The task that a node passes to its worker: a message, the message's run, and the run's code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -32,7 +32,7 @@ def read_entities(path: Path) -> dict[str, str]:
     ------
     SettingsError
         If the file cannot be read, names no entity, or contains a value that is not an Ed25519 key in OpenSSH format.
-        Given an empty file, Flower's node would run every app.
+        With an empty file, Flower's node would run every app.
     """
     entities = read_yaml(path)
     if not entities:
@@ -71,7 +71,7 @@ def check_signatures(bundle: Bundle, entities: Mapping[str, str]) -> list[str]:
 
 
 def _has_signed(bundle: Bundle, name: str, key: str) -> bool:
-    """Return whether a key has signed the time of signing (eight bytes) followed by the app's SHA-256."""
+    """Return whether a key has signed an app: the time of signing (eight bytes), followed by the app's SHA-256."""
     try:
         verification = json.loads(bundle.verifications[name])
         signature = str(verification["signature"])

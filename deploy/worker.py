@@ -69,14 +69,14 @@ def _listen(connection: socket.socket, tasks: "queue.Queue[tuple[dict[str, Any],
 
 
 class LastAnswer:
-    """The last answer, which the worker sends again for a copy of the message instead of running the app again."""
+    """The last answer. For a copy of the message, the worker sends this answer instead of running the app again."""
 
     def __init__(self) -> None:
         self._asked: object = None
         self._content = RecordDict()
 
     def find(self, message: Message) -> Message | None:
-        """Return the stored answer if the message is a copy of the last one, or None if it is not."""
+        """Return the stored answer if the message is a copy of the last message, or None if it is not."""
         return Message(self._content, reply_to=message) if self._asked == _asked(message) else None
 
     def keep(self, message: Message, reply: Message) -> None:
@@ -97,7 +97,7 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
     audit.note(context, submitter=run.submitter, code=bundle.hash)
     try:
         if reply := last.find(message):
-            log(INFO, "this message is a copy: the worker sends the stored answer")
+            log(INFO, "this message is a copy, so the worker sends the stored answer")
         else:
             metadata = message.metadata
             log(INFO, "working on a %s message of round %s", metadata.message_type, metadata.group_id)
@@ -115,8 +115,8 @@ def serve(task: Task, apps: Apps, last: LastAnswer, sessions: Sessions) -> None:
         reply = error_reply(message, str(error))
     sessions.take(context)  # before the reply leaves, so that a client remembers which shares it has revealed
     task.push(reply)
-    task.finish(context)  # after errors too: the context records which shares the client may still reveal
-    last.keep(message, reply)  # not before the context with the client's state has reached the node
+    task.finish(context)  # also after an error, because the context records which shares the client may still reveal
+    last.keep(message, reply)  # only after the context with the client's state has reached the node
 
 
 def _text_for_server(error: Exception, context: Context) -> str:

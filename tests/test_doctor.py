@@ -128,7 +128,7 @@ def test_a_node_renews_its_key_without_the_authority(tmp_path: Path) -> None:
     assert renew(tmp_path, [], ["site-a"], 1) == [files.node_key("site-a"), files.node_public("site-a")]
     assert files.node_key("site-a").read_bytes() != before
     assert public_half(files.node_key("site-a")) == public_pem(files.node_public("site-a"))
-    with pytest.raises(SettingsError, match=r"site-z\.key is missing"):
+    with pytest.raises(SettingsError, match=r"site-z\.key does not exist"):
         renew(tmp_path, [], ["site-z"], 1)
     with pytest.raises(SettingsError, match=r"server\.pem cannot be used"):
         renew(tmp_path, [], [], 1)
