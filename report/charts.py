@@ -1,7 +1,7 @@
-"""Charts as inline SVG, at most 360 units wide, so that their text is readable on a phone.
+"""Charts as inline SVG. They are at most 360 units wide, so that their text is readable on a phone.
 
-Colours are variables of the page's style sheet. Series also differ in dashes, markers, and the letter at the end of the
-line, so no chart depends on colour alone.
+Colours are variables of the page's style sheet. Series also differ in their dashes, their markers, and the letter at
+the end of the line, so no chart depends on colour alone.
 """
 
 import io
@@ -29,14 +29,14 @@ INK, SOFT, RULE, PAPER = "#1c1c1c", "#5b5b5b", "#dcdcdc", "#ffffff"
 COLOURS = ("#0072b2", "#c04a00", "#007a58", "#a8447c", "#966500", "#2a7fb0", INK)
 VARIABLES = {colour: f"var(--c{index})" for index, colour in enumerate(COLOURS)}
 VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", RULE: "var(--rule)", PAPER: "var(--paper)"}
-"""Style-sheet variables, by colour. The style sheet also defines their values for dark mode."""
+"""Variables of the style sheet, by colour. The style sheet also defines their values for dark mode."""
 DASHES, MARKERS = ("-", (0, (3, 1.5)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5))), "osD^"
 SMALL, LARGE = (240, 140), (360, 200)
 """Width and height of a small and of a large chart."""
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 """Powers of ten and their unit prefixes."""
 _MAX_MARKED, _LINE = 12, 12
-"""Maximum number of points in a series with a marker at each point, and the height of a line of text."""
+"""Maximum number of points up to which a series has a marker at each point, and the height of a line of text."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
@@ -61,13 +61,13 @@ _STYLE: Any = {
 _FADE = LinearSegmentedColormap.from_list("fade", [to_rgba(COLOURS[0], 0), to_rgba(COLOURS[0], 1)])
 """Colours of a heat map, from transparent to opaque."""
 _TEXT = ("fill", "font-weight", "text-anchor")
-"""Text properties that the style sheet does not set."""
+"""Text properties that the SVG must contain, because the style sheet does not set them."""
 _DECIMALS = re.compile(r"\d+\.\d{2,}")
 
 
 @dataclass(frozen=True)
 class Series:
-    """The appearance of a run, or of runs that differ only in their seed, in all charts."""
+    """The appearance, in all charts, of a run or of a group of runs that differ only in their seeds."""
 
     name: str
     index: int
@@ -105,7 +105,8 @@ def lines(
 ) -> Markup:
     """Return a chart of numbers over the rounds, with bands for spreads, or an empty string if there are no points.
 
-    ``about`` describes the chart in words and must be unique on a page. The y-axis also covers the values in ``scale``.
+    ``about`` describes the chart in words, and must be unique on a page. The y-axis also covers the values in
+    ``scale``.
     """
     points = {item: np.array(band, np.float64).T for item, band in series.items() if band}
     if not points:
@@ -165,7 +166,7 @@ def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Seq
 
 @rc_context(_STYLE)
 def bars(values: Sequence[float], names: Sequence[str], about: str) -> Markup:
-    """Return a small bar chart that starts at 0, with the bars' names below if there is room."""
+    """Return a small bar chart that starts at 0, with the bars' names below them if there is room."""
     axes = _axes((SMALL[0], 62), (8, 8, 0, 18))
     rectangles = axes.bar(range(len(values)), values, 0.84, color=COLOURS[0], clip_on=False)
     for bar, value, name in zip(rectangles, values, names, strict=True):
@@ -177,7 +178,7 @@ def bars(values: Sequence[float], names: Sequence[str], about: str) -> Markup:
 
 
 def _axes(size: tuple[int, int], margins: tuple[int, int, int, int] = (0, 0, 0, 0)) -> Axes:
-    """Return the axes of a new figure; its size and margins (left, right, top, bottom) are in the page's units."""
+    """Return the axes of a new figure. Its size and margins (left, right, top, bottom) are in the page's units."""
     (width, height), (west, east, top, bottom) = size, margins
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
     figure.patch.set_visible(False)
@@ -187,7 +188,7 @@ def _axes(size: tuple[int, int], margins: tuple[int, int, int, int] = (0, 0, 0, 
 
 
 def _widened(low: float, high: float, percent: bool) -> tuple[float, float]:
-    """Widen a range for an axis so that it is not empty; for percentages, keep it between 0 and 1."""
+    """Widen the range of an axis so that it is not empty; keep the range of percentages between 0 and 1."""
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         room = abs(low) / 20 or 0.05
         low, high = low - room, high + room
@@ -214,7 +215,7 @@ def _label(name: str, length: int | None = None) -> str:
 
 
 def _spread(heights: Sequence[float], highest: float) -> list[float]:
-    """Adjust the heights of labels, in ascending order, so that the labels do not overlap if there is room."""
+    """Adjust the ascending heights of labels so that, if there is room, the labels do not overlap."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + _LINE) if placed else height)
@@ -232,10 +233,10 @@ def _markup(axes: Axes, about: str, tag: str = "svg", root_attributes: Mapping[s
     assert isinstance(axes.figure, Figure)
     file, titles = io.BytesIO(), {child.get_gid() for child in axes.get_children()} - {None}
     with rc_context({"svg.hashsalt": about}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the browser has the fonts
+        warnings.filterwarnings("ignore", "Glyph")  # a font may lack a glyph here, but the browser has other fonts
         axes.figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(file.getvalue())
-    root.remove(root[0])  # a style sheet, which would apply to the whole page
+    root.remove(root[0])  # this element is a style sheet, which would apply to the whole page
     for element in list(root.iter()):
         element.tag = element.tag.rpartition("}")[2]
         element.text, element.tail = (element.text or "").strip(), None

@@ -24,45 +24,45 @@ ALPHA = 0.05
 FEWEST_BLOCKS = 3
 """Minimum number of blocks for a rank test."""
 FULL = 0.9
-"""Minimum number of clients of a ranked row, as a share of the largest number of clients of any row (see
+"""Minimum number of clients of a ranked row, as a fraction of the clients of the row with the most clients (see
 :func:`posy.spread.best`)."""
 
 LEGEND = (
-    "Last round, for the model that each method is scored by (`at`). `worst tenth`: mean over the tenth of the "
-    "clients with the worst score. `over Local`, `over FedAvg`: mean gain of a client over the same client with "
-    "Local or FedAvg. `lose`: number of clients whose score is worse than with Local or FedAvg, out of the clients of "
-    "all seeds. `≈`: not significantly different from the best row. This difference and the gains over local training "
-    "are tested with Wilcoxon's signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows "
-    "(Holm). "
-    "`6 of 60`: the figures cover 6 of the 60 clients that took part, over all seeds. Rows are summarised over the "
-    "clients that all of them cover. A row that covers fewer than nine tenths as many clients as the row with the most "
-    "clients is summarised over its clients alone, and is neither the best row nor ranked. "
-    "`samples`: number of training samples, counted in each pass; `memory`: peak memory of the run's process."
+    "The scores are from the last round. Each method is scored by the model in the column `at`. `worst tenth`: mean "
+    "over the tenth of the clients with the worst scores. `over Local`, `over FedAvg`: mean gain of a client compared "
+    "with the same client under Local or FedAvg. `lose`: number of clients with a worse score than under Local or "
+    "FedAvg, out of the clients of all seeds. `≈`: not significantly different from the best row. These differences, "
+    "and the gains over local training, are tested with Wilcoxon's signed-rank test over the clients of all seeds at "
+    "5 %, adjusted for the number of rows (Holm). "
+    "`6 of 60`: the figures cover 6 of the 60 clients that took part in all seeds. Rows are summarised over the "
+    "clients that all rows cover. A row that covers fewer than nine tenths as many clients as the row with the most "
+    "clients is summarised over its own clients, and is neither ranked nor the best row. "
+    "`samples`: number of training samples, counted once per pass. `memory`: peak memory of the run's process."
 )
 
 MOST_NAMED = 12
-"""Maximum number of clients for which a table shows the score of each."""
+"""Maximum number of clients up to which a table shows each client's score."""
 WORST = -1e300
-"""Goodness of a diverged run; a finite number, so that it can be ranked."""
+"""Goodness of a diverged run. It is finite, so that the run can be ranked."""
 Scores = Mapping[int, float]
-"""The metric of each client whose test samples define it."""
+"""The metric of each client for whose test samples it is defined."""
 
 
 def client_scores(path: Path, point: str, server_round: int, metric: Metric) -> dict[int, float]:
-    """Return the clients' scores at an evaluation point in a round of the run in a directory."""
+    """Return the clients' scores at an evaluation point in one round of a run, read from the run's directory."""
     column = column_of(point, metric.name)
     rows = client_rows(path, server_round)
     return {int(row["partition"]): float(row[column]) for row in rows if row.get(column)}
 
 
 class Gain(NamedTuple):
-    """The clients' gain from one method over another: a paired comparison, client by client."""
+    """The clients' gain from one method compared with another, in a paired comparison, client by client."""
 
     mean: float
     """Mean difference of the scores, which is positive for a better method."""
     losing: int
     clients: int
-    """Number of clients with a worse score, and number of all clients. A client counts once per seed."""
+    """Number of clients with a worse score, and number of all clients. Each client counts once per seed."""
     p: float
     """p-value of Wilcoxon's signed-rank test; 1 if all differences are 0."""
 
@@ -105,9 +105,9 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dict[int, dict[int, float]]]:
-    """Return the scores of the clients that all rows cover, after dropping rows that cover too few clients.
+    """Return the scores of the clients that all rows cover, without the rows that cover too few clients.
 
-    Means over different clients, such as a cohort and all clients, are not comparable.
+    Means over different clients, for example over a cohort and over all clients, are not comparable.
 
     Parameters
     ----------
@@ -117,8 +117,8 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dic
     Returns
     -------
     dict
-        Scores of the rows that cover at least the share :data:`FULL` of the largest number of clients of any row, in
-        each of their seeds.
+        Scores of the rows that, in each seed for which they have scores, cover at least the fraction :data:`FULL` of
+        the number of clients in the fullest row.
     """
     measured = {row: {seed: scores for seed, scores in seeds.items() if scores} for row, seeds in rows.items()}
     fullest: dict[int, int] = {}
@@ -143,7 +143,7 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Scores]]) -> dict[str, dic
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Ranks of methods over blocks; each block is a seed of a data set.
+    """Ranks of methods over blocks. Each block is one seed of one data set.
 
     ``mean`` is each method's mean rank, best (1) first. ``friedman`` is the p-value of Friedman's test that all methods
     are equal. ``pairs`` contains the p-value of each pair of methods (Nemenyi's test).
@@ -207,7 +207,7 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
 
 
 def last_round(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
-    """Return the figures of a run's last round, or an empty mapping if its last evaluation is older."""
+    """Return the figures of a run's last round, or an empty mapping if that round was not evaluated."""
     figures: Mapping[str, Any] = summary[point]["last"] or {}
     return figures if figures.get("round") == summary["rounds"] else {}
 
@@ -224,7 +224,7 @@ class Run(NamedTuple):
 
     @property
     def point(self) -> str:
-        """The evaluation point at which the method of the run is scored."""
+        """The evaluation point at which the run's method is scored."""
         return point_of({"method": self.method, **self.summary})
 
     @property
@@ -248,7 +248,7 @@ def check_metrics(runs: Sequence[Run]) -> None:
     if len(names) > 1:
         (first, run), (second, other), *_ = names.items()
         raise SettingsError(
-            f"{run.row} is scored by {first}, and {other.row} by {second}: compare runs with the same metric"
+            f"{run.row} is scored by {first}, but {other.row} by {second}; compare only runs with the same metric"
         )
 
 
@@ -258,7 +258,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        One line per variant and row, with these columns:
+        One line per variant and row, with the following columns:
 
         - ``mean``, ``worst``, ``tenth``, ``std`` and ``jain`` over the clients that all rows cover
           (:func:`over_same_clients`), as means over the seeds
@@ -326,7 +326,7 @@ def _compare_rows(rows: dict[str, list[Run]]) -> list[dict[str, Any]]:
 
 
 def _goodness(score: float, lower_is_better: bool) -> float:
-    """Return a number that is higher for better scores, and lowest for NaN."""
+    """Return a number that is higher for better scores, and is lowest for NaN."""
     if np.isnan(score):
         return -math.inf
     return -score if lower_is_better else score
@@ -422,8 +422,8 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
         partial = dict.fromkeys(row["method"] for row in clients.to_dict("records") if not row["ranked"])
         unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial)}." if partial else ""
         parts.append(
-            f"## Ranks\n\nMean rank over {ranked.blocks} blocks (data sets x seeds; diverged is last): {order}. "
-            f"Friedman's test of all being equal: p = {ranked.friedman:.2g}. "
+            f"## Ranks\n\nMean ranks over {ranked.blocks} blocks (data sets x seeds, with diverged runs last): {order}. "
+            f"Friedman's test of the hypothesis that all are equal: p = {ranked.friedman:.2g}. "
             f"Not significantly different from the best (Nemenyi, 5 %): {', '.join(ties)}.{unranked}"
         )
     return "\n" + "\n\n".join(parts) + "\n" if parts else ""
@@ -432,7 +432,7 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
 def per_client(runs: Sequence[Run], metric: Metric) -> str:
     """Return the score of each named client as Markdown: the mean over the seeds, and its standard deviation.
 
-    Variants without client names, or with more than :data:`MOST_NAMED` clients, are left out.
+    The result does not contain variants without client names, or with more than :data:`MOST_NAMED` clients.
     """
     parts = []
     for variant in dict.fromkeys(run.variant for run in runs):
@@ -457,7 +457,7 @@ def _over_seeds(values: Sequence[float], metric: Metric) -> str:
 
 
 def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, bool]:
-    """Return whether each comparison shows a significant loss (``lower``) or gain, adjusted for multiple tests."""
+    """Return whether each comparison shows a significant loss (with ``lower``) or gain, adjusted for multiple tests."""
     tested = {name: result for name, result in gains.items() if result is not None}
     adjusted = holm([result.p for result in tested.values()])
     return {
@@ -467,7 +467,7 @@ def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, 
 
 
 def average(values: Iterable[Any]) -> float:
-    """Return the mean of the values that are not NaN, or NaN if there are none. pandas would round partial sums."""
+    """Return the mean of the values that are not NaN, or NaN if all are NaN. pandas would round partial sums."""
     numbers = [float(value) for value in values if not pd.isna(value)]
     return statistics.fmean(numbers) if numbers else float("nan")
 

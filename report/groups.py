@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in their seed, named after the settings in which the groups differ."""
+"""Groups of runs that differ only in their seeds, named after the settings in which the groups differ."""
 
 import statistics
 from collections import Counter
@@ -14,14 +14,14 @@ from posy.settings import settings_of
 from posy.strategies.registry import declared, owner
 
 MOST_DIFFERENCES = 4
-"""Maximum number of differing settings in the name of a group. With more, the group is named after a run's folder."""
+"""Maximum number of differing settings in a group's name. With more settings, a run's folder names the group."""
 NOT_A_SETTING = "not one of its settings"
 """Text shown for a setting that a method does not have."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs that differ only in their seed, sorted by seed."""
+    """Runs that differ only in their seeds, sorted by seed."""
 
     series: Series
     runs: tuple[Recorded, ...]
@@ -32,14 +32,14 @@ class Group:
         return self.runs[0]
 
     def curve(self, key: str, of: str = "mean") -> Band:
-        """Return a number's mean over the seeds in each round, with its standard deviation (0 for a single seed)."""
+        """Return a number's mean and standard deviation over the seeds in each round (0 for a single seed)."""
         curves = [dict(run.curve(key, of)) for run in self.runs]
         shared = sorted(set.intersection(*map(set, curves)))
         return [(n, *_mean([curve[n] for curve in curves])) for n in shared]
 
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
-    """Group runs that differ only in their seed. If runs have the same settings and seed, each forms its own group."""
+    """Group runs that differ only in their seeds. If some of them also have the same seed, each run is a group."""
     posy_settings = declared()
     defaults = {key: item.default for key, item in posy_settings.items() if item.decides and key != "seed"}
     defaults |= {key: None for run in runs for key in run.settings if key not in posy_settings}  # custom methods
@@ -70,7 +70,7 @@ def grouped(runs: Sequence[Recorded]) -> list[Group]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings with more than one value, and their values. Absence alone is not a difference."""
+    """Return the settings with more than one value, and their values. A missing setting is not a different value."""
     keys = dict.fromkeys(key for mapping in settings for key in mapping)
     values = {key: [mapping.get(key, NOT_A_SETTING) for mapping in settings] for key in keys}
     return {key: column for key, column in values.items() if len({repr(v) for v in column} - {repr(NOT_A_SETTING)}) > 1}
@@ -90,9 +90,10 @@ def by_data(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
-    """Compare groups client by client, and return the rows of a table and a sentence on ranks.
+    """Compare groups client by client, and return the rows of a table and a sentence about the ranks.
 
-    The function skips incomplete runs, and ranks a diverged run last. With too few blocks, the sentence is empty.
+    The function skips incomplete runs, and ranks a diverged run last. If there are too few blocks, the sentence is
+    empty.
 
     Raises
     ------
@@ -121,14 +122,14 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     partial_rows = dict.fromkeys(row["method"] for row in rows if not row["ranked"])
     unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial_rows)}." if partial_rows else ""
     return rows, (
-        f"Mean rank over {ranked.blocks} blocks (data and seed): {order}. Friedman's test of all being equal: "
-        f"p = {ranked.friedman:.2g}. Not significantly different from the best (Nemenyi, 5 %): "
+        f"Mean ranks over {ranked.blocks} blocks (data and seed): {order}. Friedman's test of the hypothesis that all "
+        f"are equal: p = {ranked.friedman:.2g}. Not significantly different from the best (Nemenyi, 5 %): "
         f"{', '.join(ranked.ties_with_best())}.{unranked}"
     )
 
 
 def _name(run: Recorded, settings: Mapping[str, Any], differing: Mapping[str, Any]) -> str:
-    """Return a group's name: the method and the differing settings, with only the last part of each path."""
+    """Return a group's name: the method and the differing settings, with paths shortened to their last parts."""
     differ = {key: str(settings[key]) for key in differing if key in settings and key != "method"}
     short = {key: value.rpartition("/")[2] if value.startswith("/") else value for key, value in differ.items()}
     data = [short.pop("dataset")] if "dataset" in short else []

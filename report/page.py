@@ -22,19 +22,19 @@ from posy.strategies.registry import declared
 from posy.words import capitalised
 
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
-"""Maximum number of clients with a chart on a page, and number of these charts that are initially visible."""
+"""Maximum number of clients with a chart on a page, and number of charts that are visible at first."""
 TENTH = 11
-"""Minimum number of clients at which the lowest tenth has more than one client."""
+"""Smallest number of clients for which the lowest tenth has more than one client."""
 MOST_ROWS = 40
 """Maximum number of rows of a heat map."""
 RECORDED = ("train_loss", "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies", "dp_delta")
 """Numbers that every run records for each round. All other numbers are quantities of the method."""
 DRAWN_HERE = (*METRICS, "loss", "clients", "partition")
-"""Pictures of a run that the page draws itself."""
+"""Pictures of a run that the page replaces with its own charts."""
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
 SPREAD = {"min": "worst client", "tenth": "worst tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
-"""Number of colours in an embedded picture. Few colours are enough for charts and make the file much smaller."""
+"""Number of colours in an embedded picture. Few colours are enough for charts, and make the file much smaller."""
 AT = {"served": "served model", "local": "local model"}
 
 
@@ -46,7 +46,10 @@ _PARTS: Any = _TEMPLATES.get_template("parts.html").module
 
 
 def page(paths: Iterable[Path]) -> str:
-    """Return an HTML report on the runs in some directories; raise :class:`SettingsError` if one contains no run."""
+    """Return an HTML report on the runs in the directories ``paths``.
+
+    Raises :class:`SettingsError` if a directory contains no run.
+    """
     groups = grouped([Recorded.read(path) for path in dict.fromkeys(path.resolve() for path in paths)])
     sections = {
         "Runs": _runs(groups),
@@ -85,7 +88,7 @@ def _runs(groups: Sequence[Group]) -> Markup:
     common = {k: v for k, v in changed.items() if all(group.first.settings.get(k) == v for group in groups)}
     common = {key: value for key, value in common.items() if key not in ("method", "seed", "dataset", "num-clients")}
     text = ", ".join(f"{key}={value}" for key, value in common.items())
-    note = _PARTS.soft(f"Shared settings that are not the defaults: {text}." if text else "")
+    note = _PARTS.soft(f"Settings that all runs share and that differ from the defaults: {text}." if text else "")
     return _PARTS.table(columns, rows, numbers=("clients", "rounds", "seed")) + note
 
 
@@ -120,7 +123,7 @@ def _curves(groups: Sequence[Group]) -> Markup:
     curves = {group.series: group.curve("system_accuracy") for group in groups}
     figures.append(_figure("System accuracy", "pooled test samples", curves, percent=True))
     has_several_seeds = any(len(group.runs) > 1 for group in groups)
-    note = "Lines are means over the seeds, and bands are their standard deviation." if has_several_seeds else ""
+    note = "Lines show means over the seeds, and bands show their standard deviations." if has_several_seeds else ""
     return _PARTS.legend(groups) + _PARTS.soft(note) + _PARTS.charts(figures)
 
 
@@ -176,7 +179,7 @@ def _comparison(groups: Sequence[Group]) -> Markup:
     except SettingsError as error:
         return _PARTS.paragraph(f"Not available: {error}.")
     except ImportError as error:
-        return _PARTS.paragraph(f"The tests need additional packages ({error}): pip install 'posy[compare]'")
+        return _PARTS.paragraph(f"The tests need additional packages ({error}). Run pip install 'posy[compare]'.")
     if not rows and any(run.summary.get("client-scores") for _, run in _each(groups)):
         return _PARTS.paragraph(
             "Not available: with secure aggregation the server does not know the scores of single clients."
@@ -207,11 +210,12 @@ def _comparison(groups: Sequence[Group]) -> Markup:
         n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)
     ]
     note = (
-        "Last round of the completed runs, for the model by which each method is scored. ≈: the best row, and all rows "
-        "that are not significantly different from it (Wilcoxon's signed-rank test over the clients of all seeds at "
-        "5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients that all of them cover. A "
-        "row shows the number of its clients if it covers fewer clients than took part. A row that covers fewer than "
-        "nine tenths as many clients as the row with the most clients is not ranked."
+        "The scores are from the last round of the completed runs. Each method is scored by the model in the column "
+        "`model`. ≈ marks the best row, and all rows that are not significantly different from it (Wilcoxon's "
+        "signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows by Holm). Rows are "
+        "summarised over the clients that all rows cover. A row shows the number of its clients if it covers fewer "
+        "clients than took part. A row that covers fewer than nine tenths as many clients as the row with the most "
+        "clients is not ranked."
     )
     selected_lines = [[line[n] for n in column_numbers] for line in lines]
     table = _PARTS.table([columns[n] for n in column_numbers], selected_lines, numbers=columns[3:])
@@ -240,9 +244,10 @@ def _clients(groups: Sequence[Group]) -> Markup:
             _client(client, named.client_name(client), data, curves, mix, metric) for client in clients[:MOST_CLIENTS]
         ]
         points = ", ".join(f"{series.letter} {run.point}" for series, run in runs.items())
-        note = f"Seed {seed}, for the model by which each run is scored ({points}); the worst {metric.title} first."
-        note += " Bars: samples of each class." if mix else ""
-        note += f" {MOST_CLIENTS} of {len(clients)} clients." if len(clients) > MOST_CLIENTS else ""
+        note = f"Scores for seed {seed}, for the model by which each run is scored ({points}). "
+        note += f"The client with the worst {metric.title} comes first."
+        note += " Bars show the number of samples of each class." if mix else ""
+        note += f" Only {MOST_CLIENTS} of {len(clients)} clients are shown." if len(clients) > MOST_CLIENTS else ""
         parts += _PARTS.clients(data, note, same_data, figures[:FIRST_CLIENTS], figures[FIRST_CLIENTS:])
     return parts
 
@@ -330,7 +335,7 @@ def _dropped(groups: Sequence[Group]) -> Markup:
                 for client in row.get(key.replace("-", "_"), []):
                     reasons.setdefault((run.client_name(client), words), []).append(row["round"])
             for client in row.get("missing", []):
-                reason = "not evaluated: no node, or its reply was dropped"
+                reason = "not evaluated, because its node was missing or its reply was dropped"
                 reasons.setdefault((run.client_name(client), reason), []).append(row["round"])
         for who, reason in sorted(reasons, key=lambda key: reasons[key]):
             rows.append([_PARTS.key(group.series), run.path.name, who, _ranges(reasons[who, reason]), reason])
@@ -341,7 +346,7 @@ def _dropped(groups: Sequence[Group]) -> Markup:
             if run.summary.get(key):
                 rows.append([_PARTS.key(group.series), run.path.name, "all", f"{run.summary[key]} times", words])
     if not rows:
-        return _PARTS.paragraph("None: every reply was used, and no client was missing.")
+        return _PARTS.paragraph("Every reply was used, and no client was missing.")
     return _PARTS.table(["", "folder", "who", "rounds", "what"], rows, texts=("what",))
 
 
@@ -405,7 +410,7 @@ def _words(key: str) -> str:
 
 
 def _ranges(rounds: Sequence[int]) -> str:
-    """Return rounds in words: ``1, 3 to 5``."""
+    """Return rounds in words, such as ``1, 3 to 5``."""
     spans: list[list[int]] = []
     for number in sorted(rounds):
         if spans and number <= spans[-1][1] + 1:

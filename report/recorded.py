@@ -17,7 +17,7 @@ from posy.strategies.replies import LIMITED
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
-"""Rounds and their values; rounds without a value are missing."""
+"""Rounds and their values, without the rounds that have no value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +32,10 @@ class Recorded:
 
     @classmethod
     def read(cls, path: Path) -> "Recorded":
-        """Read the directory of a run; raise :class:`SettingsError` if it contains no run."""
+        """Read the directory of a run; raise :class:`SettingsError` if the directory contains no run."""
         summary = read_summary(path)
         if not summary:
-            raise SettingsError(f"{path} is not the directory of a run: it has no readable summary.json")
+            raise SettingsError(f"{path} is not the directory of a run, because it has no readable summary.json")
         config = read_yaml(path / CONFIG)
         if not isinstance(config.get("settings"), dict):
             raise SettingsError(f"{path / CONFIG} has no settings")
@@ -54,7 +54,7 @@ class Recorded:
 
     @property
     def point(self) -> str:
-        """The evaluation point at which the method of the run is scored."""
+        """The evaluation point at which the run's method is scored."""
         return point_of(self.summary)
 
     @property
@@ -63,7 +63,7 @@ class Recorded:
         return metric_in(self.summary)
 
     def client_name(self, client: int) -> str:
-        """Return the name of a client's site or group, or its number as in ``client 3``."""
+        """Return the name of a client's site or group, or the client's number, as in ``client 3``."""
         names = self.summary.get("sites") or []
         return (names[client] if 0 <= client < len(names) else None) or f"client {client}"
 
@@ -108,7 +108,7 @@ class Recorded:
         return dict(sorted(curves.items()))
 
     def vectors(self) -> dict[str, list[tuple[int, Sequence[float]]]]:
-        """Return the quantities of the method that are lists of numbers, with the round of each."""
+        """Return the method's quantities that are lists of numbers; each list comes with its round."""
         quantities: dict[str, list[tuple[int, Sequence[float]]]] = {}
         for row in self.rounds:
             for key, value in row.items():
@@ -120,9 +120,9 @@ class Recorded:
 def point_of(summary: Mapping[str, Any]) -> str:
     """Return the evaluation point at which a run's method is scored.
 
-    For one of Posy's own methods, the current code defines the point. Runs record the accuracies at both points, so
-    reports can score older and newer runs by the same model. For a custom method, use the recorded point, because
-    the method's file may be missing.
+    The current code defines the point of Posy's own methods. Runs record the accuracies at both points, so reports can
+    score older and newer runs by the same model. For a custom method, use the recorded point, because the method's file
+    may be missing.
     """
     method = str(summary["method"])
     recorded = None if method in (*METHODS, *REFERENCES) else summary.get("point")
@@ -130,7 +130,7 @@ def point_of(summary: Mapping[str, Any]) -> str:
 
 
 LISTS = ("missing", "dropped", *LIMITED)
-"""Lists in a round's record that are not quantities of the method."""
+"""Keys of the lists in a round's record that are not quantities of the method."""
 
 
 def parsed_rounds(text: str) -> list[dict[str, Any]]:

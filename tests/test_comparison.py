@@ -131,7 +131,7 @@ def test_rows_are_compared_by_their_served_or_local_model(runs: list[Run]) -> No
     assert "| Ditto ≈ | local |" in text
     assert "gains over local training, local model: Ditto" in text
     assert "served model:" not in text
-    assert "Mean rank over 3 blocks" in text
+    assert "Mean ranks over 3 blocks" in text
     assert compared(over_clients([]), None, ACCURACY) == ""
 
 

@@ -209,7 +209,7 @@ def test_runs_with_different_metrics_are_not_compared(rare: Path, capsys: pytest
     report = rare.parent / "r.html"
     assert main(["report", *map(str, paths), "-o", str(report)]) == 0
     text = report.read_text(encoding="utf-8")
-    assert "is scored by accuracy, and" in text
+    assert "is scored by accuracy, but" in text
     assert "AUROC, served model" in text and "Accuracy, served model" in text
 
 
