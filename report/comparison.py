@@ -422,7 +422,7 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None, metric: Metric) -> str
         partial = dict.fromkeys(row["method"] for row in clients.to_dict("records") if not row["ranked"])
         unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial)}." if partial else ""
         parts.append(
-            f"## Ranks\n\nMean ranks over {ranked.blocks} blocks (data sets x seeds, with diverged runs last): {order}. "
+            f"## Ranks\n\nMean ranks over {ranked.blocks} blocks (data sets x seeds; diverged runs are last): {order}. "
             f"Friedman's test of the hypothesis that all are equal: p = {ranked.friedman:.2g}. "
             f"Not significantly different from the best (Nemenyi, 5 %): {', '.join(ties)}.{unranked}"
         )

@@ -420,6 +420,6 @@ def test_status_describes_node_activity_and_waiting(monkeypatch: pytest.MonkeyPa
     assert doing(NodeInfo(node_id=6), runs, statuses) == "waits"
     assert doing(NodeInfo(node_id=6), runs, {}) == ""  # no status of the run
     wait = {"for": "1 of 3 clients to train in round 3", "since": 990.0, "until": 1100.0}
-    assert waiting(wait).startswith("1 of 3 clients to train in round 3, for 10 s, 1 min 40 s more")
+    assert waiting(wait).startswith("1 of 3 clients to train in round 3, for 10 s, at most 1 min 40 s more")
     assert waiting(wait | {"until": 995.0}).endswith("passed 5 s ago")
     assert "for 10 s, no limit" in waiting(wait | {"until": None})
