@@ -73,8 +73,8 @@ ALL = "all"
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
 """Keys of an entry of ``runs`` and of ``variants``."""
 POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), ("last", "best", "upper-bound"))]
-"""The scores of a run: those of the served and of the local models, in the last round, in the best round on the
-validation splits, and in the best round on the test splits."""
+"""The scores of a run. Served and local models are scored in the last round, in the best round on the validation
+splits, and in the best round on the test splits."""
 LEGEND = (
     "{metric}: mean over the clients, averaged over the seeds, ± the standard deviation over the seeds (with n - 1). "
     "The number in brackets is the standard deviation over the clients. `served`: the model that a client receives. "

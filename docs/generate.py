@@ -303,7 +303,7 @@ def warns(cls: type[MethodSettings]) -> str:
 
 
 def checked_with(method: str, card: MethodCard) -> str:
-    """Describe the program with which a test compares the method, or give the reason why there is no such test."""
+    """Describe the program with which a test compares the method, or return the reason for having no test."""
     if (program := card.program) is None:
         return card.no_program
     publisher = "by the paper's authors" if program.by_authors else "not by the paper's authors"

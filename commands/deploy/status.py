@@ -66,7 +66,7 @@ def doing(node: Any, runs: Iterable[Run], statuses: Mapping[str, Mapping[str, An
 
 
 def waiting(waits: Mapping[str, Any] | None) -> str:
-    """Describe what a run waits for, for how long it has waited, and how long it may still wait."""
+    """Describe a run's reason for waiting, the time that it has waited, and the time left."""
     if not waits:
         return ""
     current_time = time.time()
