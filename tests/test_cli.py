@@ -151,7 +151,7 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
         (["status", "--superlink", "127.0.0.1:1", "--root-certificates", "ca.key"], ["ca.key", "as a certificate"]),
         (["status", "--superlink", "127.0.0.1", "--insecure"], ["--superlink 127.0.0.1", "HOST:PORT"]),
         (["status", "--superlink", "a:99999", "--insecure"], ["--superlink a:99999", "HOST:PORT"]),
-        (["status", "--superlink", "127.0.0.1:1", "--insecure"], ["no SuperLink answers", "without --insecure"]),
+        (["status", "--superlink", "127.0.0.1:1", "--insecure"], ["no SuperLink answers", "without TLS (--insecure)"]),
         (["status", *CONNECTION, "--insecure"], ["--root-certificates cannot be combined with --insecure"]),
         (["status", "--superlink", "10.0.0.1:1", "--insecure"], ["without TLS the address must be 127.0.0.1"]),
         (["supernode", "--superlink", "site", "--insecure"], ["--superlink site", "HOST:PORT"]),
