@@ -272,7 +272,7 @@ def locked_output(output: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise SettingsError(
-            f"another `posy table`, `posy tune` or `posy paper` is using {output}; wait until it exits"
+            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait until it exits"
         ) from None
     try:
         yield

@@ -159,7 +159,7 @@ def test_bad_trials_are_pruned_and_stopped_trials_count_as_failed(file: Path, tm
 
 def test_rows_with_different_validation_splits_are_rejected(file: Path) -> None:
     file.write_text(file.read_text().replace("fedprox-mu: 0.01", "validation-fraction: 0.1"))
-    with pytest.raises(SettingsError, match="have different values"):
+    with pytest.raises(SettingsError, match="has different values"):
         tuning.tune(read_plan(file), trials=1, jobs=1)
 
 
