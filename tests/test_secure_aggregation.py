@@ -500,9 +500,9 @@ def test_either_mask_makes_an_update_uniform(
         monkeypatch.setattr(client_side, "own_mask", zero_mask)
     if disabled_masks in ("pair", "both"):
         monkeypatch.setattr(client_side, "pair_mask", zero_mask)
-    config = make_config("fedavg", data=five, model="mlp", num_server_rounds=20, evaluate_every=20, local_steps=1)
+    config = make_config("fedavg", data=five, model="mlp", num_server_rounds=8, evaluate_every=8, local_steps=1)
     masked = run(federate, config).grid.masked
-    rounds = [masked[number, 0] for number in range(1, 21)]
+    rounds = [masked[number, 0] for number in range(1, 9)]
     assert len(rounds[0]) > 5000
     if disabled_masks == "both":
         assert byte_p_value(np.concatenate(rounds)) < 1e-100
@@ -906,7 +906,7 @@ def test_shares_from_non_neighbours_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("phase", ["train", "evaluate"])
-@pytest.mark.parametrize("method", SUMMED)
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddrm", "ppfe"])
 def test_masks_do_not_cancel_if_one_clients_message_differs(
     make_config: Any, federate: Federate, five: Any, warnings: Any, method: str, phase: str
 ) -> None:
