@@ -131,7 +131,7 @@ class ClientModel(nn.Module):
         if self.preprocessing.task.kind != "features":
             return []
         distances = [self.preprocessing(sample)[0].abs().tolist() for sample in samples]
-        names = self.preprocessing.columns or tuple(map(str, range(self.preprocessing.task.input_shape[0])))
+        names = self.preprocessing.features or tuple(map(str, range(self.preprocessing.task.input_shape[0])))
         return [
             (number, name, distance)
             for number, row in enumerate(distances)

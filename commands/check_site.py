@@ -11,8 +11,9 @@ from rich.text import Text
 
 from posy.client_app.policy import policy_of
 from posy.client_app.site import skips
-from posy.data.agreement import Description, is_complete, open_settings, task_of, with_statistics
-from posy.data.dataset import Content, Dataset
+from posy.data.agreement import Description, is_complete, open_settings, task_of, with_encoder, with_statistics
+from posy.data.dataset import Dataset
+from posy.data.encoding import Moments
 from posy.data.errors import DataError
 from posy.data.partitions import Partition
 from posy.data.policy import Policy
@@ -67,7 +68,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
     check_suits(content, settings)
     site_settings = _completed(settings, description, content.distinct[1])
     dataset, part = load_site(content, site_settings, policy)
-    x = content.x
+    x = dataset.x if content.kind == "features" else content.x
     run_classes = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
     missing_classes = [name for name in run_classes if name not in classes]
@@ -83,8 +84,8 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report
         "missing classes": ", ".join(missing_classes[:SHOWN]) + _rest(missing_classes),
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
     }
-    features = _unusual_features(content, dataset) if content.kind == "features" else []
-    statistics = _statistics(content, part) if content.kind == "features" else []
+    features = _unusual_features(dataset) if content.kind == "features" else []
+    statistics = _statistics(dataset, part) if content.kind == "features" else []
     return Report(facts, classes, features, statistics, dataset.notes, content.unreadable)
 
 
@@ -124,6 +125,10 @@ def _completed(settings: DataSettings, description: Description, labels: tuple[s
         input_shape=settings.input_shape or "x".join(map(str, description.shape)),
         classes=settings.classes or json.dumps(list(names)),
     )
+    if description.table:
+        count, mean, squares = description.count, description.mean, description.squares
+        total = Moments(count, np.array(description.table.present), mean, squares)
+        return with_encoder(complete, description.columns, [description.table], total)
     return with_statistics(complete, [description] if description.mean.size else [])
 
 
@@ -133,12 +138,12 @@ def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
     return {name: (int(a), int(b)) for name, a, b in zip(names, train.tolist(), test.tolist(), strict=True) if a or b}
 
 
-def _unusual_features(content: Content, dataset: Dataset) -> list[tuple[str, str, str, str]]:
+def _unusual_features(dataset: Dataset) -> list[tuple[str, str, str, str]]:
     """Return the features that are constant or have a value more than ``FAR`` standard deviations from the mean."""
     low, high = dataset.x.min(0), dataset.x.max(0)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
     lines = []
-    names = content.columns or tuple(map(str, range(len(low))))
+    names = dataset.columns or tuple(map(str, range(len(low))))
     for feature in np.flatnonzero((low == high) | (reach > FAR))[:SHOWN]:
         reasons = ["constant"] if low[feature] == high[feature] else []
         if reach[feature] > FAR:
@@ -147,9 +152,9 @@ def _unusual_features(content: Content, dataset: Dataset) -> list[tuple[str, str
     return lines
 
 
-def _statistics(content: Content, part: Partition) -> list[tuple[str, str, str]]:
-    mean, squares = moments(content.x, part.train[0])
-    names = content.columns or tuple(map(str, range(len(mean))))
+def _statistics(dataset: Dataset, part: Partition) -> list[tuple[str, str, str]]:
+    mean, squares = moments(dataset.x, part.train[0])
+    names = dataset.columns or tuple(map(str, range(len(mean))))
     std = np.sqrt(squares / len(part.train[0]))
     return [(n, f"{m:.4g}", f"{s:.3g}") for n, m, s in zip(names, mean.tolist(), std.tolist(), strict=True)]
 

@@ -15,6 +15,19 @@ import numpy as np
 
 from posy.data.augment import check_augment
 from posy.data.columns import names_in
+from posy.data.encoding import (
+    CATEGORY,
+    NO_ENCODER,
+    NUMBER,
+    Encoder,
+    Moments,
+    TableFacts,
+    encoder_in,
+    encoder_notes,
+    make_encoder,
+    merged,
+    scale_of,
+)
 from posy.data.errors import DataError, shared_notes
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
 from posy.data.pooled import Pooled
@@ -54,6 +67,7 @@ class Description:
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
     columns: tuple[str, ...] = ()
+    table: TableFacts | None = None  # if the run needs an encoder; mean and squares then cover the values, not all rows
     warnings: tuple[str, ...] = ()  # notes on the data; not read by from_answer
     skipped: int = 0  # number of unreadable files; not read by from_answer
 
@@ -61,7 +75,8 @@ class Description:
         """Return the description as the values of a Flower ConfigRecord."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         arrays = {"mean": self.mean.tolist(), "squares": self.squares.tolist()}
-        return values | arrays | site_notices(self.warnings, self.skipped)
+        table = {"table": self.table.to_json() if self.table else ""}
+        return values | arrays | table | site_notices(self.warnings, self.skipped)
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> "Description":
@@ -78,6 +93,7 @@ class Description:
         mean, squares = (np.array(answer[key], np.float64) for key in ("mean", "squares"))
         count, classes = int(answer["count"]), tuple(dict.fromkeys(label_name(str(c)) for c in answer["classes"]))
         columns = tuple(str(name) for name in answer.get("columns", ()))
+        table = TableFacts.from_json(str(answer["table"])) if answer.get("table") else None
         sensible = (
             kind in TASK_KINDS
             and _suits(shape, kind)
@@ -88,11 +104,12 @@ class Description:
             and len(columns) in (0, shape[0])
             and len(set(columns)) == len(columns)
             and all(len(name) <= _MAX_NAME for name in columns)
+            and (table is None or (len(columns) == len(table.kinds) and max(table.present) <= count))
             and bool(np.isfinite(mean).all() and np.isfinite(squares).all() and (squares >= 0).all())
         )
         if not sensible:
             raise DataError("its description of its data is implausible")
-        return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns)
+        return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns, table)
 
 
 def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
@@ -105,10 +122,12 @@ def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
 
 def open_settings(settings: DataSettings, kind: str) -> list[str]:
     """Return the keys of the unset task settings for this kind of sample. The sites must agree on their values."""
+    if settings.encoder not in ("", NO_ENCODER) and not (settings.feature_mean and settings.feature_std):
+        raise SettingsError("encoder: it needs feature-mean and feature-std; set all three, or none of them")
     keys = ["sample-kind", "input-shape", "classes"]
     keys += ["feature-mean", "feature-std"] if kind == "features" else []
     values = as_config(settings)
-    return [key for key in keys if values[key] in ("", "auto")]
+    return [key for key in keys if values[key] in ("", "auto")] + ["encoder"] * open_encoder(settings, kind)
 
 
 def is_complete(settings: DataSettings) -> bool:
@@ -116,9 +135,15 @@ def is_complete(settings: DataSettings) -> bool:
     return not open_settings(settings, settings.sample_kind)
 
 
+def open_encoder(settings: DataSettings, kind: str) -> bool:
+    """Return whether the run encodes tables, and the encoder is unset, so that the sites must agree on it."""
+    return kind == "features" and not settings.encoder and (settings.missing == "impute" or bool(settings.categories))
+
+
 def open_statistics(settings: DataSettings, kind: str) -> bool:
-    """Return whether the features' mean or standard deviation is unset, so that the sites must provide it."""
-    return kind == "features" and not (settings.feature_mean and settings.feature_std)
+    """Return whether the features' mean or standard deviation, or the encoder, is unset, and the sites provide it."""
+    is_open = not (settings.feature_mean and settings.feature_std)
+    return kind == "features" and (is_open or open_encoder(settings, kind))
 
 
 def task_of(settings: DataSettings) -> Task:
@@ -167,8 +192,18 @@ def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.nd
 
 
 def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
-    """Return the names in ``feature-names`` (none if unset), or raise :class:`SettingsError` if they are invalid."""
+    """Return the names in ``feature-names`` (none if unset), or raise :class:`SettingsError` if they are invalid.
+
+    ``width`` is the number of features. With an encoder, the names are those of the columns before the encoding.
+    """
     names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
+    if encoder := encoder_in(settings.encoder):
+        if names not in ((), encoder.inputs) or len(encoder.names) != width:
+            raise SettingsError(
+                f"encoder: it encodes {', '.join(encoder.inputs)[:200]} as {len(encoder.names)} features, unlike "
+                "feature-names or input-shape; set encoder to the value in the settings of an earlier run"
+            )
+        return encoder.inputs
     if len(names) not in (0, width):
         raise SettingsError(f"feature-names = {settings.feature_names!r:.200}: expected {width} different names")
     return names
@@ -228,24 +263,112 @@ def agreed(
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
     kind, shape = _agreed_form(sites, settings)
-    columns = sites.columns(columns_in(settings, sites.entries[0][1].shape[0])) if kind == "features" else ()
-    result = replace(settings, sample_kind=kind, input_shape=shape, feature_names=_listed(columns))
-    pooled = None
-    if pool and (not settings.classes or open_statistics(settings, kind)):
+    columns = sites.columns(_named_columns(settings, sites.entries[0][1].shape[0])) if kind == "features" else ()
+    result = _with_categories(sites, replace(settings, sample_kind=kind, input_shape=shape), columns)
+    needs_encoder, pooled = open_encoder(result, kind), None
+    if pool and (not settings.classes or open_statistics(result, kind)):
         pooled = pool(result, [name for name, _ in sites.entries])
     all_classes = set(pooled.classes) if pooled else {name for _, d in sites.entries for name in d.classes}
     if not settings.classes:
         sites.warn_of_twins(all_classes)
         check_common(pooled.classes, pooled.sites) if pooled else sites.check_classes(all_classes)
     result = replace(result, classes=settings.classes or _listed(sorted_names(all_classes)))
-    if pooled and pooled.count:
-        result = with_statistics(result, [pooled])
+    measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
+    if not pooled and kind == "features":
+        unlike = _unlike_columns if needs_encoder else unlike_features
+        sites.warnings += unlike(measured, columns)
+    if needs_encoder:
+        facts, total = (pooled.facts, pooled.total) if pooled else _facts_of([d for _, d in measured])
+        result = with_encoder(result, columns, facts, total)
+        sites.warnings += encoder_notes(Encoder.from_json(result.encoder))
     elif kind == "features":
-        measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
-        sites.warnings += unlike_features(measured, columns)
-        result = with_statistics(result, [d for _, d in measured])
+        result = with_statistics(result, [pooled] if pooled and pooled.count else [d for _, d in measured])
     task_of(result)
     return result, sites.warnings
+
+
+def _named_columns(settings: DataSettings, width: int) -> tuple[str, ...]:
+    """Return the names in the encoder or in ``feature-names`` (none if both are unset) for tables with this width."""
+    encoder = encoder_in(settings.encoder)
+    return encoder.inputs if encoder else columns_in(settings, width)
+
+
+def _with_categories(sites: "_Sites", settings: DataSettings, columns: tuple[str, ...]) -> DataSettings:
+    """Return the settings with the names of the columns, and of the columns of categories.
+
+    Raises
+    ------
+    SettingsError
+        If a column contains numbers at one site, and categories at another.
+    """
+    result = replace(settings, feature_names=_listed(columns))
+    if settings.sample_kind != "features" or settings.encoder:
+        return result
+    tables = [(name, _in_order(d, columns)) for name, d in sites.entries if d.columns]
+    categorical = []
+    for number, column in enumerate(columns):
+        kinds = {name: d.table.kinds[number] if d.table else NUMBER for name, d in tables}
+        with_names, with_numbers = ([name for name, k in kinds.items() if k == kind] for kind in (CATEGORY, NUMBER))
+        if with_names and with_numbers:
+            raise SettingsError(
+                f"column {column} contains numbers at {_shown(with_numbers)}, and categories at {_shown(with_names)}; "
+                f"correct it, or set categories={column!r}"
+            )
+        categorical += [column] * bool(with_names)
+    if categorical or settings.missing == "impute":
+        names = {"categories": _listed(categorical)} if tables else {"encoder": NO_ENCODER}
+        return replace(result, **names)
+    return result
+
+
+def _facts_of(descriptions: Sequence[Description]) -> tuple[list[TableFacts], Moments]:
+    """Return the facts about the sites' tables, and the statistics of their columns over all sites."""
+    facts = [d.table or TableFacts.of_numbers(len(d.mean), d.count) for d in descriptions]
+    parts = [
+        Moments(d.count, np.array(each.present), d.mean, d.squares) for d, each in zip(descriptions, facts, strict=True)
+    ]
+    return facts, merged(parts)
+
+
+def with_encoder(
+    settings: DataSettings, columns: Sequence[str], facts: Sequence[TableFacts], total: Moments
+) -> DataSettings:
+    """Return the settings with an encoder, and with the mean and the standard deviation of each encoded feature.
+
+    Parameters
+    ----------
+    settings : DataSettings
+        The settings, with the agreed columns of categories.
+    columns : sequence of str
+        The names of the columns.
+    facts : sequence of TableFacts
+        Facts about the tables, in the order of the columns.
+    total : Moments
+        Statistics of the columns over all tables.
+    """
+    encoder = make_encoder(columns, facts, total, imputes=settings.missing == "impute")
+    mean, std = (",".join(map(repr, values.tolist())) for values in scale_of(encoder, total))
+    return replace(
+        settings,
+        encoder=encoder.to_json(),
+        input_shape=str(len(encoder.names)),
+        feature_mean=settings.feature_mean or mean,
+        feature_std=settings.feature_std or std,
+    )
+
+
+def _unlike_columns(sites: Sequence[tuple[str, Description]], columns: Sequence[str]) -> list[str]:
+    """Return the warnings of :func:`unlike_features` for columns of numbers, each over the sites with enough values."""
+    warnings = []
+    for number, column in enumerate(columns):
+        measured = []
+        for name, d in sites:
+            kind, count = (d.table.kinds[number], d.table.present[number]) if d.table else (NUMBER, d.count)
+            if kind == NUMBER:
+                part = replace(d, count=count, mean=d.mean[[number]], squares=d.squares[[number]])
+                measured.append((name, part))
+        warnings += unlike_features(measured, [column])
+    return warnings[:MAX_UNLIKE]
 
 
 def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
@@ -253,12 +376,14 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
 
     Raise :class:`SettingsError` if no site remains, or in case of a tie.
     """
-    kind, shape = settings.sample_kind, settings.input_shape
+    encoder = encoder_in(settings.encoder)
+    kind, shape = settings.sample_kind, str(len(encoder.inputs)) if encoder else settings.input_shape
     if kind == "auto":
         kind = sites.most("sample-kind", "have different kinds of samples", lambda d: d.kind)
     sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, but the run uses {kind}")
     tables = kind == "features" and all(d.columns for _, d in sites.entries)
     names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
+    names = encoder.inputs if encoder else names
     names = names or (sites.most_columns() if tables and not shape else ())
     shape = shape or (str(len(names)) if names else sites.shape())
     names = names or next((d.columns for _, d in sites.entries if d.columns and shape_text(d.shape) == shape), ())
@@ -276,7 +401,7 @@ def _agreed_form(sites: "_Sites", settings: DataSettings) -> tuple[str, str]:
         if (text := shape_text(site_shape)) != shape:
             resized = _shown(name for name, d in sites.entries if d.shape == site_shape)
             sites.warnings.append(f"{resized}: images of shape {text} are resized to {shape}, the run's shape")
-    return kind, shape
+    return kind, str(len(encoder.names)) if encoder else shape
 
 
 def with_statistics(settings: DataSettings, descriptions: Sequence[Description] | Sequence[Pooled]) -> DataSettings:
@@ -512,4 +637,6 @@ def _in_order(description: Description, columns: tuple[str, ...]) -> Description
     if not description.columns:
         return description
     order = [description.columns.index(name) for name in columns]
-    return replace(description, mean=description.mean[order], squares=description.squares[order], columns=columns)
+    mean, squares = (part[order] if part.size else part for part in (description.mean, description.squares))
+    table = description.table.in_order(order) if description.table else None
+    return replace(description, mean=mean, squares=squares, columns=columns, table=table)

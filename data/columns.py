@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from posy.data.encoding import encoder_in
 from posy.data.errors import DataError, Note
-from posy.data.labels import label_name, nearly_equal
+from posy.data.labels import LabelRule, label_name, nearly_equal
 from posy.data.settings import DataSettings
 from posy.settings import SettingsError
 
@@ -15,7 +16,7 @@ _SHOWN = 20  # maximum number of column names that a message lists
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns named in the settings. :func:`roles` infers the others from the header of the table."""
+    """The columns named in the settings, and the format of their cells. :func:`roles` infers all other columns."""
 
     label: str = ""
     inputs: tuple[str, ...] = ()
@@ -23,12 +24,30 @@ class Columns:
     offered: tuple[str, ...] | None = None
     """The columns that the site's policy offers as inputs, or None without a policy. With a policy, Posy looks for the
     label outside these columns, whichever columns the run uses, so a run cannot choose the label."""
+    categories: tuple[str, ...] = ()
+    """Columns of categories, even if all of their values are numbers."""
+    imputes: bool = False
+    """Whether missing values are allowed in the input columns."""
+    separator: str = "auto"
+    decimal: str = "auto"
+    """The settings of these names."""
 
     @classmethod
     def of(cls, settings: DataSettings) -> Self:
         """Return the columns named in the settings, or raise :class:`SettingsError` for a malformed list."""
         inputs = names_in("input-columns", settings.input_columns) if settings.input_columns else ()
-        return cls(label_name(settings.label_column), inputs, label_name(settings.group_column))
+        categories = names_in("categories", settings.categories) if settings.categories else ()
+        if encoder := encoder_in(settings.encoder):
+            categories = encoder.categorical
+        return cls(
+            label_name(settings.label_column),
+            inputs,
+            label_name(settings.group_column),
+            categories=categories,
+            imputes=settings.missing == "impute",
+            separator=settings.separator,
+            decimal=settings.decimal,
+        )
 
     def named(self) -> list[tuple[str, str]]:
         """Return a pair (setting key, column name) for each column named in the settings."""
@@ -45,6 +64,8 @@ class Roles:
     group: int | None
     is_text: bool  # whether the only input is a column of texts, even if every text is a number
     notes: tuple[str, ...]
+    rule: LabelRule | None = None
+    """The rule that derives the classes from the label column, if the setting `label-column` is a comparison."""
 
 
 def roles(
@@ -61,6 +82,15 @@ def roles(
     DataError
         If a named column does not exist, a column is named twice, or no column remains.
     """
+    rule = None if columns.label in header else LabelRule.parse(columns.label)
+    columns = replace(columns, label=rule.column) if rule else columns
+    assigned = replace(_roles(header, columns, where, coded, images), rule=rule)
+    _check_categories(header, columns, assigned, where)
+    return assigned
+
+
+def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[int], images: Sequence[int]) -> Roles:
+    """Return the roles of a table's columns as in :func:`roles`, if ``columns.label`` is the name of a column."""
     _check_named(header, columns, where)
     lower = [title.lower() for title in header]
     inputs = tuple(header.index(name) for name in columns.inputs)
@@ -94,6 +124,17 @@ def roles(
     if unused := [header[index] for index in remaining if index not in chosen]:
         notes.append(Note(f"Posy does not use these columns: {', '.join(unused)}"))
     return Roles(label, chosen, group, bool(texts), tuple(notes))
+
+
+def _check_categories(header: Sequence[str], columns: Columns, assigned: Roles, where: str) -> None:
+    """Raise :class:`DataError` if a column of categories is not an input column."""
+    inputs = {header[index] for index in assigned.inputs}
+    if other := [name for name in columns.categories if name not in inputs]:
+        raise DataError(
+            f"{where}: categories = {other[0]!r}: this is not an input column; correct categories",
+            "missing-column",
+            other[0],
+        )
 
 
 def _check_named(header: Sequence[str], columns: Columns, where: str) -> None:

@@ -4,17 +4,21 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from posy.data.encoding import Categories, Encoder, Moments, encoder_notes, make_encoder, table_facts
+from posy.data.errors import Note
 from posy.data.labels import distinct_labels, label_notes
 from posy.data.published import FLAMBY
 from posy.data.task import TASK_KINDS, Task
 from posy.data.text import UNKNOWN, tokenise
-from posy.data.values import check_scaled, deviation, moments
+from posy.data.values import as_features, check_scaled, deviation, moments
 
+_LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the log of the run
 Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 """(train, test) indices of each client."""
 
@@ -47,6 +51,8 @@ class Dataset:
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
     order_seed: int = 0  # a site's secret seed for the order of its samples in batches; 0: use the run's seed
     client_scales: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # each client's mean and std, with scaling = client
+    categories: Categories = ()  # as in :class:`Content`; empty after :func:`fitted`
+    encoder: Encoder | None = None  # the encoder of a table's rows, set by :func:`fitted`
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -74,6 +80,8 @@ class Content:
     read_notes: tuple[str, ...] = ()  # one-sentence warnings about the data
     unreadable: tuple[str, ...] = ()  # one error message per unreadable file
     resized: bool = False  # whether the samples come from image files, which can be resized to any size
+    categories: Categories = ()
+    """Names of the categories in each feature column, whose values are then indices; NaN denotes a missing value."""
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -91,6 +99,8 @@ class Content:
             digest.update(f"{self.x.dtype} {self.x.shape}".encode())
             for block in bytes_of(self.x):
                 digest.update(block)
+        if any(names is not None for names in self.categories):
+            digest.update(repr(self.categories).encode(errors="surrogatepass"))
         for label in self.labels.tolist():
             digest.update(f"{label}\0".encode(errors="surrogatepass"))
         return digest.digest()
@@ -142,7 +152,14 @@ def make_dataset(
 
 
 def fitted(
-    dataset: Dataset, train: Sequence[np.ndarray], max_words: int, *, scaling: str = "auto", protocol: str = ""
+    dataset: Dataset,
+    train: Sequence[np.ndarray],
+    max_words: int,
+    *,
+    scaling: str = "auto",
+    protocol: str = "",
+    imputes: bool = False,
+    min_rows: int = 10,
 ) -> Dataset:
     """Return the data set with statistics and a vocabulary derived from training samples alone.
 
@@ -161,6 +178,10 @@ def fitted(
     scaling, protocol : str
         The settings of these names. With ``scaling = client``, each client's training samples determine the mean and
         the standard deviation of its features.
+    imputes : bool
+        Whether the rows of tables are encoded even if they have no categories, so that missing values are allowed.
+    min_rows : int
+        Number of training samples that a one-hot column of a table needs.
 
     Raises
     ------
@@ -171,8 +192,10 @@ def fitted(
         return dataset
     rows = np.unique(np.concatenate(train))
     if dataset.sample_kind == "features":
+        if dataset.columns and (imputes or dataset.categories):
+            dataset = _encoded(dataset, rows, imputes=imputes, min_rows=min_rows)
         mean, squares = moments(dataset.x, rows)
-        std = deviation(mean, squares / len(rows))
+        mean, std = _without_one_hot(dataset.encoder, mean, deviation(mean, squares / len(rows)))
         check_scaled(dataset.x, mean, std, dataset.name, dataset.columns)
         dataset = replace(dataset, mean=mean, std=std)
         if scaling == "client":
@@ -191,5 +214,33 @@ def _client_scale(dataset: Dataset, rows: np.ndarray, protocol: str) -> tuple[np
         std = np.sqrt(squares / max(1, len(rows) - 1)) + 1e-9
     else:
         std = deviation(mean, squares / len(rows))
+    mean, std = _without_one_hot(dataset.encoder, mean, std)
     check_scaled(dataset.x[rows], mean, std, dataset.name, dataset.columns)
     return mean, std
+
+
+def _encoded(dataset: Dataset, rows: np.ndarray, *, imputes: bool, min_rows: int) -> Dataset:
+    """Return a data set whose samples are encoded with an encoder from some rows of its table."""
+    facts, mean, squares = table_facts(dataset.x, dataset.categories, rows, min_rows)
+    total = Moments(len(rows), np.array(facts.present), mean, squares)
+    encoder = make_encoder(dataset.columns, [facts], total, imputes=imputes)
+    x, notes = as_features(encoder.encode(dataset.x, dataset.categories, dataset.name), dataset.name)
+    notes = [*encoder_notes(encoder), *notes]
+    for note in notes:
+        _LOG.warning("%s: %s", dataset.name, note)
+    return replace(
+        dataset,
+        task=replace(dataset.task, input_shape=(x.shape[1],)),
+        x=x,
+        columns=encoder.names,
+        categories=(),
+        encoder=encoder,
+        notes=(*dataset.notes, *map(Note, notes)),
+    )
+
+
+def _without_one_hot(encoder: Encoder | None, mean: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the standard deviation with 0 and 1 for one-hot columns, which are not scaled."""
+    if encoder is None:
+        return mean, std
+    return np.where(encoder.is_number, mean, 0.0), np.where(encoder.is_number, std, 1.0)

@@ -30,8 +30,16 @@ def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dat
     """
     dataset = load_dataset(settings, data_dir, seed)
     part = partition(dataset, settings, seed)
-    scaling, protocol = settings.scaling, settings.protocol
-    return fitted(dataset, part.train, settings.vocabulary, scaling=scaling, protocol=protocol), part
+    fitted_dataset = fitted(
+        dataset,
+        part.train,
+        settings.vocabulary,
+        scaling=settings.scaling,
+        protocol=settings.protocol,
+        imputes=settings.missing == "impute",
+        min_rows=settings.min_category_rows,
+    )
+    return fitted_dataset, part
 
 
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:

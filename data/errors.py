@@ -16,7 +16,8 @@ CODES = {
     "other-shape": "the shape of its samples differs from the run's shape",
     "other-classes": "it has labels that are not classes of the run",
     "extreme-value": "a feature may exceed the range of float32 after standardisation",
-    "long-label": "a label is too long for a masked sum; set classes",
+    "long-label": "a label or a category is too long for a masked sum",
+    "no-encoder": "its table has categories or missing values, but the settings of the run contain no encoder",
     "too-few-rows": "it has too few rows",
     "changed-data": "its data has changed during the run; start a new run",
 }

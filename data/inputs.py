@@ -1,7 +1,7 @@
 """Convert a user's image, text or row of numbers to a network's input, with the same preprocessing as in training."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from posy.data.agreement import MODES
 from posy.data.dataset import Dataset
+from posy.data.encoding import Encoder
 from posy.data.errors import DataError
+from posy.data.readers.cells import category_in, is_missing, number_in
 from posy.data.readers.image import as_images, pixels_of, read_images
 from posy.data.task import TASK_KINDS, Task
 from posy.data.text import hashed, tokens_of
@@ -51,19 +53,28 @@ class Preprocessing:
     mean: np.ndarray
     std: np.ndarray
     words: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # names of the features, or with an encoder, of the columns of the table
+    encoder: Encoder | None = None
 
     @classmethod
     def of(cls, dataset: Dataset, client: int) -> Self:
         """Return the preprocessing for a client's samples."""
         mean, std = dataset.scale_of(client)
-        return cls(dataset.task, dataset.sample_kind, mean, std, dataset.words, dataset.columns)
+        columns = dataset.encoder.inputs if dataset.encoder else dataset.columns
+        return cls(dataset.task, dataset.sample_kind, mean, std, dataset.words, columns, dataset.encoder)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the network's inputs, if the data has them."""
+        return self.encoder.names if self.encoder else self.columns
 
     def to_json(self) -> str:
         """Return the preprocessing as JSON; :meth:`from_json` restores each number exactly."""
         task = {"shape": self.task.input_shape, "classes": self.task.class_names, "vocabulary": self.task.vocabulary}
         scale = {"mean": self.mean.tolist(), "std": self.std.tolist(), "type": str(self.mean.dtype)}
-        return json.dumps({"kind": self.sample_kind, **task, **scale, "words": self.words, "columns": self.columns})
+        encoder = {"encoder": self.encoder.to_json()} if self.encoder else {}
+        words = {"words": self.words, "columns": self.columns}
+        return json.dumps({"kind": self.sample_kind, **task, **scale, **words, **encoder})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -72,7 +83,8 @@ class Preprocessing:
         kind, classes = stored["kind"], tuple(stored["classes"])
         task = Task(TASK_KINDS[kind], tuple(stored["shape"]), classes, stored["vocabulary"])
         mean, std = (np.array(stored[key], stored["type"]) for key in ("mean", "std"))
-        return cls(task, kind, mean, std, tuple(stored["words"]), tuple(stored["columns"]))
+        encoder = Encoder.from_json(stored["encoder"]) if "encoder" in stored else None
+        return cls(task, kind, mean, std, tuple(stored["words"]), tuple(stored["columns"]), encoder)
 
     def __call__(self, sample: Any) -> Tensor:
         """Return a sample in the network's input format, ``(1, *input_shape)``.
@@ -99,6 +111,8 @@ class Preprocessing:
             return f"images of {shape_text(shape)} (channels x height x width){how}"
         if self.task.kind == "features":
             names = f" ({', '.join(self.columns[:5])}{', …' * (len(self.columns) > 5)})" if self.columns else ""
+            if self.encoder:
+                return f"rows of {len(self.columns)} numbers and categories{names}"
             return f"rows of {shape[0]} numbers{names}"
         return "texts" if self.sample_kind == "text" else f"at most {shape[0]} tokens (word indices)"
 
@@ -136,10 +150,31 @@ class Preprocessing:
             if missing := [name for name in self.columns if name not in sample]:
                 raise self._refused(f"no {', '.join(missing[:5])}{', …' * (len(missing) > 5)} in the row")
             sample = [sample[name] for name in self.columns]
+        if self.encoder:
+            return self._encoded(self.encoder, sample)
         array = self._numbers(sample)
         if array.shape != self.task.input_shape:
             raise self._refused(_describe_shape(array))
         return as_features(array.astype(np.float64)[None], "the row")[0][0]
+
+    def _encoded(self, encoder: Encoder, sample: Any) -> np.ndarray:
+        """Return the encoded values of a raw row: numbers, strings, and None or NaN for missing values."""
+        values = list(sample) if isinstance(sample, Sequence | np.ndarray) and not isinstance(sample, str) else []
+        if len(values) != len(self.columns):
+            raise self._refused(f"a row of {len(values)} values")
+        x, categories = np.full((1, len(values)), np.nan), list[tuple[str, ...] | None]()
+        for number, (value, column) in enumerate(zip(values, encoder.columns, strict=True)):
+            cell = "" if value is None else str(value)
+            names = None
+            if not is_missing(cell) and column.mean is None:
+                x[0, number], names = 0.0, (category_in(cell),)
+            elif not is_missing(cell):
+                parsed = number_in(cell)
+                if parsed is None or not np.isfinite(parsed):
+                    raise self._refused(f"{column.name}: {cell!r:.40} is not a number")
+                x[0, number] = parsed
+            categories.append(names)
+        return as_features(encoder.encode(x, tuple(categories), "the row"), "the row")[0][0]
 
     def _tokens(self, sample: Any) -> np.ndarray:
         length = self.task.input_shape[0]

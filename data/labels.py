@@ -4,6 +4,8 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -14,7 +16,30 @@ _INTEGER_OR_FLOAT = re.compile(r"([+-]?[0-9]{1,4000})(?:\.0*)?")
 _CANONICAL = re.compile(r"(?:\+|(-))?(0|[1-9][0-9]{0,3999})(?:\.0*)?")
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]+")
 _GAP = re.compile(r"[\s_-]+")
+_RULE = re.compile(r"(.+?)\s*(>=|<=|==|!=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
+_COMPARE = {
+    ">": np.greater, ">=": np.greater_equal, "<": np.less, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal
+}  # fmt: skip
 _ABSENT = frozenset({"nan", "na", "n/a", "none", "null", "missing", "?"})
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """A rule that derives two classes from a column of numbers: 1 if the comparison is true, else 0."""
+
+    column: str
+    sign: str  # >, >=, <, <=, == or !=
+    number: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Return the rule in a text such as ``num > 0``, or None if the text is not a comparison."""
+        match = _RULE.fullmatch(text)
+        return cls(label_name(match[1]), match[2], float(match[3])) if match else None
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        """Return the classes ``(N,)`` of the column's numbers, int64."""
+        return np.asarray(_COMPARE[self.sign](values, self.number)).astype(np.int64)
 
 
 def as_labels(y: np.ndarray, where: str) -> np.ndarray:

@@ -7,11 +7,12 @@ each label, and the mean and the sum of squared deviations of each feature over 
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
 
+from posy.data.encoding import CATEGORY, NUMBER, Moments, TableFacts
 from posy.data.errors import DataError
 from posy.data.labels import label_name
 from posy.settings import SettingsError
@@ -26,6 +27,7 @@ CELLS, CHOICES, NAME_BYTES = 768, 3, 120
 """Number of cells in the label table, number of cells per label, and maximum number of UTF-8 bytes in a label."""
 _NAME_WORDS = NAME_BYTES // 8 + 1  # one spare word: the sum of names over sites does not overflow
 _CELL_WORDS = 1 + 2 + _NAME_WORDS
+_FACT, _CATEGORICAL, _MISSING, _OTHER = "\x01", "categories", "missing", "other"
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,24 @@ class Pooled:
     """Mean of each feature, float64 ``(F,)``."""
     squares: np.ndarray
     """Sum of each feature's squared deviations from its mean, float64 ``(F,)``."""
+    facts: list[TableFacts] = field(default_factory=list)
+    """Facts about all tables together, if the run needs an encoder."""
+    present: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """Number of rows with a value in each column, float64 ``(F,)``, if the run needs an encoder."""
+
+    @property
+    def total(self) -> Moments:
+        """The statistics of the tables' columns."""
+        return Moments(self.count, self.present, self.mean, self.squares)
 
 
-def numbers_of(classes: Sequence[str] | None, count: int, mean: np.ndarray, squares: np.ndarray) -> list[int]:
+def numbers_of(
+    classes: Sequence[str] | None,
+    count: int,
+    mean: np.ndarray,
+    squares: np.ndarray,
+    table: TableFacts | None = None,
+) -> list[int]:
     """Return the numbers that a site adds to the masked sum, each below 2^64.
 
     Parameters
@@ -54,25 +71,31 @@ def numbers_of(classes: Sequence[str] | None, count: int, mean: np.ndarray, squa
         Number of rows.
     mean, squares : numpy.ndarray
         Mean of each feature, and sum of its squared deviations, float64 ``(F,)``; ``F`` may be 0.
+    table : TableFacts, optional
+        Facts about the site's table, if the run needs an encoder. The mean then covers the rows with a value.
 
     Raises
     ------
     DataError
-        If a label has more than :data:`NAME_BYTES` bytes.
+        If a label or a category has more than :data:`NAME_BYTES` bytes.
     """
     numbers = [1, count]
-    for m, q in zip(map(Fraction, mean.tolist()), map(Fraction, squares.tolist()), strict=True):
-        numbers += _words(round(count * m * 2**SCALE_BITS), SUM_WORDS)
-        numbers += _words(round((q + count * m * m) * 2 ** (2 * SCALE_BITS)), SQUARE_WORDS)
-    return numbers if classes is None else numbers + _table_of(classes)
+    counts = table.present if table else (count,) * len(mean)
+    for n, m, q in zip(counts, map(Fraction, mean.tolist()), map(Fraction, squares.tolist()), strict=True):
+        numbers += _words(round(n * m * 2**SCALE_BITS), SUM_WORDS)
+        numbers += _words(round((q + n * m * m) * 2 ** (2 * SCALE_BITS)), SQUARE_WORDS)
+    if table:
+        numbers += table.present
+    return numbers if classes is None and not table else numbers + _table_of([*(classes or ()), *_fact_names(table)])
 
 
-def count_of(features: int, *, classes: bool) -> int:
+def count_of(features: int, *, classes: bool, table: bool = False) -> int:
     """Return the length of the list that :func:`numbers_of` returns."""
-    return 2 + features * (SUM_WORDS + SQUARE_WORDS) + (CELLS * _CELL_WORDS if classes else 0)
+    numbers = 2 + features * (SUM_WORDS + SQUARE_WORDS + table)
+    return numbers + (CELLS * _CELL_WORDS if classes or table else 0)
 
 
-def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
+def pooled(sums: Sequence[int], features: int, *, classes: bool, table: bool = False) -> Pooled:
     """Return the statistics over all sites from the sums of their numbers.
 
     The arithmetic is exact, so no digits are lost to cancellation, even if a mean is far larger than the deviation.
@@ -87,15 +110,24 @@ def pooled(sums: Sequence[int], features: int, *, classes: bool) -> Pooled:
     if not count:
         raise SettingsError("the statistics of the sites cover no rows: a site has sent wrong numbers")
     mean, squares, start = [], [], 2
-    for _ in range(features):
+    counts: Sequence[int] = (count,) * features
+    if table:
+        end = 2 + features * (SUM_WORDS + SQUARE_WORDS)
+        counts = sums[end : end + features]
+    for n in counts:
         sum_end, end = start + SUM_WORDS, start + SUM_WORDS + SQUARE_WORDS
         total = Fraction(_signed(sums[start:sum_end]), 2**SCALE_BITS)
         total_squares = Fraction(_signed(sums[sum_end:end]), 2 ** (2 * SCALE_BITS))
-        mean.append(float(total / count))
-        squares.append(float(max(Fraction(0), total_squares - total * total / count)))
+        mean.append(float(total / max(1, n)))
+        squares.append(float(max(Fraction(0), total_squares - total * total / max(1, n))))
         start = end
-    names = _names_in(sums[start:]) if classes else {}
-    return Pooled(sites, names, count if features else 0, np.array(mean), np.array(squares))
+    names = _names_in(sums[start + features * table :]) if classes or table else {}
+    result = Pooled(sites, names, count if features else 0, np.array(mean), np.array(squares))
+    if not table:
+        return result
+    classes_only = {name: number for name, number in names.items() if not name.startswith(_FACT)}
+    facts = _facts_in(names.keys() - classes_only.keys(), counts)
+    return replace(result, classes=classes_only, facts=[facts], present=np.array(counts, np.float64))
 
 
 def _words(number: int, words: int) -> list[int]:
@@ -119,6 +151,41 @@ def _signed(sums: Sequence[int]) -> int:
     return number - modulus if number >> (WORD_BITS * len(sums) - 1) else number
 
 
+# -- facts about tables ----------------------------------------------------------------------------------
+#
+# The categories of the columns, and the columns with missing or rare values, are listed in the same way as the labels.
+
+
+def _fact_names(table: TableFacts | None) -> list[str]:
+    """Return the facts about a table, except for numbers of rows, as names that cannot be labels."""
+    if table is None:
+        return []
+    names = []
+    for number, kind in enumerate(table.kinds):
+        facts = [_CATEGORICAL * (kind == CATEGORY), _MISSING * table.missing[number], _OTHER * table.other[number]]
+        names += [f"{_FACT}{number}{_FACT}{fact}" for fact in facts if fact]
+        names += [f"{_FACT}{number}{_FACT}={category}" for category in table.categories[number]]
+    return names
+
+
+def _facts_in(names: Iterable[str], counts: Sequence[int]) -> TableFacts:
+    """Return the facts in the names of all sites; raise :class:`SettingsError` if a site has sent wrong names."""
+    facts: list[set[str]] = [set() for _ in counts]
+    try:
+        for name in names:
+            _, number, fact = name.split(_FACT, 2)
+            facts[int(number)].add(fact)
+    except (ValueError, IndexError) as error:
+        raise SettingsError("a site has sent wrong facts about its table; set encoder") from error
+    return TableFacts(
+        tuple(CATEGORY if _CATEGORICAL in part else NUMBER for part in facts),
+        tuple(counts),
+        tuple(_MISSING in part for part in facts),
+        tuple(_OTHER in part for part in facts),
+        tuple(tuple(sorted(fact[1:] for fact in part if fact.startswith("="))) for part in facts),
+    )
+
+
 # -- labels ------------------------------------------------------------------------------------------------
 #
 # Invertible Bloom lookup tables (Goodrich and Mitzenmacher, 2011) allow the union of sets to be listed from the sum of
@@ -134,8 +201,8 @@ def _table_of(names: Iterable[str]) -> list[int]:
         text = name.encode()
         if len(text) > NAME_BYTES:
             raise DataError(
-                f"a label has {len(text)} bytes; with secure-aggregation at most {NAME_BYTES} are possible; set "
-                "classes, or shorten the label",
+                f"a label or a category has {len(text)} bytes; with secure-aggregation at most {NAME_BYTES} are "
+                "possible; shorten it, or set classes for labels",
                 "long-label",
             )
         check, label_cells = _hashes(text)
@@ -169,7 +236,8 @@ def _names_in(sums: Sequence[int]) -> dict[str, int]:
         names[label_name(text.decode(errors="replace"))] += times
         pending += label_cells
     if any(any(cell) for cell in cells):
-        raise SettingsError("the sites have too many labels for a masked sum: set classes")
+        text = "the sites have too many labels and categories for a masked sum"
+        raise SettingsError(f"{text}: set classes, or name fewer columns in input-columns")
     return dict(names)
 
 

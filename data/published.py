@@ -48,7 +48,8 @@ class Published:
     torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and its download folder
     reader: str = "read_torchvision"  # function in posy.data.readers.published
     has_test_set: bool = True  # whether any form of the data set includes a test set
-    clients: int = 0  # number of clients with which the data set comes; 0: it has no clients
+    clients: int = 0  # number of natural groups, which are the clients by default; 0: it has no clients
+    categories: str = ""  # columns of categories that are written as numbers
     features: bool = False  # whether its samples are rows of features
     where: str = ""  # files needed in the data directory; empty: an .npz file or torchvision's folder
 
@@ -77,11 +78,12 @@ DATASETS = {
         has_test_set=False,
     ),
     "heart-disease": Published(
-        "740 complete records of 920 patients in four hospitals, 13 features, 2 classes; clients: hospitals",
+        "920 patients of four hospitals, 13 columns with categories and missing values, 2 classes; groups: hospitals",
         reader="read_heart_disease",
         where="nothing: comes with Posy",
         has_test_set=False,
         clients=4,
+        categories="cp,restecg,slope,thal",
         features=True,
     ),
     "mnist": Published("70,000 grey 28x28 digits", DIGITS, (28, 28, 1), torchvision=("MNIST", "MNIST/raw")),

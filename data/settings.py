@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posy.data.published import DATASETS, FLAMBY
+from posy.data.published import DATASETS, FLAMBY, Published
 from posy.data.readers.pfllib import is_pfllib
 from posy.paths import absolute, exists, expanded
 from posy.settings import SettingsError, setting
@@ -29,8 +29,8 @@ class DataSettings:
     )
     protocol: str = setting(
         "",
-        "heart-disease: preparation of the tables; `flamby`, the default there: ten columns, complete rows, FLamby's "
-        "test split, and scaling = client (Fed-Heart-Disease)",
+        "heart-disease: preparation of the tables; `flamby`: ten columns, complete rows, FLamby's test split, and "
+        "scaling = client (Fed-Heart-Disease); empty: all columns and rows, with missing = impute",
         choices=("", FLAMBY),
         needs="dataset = heart-disease",
     )
@@ -45,7 +45,8 @@ class DataSettings:
     )
     label_column: str = setting(
         "",
-        "tables: name of the column that contains the classes; empty: `label`, else the last column",
+        "tables: name of the column that contains the classes, or a rule such as `num > 0` for the classes 1 and 0; "
+        "empty: `label`, else the last column",
         synonyms=("target-column",),
         samples="table",
     )
@@ -59,6 +60,43 @@ class DataSettings:
     group_column: str = setting(
         "",
         "tables: name of the column that contains the natural groups; empty: `group`, if the table has one",
+        samples="table",
+    )
+    categories: str = setting(
+        "",
+        "tables: columns of categories that are written as numbers, separated by commas, or a JSON list; columns of "
+        "strings always contain categories",
+        synonyms=("categorical-columns", "categorical"),
+        samples="features",
+    )
+    missing: str = setting(
+        "auto",
+        "tables: treatment of missing values in input columns (`?`, empty, `NA`); `impute`: the mean over all training "
+        "samples, with an indicator column; for categories, a category of its own; `auto`: refuse, except in the raw "
+        "tables of heart-disease",
+        choices=("auto", "refuse", "impute"),
+        samples="features",
+    )
+    min_category_rows: int = setting(
+        10,
+        "tables: number of training samples that a category, or the missing values of a column, need for a one-hot "
+        "column; sites use `min-rows` of their policy",
+        minimum=1,
+        needs="dataset != sites",
+        samples="features",
+    )
+    separator: str = setting(
+        "auto",
+        "tables: separator of the columns in a .csv file; `auto`: the separator that the header row contains",
+        choices=("auto", "comma", "semicolon", "tab", "bar"),
+        synonyms=("delimiter", "sep"),
+        samples="table",
+    )
+    decimal: str = setting(
+        "auto",
+        "tables: decimal mark in a .csv file; `auto`: a point, or a comma if all numbers of a column fit and the "
+        "separator is not a comma",
+        choices=("auto", "point", "comma"),
         samples="table",
     )
     partition: str = setting(
@@ -230,6 +268,12 @@ class DataSettings:
         "sites: names of the features in order, separated by commas, or a JSON list; empty: the sites' column names",
         needs="dataset = sites",
     )
+    encoder: str = setting(
+        "",
+        "sites: encoding of the tables' columns as JSON, in the format that Posy stores with a run; `none`: no "
+        "encoding; empty: agreed by the sites, if their tables have categories, or with `missing = impute`",
+        needs="dataset = sites",
+    )
     share_class_counts: bool = setting(
         False, "sites: send each site's number of samples per class to the server", needs="dataset = sites"
     )
@@ -259,7 +303,7 @@ def located(settings: DataSettings) -> DataSettings:
     exist on the nodes.
     """
     if published := DATASETS.get(settings.dataset):
-        return _with_clients(settings, published.clients)
+        return _with_clients(settings, published)
     if settings.dataset == SITES:
         return settings
     try:
@@ -270,10 +314,16 @@ def located(settings: DataSettings) -> DataSettings:
     return replace(settings, dataset=str(path), partition="given" if partitioned else settings.partition)
 
 
-def _with_clients(settings: DataSettings, clients: int) -> DataSettings:
-    """Return the settings for a published data set that comes with this number of clients, 0 for any."""
-    if not clients or settings.partition not in (DataSettings.partition, "natural"):
+def _with_clients(settings: DataSettings, published: Published) -> DataSettings:
+    """Return the settings for a published data set that may come with clients and with a table's columns."""
+    if not published.clients:
         return settings
-    count = clients if settings.num_clients == DataSettings.num_clients else settings.num_clients
-    scaling = "client" if settings.scaling == "auto" else settings.scaling
-    return replace(settings, partition="given", num_clients=count, scaling=scaling, protocol=FLAMBY)
+    is_flamby, is_default = settings.protocol == FLAMBY, settings.partition in (DataSettings.partition, "natural")
+    if is_default and settings.num_clients == DataSettings.num_clients:
+        settings = replace(settings, num_clients=published.clients)
+    if is_default:
+        settings = replace(settings, partition="given" if is_flamby else "natural")
+    if is_flamby:
+        return replace(settings, scaling="client" if settings.scaling == "auto" else settings.scaling)
+    missing = "impute" if settings.missing == "auto" else settings.missing
+    return replace(settings, categories=settings.categories or published.categories, missing=missing)

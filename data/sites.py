@@ -18,6 +18,7 @@ from posy.data.agreement import (
     Description,
     columns_in,
     difference,
+    open_encoder,
     open_statistics,
     shape_in,
     statistics_in,
@@ -25,6 +26,7 @@ from posy.data.agreement import (
 )
 from posy.data.columns import Columns, names_in
 from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
+from posy.data.encoding import Categories, encoder_in, table_facts
 from posy.data.errors import DataError, Note
 from posy.data.labels import renumbered
 from posy.data.partitions import Partition, finished, split
@@ -35,7 +37,7 @@ from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
-from posy.data.values import check_reach, moments
+from posy.data.values import as_features, check_reach, moments
 from posy.paths import exists
 
 
@@ -73,7 +75,14 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
     rows, _ = site_split(content, policy)
     _check_rows(content, len(rows), policy)
     count, mean, squares = 1, np.empty(0), np.empty(0)
-    if open_statistics(settings, content.kind) and not masked:
+    table = None
+    if content.columns and not settings.encoder and (content.categories or open_encoder(settings, content.kind)):
+        table, *statistics = table_facts(content.x, content.categories, rows, policy.min_rows)
+        if masked:
+            table = table.kinds_only()
+        else:
+            count, (mean, squares) = len(rows), statistics
+    elif open_statistics(settings, content.kind) and not masked:
         count, (mean, squares) = len(rows), moments(content.x, rows)
     classes, rare = _frequent_classes(content, rows, policy)
     return Description(
@@ -85,6 +94,7 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
         mean=mean,
         squares=squares,
         columns=content.columns,
+        table=table,
         warnings=(*content.notes, *(() if settings.classes else rare)),
         skipped=len(content.unreadable),
     )
@@ -103,11 +113,13 @@ def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> li
     check_suits(content, settings)
     rows, _ = site_split(content, policy)
     _check_rows(content, len(rows), policy)
-    mean, squares = np.empty(0), np.empty(0)
-    if open_statistics(settings, content.kind):
-        mean, squares = moments(_in_columns(content, settings), rows)
+    mean, squares, table = np.empty(0), np.empty(0), None
+    if open_encoder(settings, content.kind):
+        table, mean, squares = table_facts(*_in_columns(content, settings), rows, policy.min_rows)
+    elif open_statistics(settings, content.kind):
+        mean, squares = moments(_in_columns(content, settings)[0], rows)
     classes, _ = _frequent_classes(content, rows, policy)
-    return numbers_of(None if settings.classes else classes, len(rows), mean, squares)
+    return numbers_of(None if settings.classes else classes, len(rows), mean, squares, table)
 
 
 def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple[Dataset, Partition]:
@@ -124,7 +136,7 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
     """
     task, kind, path = task_of(settings), settings.sample_kind, content.path
     check_suits(content, settings)
-    x, scale = content.x, None
+    x, scale, encoder = content.x, None, encoder_in(settings.encoder)
     if kind == "text":
         x = hashed(x, task.input_shape[0], task.vocabulary)
     elif kind == "tokens" and x.max() >= task.vocabulary:
@@ -132,17 +144,18 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
             f"{path}: token {x.max()}; the run's vocabulary allows 0 to {task.vocabulary - 1}", "other-shape"
         )
     elif kind == "features":
-        x = _in_columns(content, settings)
+        x = _encoded(content, settings)
         scale = statistics_in(settings, task.input_shape[0])
     y = _numbers_in_run(content, task.class_names)
     part, split_notes = _partition(content, settings, policy)
     columns, notes = content.columns, (*content.notes, *split_notes)
     if scale is not None:
-        columns = columns_in(settings, task.input_shape[0]) or columns
+        columns = encoder.names if encoder else columns_in(settings, task.input_shape[0]) or columns
         rows = np.concatenate([part.train[0], part.test[0], part.validation[0]])
         _check_scale(x, rows, *scale, str(path), columns)
         notes = (*notes, *_far_notes(x, part.train[0], *scale, columns, policy.min_rows))
     attributes: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
+    attributes["encoder"] = encoder
     attributes["order_seed"] = _seed(content, "order")
     return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **attributes), part
 
@@ -247,6 +260,8 @@ def check_suits(content: Content, settings: DataSettings) -> None:
     if not settings.input_shape:
         return
     shape, expected = _shape(content, settings), shape_in(settings, content.kind)
+    if encoder := encoder_in(settings.encoder):
+        expected = (len(encoder.inputs),)
     if shape != expected:
         raise DataError(
             f"{content.path}: samples of shape {shape_text(shape)}; the run's input-shape is {shape_text(expected)}",
@@ -304,10 +319,26 @@ def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     return renumbered(y, site_names, names)
 
 
-def _in_columns(content: Content, settings: DataSettings) -> np.ndarray:
-    """Return a site's features in the run's column order."""
-    names = columns_in(settings, content.x.shape[1])
+def _in_columns(content: Content, settings: DataSettings) -> tuple[np.ndarray, Categories]:
+    """Return a site's features and their categories in the run's column order."""
+    encoder = encoder_in(settings.encoder)
+    names = encoder.inputs if encoder else columns_in(settings, content.x.shape[1])
     x: np.ndarray = content.x
     if not names or content.columns in ((), names):
-        return x
-    return x[:, [content.columns.index(name) for name in names]]
+        return x, content.categories
+    order = [content.columns.index(name) for name in names]
+    return x[:, order], tuple(content.categories[index] for index in order) if content.categories else ()
+
+
+def _encoded(content: Content, settings: DataSettings) -> np.ndarray:
+    """Return a site's features in the run's column order, encoded if the run has an encoder."""
+    x, categories = _in_columns(content, settings)
+    if encoder := encoder_in(settings.encoder):
+        return as_features(encoder.encode(x, categories, str(content.path)), str(content.path))[0]
+    if categories or np.isnan(x).any():
+        raise DataError(
+            f"{content.path}: it has categories or missing values, but the run has no encoder; remove feature-mean and "
+            "feature-std from the settings of the run, and set missing=impute",
+            "no-encoder",
+        )
+    return x

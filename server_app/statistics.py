@@ -10,7 +10,7 @@ import numpy.typing as npt
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
-from posy.data.agreement import open_statistics
+from posy.data.agreement import open_encoder, open_statistics
 from posy.data.pooled import Pooled, count_of, pooled
 from posy.flower import failure, record_in
 from posy.server_app.grids import WaveGrid
@@ -45,7 +45,8 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
     """
     sites = SiteQueries(grid, nodes, names, settings.run.timeout)
     features = int(settings.data.input_shape) if open_statistics(settings.data, settings.data.sample_kind) else 0
-    numbers = count_of(features, classes=not settings.data.classes)
+    table = open_encoder(settings.data, settings.data.sample_kind)
+    numbers = count_of(features, classes=not settings.data.classes, table=table)
     secure = SecureRound(ROUND, settings.run, dict.fromkeys(nodes, 1), sites.ask, sites.drop)
     message = {"settings": settings.to_json(), "server-round": 0}
     requests = {client: {**message, **entries} for client, entries in secure.opened().items()}
@@ -60,7 +61,7 @@ def pooled_statistics(grid: WaveGrid, settings: Settings, nodes: Mapping[int, in
             f"secure-aggregation = true: the sites could not add their statistics: {secure.refusal or 'no answer'}; "
             "start the run again, or set classes, feature-mean and feature-std"
         )
-    return pooled(total[1], features, classes=not settings.data.classes)
+    return pooled(total[1], features, classes=not settings.data.classes, table=table)
 
 
 class SiteQueries:

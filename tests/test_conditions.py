@@ -76,6 +76,8 @@ WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] =
     ("feature-mean", "1", {}, {"dataset": "sites"}),
     ("feature-std", "2", {}, {"dataset": "sites"}),
     ("feature-names", "a,b", {}, {"dataset": "sites"}),
+    ("encoder", "none", {}, {"dataset": "sites"}),
+    ("min-category-rows", 5, {"dataset": "sites"}, {"dataset": "heart-disease"}),
     ("share-class-counts", True, {}, {"dataset": "sites"}),
 ]
 

@@ -542,8 +542,6 @@ def test_csv_of_texts_loads(tmp_path, warnings):
     [
         ("", "header row"),
         ("a\n1\n", "two columns or more$"),
-        ("a;label\n1;0\n", "two columns or more.*semicolons.*commas"),
-        ("a\tlabel\n1\t0\n", "header has tabs.*commas"),
         ("1,2\n3,4\n", "first row contains only numbers"),
         ("a,label\n", "no rows"),
         ("a,label\n1,0\n2\n", "row 3 has 1 columns"),

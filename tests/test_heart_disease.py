@@ -21,7 +21,7 @@ ROWS = {"Cleveland": (199, 104), "Hungary": (172, 89), "Switzerland": (30, 16), 
 
 
 def settings(**changes: Any) -> DataSettings:
-    return located(DataSettings(dataset="heart-disease", **changes))
+    return located(DataSettings(dataset="heart-disease", protocol="flamby", **changes))
 
 
 def test_the_hospitals_are_the_clients() -> None:
@@ -58,7 +58,7 @@ def test_the_first_patient_of_each_hospital_is_encoded() -> None:
 
 
 def test_each_hospital_standardises_with_its_training_rows() -> None:
-    workspace = Workspace(read_settings({"method": "fedavg", "dataset": "heart-disease", "device": "cpu"}))
+    workspace = Workspace(read_settings({"method": "fedavg", "dataset": "heart-disease", "protocol": "flamby", "device": "cpu"}))
     for client in range(4):
         data = workspace.client_data(client)
         rows = workspace.dataset.x[workspace.partition.train[client]].astype(np.float64)
@@ -70,8 +70,8 @@ def test_each_hospital_standardises_with_its_training_rows() -> None:
 
 def test_a_model_stores_the_scale_of_its_client(tmp_path: Path) -> None:
     config = {
-        "method": "fedavg", "dataset": "heart-disease", "model": "logistic", "num-server-rounds": 1, "device": "cpu",
-        "output-dir": str(tmp_path), "run-name": "a",
+        "method": "fedavg", "dataset": "heart-disease", "protocol": "flamby", "model": "logistic",
+        "num-server-rounds": 1, "device": "cpu", "output-dir": str(tmp_path), "run-name": "a",
     }  # fmt: skip
     record = run(None, config).record()
     workspace = Workspace(read_settings(config))
@@ -90,7 +90,7 @@ def test_a_model_stores_the_scale_of_its_client(tmp_path: Path) -> None:
     ],
 )
 def test_other_clients_are_an_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = {"method": "fedavg", "dataset": "heart-disease", "output-dir": str(tmp_path), **changes}
+    config = {"method": "fedavg", "dataset": "heart-disease", "protocol": "flamby", "output-dir": str(tmp_path), **changes}
     with pytest.raises(SettingsError, match=message):
         run(None, config)
 

@@ -1,5 +1,6 @@
 """Read Arrow tables: .parquet files, and data sets of the library `datasets` from disk or the Hugging Face Hub."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,11 @@ import numpy as np
 
 from posy.data.columns import Columns, name_notes, roles
 from posy.data.dataset import Content
+from posy.data.encoding import Categories, missing_value
 from posy.data.errors import DataError, Note
 from posy.data.files import check_fits, check_regular
-from posy.data.labels import as_labels, label_name, numbered_groups
+from posy.data.labels import LabelRule, as_labels, label_name, numbered_groups
+from posy.data.readers.cells import column_notes, is_missing, number_in, parse_columns
 from posy.data.readers.functions import content_of
 from posy.data.readers.image import Encoded, image_content
 from posy.data.values import FLOAT32_MAX, precision_notes
@@ -190,16 +193,19 @@ def _content(
     )
     assigned = roles(header, columns, rows.where, coded, images)
     notes += assigned.notes
-    y = _labels(rows, names[assigned.label])
+    y = _labels(rows, names[assigned.label], assigned.rule)
     group_labels = None if assigned.group is None else _labels(rows, names[assigned.group])
     groups, group_names = (None, ()) if group_labels is None else numbered_groups(group_labels)
     inputs = [names[index] for index in assigned.inputs]
-    other = [name for name in inputs if len(inputs) > 1 and not _is_number(_column(rows, name).type)]
-    if other:
-        raise DataError(
-            f"{rows.where}: column {other[0]} of type {_column(rows, other[0]).type} is not the only input; name "
-            "columns of numbers, or one of images, texts or lists of numbers, in input-columns"
-        )
+    if _is_mixed(rows, inputs, columns):
+        check_fits(sum(_decoded(rows, name).nbytes for name in inputs), rows.where)
+        x, categories = _table(rows, inputs, columns)
+        titles = tuple(header[index] for index in assigned.inputs)
+        notes += [*name_notes(titles, header), *column_notes(x, categories, titles)]
+        return Content(
+            path, "features", x, y, groups, is_test, columns=titles, group_names=group_names,
+            read_notes=tuple(notes), categories=categories,
+        )  # fmt: skip
     if assigned.inputs[0] in images:
         attributes = {"groups": groups, "is_test": is_test}
         content = image_content(path, _files(rows, inputs[0]), y, size, mode, skip_unreadable, **attributes)
@@ -213,7 +219,7 @@ def _content(
     if _is_number(column.type):
         titles = tuple(header[index] for index in assigned.inputs)
         x, precision = _features(rows, inputs)
-        notes += [*precision, *name_notes(titles, header)]
+        notes += [*precision, *name_notes(titles, header), *column_notes(x, (), titles)]
     else:
         x = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))
     parts = {"x": x, "y": y, "groups": group_labels, "test": is_test}
@@ -237,32 +243,106 @@ def _features(rows: _Rows, inputs: Sequence[str]) -> tuple[np.ndarray, list[str]
     values = [_column(rows, name).to_numpy() for name in inputs]
     notes: list[str] = []
     for name, value in zip(inputs, values, strict=True):
-        if (invalid := ~(np.abs(value.astype(np.float64)) <= FLOAT32_MAX)).any():
-            raise DataError(
-                f"{rows.at(int(invalid.argmax()), name)}: {value[invalid][0]}; "
-                "finite numbers are allowed, in the range of float32",
-                "not-a-number",
-                name,
-            )
+        _check_numbers(rows, name, value)
         notes += precision_notes(value[:, None], np.float64, (name,))
     return np.column_stack([value.astype(np.float64) for value in values]), notes
 
 
+def _check_numbers(rows: _Rows, name: str, values: np.ndarray) -> None:
+    """Raise :class:`DataError` for the first value of a column that is not finite in the range of float32."""
+    if (invalid := ~(np.abs(values.astype(np.float64)) <= FLOAT32_MAX)).any():
+        raise DataError(
+            f"{rows.at(int(invalid.argmax()), name)}: {values[invalid][0]}; "
+            "finite numbers are allowed, in the range of float32",
+            "not-a-number",
+            name,
+        )
+
+
 def _column(rows: _Rows, name: str) -> Any:
     """Return a column after any dictionary decoding, or raise :class:`DataError` if a cell is empty."""
+    column = _decoded(rows, name)
+    if column.null_count:
+        first = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        raise DataError(
+            f"{rows.at(first, name)}: it is empty; each row needs a value (missing=impute replaces missing inputs)",
+            "missing-value",
+            name,
+            column.null_count,
+        )
+    return column
+
+
+def _decoded(rows: _Rows, name: str) -> Any:
+    """Return a column after any dictionary decoding."""
     import pyarrow as pa  # noqa: PLC0415 - only Arrow data needs it
 
     column = rows.table.column(name)
-    if column.null_count:
-        first = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        raise DataError(f"{rows.at(first, name)}: it is empty; each row needs a value", "missing-value", name)
     return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
-def _labels(rows: _Rows, name: str) -> np.ndarray:
+def _is_mixed(rows: _Rows, inputs: Sequence[str], columns: Columns) -> bool:
+    """Return whether the inputs are columns of numbers and strings that contain categories or missing values.
+
+    Raise :class:`DataError` if there are several inputs, and one of them is of another type.
+    """
+    parts = [_decoded(rows, name) for name in inputs]
+    plain = [_is_number(part.type) or _is_text(part.type) for part in parts]
+    if len(inputs) > 1 and not all(plain):
+        other = plain.index(False)
+        raise DataError(
+            f"{rows.where}: column {inputs[other]} of type {parts[other].type} is not the only input; name "
+            "columns of numbers and strings, or one of images, texts or lists of numbers, in input-columns"
+        )
+    if len(inputs) == 1 and not columns.categories:
+        return columns.imputes and _is_number(parts[0].type)
+    return all(plain) and (bool(columns.categories) or columns.imputes or any(_is_text(part.type) for part in parts))
+
+
+def _table(rows: _Rows, inputs: Sequence[str], columns: Columns) -> tuple[np.ndarray, Categories]:
+    """Return columns of numbers and strings as :func:`posy.data.readers.cells.parse_columns` does."""
+    x = np.empty((len(rows.table), len(inputs)))
+    categories: list[tuple[str, ...] | None] = []
+    for number, name in enumerate(inputs):
+        column, title = _decoded(rows, name), label_name(name)
+        if _is_number(column.type) and title not in columns.categories:
+            x[:, number], names = column.to_numpy().astype(np.float64), None
+            _check_numbers(rows, name, np.nan_to_num(x[:, number], nan=0.0, posinf=np.inf, neginf=-np.inf))
+        else:
+            cells = ["" if cell is None else str(cell) for cell in column.to_pylist()]
+            parsed = parse_columns({title: cells}, columns.categories, comma=False)
+            if parsed is None:
+                raise _mixed_cells(rows, name, cells)
+            x[:, [number]], names = parsed[0], parsed[1][0] if parsed[1] else None
+        if not columns.imputes and (gaps := np.isnan(x[:, number])).any():
+            where = rows.at(int(gaps.argmax()), name)
+            raise missing_value(f"{where}: it is empty", title, int(gaps.sum()))
+        categories.append(names)
+    return x, tuple(categories) if any(names is not None for names in categories) else ()
+
+
+def _mixed_cells(rows: _Rows, name: str, cells: Sequence[str]) -> DataError:
+    """Return the error for a column of strings that contains some numbers."""
+    row = next(row for row, cell in enumerate(cells) if not is_missing(cell) and number_in(cell) is None)
+    return DataError(
+        f"{rows.at(row, name)}: {cells[row]!r} in a column with numbers; correct it, or name a column of categories in "
+        "categories",
+        "not-a-number",
+        name,
+    )
+
+
+def _labels(rows: _Rows, name: str, rule: LabelRule | None = None) -> np.ndarray:
     """Return the labels or groups in a column; indices of named classes become class names."""
     column = _column(rows, name)
     where = f"{rows.where}: column {name}"
+    if rule is not None:
+        cells = column.to_numpy().astype(np.float64) if _is_number(column.type) else column.to_pylist()
+        values = np.array([math.nan if (v := number_in(str(cell))) is None else v for cell in cells])
+        if (wrong := ~np.isfinite(values)).any():
+            text = f"{rows.at(int(wrong.argmax()), name)}: {cells[int(wrong.argmax())]!r}; the rule in label-column"
+            raise DataError(f"{text} needs numbers", "wrong-label", name)
+        return rule(values)
     if rows.kind(name) == "ClassLabel":
         classes, numbers = rows.features[name].names, column.to_numpy()
         if (invalid := (numbers < 0) | (numbers >= len(classes))).any():

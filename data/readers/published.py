@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
+from posy.data.columns import Columns
 from posy.data.dataset import Content, Dataset
 from posy.data.errors import DataError
 from posy.data.files import read_json
-from posy.data.labels import as_labels, known_labels, numbered_groups
-from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, DIGITS, KVASIR
+from posy.data.labels import LabelRule, as_labels, known_labels, numbered_groups
+from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, DIGITS, FLAMBY, KVASIR
+from posy.data.readers.cells import column_notes, parse_columns
 from posy.data.readers.image import DEFAULT_SIDE, image_files, read_images
 from posy.data.readers.own import as_dataset, read_npz
 from posy.data.readers.tables import rows_of
@@ -65,13 +67,43 @@ def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 HOSPITALS = {"cleveland": "Cleveland", "hungarian": "Hungary", "switzerland": "Switzerland", "va": "Long Beach"}
 """The hospitals of `heart-disease`, by the names of their files."""
+_LABEL = LabelRule("num", ">", 0)
 _DROPPED = ("slope", "ca", "thal", "num")
 _CATEGORIES = {"cp": ("2", "3", "4"), "restecg": ("1", "2")}
 """Columns of categories, with all categories but the first."""
+_CLASSES = ("no disease", "disease")
 
 
 def read_heart_disease(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read the tables of four hospitals as FLamby's Fed-Heart-Disease does.
+    """Read the tables of four hospitals: all 13 columns and rows, or as FLamby's Fed-Heart-Disease does.
+
+    Disease is ``num > 0``. With ``protocol = flamby``, the content is that of :func:`_as_in_flamby`.
+    """
+    folder = Path(__file__).resolve().parent.parent / "heart_disease"
+    tables = []
+    for file in HOSPITALS:
+        header, *rows = map(json.loads, (folder / f"{file}.jsonl").read_text(encoding="utf-8").splitlines())
+        tables.append([dict(zip(header, row, strict=True)) for row in rows])
+    if settings.protocol == FLAMBY:
+        return _as_in_flamby(folder, tables)
+    table = [row for rows in tables for row in rows]
+    names = [name for name in table[0] if name != _LABEL.column]
+    cells = {name: [row[name] for row in table] for name in names}
+    parsed = parse_columns(cells, Columns.of(settings).categories, comma=False)
+    if parsed is None:
+        raise DataError(f"{folder}: the tables of the hospitals are damaged; install Posy again")
+    x, categories = parsed
+    y = _LABEL(np.array([float(row[_LABEL.column]) for row in table]))
+    groups = np.repeat(np.arange(len(HOSPITALS)), [len(rows) for rows in tables])
+    notes = tuple(column_notes(x, categories, names))
+    return Content(
+        folder, "features", x, y, groups, class_names=_CLASSES, columns=tuple(names),
+        group_names=tuple(HOSPITALS.values()), categories=categories, read_notes=notes,
+    )  # fmt: skip
+
+
+def _as_in_flamby(folder: Path, tables: Sequence[Sequence[Mapping[str, str]]]) -> Content:
+    """Return the tables of the hospitals as FLamby's Fed-Heart-Disease prepares them.
 
     Rows with a missing value in the first ten columns are dropped, ``cp`` and ``restecg`` are one-hot encoded without
     their first category, and a third of each hospital's rows are test samples.
@@ -83,17 +115,14 @@ def read_heart_disease(name: str, data_dir: Path, settings: DataSettings) -> Con
     """
     from sklearn.model_selection import train_test_split  # noqa: PLC0415 - only this data set needs it
 
-    folder = Path(__file__).resolve().parent.parent / "heart_disease"
     parts: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     given: list[tuple[np.ndarray, np.ndarray]] = []
     columns: tuple[str, ...] = ()
-    for file in HOSPITALS:
-        header, *rows = map(json.loads, (folder / f"{file}.jsonl").read_text(encoding="utf-8").splitlines())
-        used = [title for title in header if title not in _DROPPED]
-        table = [dict(zip(header, row, strict=True)) for row in rows]
-        table = [row for row in table if "?" not in [row[title] for title in used]]
-        y = np.array([float(row["num"]) > 0 for row in table])
+    for rows in tables:
+        used = [title for title in rows[0] if title not in _DROPPED]
+        table = [row for row in rows if "?" not in [row[title] for title in used]]
+        y = _LABEL(np.array([float(row[_LABEL.column]) for row in table]))
         encoded = {title: np.array([float(row[title]) for row in table]) for title in used}
         for title, categories in _CATEGORIES.items():
             values = encoded.pop(title)
@@ -107,11 +136,11 @@ def read_heart_disease(name: str, data_dir: Path, settings: DataSettings) -> Con
         )
         given.append((np.sort(start + train), np.sort(start + test)))
         parts.append(np.column_stack(list(encoded.values())))
-        labels.append(y.astype(np.int64))
+        labels.append(y)
     groups = np.repeat(np.arange(len(HOSPITALS)), [len(y) for y in labels])
     return Content(
         folder, "features", np.concatenate(parts), np.concatenate(labels), groups, given=tuple(given),
-        class_names=("no disease", "disease"), columns=columns, group_names=tuple(HOSPITALS.values()),
+        class_names=_CLASSES, columns=columns, group_names=tuple(HOSPITALS.values()),
     )  # fmt: skip
 
 

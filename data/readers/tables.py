@@ -3,25 +3,34 @@
 import csv
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from posy.data.columns import Columns, name_notes, roles
+from posy.data.columns import Columns, Roles, name_notes, roles
 from posy.data.dataset import Content
+from posy.data.encoding import Categories, missing_value
 from posy.data.errors import DataError, Note
 from posy.data.files import check_fits, check_regular
 from posy.data.labels import as_labels, label_name, numbered_groups, written_label
+from posy.data.readers.cells import (
+    SEPARATORS,
+    column_notes,
+    has_decimal_commas,
+    is_missing,
+    number_in,
+    parse_columns,
+)
 from posy.data.values import FLOAT32_MAX, LOST, as_features
 
+_Cells = np.ndarray | Mapping[str, np.ndarray]
 _GROWTH = 4  # minimum factor by which a table grows when it is loaded as Python strings
 _MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
-_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-_MISSING = ("", "?", "-", "na", "n/a", "nan", "null", "none")
-"""Cells that denote a missing value, in lower case."""
 _LOG = getLogger("flwr")  # Flower's logger, so that messages appear in the log of the run
 
 
@@ -40,45 +49,164 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     """Read a table whose header contains distinct names.
 
     :func:`posy.data.columns.roles` assigns roles to the columns, and :func:`posy.data.labels.written_label` reads the
-    labels. The text is the column ``text``, or the only input column if some of its cells are not numbers. Notes list
-    unused columns.
+    labels. The text is the column ``text``, or the only input column if some of its cells are not numbers. Other
+    columns contain numbers, or else categories. Notes list unused columns.
 
     Raises
     ------
     DataError
         If the file cannot be read, or a cell cannot be used; the message names its row and column.
     """
-    header = _header(path)
+    separator = _separator(path, columns.separator)
+    header = _header(path, separator)
     assigned = roles(header, columns, str(path))
-    label, notes = assigned.label, list(assigned.notes)
-    features = [] if assigned.is_text else assigned.inputs
-    cells = _cells(path, header, features)
-    if cells is None and len(assigned.inputs) == 1:
-        features, cells = [], _cells(path, header, [])
-    if cells is None:
-        raise _problem(path, header, features, {})
-    labels, name_errors = _names(cells, label, "label")
+    features = () if assigned.is_text else assigned.inputs
+    table = _Csv(path, header, separator, columns, assigned)
+    cells = None if features and (columns.categories or columns.decimal == "comma") else table.numbers(features)
+    if cells is not None and all((np.abs(cells[str(index)]) <= FLOAT32_MAX).all() for index in features):
+        samples = None
+    else:
+        cells = table.strings()
+        samples = table.samples(cells) if cells is not None else None
+        if samples is None and len(assigned.inputs) == 1 and not columns.categories and cells is not None:
+            features = ()
+        elif cells is None or samples is None:
+            raise table.problem({})
+    return _content(table, cells, features, samples)
+
+
+@dataclass(frozen=True)
+class _Csv:
+    """A .csv file, and the roles of its columns."""
+
+    path: Path
+    header: Sequence[str]
+    separator: str
+    columns: Columns
+    assigned: Roles
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the input columns."""
+        return [self.header[index] for index in self.assigned.inputs]
+
+    def numbers(self, features: Sequence[int]) -> np.ndarray | None:
+        """Return columns "0", "1", …, with features as float64 and others as strings, or None if a cell is invalid.
+
+        NumPy reads a table several times faster than the csv module does, and returns the same cells. It rejects rows
+        that are too short or too long, whereas pandas pads short rows.
+        """
+        numeric = set(features)
+        kinds = np.dtype([(str(index), float if index in numeric else object) for index in range(len(self.header))])
+        lines = _lines(self.path, "utf-8-sig")
+        next(row for row in csv.reader(lines, delimiter=self.separator) if row)
+        try:
+            return np.loadtxt(lines, kinds, comments=None, delimiter=self.separator, quotechar='"', ndmin=1)
+        except DataError:
+            raise
+        except ValueError:
+            return None
+
+    def strings(self) -> dict[str, np.ndarray] | None:
+        """Return columns "0", "1", … of strings, or None if a row has the wrong number of columns."""
+        rows = [row for _, row in itertools.islice(rows_of(self.path, delimiter=self.separator), 1, None)]
+        if any(len(row) != len(self.header) for row in rows):
+            return None
+        return {str(index): np.array(column, object) for index, column in enumerate(zip(*rows, strict=True))}
+
+    def samples(self, cells: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Categories] | None:
+        """Return the input columns as :func:`posy.data.readers.cells.parse_columns` does, or None."""
+        inputs = {self.header[index]: cells[str(index)].tolist() for index in self.assigned.inputs}
+        comma = self.has_commas(cells)
+        samples = parse_columns(inputs, self.columns.categories, comma=comma)
+        if samples is None or (np.isnan(samples[0]).any() and not self.columns.imputes):
+            return None
+        is_text = len(inputs) == 1 and bool(samples[1]) and not self.columns.categories
+        return None if is_text else samples
+
+    def has_commas(self, cells: Mapping[str, np.ndarray]) -> bool:
+        """Return whether the numbers have decimal commas."""
+        inputs = {self.header[index]: cells[str(index)].tolist() for index in self.assigned.inputs}
+        numbers = {name: column for name, column in inputs.items() if name not in self.columns.categories}
+        return has_decimal_commas(numbers, self.separator, self.columns.decimal, str(self.path))
+
+    def problem(self, name_errors: Mapping[tuple[int, str], str]) -> DataError:
+        """Return the error for the first row or cell that cannot be used, given the errors in labels and groups."""
+        cells = self.strings()
+        comma = cells is not None and self.has_commas(cells)
+        for number, row in itertools.islice(rows_of(self.path, delimiter=self.separator), 1, None):
+            if len(row) != len(self.header):
+                return DataError(f"{self.path}: row {number} has {len(row)} columns; the header has {len(self.header)}")
+            for index, cell in enumerate(row):
+                where = f"{self.path}: row {number}, column {self.header[index]}"
+                if (index, cell) in name_errors:
+                    return DataError(f"{where}: {name_errors[index, cell]}", "wrong-label", self.header[index])
+                if index in self.assigned.inputs and cells is not None:
+                    column = cells[str(index)].tolist()
+                    if error := self._problem_of(where, self.header[index], cell, column, comma=comma):
+                        return error
+        return DataError(f"{self.path}: not a readable .csv file")
+
+    def _problem_of(self, where: str, name: str, cell: str, column: Sequence[str], *, comma: bool) -> DataError | None:
+        """Return the error for a cell in a column, or None if the cell can be used."""
+        if is_missing(cell):
+            count = sum(map(is_missing, column))
+            return None if self.columns.imputes else missing_value(f"{where}: {cell!r} is a missing value", name, count)
+        value = number_in(cell, comma=comma)
+        if value is not None and abs(value) <= FLOAT32_MAX:
+            return None
+        is_category = name in self.columns.categories or (
+            len(self.names) > 1 and all(number_in(c, comma=comma) is None for c in column if not is_missing(c))
+        )
+        if is_category:
+            return None
+        return DataError(
+            f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (name a column of categories in "
+            "categories, and a column of texts text, or as the only column in input-columns)",
+            "not-a-number",
+            name,
+        )
+
+
+def _content(
+    table: _Csv,
+    cells: _Cells,
+    features: Sequence[int],
+    samples: tuple[np.ndarray, Categories] | None,
+) -> Content:
+    """Return the content of a table; ``samples`` are its parsed inputs, or None if ``cells`` contains numbers."""
+    path, header, assigned = table.path, table.header, table.assigned
+    labels, name_errors = _labels(cells, assigned)
     groups = None
     if assigned.group is not None:
         groups, group_errors = _names(cells, assigned.group, "group")
         name_errors |= group_errors
-    if name_errors or not all((np.abs(cells[str(index)]) <= FLOAT32_MAX).all() for index in features):
-        raise _problem(path, header, features, name_errors)
+    if name_errors:
+        raise table.problem(name_errors)
     y = as_labels(np.array(labels), str(path))
     numbers, group_names = (None, ()) if groups is None else numbered_groups(np.array(groups))
+    notes = list(assigned.notes)
     if not features:
         text = assigned.inputs[0]
-        _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[label])
-        samples = cells[str(text)].tolist()
-        return Content(path, "text", samples, y, numbers, group_names=group_names, read_notes=tuple(notes))
-    _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[label])
-    names = tuple(header[index] for index in features)
+        _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[assigned.label])
+        texts = cells[str(text)].tolist()
+        return Content(path, "text", texts, y, numbers, group_names=group_names, read_notes=tuple(notes))
+    _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[assigned.label])
+    names = tuple(table.names)
     notes += name_notes(names, header)
-    notes += _lost_digits(path, header, cells, features)
-    x, precision = as_features(np.column_stack([cells[str(index)] for index in features]), str(path))
+    if samples is None:
+        notes += _lost_digits(path, header, cells, features, table.separator)
+        x, categories = np.column_stack([cells[str(index)] for index in features]), Categories(())
+    else:
+        x, categories = samples
+    notes += column_notes(x, categories, names)
+    if not (categories or np.isnan(x).any()):
+        x, precision = as_features(x, str(path))
+        notes += precision
     return Content(
-        path, "features", x, y, numbers, columns=names, group_names=group_names, read_notes=(*notes, *precision)
-    )
+        path, "features", x, y, numbers, columns=names, group_names=group_names, read_notes=tuple(notes),
+        categories=categories,
+    )  # fmt: skip
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:
@@ -99,14 +227,34 @@ def _lines(path: Path, encoding: str) -> Iterator[str]:
         raise DataError(f"{path}: not a text file in {encoding} ({error})") from error
 
 
-def _header(path: Path) -> list[str]:
-    rows = rows_of(path)
+def _separator(path: Path, setting: str) -> str:
+    """Return the separator of a file's columns: the setting, or the only one that splits its first two rows alike.
+
+    Raise :class:`DataError` if several separators do.
+    """
+    if setting != "auto":
+        return SEPARATORS[setting]
+    fitting = []
+    for name, separator in SEPARATORS.items():
+        try:
+            lengths = [len(row) for _, row in itertools.islice(rows_of(path, delimiter=separator), 2)]
+        except DataError:  # with a wrong separator, a line may be too long for a cell
+            continue
+        if len(lengths) == 2 and lengths[0] == lengths[1] > 1:
+            fitting.append(name)
+    if len(fitting) > 1:
+        raise DataError(
+            f"{path}: several separators fit the header and the first row: {', '.join(fitting)}; set separator"
+        )
+    return SEPARATORS[fitting[0]] if fitting else ","
+
+
+def _header(path: Path, separator: str) -> list[str]:
+    rows = rows_of(path, delimiter=separator)
     header = [label_name(title) for title in next(rows, (0, []))[1]]
     if len(header) < 2:
-        other = next((name for sign, name in _OTHER_SEPARATORS.items() if sign in "".join(header)), "")
-        hint = f"; the header has {other}: separate the columns by commas" if other else ""
-        raise DataError(f"{path}: header {header}; a table needs a header row with two columns or more{hint}")
-    if all(_number(title) is not None for title in header):
+        raise DataError(f"{path}: header {header}; a table needs a header row with two columns or more")
+    if all(number_in(title) is not None for title in header):
         raise DataError(
             f"{path}: the first row contains only numbers; a table needs a header row with the names of the columns"
         )
@@ -121,29 +269,27 @@ def _header(path: Path) -> list[str]:
     return header
 
 
-def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.ndarray | None:
-    """Return columns "0", "1", …, with features as float64 and others as strings, or ``None`` if a cell is invalid.
-
-    NumPy reads a table several times faster than the csv module does, and returns the same cells. It rejects rows that
-    are too short or too long, whereas pandas pads short rows.
-    """
-    numeric = set(features)
-    kinds = np.dtype([(str(index), float if index in numeric else object) for index in range(len(header))])
-    lines = _lines(path, "utf-8-sig")
-    next(row for row in csv.reader(lines) if row)
-    try:
-        return np.loadtxt(lines, kinds, comments=None, delimiter=",", quotechar='"', ndmin=1)
-    except DataError:
-        raise
-    except ValueError:
-        return None
+def _labels(cells: _Cells, assigned: Roles) -> tuple[list[Any] | np.ndarray, dict[tuple[int, str], str]]:
+    """Return the labels of the rows, and any errors, keyed by column and cell."""
+    if assigned.rule is None:
+        return _names(cells, assigned.label, "label")
+    values = {cell: number_in(cell) for cell in set(cells[str(assigned.label)])}
+    errors = {
+        (assigned.label, cell): "the label is missing"
+        if is_missing(cell)
+        else f"{cell.strip()!r}; the rule in label-column needs numbers"
+        for cell, value in values.items()
+        if value is None or not np.isfinite(value)
+    }
+    numbers = np.array([values[cell] for cell in cells[str(assigned.label)]], np.float64)
+    return assigned.rule(numbers), errors
 
 
-def _names(cells: np.ndarray, column: int, role: str) -> tuple[list[str], dict[tuple[int, str], str]]:
+def _names(cells: _Cells, column: int, role: str) -> tuple[list[str], dict[tuple[int, str], str]]:
     """Return the names in a column, and any errors, keyed by column and cell."""
     name_by_cell = {cell: written_label(cell) for cell in set(cells[str(column)])}
     errors = {(column, cell): f"the {role} is missing" for cell, name in name_by_cell.items() if not name}
-    values = {cell: _number(cell) for cell in name_by_cell}
+    values = {cell: number_in(cell) for cell in name_by_cell}
     if role == "label" and None not in values.values():
         errors |= {
             (column, cell): f"{cell.strip()!r}; labels are whole numbers or strings"
@@ -153,36 +299,13 @@ def _names(cells: np.ndarray, column: int, role: str) -> tuple[list[str], dict[t
     return [name_by_cell[cell] for cell in cells[str(column)]], errors
 
 
-def _problem(
-    path: Path, header: Sequence[str], features: Sequence[int], name_errors: Mapping[tuple[int, str], str]
-) -> DataError:
-    """Return the error for the first row or cell that cannot be used, given the errors in labels and groups."""
-    for number, row in itertools.islice(rows_of(path), 1, None):
-        if len(row) != len(header):
-            return DataError(f"{path}: row {number} has {len(row)} columns; the header has {len(header)}")
-        for index, cell in enumerate(row):
-            where = f"{path}: row {number}, column {header[index]}"
-            if (index, cell) in name_errors:
-                return DataError(f"{where}: {name_errors[index, cell]}", "wrong-label", header[index])
-            value = _number(cell)
-            if index in features and cell.strip().lower() in _MISSING:
-                return DataError(
-                    f"{where}: {cell!r} is a missing value; fill it in, remove the row, or remove the column "
-                    "from input-columns",
-                    "missing-value",
-                    header[index],
-                )
-            if index in features and (value is None or not abs(value) <= FLOAT32_MAX):
-                return DataError(
-                    f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "
-                    "be named text, or be the only column in input-columns)",
-                    "not-a-number",
-                    header[index],
-                )
-    return DataError(f"{path}: not a readable .csv file")
-
-
-def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features: Sequence[int]) -> list[str]:
+def _lost_digits(
+    path: Path,
+    header: Sequence[str],
+    cells: _Cells,
+    features: Sequence[int],
+    separator: str,
+) -> list[str]:
     """Return a warning if cells differ only in digits that float64 cannot represent."""
     spread = {index: np.ptp(cells[str(index)]) for index in features}
     coarse = {
@@ -190,7 +313,7 @@ def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features:
     }
     if not coarse:
         return []
-    for _, row in itertools.islice(rows_of(path), 1, None):
+    for _, row in itertools.islice(rows_of(path, delimiter=separator), 1, None):
         for index, texts in coarse.items():
             texts.add(row[index].strip())
     lossy_columns = [
@@ -205,10 +328,3 @@ def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features:
             f"float64 cannot distinguish values of these columns: {', '.join(lossy_columns)}; subtract a common offset"
         )
     ]
-
-
-def _number(cell: str) -> float | None:
-    try:
-        return float(cell) if cell.isascii() and "_" not in cell else None
-    except ValueError:
-        return None
