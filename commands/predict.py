@@ -12,7 +12,9 @@ from posy import figures
 from posy.client_app.stored import ClientModel, Prediction
 from posy.data.errors import DataError
 from posy.data.inputs import Preprocessing
-from posy.data.readers.tables import rows_of
+from posy.data.readers.cells import has_decimal_commas, is_missing, number_in
+from posy.data.readers.tables import rows_of, separator_of
+from posy.data.settings import DataSettings
 from posy.listing import print_table
 from posy.server_app.record import Record
 from posy.words import title
@@ -36,7 +38,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
         If a file does not contain samples in the format that the model expects.
     """
     model = Record.find(run).predictor(client, point)
-    names, samples = _samples(files, model.preprocessing)
+    names, samples = _samples(files, model)
     predictions = model.predict_all(samples)
     _warn(model, names, samples)
     if as_json:
@@ -54,7 +56,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
     """
     record = Record.find(run)
     first = record.predictor(min(record.names))
-    names, samples = _samples(files, first.preprocessing)
+    names, samples = _samples(files, first)
     answers = record.route(samples)
     _warn(first, names, samples)
     pairs = list(zip(names, answers, strict=True))
@@ -99,15 +101,15 @@ def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> N
         print(f"posy: warning: {num_hidden} more values are far from the training samples", file=sys.stderr)
 
 
-def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[str], list[Any]]:
+def _samples(files: Sequence[str], model: ClientModel) -> tuple[list[str], list[Any]]:
     """Return the names and the contents of the samples in one or more files."""
-    pairs = [pair for word in files for pair in _read(word, preprocessing)]
+    pairs = [pair for word in files for pair in _read(word, model.preprocessing, model.settings.data)]
     if not pairs:
         raise DataError(f"{', '.join(files)}: no samples found")
     return [name for name, _ in pairs], [sample for _, sample in pairs]
 
 
-def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
+def _read(word: str, preprocessing: Preprocessing, settings: DataSettings) -> Iterator[tuple[str, Any]]:
     """Yield the name and content of each sample in the file ``word``; ``word`` may also be the text itself."""
     path, kind = Path(word), preprocessing.task.kind
     suffix = path.suffix.lower()
@@ -118,7 +120,7 @@ def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
             raise DataError(f"{path}: not a readable array ({error})") from error
         yield from ((f"{word} [{number}]", sample) for number, sample in enumerate(np.atleast_1d(array)))
     elif suffix == ".csv" and kind != "image":
-        yield from _rows(path, preprocessing)
+        yield from _rows(path, preprocessing, settings)
     elif kind == "image":
         yield word, path
     elif preprocessing.sample_kind == "text":
@@ -127,34 +129,53 @@ def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{word}: not a .csv or .npy file; the model expects {preprocessing.describe()}")
 
 
-def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
+def _rows(path: Path, preprocessing: Preprocessing, settings: DataSettings) -> Iterator[tuple[str, Any]]:
     """Yield the name and content of each row of a table.
 
     If the model stores the names of its columns, ignore all other columns.
     """
-    rows = rows_of(path)
-    _, header = next(rows, (0, []))
+    separator = separator_of(path, settings.separator)
+    lines = rows_of(path, delimiter=separator)
+    (_, header), rows = next(lines, (0, [])), list(lines)
     texts = preprocessing.sample_kind == "text"
     if texts:
         columns = [next((c for c in header if c.lower() == "text"), header[0] if len(header) == 1 else "text")]
     else:
         columns = list(preprocessing.columns) or [name for name in header if name.lower() not in ("label", "group")]
     if missing := [name for name in columns if name not in header]:
-        names = ", ".join(missing[:MOST])
-        raise DataError(f"{path}: the columns {names} are missing; the model expects {preprocessing.describe()}")
-    indices = [header.index(name) for name in columns]
+        absent = ", ".join(missing[:MOST])
+        raise DataError(f"{path}: the columns {absent} are missing; the model expects {preprocessing.describe()}")
     for number, row in rows:
-        name = f"{path} row {number}"
         if len(row) != len(header):
-            raise DataError(f"{name} has {len(row)} columns, but the header has {len(header)}")
-        yield name, row[indices[0]] if texts else [_number(row[i], f"{name}, {header[i]}") for i in indices]
+            raise DataError(f"{path} row {number} has {len(row)} columns, but the header has {len(header)}")
+    cells = {name: [row[header.index(name)] for _, row in rows] for name in columns}
+    names = [f"{path} row {number}" for number, _ in rows]
+    samples = cells[columns[0]] if texts else _values(cells, preprocessing, names, separator, settings)
+    yield from zip(names, samples, strict=True)
 
 
-def _number(cell: str, where: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        raise DataError(f"{where}: {cell!r:.40} is not a number") from None
+def _values(
+    cells: Mapping[str, Sequence[str]],
+    preprocessing: Preprocessing,
+    names: Sequence[str],
+    separator: str,
+    settings: DataSettings,
+) -> Iterator[list[Any]]:
+    """Yield the values of each row: numbers, and strings in columns of categories; None denotes a missing value."""
+    encoder = preprocessing.encoder
+    categorical = encoder.categorical if encoder else ()
+    numbers = {name: column for name, column in cells.items() if name not in categorical}
+    comma = has_decimal_commas(numbers, separator, settings.decimal, names[0] if names else "")
+    for where, *row in zip(names, *cells.values(), strict=True):
+        values: list[Any] = []
+        for name, cell in zip(cells, row, strict=True):
+            value = cell if name in categorical else number_in(cell, comma=comma)
+            if encoder and is_missing(cell):
+                value = None
+            elif value is None:
+                raise DataError(f"{where}, {name}: {cell!r:.40} is not a number")
+            values.append(value)
+        yield values
 
 
 def _shares(shares: Mapping[str, float]) -> str:

@@ -78,7 +78,7 @@ def test_too_many_labels_and_long_labels_are_errors() -> None:
         pooled(numbers_of([str(n) for n in range(2 * CELLS)], 1, EMPTY, EMPTY), 0, classes=True)
     with pytest.raises(DataError, match="has 121 bytes") as caught:
         numbers_of(["x" * 121], 1, EMPTY, EMPTY)
-    assert caught.value.shared(10).startswith("a label is too long")
+    assert caught.value.shared(10).startswith("a label or a category is too long")
     with pytest.raises(DataError, match="too large for a masked sum"):
         numbers_of(None, 10**9, np.array([1e200]), np.array([0.0]))
 

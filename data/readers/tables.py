@@ -57,7 +57,7 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     DataError
         If the file cannot be read, or a cell cannot be used; the message names its row and column.
     """
-    separator = _separator(path, columns.separator)
+    separator = separator_of(path, columns.separator)
     header = _header(path, separator)
     assigned = roles(header, columns, str(path))
     features = () if assigned.is_text else assigned.inputs
@@ -227,7 +227,7 @@ def _lines(path: Path, encoding: str) -> Iterator[str]:
         raise DataError(f"{path}: not a text file in {encoding} ({error})") from error
 
 
-def _separator(path: Path, setting: str) -> str:
+def separator_of(path: Path, setting: str) -> str:
     """Return the separator of a file's columns: the setting, or the only one that splits its first two rows alike.
 
     Raise :class:`DataError` if several separators do.
