@@ -138,9 +138,14 @@ class Encoder:
     def from_json(cls, text: str) -> Self:
         """Read the JSON that :meth:`to_json` returns, or raise :class:`SettingsError` for other text."""
         try:
-            columns = [EncodedColumn(**(entry | {"categories": tuple(entry.get("categories", ()))})) for entry in
-                       json.loads(text)]  # fmt: skip
-            valid = bool(columns) and all(map(_is_valid, columns)) and any(map(_is_used, columns))
+            entries = json.loads(text)
+            lists = [entry.get("categories", []) for entry in entries]
+            columns = [
+                EncodedColumn(**(entry | {"categories": tuple(names)}))
+                for entry, names in zip(entries, lists, strict=True)
+            ]
+            valid = all(type(names) is list for names in lists) and all(map(_is_valid, columns))
+            valid = valid and any(map(_is_used, columns))
             encoder = cls(tuple(columns))
             valid = valid and len(set(encoder.inputs)) == len(columns) and len(set(encoder.names)) == len(encoder.names)
         except (ValueError, TypeError, AttributeError, RecursionError):
@@ -328,7 +333,7 @@ def make_encoder(columns: Sequence[str], facts: Sequence[TableFacts], total: Mom
 def scale_of(encoder: Encoder, total: Moments) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation of each encoded column ``(F,)``; 0 and 1 for one-hot columns.
 
-    Imputed values lie at the mean, so they add rows, but no squared deviations.
+    Imputed values equal the mean, so they add rows, but no squared deviations.
     """
     std = deviation(total.mean, total.squares / max(1, total.rows))
     numbers = [number for number, column in enumerate(encoder.columns) if column.mean is not None]

@@ -20,7 +20,11 @@ class Policy:
     columns: str = setting(
         "", "columns that a run may use as inputs, separated by commas, or a JSON list; empty: all columns"
     )
-    label: str = setting("", "column that a run may use as label; empty: `label`, else the last column")
+    label: str = setting(
+        "",
+        "column that a run may use as label, or the only label rule, such as `num > 0`; empty: `label`, else the last "
+        "column",
+    )
     min_rows: int = setting(
         10, "minimum number of rows behind any statistic, label, gradient or score that leaves the site", minimum=2
     )

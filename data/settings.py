@@ -72,7 +72,7 @@ class DataSettings:
     missing: str = setting(
         "auto",
         "tables: treatment of missing values in input columns (`?`, empty, `NA`); `impute`: the mean over all training "
-        "samples, with an indicator column; for categories, a category of its own; `auto`: refuse, except in the raw "
+        "samples, with an indicator column; for categories, a separate category; `auto`: refuse, except in the raw "
         "tables of heart-disease",
         choices=("auto", "refuse", "impute"),
         samples="features",

@@ -97,6 +97,7 @@ def test_raw_hospitals_equal_scikit_learns_encoding() -> None:
     workspace = Workspace(read_settings({"method": "fedavg", "dataset": "heart-disease", "device": "cpu"}))
     data, part = workspace.dataset, workspace.partition
     table = numeric(pd.concat(raw_tables().values(), ignore_index=True))
+    table[["chol", "trestbps"]] = table[["chol", "trestbps"]].replace(0, np.nan)
     assert part.names == ("Cleveland", "Hungary", "Switzerland", "Long Beach") and len(data) == 920
     np.testing.assert_array_equal(data.y, table["num"] > 0)
     train = table.iloc[np.concatenate(part.train)]
@@ -305,10 +306,10 @@ def node_configs(folder: Path, names: list[str]) -> list[dict[str, str]]:
     """Return the node configs of sites whose policy fixes the label."""
     policy = folder / "policy.yaml"
     policy.write_text("min-rows: 10\nscores: exact\ncode: any\nlabel: num > 0\n")
-    places = {name: {"data": folder / f"{name}.csv", "state-dir": folder / f"state-{name}"} for name in names}
+    folders = {name: {"data": folder / f"{name}.csv", "state-dir": folder / f"state-{name}"} for name in names}
     return [
         {"name": name, "policy": str(policy), **{key: str(path) for key, path in paths.items()}}
-        for name, paths in places.items()
+        for name, paths in folders.items()
     ]
 
 
@@ -380,8 +381,8 @@ def assert_predicts(model: ClientModel, row: dict[str, str], means: dict[str, fl
             inputs.append(float(row[name.removesuffix(" missing")] == "?"))
         elif name.endswith(" other"):
             column, cell = name.removesuffix(" other"), row[name.removesuffix(" other")]
-            known = {float(other.partition("=")[2]) for other in names if other.startswith(f"{column}=")}
-            inputs.append(float(float(cell) not in known if cell != "?" else f"{column} missing" not in names))
+            codes = {float(other.partition("=")[2]) for other in names if other.startswith(f"{column}=")}
+            inputs.append(float(float(cell) not in codes if cell != "?" else f"{column} missing" not in names))
         elif code:
             inputs.append(float(row[column] != "?" and float(row[column]) == float(code)))
         else:

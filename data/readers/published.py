@@ -18,7 +18,7 @@ from posy.data.errors import DataError
 from posy.data.files import read_json
 from posy.data.labels import LabelRule, as_labels, known_labels, numbered_groups
 from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, DIGITS, FLAMBY, KVASIR
-from posy.data.readers.cells import column_notes, parse_columns
+from posy.data.readers.cells import column_notes, number_in, parse_columns
 from posy.data.readers.image import DEFAULT_SIDE, image_files, read_images
 from posy.data.readers.own import as_dataset, read_npz
 from posy.data.readers.tables import rows_of
@@ -71,6 +71,8 @@ _LABEL = LabelRule("num", ">", 0)
 _DROPPED = ("slope", "ca", "thal", "num")
 _CATEGORIES = {"cp": ("2", "3", "4"), "restecg": ("1", "2")}
 """Columns of categories, with all categories but the first."""
+_POSITIVE = ("trestbps", "chol")
+"""Columns in which the tables write 0 for a missing value: blood pressure and cholesterol."""
 _CLASSES = ("no disease", "disease")
 
 
@@ -89,6 +91,8 @@ def read_heart_disease(name: str, data_dir: Path, settings: DataSettings) -> Con
     table = [row for rows in tables for row in rows]
     names = [name for name in table[0] if name != _LABEL.column]
     cells = {name: [row[name] for row in table] for name in names}
+    for column in _POSITIVE:
+        cells[column] = ["?" if number_in(cell) == 0 else cell for cell in cells[column]]
     parsed = parse_columns(cells, Columns.of(settings).categories, comma=False)
     if parsed is None:
         raise DataError(f"{folder}: the tables of the hospitals are damaged; install Posy again")
