@@ -316,8 +316,7 @@ def _with_categories(sites: "_Sites", settings: DataSettings, columns: tuple[str
             )
         categorical += [column] * bool(with_names)
     if categorical or settings.missing == "impute":
-        names = {"categories": _listed(categorical)} if tables else {"encoder": NO_ENCODER}
-        return replace(result, **names)
+        return replace(result, categories=_listed(categorical)) if tables else replace(result, encoder=NO_ENCODER)
     return result
 
 

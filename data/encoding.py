@@ -215,8 +215,11 @@ class TableFacts:
         """Read the JSON that :meth:`to_json` returns, or raise ValueError, KeyError or TypeError."""
         stored: Mapping[str, Any] = json.loads(text)
         facts = cls(
-            *(tuple(stored[key]) for key in ("kinds", "present", "missing", "other")),
-            tuple(tuple(names) for names in stored["categories"]),
+            kinds=tuple(stored["kinds"]),
+            present=tuple(stored["present"]),
+            missing=tuple(stored["missing"]),
+            other=tuple(stored["other"]),
+            categories=tuple(tuple(names) for names in stored["categories"]),
         )
         names = [name for part in facts.categories for name in part]
         valid = (
@@ -268,7 +271,8 @@ def table_facts(
         observed = values[~np.isnan(values)]
         gaps = len(values) - len(observed)
         names = categories[number] if categories else None
-        shown, rare = (), 0
+        shown: tuple[str, ...] = ()
+        rare = 0
         if names is not None:
             counts = np.bincount(observed.astype(np.int64), minlength=len(names))
             pairs = [
@@ -286,7 +290,7 @@ def table_facts(
         missing.append(gaps >= min_rows)
         other.append(rare >= min_rows)
         frequent.append(shown)
-    facts = TableFacts(*(tuple(part) for part in (kinds, present, missing, other, frequent)))
+    facts = TableFacts(tuple(kinds), tuple(present), tuple(missing), tuple(other), tuple(frequent))
     return facts, mean, squares
 
 

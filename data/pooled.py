@@ -236,8 +236,8 @@ def _names_in(sums: Sequence[int]) -> dict[str, int]:
         names[label_name(text.decode(errors="replace"))] += times
         pending += label_cells
     if any(any(cell) for cell in cells):
-        text = "the sites have too many labels and categories for a masked sum"
-        raise SettingsError(f"{text}: set classes, or name fewer columns in input-columns")
+        problem = "the sites have too many labels and categories for a masked sum"
+        raise SettingsError(f"{problem}: set classes, or name fewer columns in input-columns")
     return dict(names)
 
 

@@ -58,7 +58,8 @@ def test_the_first_patient_of_each_hospital_is_encoded() -> None:
 
 
 def test_each_hospital_standardises_with_its_training_rows() -> None:
-    workspace = Workspace(read_settings({"method": "fedavg", "dataset": "heart-disease", "protocol": "flamby", "device": "cpu"}))
+    config = {"method": "fedavg", "dataset": "heart-disease", "protocol": "flamby", "device": "cpu"}
+    workspace = Workspace(read_settings(config))
     for client in range(4):
         data = workspace.client_data(client)
         rows = workspace.dataset.x[workspace.partition.train[client]].astype(np.float64)
@@ -90,7 +91,8 @@ def test_a_model_stores_the_scale_of_its_client(tmp_path: Path) -> None:
     ],
 )
 def test_other_clients_are_an_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = {"method": "fedavg", "dataset": "heart-disease", "protocol": "flamby", "output-dir": str(tmp_path), **changes}
+    data = {"dataset": "heart-disease", "protocol": "flamby"}
+    config = {"method": "fedavg", **data, "output-dir": str(tmp_path), **changes}
     with pytest.raises(SettingsError, match=message):
         run(None, config)
 

@@ -200,10 +200,10 @@ def _content(
     if _is_mixed(rows, inputs, columns):
         check_fits(sum(_decoded(rows, name).nbytes for name in inputs), rows.where)
         x, categories = _table(rows, inputs, columns)
-        titles = tuple(header[index] for index in assigned.inputs)
-        notes += [*name_notes(titles, header), *column_notes(x, categories, titles)]
+        columns_used = tuple(header[index] for index in assigned.inputs)
+        notes += [*name_notes(columns_used, header), *column_notes(x, categories, columns_used)]
         return Content(
-            path, "features", x, y, groups, is_test, columns=titles, group_names=group_names,
+            path, "features", x, y, groups, is_test, columns=columns_used, group_names=group_names,
             read_notes=tuple(notes), categories=categories,
         )  # fmt: skip
     if assigned.inputs[0] in images:

@@ -62,17 +62,15 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     assigned = roles(header, columns, str(path))
     features = () if assigned.is_text else assigned.inputs
     table = _Csv(path, header, separator, columns, assigned)
-    cells = None if features and (columns.categories or columns.decimal == "comma") else table.numbers(features)
-    if cells is not None and all((np.abs(cells[str(index)]) <= FLOAT32_MAX).all() for index in features):
-        samples = None
-    else:
-        cells = table.strings()
-        samples = table.samples(cells) if cells is not None else None
-        if samples is None and len(assigned.inputs) == 1 and not columns.categories and cells is not None:
-            features = ()
-        elif cells is None or samples is None:
-            raise table.problem({})
-    return _content(table, cells, features, samples)
+    numbers = None if features and (columns.categories or columns.decimal == "comma") else table.numbers(features)
+    if numbers is not None and all((np.abs(numbers[str(index)]) <= FLOAT32_MAX).all() for index in features):
+        return _content(table, numbers, features, None)
+    cells = table.strings()
+    samples = table.samples(cells) if cells is not None else None
+    is_text = samples is None and len(assigned.inputs) == 1 and not columns.categories
+    if cells is None or (samples is None and not is_text):
+        raise table.problem({})
+    return _content(table, cells, () if is_text else features, samples)
 
 
 @dataclass(frozen=True)
