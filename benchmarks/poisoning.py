@@ -75,6 +75,7 @@ SHARED: dict[str, Any] = {
     "method": "fedavg",
     "num-clients": CLIENTS,
     "partition": "dirichlet",
+    "stratify": False,
     "dirichlet-alpha": 1.0,
     "local-epochs": 2,
     "batch-size": 10,

@@ -25,7 +25,10 @@ FOLDER = "POSY_PRETRAINED_DATA"
 METHODS = ("fedavg", "fedrep")
 STARTS = {"random": {}, "pretrained": {"weights": "W"}, "pretrained, frozen": {"weights": "W", "frozen": "conv1,conv2"}}
 SEEDS = (0, 1, 2)
-COMMON = {"model": "cnn", "batch_size": 10, "lr": 0.005, "evaluate_every": 5, "checkpoint_every": 0}
+COMMON = {
+    **{"model": "cnn", "batch_size": 10, "lr": 0.005, "evaluate_every": 5, "checkpoint_every": 0},
+    "stratify": False,
+}
 
 
 def images(begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -28,9 +28,10 @@ from posy.storage import append
 
 PLAIN = "off"
 SHARED: dict[str, dict[str, Any]] = {
-    "digits": {"dataset": "digits", "model": "linear", "batch_size": 10, "num_server_rounds": 30},
+    "digits": {"dataset": "digits", "stratify": False, "model": "linear", "batch_size": 10, "num_server_rounds": 30},
     "cifar10": {
         "dataset": "cifar10",
+        "stratify": False,
         "model": "benchmarks.networks:small_cnn",
         "batch_size": 50,
         "num_server_rounds": 10,

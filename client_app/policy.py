@@ -169,6 +169,9 @@ def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
             "test-fraction",
             f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows for tests",
         )
+    if (folds := values["folds"]) not in (0, policy.folds):
+        reason = f"the site allows 0 and {policy.folds}" if policy.folds else "the site keeps one split of its rows"
+        yield Violation("folds", f"folds = {folds}; {reason}")
     for key in ("validation-fraction", f"{key_prefix(str(values['method']))}-validation"):
         if (fraction := values.get(key, 0)) not in (0, policy.validation_fraction):
             reason = f"{key} = {fraction:g}; the site allows 0 and {policy.validation_fraction:g}"

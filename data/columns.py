@@ -21,6 +21,8 @@ class Columns:
     label: str = ""
     inputs: tuple[str, ...] = ()
     group: str = ""
+    split: str = ""
+    """The column whose rows with the same value stay in one split. It is never an input or the label."""
     offered: tuple[str, ...] | None = None
     """The columns that the site's policy offers as inputs, or None without a policy. With a policy, Posy looks for the
     label outside these columns, whichever columns the run uses, so a run cannot choose the label."""
@@ -43,6 +45,7 @@ class Columns:
             label_name(settings.label_column),
             inputs,
             label_name(settings.group_column),
+            label_name(settings.split_column),
             categories=categories,
             imputes=settings.missing == "impute",
             separator=settings.separator,
@@ -51,7 +54,7 @@ class Columns:
 
     def named(self) -> list[tuple[str, str]]:
         """Return a pair (setting key, column name) for each column named in the settings."""
-        pairs = [("label-column", self.label), ("group-column", self.group)]
+        pairs = [("label-column", self.label), ("group-column", self.group), ("split-column", self.split)]
         return [(key, name) for key, name in pairs if name] + [("input-columns", name) for name in self.inputs]
 
 
@@ -62,6 +65,7 @@ class Roles:
     label: int
     inputs: tuple[int, ...]
     group: int | None
+    split: int | None
     is_text: bool  # whether the only input is a column of texts, even if every text is a number
     notes: tuple[str, ...]
     rule: LabelRule | None = None
@@ -95,11 +99,12 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
     lower = [title.lower() for title in header]
     inputs = tuple(header.index(name) for name in columns.inputs)
     group = header.index(columns.group) if columns.group else None
-    free = [index for index in range(len(header)) if index not in inputs and index != group]
+    split = header.index(columns.split) if columns.split else None
+    free = [index for index in range(len(header)) if index not in inputs and index not in (group, split)]
     if not (columns.label or free):
         raise DataError(f"{where}: no column is left for the label; name fewer columns in input-columns")
     label, notes = _label(header, columns, free, coded)
-    if label in inputs or label == group:
+    if label in inputs or label in (group, split):
         raise DataError(
             f"{where}: the column {header[label]!r} is the label of the site; use other columns, or name another label "
             "in the policy of the site",
@@ -114,7 +119,7 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
         raise DataError(f"{where}: no column other than the label; at least one is needed")
     texts = [index for index in inputs or remaining if lower[index] == "text"] if len(inputs) < 2 else []
     if inputs:
-        return Roles(label, inputs, group, bool(texts), tuple(notes))
+        return Roles(label, inputs, group, split, bool(texts), tuple(notes))
     pictures = [index for index in remaining if index in images]
     if not texts and len(pictures) > 1:
         raise DataError(
@@ -123,7 +128,7 @@ def _roles(header: Sequence[str], columns: Columns, where: str, coded: Sequence[
     chosen = tuple(texts or pictures or remaining)
     if unused := [header[index] for index in remaining if index not in chosen]:
         notes.append(Note(f"Posy does not use these columns: {', '.join(unused)}"))
-    return Roles(label, chosen, group, bool(texts), tuple(notes))
+    return Roles(label, chosen, group, split, bool(texts), tuple(notes))
 
 
 def _check_categories(header: Sequence[str], columns: Columns, assigned: Roles, where: str) -> None:
@@ -160,7 +165,7 @@ def _label(header: Sequence[str], columns: Columns, free: Sequence[int], coded: 
     eligible: Sequence[int] = free
     if columns.offered is not None:
         indices = range(len(header))
-        eligible = [index for index in indices if header[index] not in columns.offered] or indices
+        eligible = [i for i in indices if header[i] not in (*columns.offered, columns.split)] or indices
     likely = [index for index in eligible if header[index].lower() == "label"]
     likely = likely or [index for index in eligible if index in coded]
     if len(likely) == 1:

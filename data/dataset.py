@@ -42,6 +42,7 @@ class Dataset:
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
     group_names: tuple[str, ...] = ()  # indexed by group number; empty if the groups have no names
+    split_groups: np.ndarray | None = None  # (N,) int64 group whose samples of a client stay in one split: patient
     is_test: np.ndarray | None = None  # (N,) bool: whether a sample belongs to the supplied test set, if any
     given: Indices | None = None  # set if the data is already partitioned
     notes: tuple[str, ...] = ()  # one-sentence warnings about the data
@@ -78,6 +79,7 @@ class Content:
     columns: tuple[str, ...] = ()  # names of the features, if the data has them
     group_names: tuple[str, ...] = ()  # as in Dataset
     read_notes: tuple[str, ...] = ()  # one-sentence warnings about the data
+    split_groups: np.ndarray | None = None  # as in Dataset
     unreadable: tuple[str, ...] = ()  # one error message per unreadable file
     resized: bool = False  # whether the samples come from image files, which can be resized to any size
     categories: Categories = ()

@@ -127,5 +127,6 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
             f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; allowed: 0 to this number"
         )
     keep = np.sort(numpy_generator(seed, "subset").choice(len(dataset), size, replace=False))
-    groups, is_test = (None if part is None else part[keep] for part in (dataset.groups, dataset.is_test))
-    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], groups=groups, is_test=is_test)
+    arrays = {name: getattr(dataset, name) for name in ("groups", "split_groups", "is_test")}
+    kept = {name: None if array is None else array[keep] for name, array in arrays.items()}
+    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], **kept)

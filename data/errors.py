@@ -18,6 +18,7 @@ CODES = {
     "extreme-value": "a feature may exceed the range of float32 after standardisation",
     "long-label": "a label or a category is too long for a masked sum",
     "no-encoder": "its table has categories or missing values, but the settings of the run contain no encoder",
+    "no-folds": "its data comes with a test set, so the run cannot use folds",
     "too-few-rows": "it has too few rows",
     "changed-data": "its data has changed during the run; start a new run",
 }

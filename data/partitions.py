@@ -15,6 +15,8 @@ from posy.data.errors import DataError
 from posy.data.files import read_json
 from posy.data.settings import DataSettings
 from posy.data.shifts import check_shift
+from posy.data.splits import RANDOM, Strata, split, split_folds
+from posy.metrics import CLASSES
 from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
@@ -73,6 +75,8 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     kind = "given" if dataset.given is not None else settings.partition
     rng = numpy_generator(seed, "partition")
     is_test = dataset.is_test if settings.test_set == "supplied" and kind != "given" else None
+    if settings.folds:
+        _check_folds(kind, dataset, settings, is_test)
     if settings.test_set == "pooled" and kind != "given" and (dataset.is_test is None or not dataset.is_test.any()):
         log(WARNING, "test-set = 'pooled' has no effect: %s comes without a test set; remove test-set", dataset.name)
     if is_test is None or not is_test.any():
@@ -97,13 +101,19 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     for client, (train, _) in enumerate(pairs):
         if not len(train):
             raise DataError(f"partition {kind!r} of {dataset.name}: client {client} has no training sample")
-    result = finished(pairs, settings, rng)
+    result = finished(pairs, settings, rng, strata_of(dataset, settings))
     if kind not in ("natural", "given") or dataset.groups is None or not dataset.group_names:
         return result
     return replace(result, names=tuple(dataset.group_names[dataset.groups[train[0]]] for train in result.train))
 
 
-def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
+def strata_of(dataset: Dataset, settings: DataSettings) -> Strata:
+    """Return the classes and the groups that the splits of a data set respect."""
+    is_stratified = settings.stratify and dataset.task.target == CLASSES
+    return Strata(dataset.y if is_stratified else None, dataset.split_groups)
+
+
+def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator, strata: Strata = RANDOM) -> Partition:
     """Convert clients' (train, test) indices to a partition with at most ``train_samples`` training samples per client.
 
     A fraction ``validation_fraction`` of these training samples is held out for validation.
@@ -112,7 +122,7 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -
         pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
     parts = [(train, test, train[:0]) for train, test in pairs]
     if settings.validation_fraction:
-        divided = split([train for train, _ in pairs], settings.validation_fraction, rng)
+        divided = split([train for train, _ in pairs], settings.validation_fraction, rng, strata)
         parts = [(train, test, validation) for (train, validation), (_, test) in zip(divided, pairs, strict=True)]
     train, test, validation = (
         tuple(np.sort(part).astype(np.int64) for part in split_parts) for split_parts in zip(*parts, strict=True)
@@ -167,6 +177,21 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     check_augment(settings.augment, settings.transforms, dataset.task.kind, dataset.task.input_shape, dataset.name)
 
 
+def _check_folds(kind: str, dataset: Dataset, settings: DataSettings, is_test: np.ndarray | None) -> None:
+    """Raise :class:`SettingsError` unless the clients' samples can be divided into folds."""
+    reason = ""
+    if kind == "given":
+        reason = f"{dataset.name} comes with a test set for each client"
+    elif is_test is not None and is_test.any():
+        reason = f"{dataset.name} comes with a test set; test-set = 'pooled' divides all samples into folds"
+    elif settings.samples_per_client:
+        reason = f"samples-per-client = {settings.samples_per_client} draws the test samples separately"
+    elif not settings.fold:
+        reason = "this command trains on one fold; set fold"
+    if reason:
+        raise SettingsError(f"folds = {settings.folds}: {reason}")
+
+
 def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Return the (train, test) indices of each client."""
     if kind == "given":
@@ -177,7 +202,15 @@ def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.rando
         return _equal(dataset, settings, rng)
     from posy.data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
 
-    return split(ASSIGN[kind](dataset, settings, rng), settings.test_fraction, rng)
+    return _tested(ASSIGN[kind](dataset, settings, rng), dataset, settings, rng)
+
+
+def _tested(parts: Sequence[np.ndarray], dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+    """Set each client's test samples aside: a fraction of its samples, or one fold."""
+    strata = strata_of(dataset, settings)
+    if settings.folds:
+        return split_folds(parts, settings.folds, settings.fold, rng, strata)
+    return split(parts, settings.test_fraction, rng, strata)
 
 
 def _with_test_set(
@@ -319,6 +352,8 @@ def _from_file(
             f"{path.absolute()}"
         )
     clients, has_test_lists = _listed_clients(path, len(dataset), settings)
+    if has_test_lists and settings.folds:
+        raise SettingsError(f"folds = {settings.folds}: {path} lists the test samples; remove folds")
     pairs: Indices = tuple(clients)
     if has_test_lists and is_test is None and settings.test_fraction != DataSettings.test_fraction:
         log(
@@ -330,7 +365,7 @@ def _from_file(
     if not has_test_lists and is_test is not None:
         pairs = tuple((part[~is_test[part]], part[is_test[part]]) for (part,) in clients)
     elif not has_test_lists:
-        pairs = split([part for (part,) in clients], settings.test_fraction, rng)
+        pairs = _tested([part for (part,) in clients], dataset, settings, rng)
     for client, (train, _) in enumerate(pairs):
         if is_test is not None and (test_samples := train[is_test[train]]).size:
             raise SettingsError(
@@ -361,24 +396,6 @@ def _listed_clients(path: Path, size: int, settings: DataSettings) -> tuple[list
             raise DataError(f"{path}: client {client} lists sample {indices[times > 1][0]} twice; once is allowed")
         clients.append(parts)
     return clients, "all" not in splits
-
-
-def count_aside(count: int, fraction: float) -> int:
-    """Return the number of a client's samples that :func:`split` sets aside."""
-    return min(max(round(count * fraction), 1), count - 1) if count > 1 else 0
-
-
-def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator) -> Indices:
-    """Return the (remaining, set-aside) indices of each client, with a random ``fraction`` of its samples set aside.
-
-    If a client has two or more samples, neither part is empty.
-    """
-    pairs = []
-    for part in parts:
-        shuffled = rng.permutation(part)
-        count = count_aside(len(part), fraction)
-        pairs.append((shuffled[count:], shuffled[:count]))
-    return tuple(pairs)
 
 
 def _indices(values: Any, size: int, where: str) -> np.ndarray:

@@ -35,6 +35,23 @@ class Policy:
         above=0,
         maximum=0.5,
     )
+    stratify: bool = setting(
+        True,
+        "test and validation splits with the class proportions of the site; a class with a single row is used for "
+        "training",
+    )
+    split_column: str = setting(
+        "",
+        "column that identifies the patient, or another unit with several rows: its rows are in the same split, and no "
+        "run may use the column",
+    )
+    folds: int = setting(
+        0,
+        "the only number of folds that a run may use for cross-validation. The runs of the folds train on different "
+        "rows, so their difference depends on fewer rows than a run; 0: each row has exactly one split",
+        minimum=0,
+        maximum=20,
+    )
     validation_fraction: float = setting(
         0.2,
         "the only fraction of the training rows, other than 0, that a run may use for validation",
@@ -84,6 +101,11 @@ class Policy:
         minimum=0,
     )
     delta: float = setting(1e-5, "delta of the privacy budget", needs="epsilon > 0", above=0, maximum=0.1)
+
+    def __post_init__(self) -> None:
+        """Check that there are at least two folds."""
+        if self.folds == 1:
+            raise SettingsError("folds = 1: set at least 2 folds, or 0")
 
     @cached_property
     def allowed_methods(self) -> tuple[str, ...]:

@@ -166,11 +166,43 @@ class DataSettings:
         needs=f"dataset != sites | {WITHOUT_TEST_SET}",
         earlier="pooled",
     )
+    split_column: str = setting(
+        "",
+        "tables: name of a column that identifies the patient, or another unit with several rows: all rows of a "
+        "client's patient are in the same split, and the column is not a feature; sites use the column in their policy",
+        needs="partition = natural | file",
+        synonyms=("patient-column", "split-groups", "subject-column"),
+        samples="table",
+    )
+    stratify: bool = setting(
+        True,
+        "test and validation splits with the class proportions of the client; a class with a single sample is used for "
+        "training; sites use the rule in their policy",
+        needs="dataset != sites",
+        earlier=False,
+        synonyms=("stratified",),
+    )
+    folds: int = setting(
+        0,
+        "number of folds of cross-validation: each client's samples are divided into folds, and each fold is the test "
+        "split of one training; at sites, the policy must allow them; 0: one test split",
+        needs="partition != given",
+        minimum=0,
+        maximum=1000,
+        synonyms=("cross-validation", "cv", "k-fold", "kfold", "n-splits"),
+    )
+    fold: int = setting(
+        0,
+        "number of the fold that is the test split; 0: a run trains once for each fold",
+        needs="folds > 0",
+        minimum=0,
+        limit="folds",
+    )
     test_fraction: float = setting(
         0.25,
         "fraction of each client's samples kept for tests, unless a test set is supplied; sites use the fraction in "
         "their policy",
-        needs="partition != given and dataset != sites",
+        needs="partition != given and dataset != sites and folds = 0",
         above=0,
         maximum=0.9,
     )
@@ -277,6 +309,11 @@ class DataSettings:
     share_class_counts: bool = setting(
         False, "sites: send each site's number of samples per class to the server", needs="dataset = sites"
     )
+
+    def __post_init__(self) -> None:
+        """Check that there are at least two folds."""
+        if self.folds == 1:
+            raise SettingsError("folds = 1: set at least 2 folds, or 0 for one test split")
 
 
 def path_of(name: str, data_dir: str | Path) -> Path:

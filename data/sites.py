@@ -28,12 +28,13 @@ from posy.data.columns import Columns, names_in
 from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
 from posy.data.encoding import Categories, encoder_in, table_facts
 from posy.data.errors import DataError, Note
-from posy.data.labels import renumbered
-from posy.data.partitions import Partition, finished, split
+from posy.data.labels import label_name, renumbered
+from posy.data.partitions import Partition, finished
 from posy.data.policy import Policy
 from posy.data.pooled import numbers_of
-from posy.data.readers.own import read_own
+from posy.data.readers.own import has_columns, read_own
 from posy.data.settings import SITES, DataSettings
+from posy.data.splits import Strata, split, split_folds
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
@@ -53,6 +54,8 @@ def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadabl
         raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path", "no-data")
     if not exists(path):
         raise DataError(f"{path}: this file or directory does not exist (data in the node config)", "no-data")
+    if policy.split_column and not has_columns(path):
+        raise DataError(f"{path}: it has no columns; remove split-column = {policy.split_column!r} from the policy")
     size, mode = None, None
     if settings.input_shape and settings.sample_kind == "image":
         channels, height, width = shape_in(settings, "image")
@@ -72,7 +75,7 @@ def describe_site(content: Content, settings: DataSettings, policy: Policy, *, m
     DataError
         If the site has fewer than ``policy.min_rows`` rows outside the test split.
     """
-    rows, _ = site_split(content, policy)
+    rows, _ = site_split(content, settings, policy)
     _check_rows(content, len(rows), policy)
     count, mean, squares = 1, np.empty(0), np.empty(0)
     table = None
@@ -111,7 +114,7 @@ def site_numbers(content: Content, settings: DataSettings, policy: Policy) -> li
         If the data does not suit the settings, or the site has too few rows.
     """
     check_suits(content, settings)
-    rows, _ = site_split(content, policy)
+    rows, _ = site_split(content, settings, policy)
     _check_rows(content, len(rows), policy)
     mean, squares, table = np.empty(0), np.empty(0), None
     if open_encoder(settings, content.kind):
@@ -160,25 +163,43 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
     return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **attributes), part
 
 
-def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+def site_split(content: Content, settings: DataSettings, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of a site's rows for training (including validation) and for tests, int64.
 
     The test rows are the supplied test set, or else a random ``policy.test_fraction`` of the rows. A hash of the data
-    seeds the draw, so each version of the data has exactly one split, which no run setting can change.
+    seeds the draw, so each version of the data has exactly one split, which no run setting can change. If the policy
+    allows folds, a run's ``fold`` selects one of ``policy.folds`` fixed splits.
 
     Raises
     ------
     DataError
-        If no row is left for training.
+        If no row is left for training, or if a run with folds finds a supplied test set or folds with few rows.
     """
-    if content.is_test is None:
-        rng = np.random.default_rng(_seed(content, "split"))
-        ((train, test),) = split([np.arange(len(content.labels))], policy.test_fraction, rng)
-    else:
+    rows = np.arange(len(content.labels))
+    if content.is_test is not None:
+        if settings.folds:
+            raise DataError(f"{content.path}: folds = {settings.folds}, but the data comes with a test set", "no-folds")
         train, test = np.flatnonzero(~content.is_test), np.flatnonzero(content.is_test)
+    elif settings.folds:
+        rng = np.random.default_rng(_seed(content, "folds"))
+        ((train, test),) = split_folds([rows], policy.folds, settings.fold, rng, _strata(content, policy))
+        if len(test) < policy.min_rows:
+            raise DataError(
+                f"{content.path}: fold {settings.fold} of {policy.folds} has {len(test)} rows; the site's policy needs "
+                f"min-rows = {policy.min_rows}",
+                "too-few-rows",
+            )
+    else:
+        rng = np.random.default_rng(_seed(content, "split"))
+        ((train, test),) = split([rows], policy.test_fraction, rng, _strata(content, policy))
     if not len(train):
         raise DataError(f"{content.path}: all samples belong to the test set; at least one is needed for training")
     return np.sort(train), np.sort(test)
+
+
+def _strata(content: Content, policy: Policy) -> Strata:
+    """Return the classes and the groups that a site's splits respect."""
+    return Strata(content.distinct[0] if policy.stratify else None, content.split_groups)
 
 
 def _seed(content: Content, purpose: str) -> int:
@@ -190,7 +211,8 @@ def _columns(settings: DataSettings, policy: Policy) -> Columns:
     """Return the columns named in the settings, or else the columns named in the policy."""
     columns = Columns.of(settings)
     label, inputs = columns.label or policy.label, columns.inputs or policy.allowed_columns
-    return replace(columns, label=label, inputs=inputs, offered=policy.allowed_columns)
+    split_column = label_name(policy.split_column)
+    return replace(columns, label=label, inputs=inputs, split=split_column, offered=policy.allowed_columns)
 
 
 def _check_scale(
@@ -293,8 +315,9 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
     reveal a row. The rows of a validation split that is too small stay in training. Otherwise, runs with and without
     validation would train on data that differs by just these few rows.
     """
-    pair = site_split(content, policy)
-    part, notes = finished((pair,), settings, np.random.default_rng(_seed(content, "validation"))), []
+    pair = site_split(content, settings, policy)
+    rng = np.random.default_rng(_seed(content, "validation"))
+    part, notes = finished((pair,), settings, rng, _strata(content, policy)), []
     if 0 < len(part.validation[0]) < policy.min_rows:
         part = replace(part, train=(np.sort(np.concatenate([part.train[0], part.validation[0]])),))
     _check_rows(content, len(part.train[0]), policy)

@@ -480,7 +480,10 @@ def read_experiment(path: Path) -> dict[str, Any]:
         if not isinstance(content["settings"], dict):
             raise SettingsError(f"settings in {path}: it must hold `key: value` lines")
         run_settings = settings_of(RunSettings)
-        settings = current_keys(content["settings"])
+        stored = current_keys(content["settings"])
+        common = {**run_settings, **settings_of(DataSettings), **settings_of(TrainSettings)}
+        earlier = {key: setting.earlier for key, setting in common.items() if setting.earlier is not None}
+        settings = {**earlier, **stored}
         return {key: value for key, value in settings.items() if key not in run_settings or not run_settings[key].once}
     return content
 

@@ -224,7 +224,7 @@ def test_losses_are_rounded_and_capped(tmp_path: Path, cells: np.ndarray) -> Non
     for scale in (1, 1e-2, 1e4, 1e30):
         reply = send(NodeGrid(site(tmp_path, cells)), values(), np.arange(LINEAR, dtype=np.float32) * np.float32(scale))
         losses[scale] = reply.content.metric_records["metrics"]["served-loss"]
-    assert losses[1] == 124.0 and losses[1e-2] == round(losses[1e-2], 2) < 10
+    assert losses[1] == 185.0 and losses[1e-2] == round(losses[1e-2], 2) < 10
     assert losses[1e4] == losses[1e30] == 1000.0
     assert limited_scores(Policy(), {"train-loss": float("inf"), "num-test": 1234567}) == {
         "train-loss": 1000.0,

@@ -64,6 +64,12 @@ WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] =
     ("test-set", "pooled", {"dataset": "sites"}, {"dataset": "mnist"}),
     ("train-samples", 50, {"dataset": "sites"}, {}),
     ("test-fraction", 0.5, {"dataset": "sites"}, {}),
+    ("test-fraction", 0.5, {"folds": 2, "fold": 1}, {}),
+    ("stratify", False, {"dataset": "sites"}, {}),
+    ("split-column", "id", {}, {"partition": "natural", "dataset": "a.csv"}),
+    ("split-column", "id", {"dataset": "sites"}, {"partition": "file", "dataset": "a.csv"}),
+    ("folds", 5, {"partition": "given"}, {"dataset": "sites"}),
+    ("fold", 2, {}, {"folds": 2}),
     ("test-fraction", 0.5, {"partition": "given"}, {"partition": "natural"}),
     ("partition", "iid", {"dataset": "sites"}, {}),
     ("max-samples", 100, {"dataset": "sites"}, {}),
@@ -238,6 +244,7 @@ ABOVE_LIMIT: list[tuple[str, Scalar, dict[str, Scalar], int, str]] = [
     ("average-rounds", 6, {"method": "fedavg", "num-server-rounds": 5}, 5, "num-server-rounds"),
     ("secure-neighbours", 8, {"method": "fedavg", "secure-aggregation": True, "num-clients": 7}, 6, "num-clients - 1"),
     ("fedfomo-models", 10, {"method": "fedfomo"}, 9, "num-clients - 1"),
+    ("fold", 6, {"folds": 5}, 5, "folds"),
 ]
 
 
@@ -372,7 +379,7 @@ def test_conditions_use_the_default_of_a_setting_without_an_effect() -> None:
     config = {"dataset": "sites", "partition": "given", "test-fraction": 0.5}
     assert effective(config) == {"dataset": "sites"}
     assert normalised(config) == {
-        "dataset": "sites", "partition": "dirichlet", "test-fraction": 0.25, "test-set": "supplied",
+        "dataset": "sites", "partition": "dirichlet", "stratify": True, "test-fraction": 0.25, "test-set": "supplied",
     }  # fmt: skip
 
 

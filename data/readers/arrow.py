@@ -196,6 +196,8 @@ def _content(
     y = _labels(rows, names[assigned.label], assigned.rule)
     group_labels = None if assigned.group is None else _labels(rows, names[assigned.group])
     groups, group_names = (None, ()) if group_labels is None else numbered_groups(group_labels)
+    patients = None if assigned.split is None else _labels(rows, names[assigned.split])
+    split_groups = None if patients is None else numbered_groups(patients)[0]
     inputs = [names[index] for index in assigned.inputs]
     if _is_mixed(rows, inputs, columns):
         check_fits(sum(_decoded(rows, name).nbytes for name in inputs), rows.where)
@@ -207,13 +209,14 @@ def _content(
             read_notes=tuple(notes), categories=categories,
         )  # fmt: skip
     if assigned.inputs[0] in images:
-        attributes = {"groups": groups, "is_test": is_test}
+        attributes = {"groups": groups, "is_test": is_test, "split_groups": split_groups}
         content = image_content(path, _files(rows, inputs[0]), y, size, mode, skip_unreadable, **attributes)
         return replace(content, group_names=group_names, read_notes=(*notes, *content.read_notes))
     column = _column(rows, inputs[0])
     if _is_text(column.type):
         texts = column.to_pylist()
-        return Content(path, "text", texts, y, groups, is_test, group_names=group_names, read_notes=tuple(notes))
+        named = {"group_names": group_names, "split_groups": split_groups, "read_notes": tuple(notes)}
+        return Content(path, "text", texts, y, groups, is_test, **named)
     check_fits(sum(_column(rows, name).nbytes for name in inputs), rows.where)
     titles: tuple[str, ...] = ()
     if _is_number(column.type):
@@ -222,7 +225,7 @@ def _content(
         notes += [*precision, *name_notes(titles, header), *column_notes(x, (), titles)]
     else:
         x = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))
-    parts = {"x": x, "y": y, "groups": group_labels, "test": is_test}
+    parts = {"x": x, "y": y, "groups": group_labels, "patients": patients, "test": is_test}
     content = content_of({name: part for name, part in parts.items() if part is not None}, rows.where, path)
     return replace(content, columns=titles, read_notes=(*notes, *content.read_notes))
 

@@ -13,7 +13,7 @@ from posy.data.readers.image import as_images
 from posy.data.values import as_features, check_lengths, check_shape, precision_notes
 from posy.extensions import format_error, load
 
-PARTS = ("x", "y", "groups", "test")
+PARTS = ("x", "y", "groups", "patients", "test")
 """Keys of the mapping that a function may return."""
 
 
@@ -23,6 +23,7 @@ def read_function(name: str) -> Content:
     The function must return ``(x, y)``, or a mapping with keys from :data:`PARTS`. ``x`` contains images,
     ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)``, as whole numbers from 0 to 255 or as floats; features
     ``(N, F)``; or N texts. ``y`` ``(N,)`` contains class numbers or names, and ``groups`` ``(N,)`` natural groups.
+    The rows of a client with the same value in ``patients`` ``(N,)`` are in the same split.
     ``test`` ``(N,)`` is true for samples in the supplied test set. Tensors are converted to arrays.
 
     Raises
@@ -40,7 +41,7 @@ def read_function(name: str) -> Content:
     except Exception as error:  # custom code may raise any exception
         raise DataError(f"{source}: the function raised {format_error(error)}") from error
     if isinstance(content, tuple) and len(content) == 2:
-        content = dict(zip(PARTS, content, strict=False))
+        content = dict(zip(("x", "y"), content, strict=True))
     if not isinstance(content, Mapping) or not {"x", "y"} <= content.keys() <= set(PARTS):
         returned = (
             f"a mapping of {', '.join(map(str, content))}" if isinstance(content, Mapping) else type(content).__name__
@@ -65,6 +66,9 @@ def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Cont
     groups, group_names = None, tuple[str, ...]()
     if "groups" in parts:
         groups, group_names = numbered_groups(as_labels(parts["groups"], f"{source}: groups"))
+    patients = None
+    if "patients" in parts:
+        patients, _ = numbered_groups(as_labels(parts["patients"], f"{source}: patients"))
     labels = as_labels(parts["y"], f"{source}: y")
     notes: list[str] = []
     if x.ndim == 1 and x.dtype.kind == "U":
@@ -81,7 +85,8 @@ def content_of(parts: Mapping[str, np.ndarray], source: str, path: Path) -> Cont
             samples = as_images(x, f"{source}: x")
             kind = "image" if samples.dtype == np.uint8 else "image-float"
             notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if kind == "image-float" else []
-    return Content(path, kind, samples, labels, groups, test, group_names=group_names, read_notes=tuple(notes))
+    named = {"group_names": group_names, "split_groups": patients, "read_notes": tuple(notes)}
+    return Content(path, kind, samples, labels, groups, test, **named)
 
 
 def _array(value: Any, name: str) -> np.ndarray:

@@ -45,8 +45,8 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     vocabulary = int(x.max()) + 1 if content.kind == "tokens" else 0
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    attributes = {key: getattr(content, key) for key in ("groups", "group_names", "is_test", "given")}
-    attributes |= {"columns": content.columns, "categories": content.categories}
+    keys = ("groups", "group_names", "split_groups", "is_test", "given", "columns", "categories")
+    attributes = {key: getattr(content, key) for key in keys}
     return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, notes=notes, **attributes)
 
 

@@ -1,0 +1,217 @@
+"""Stratified splits, splits by patient, and folds, in process and at sites."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from posy.client_app.policy import violations
+from posy.data.columns import Columns
+from posy.data.datasets import load_clients
+from posy.data.errors import DataError
+from posy.data.partitions import Partition
+from posy.data.policy import Policy
+from posy.data.readers.own import read_own
+from posy.data.settings import DataSettings
+from posy.data.sites import read_site, site_split
+from posy.data.splits import RANDOM, Strata, count_aside, split, split_folds
+from posy.settings import SettingsError
+
+POLICY = Policy(min_rows=2)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def table(path: Path, rows: int = 40, rare: int = 4, patients: int = 0, hospitals: int = 2) -> Path:
+    """Write a table in which each hospital has ``rare`` rows of a rare class, and rows of ``patients`` patients."""
+    lines = ["patient,hospital,age,label"]
+    for hospital in range(hospitals):
+        for row in range(rows):
+            patient = row % patients if patients else row
+            label = "ill" if patient < rare else "well"
+            lines.append(f"p{patient},h{hospital},{hospital * rows + row},{label}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def natural(path: Path, **changes: object) -> DataSettings:
+    common = {"partition": "natural", "group_column": "hospital", "input_columns": "age", "num_clients": 2}
+    return DataSettings(dataset=str(path), **{**common, **changes})
+
+
+# -- fractions -----------------------------------------------------------------------------------------------
+
+
+def test_each_class_is_set_aside_in_proportion() -> None:
+    """Sainte-Laguë's divisors 1, 3, 5, … divide 10 places among classes of 24, 12 and 4 samples as 6, 3 and 1."""
+    labels = np.repeat([0, 1, 2], [24, 12, 4])
+    for seed in range(8):
+        ((rest, aside),) = split([np.arange(40)], 0.25, rng(seed), Strata(labels))
+        assert np.bincount(labels[aside]).tolist() == [6, 3, 1]
+        assert sorted([*rest, *aside]) == list(range(40))
+
+
+def test_a_class_with_one_sample_remains_and_a_class_with_two_is_in_both_parts() -> None:
+    labels = np.repeat([0, 1, 2], [37, 2, 1])
+    for seed in range(8):
+        ((rest, aside),) = split([np.arange(40)], 0.25, rng(seed), Strata(labels))
+        assert np.bincount(labels[rest], minlength=3).tolist() == [28, 1, 1] and len(aside) == 10
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+    fraction=st.floats(0.01, 0.9),
+    seed=st.integers(0, 99),
+)
+def test_the_parts_have_the_same_sizes_with_and_without_strata(labels: list[int], fraction: float, seed: int) -> None:
+    y, samples = np.array(labels), np.arange(len(labels))
+    ((rest, aside),) = split([samples], fraction, rng(seed), Strata(y))
+    assert len(aside) == count_aside(len(y), fraction)
+    assert sorted([*rest, *aside]) == samples.tolist()
+    counts = np.bincount(y)
+    if (counts[counts > 1] - 1).sum() >= len(aside):  # the classes with several samples suffice
+        assert set(y) == set(y[rest])
+
+
+def test_random_splits_are_the_splits_of_earlier_versions() -> None:
+    shuffled = rng(3).permutation(np.arange(50, 90))
+    ((rest, aside),) = split([np.arange(50, 90)], 0.25, rng(3), RANDOM)
+    assert aside.tolist() == shuffled[:10].tolist() and rest.tolist() == shuffled[10:].tolist()
+
+
+def test_every_seed_tests_a_rare_class(tmp_path: Path) -> None:
+    """Random splits had no test sample of a class with 4 of 40 rows in 3 of 8 seeds."""
+    settings, without = natural(table(tmp_path / "a.csv"), validation_fraction=0.25), []
+    for seed in range(8):
+        data, part = load_clients(settings, tmp_path, seed)
+        for splits in (part.train, part.test, part.validation):
+            assert all((data.y[rows] == 0).any() for rows in splits)
+        random = load_clients(replace(settings, stratify=False), tmp_path, seed)[1]
+        without += [seed for rows in random.test if not (data.y[rows] == 0).any()]
+    assert without
+
+
+# -- patients ------------------------------------------------------------------------------------------------
+
+
+def patients_apart(patients: np.ndarray, part: Partition) -> bool:
+    """Return whether no client has a patient in two of its splits."""
+    clients = zip(part.train, part.test, part.validation, strict=True)
+    sets = [[set(patients[rows]) for rows in splits] for splits in clients]
+    return all(not (a & b or a & c or b & c) for a, b, c in sets)
+
+
+def test_all_rows_of_a_patient_are_in_one_split(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.csv", rows=60, patients=12, rare=3)
+    settings = natural(path, split_column="patient", input_columns="", validation_fraction=0.3)
+    data, part = load_clients(settings, tmp_path, 1)
+    patients = np.arange(len(data)) % 12
+    assert data.columns == ("age",) and data.split_groups is not None
+    assert patients_apart(patients, part)
+    assert [len(rows) for rows in part.test] == [15, 15]  # 3 of 12 patients
+    assert all((data.y[rows] == 0).any() for rows in part.test)
+    by_row = load_clients(natural(path, input_columns="age", validation_fraction=0.3), tmp_path, 1)[1]
+    assert not patients_apart(patients, by_row)
+
+
+def test_groups_of_unequal_size_come_close_to_the_fraction() -> None:
+    sizes = [30, 1, 2, 3, 5, 4, 5]
+    groups = np.repeat(np.arange(7), sizes)
+    for seed in range(20):
+        ((rest, aside),) = split([np.arange(50)], 0.2, rng(seed), Strata(None, groups))
+        assert not set(groups[rest]) & set(groups[aside]) and len(rest) and 7 <= len(aside) <= 12
+
+
+def test_one_patient_is_never_set_aside() -> None:
+    for parts in (
+        split([np.arange(6)], 0.5, rng(), Strata(None, np.zeros(6, np.int64))),
+        split_folds([np.arange(6)], 3, 1, rng(), Strata(None, np.zeros(6, np.int64))),
+    ):
+        assert [len(part) for part in parts[0]] == [6, 0]
+
+
+# -- folds ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_patient", [False, True])
+def test_folds_set_each_sample_aside_once(by_patient: bool) -> None:
+    labels = rng().permutation(np.repeat([0, 1, 2], [31, 12, 5]))
+    groups = np.arange(48) % 16 if by_patient else None
+    folds = [split_folds([np.arange(48)], 5, k, rng(1), Strata(labels, groups))[0] for k in range(1, 6)]
+    assert sorted(np.concatenate([aside for _, aside in folds])) == list(range(48))
+    for rest, aside in folds:
+        assert sorted([*rest, *aside]) == list(range(48)) and 8 <= len(aside) <= 12
+        if groups is None:
+            counts = np.bincount(labels[aside], minlength=3)
+            assert counts[0] in (6, 7) and counts[1] in (2, 3) and counts[2] == 1
+        else:
+            assert not set(groups[rest]) & set(groups[aside])
+
+
+def test_small_clients_have_folds_without_test_samples() -> None:
+    folds = [split_folds([np.arange(2), np.arange(2, 3)], 4, k, rng(), RANDOM) for k in range(1, 5)]
+    assert sorted(len(first[1]) for first, _ in folds) == [0, 0, 1, 1]
+    assert all(len(second[0]) == 1 and not len(second[1]) for _, second in folds)
+
+
+def test_folds_need_test_samples_that_posy_selects(tmp_path: Path) -> None:
+    x, y = np.zeros((20, 2), np.float32), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    settings = DataSettings(dataset="a.npz", partition="iid", num_clients=2, folds=2, fold=1)
+    with pytest.raises(SettingsError, match="folds = 2: a.npz comes with a test set"):
+        load_clients(settings, tmp_path, 0)
+    part = load_clients(replace(settings, test_set="pooled"), tmp_path, 0)[1]
+    assert [len(rows) for rows in part.test] == [10, 10]
+    with pytest.raises(SettingsError, match="folds = 1"):
+        DataSettings(folds=1)
+
+
+# -- sites ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sites_split_is_stratified_by_its_policy_and_not_by_the_run(tmp_path: Path) -> None:
+    content = read_own(table(tmp_path / "a.csv", hospitals=1), columns=Columns(inputs=("age",)))
+    y = content.distinct[0]
+    _, test = site_split(content, DataSettings(dataset="sites"), POLICY)
+    assert np.bincount(y[test]).tolist() == [1, 9]
+    _, same = site_split(content, DataSettings(dataset="sites", stratify=False, test_fraction=0.5), POLICY)
+    assert same.tolist() == test.tolist()
+    _, random = site_split(content, DataSettings(dataset="sites"), replace(POLICY, stratify=False))
+    assert random.tolist() != test.tolist()
+
+
+def test_a_site_keeps_the_patients_of_its_policy_together(tmp_path: Path) -> None:
+    path, settings = table(tmp_path / "a.csv", rows=60, patients=12, hospitals=1), DataSettings(dataset="sites")
+    policy = replace(POLICY, split_column="patient", columns="age,hospital")
+    content = read_site(path, replace(settings, input_columns="age"), policy)
+    train, test = site_split(content, settings, policy)
+    assert not set(train % 12) & set(test % 12) and len(test) == 15
+    with pytest.raises(DataError) as raised:
+        read_site(path, replace(settings, input_columns="age,patient"), policy)
+    assert "split-column" in str(raised.value) and "input-columns" in str(raised.value)
+    with pytest.raises(DataError, match="split-column = 'name'"):
+        read_site(path, settings, Policy(split_column="name"))
+    np.savez(tmp_path / "b.npz", x_train=np.zeros((4, 2)), y_train=np.arange(4))
+    with pytest.raises(DataError, match="no columns"):
+        read_site(tmp_path / "b.npz", settings, policy)
+
+
+def test_a_site_refuses_folds_unless_its_policy_allows_them(tmp_path: Path) -> None:
+    values = {"dataset": "sites", "folds": 4, "fold": 1}
+    assert [v.rule for v in violations(POLICY, values)] == ["folds"]
+    assert [v.rule for v in violations(replace(POLICY, folds=5), values)] == ["folds"]
+    allowed = replace(POLICY, folds=4)
+    assert "folds" not in [v.rule for v in violations(allowed, values)]
+    content = read_own(table(tmp_path / "a.csv", hospitals=1), columns=Columns(inputs=("age",)))
+    folds = [site_split(content, DataSettings(dataset="sites", folds=4, fold=k), allowed) for k in range(1, 5)]
+    assert sorted(np.concatenate([test for _, test in folds])) == list(range(40))
+    with pytest.raises(DataError) as raised:
+        site_split(content, DataSettings(dataset="sites", folds=4, fold=1), replace(allowed, min_rows=11))
+    assert raised.value.code == "too-few-rows"
